@@ -1,0 +1,54 @@
+"""What workers say to each other together: every rank calls the same verbs in the same order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__all__ = ["Collective", "SharedCollective"]
+
+
+class Collective(ABC):
+    """A group of `world` ranks that act together.
+
+    Every wait has an end: a peer that is lost raises `PeerLost` in the others. Sums are taken in rank order,
+    so that every rank gets the same bits, and two runs too.
+    """
+
+    rank: int
+    world: int
+    moved_bytes: int
+    """Bytes that this rank has written for others and read from them so far."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replaces a contiguous tensor, of the same shape and type on all ranks, by the sum over ranks."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replaces a contiguous tensor by rank 0's."""
+
+    @abstractmethod
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Returns the sums over ranks of a few numbers (at most 32), in double precision, in rank order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what the group holds of the machine."""
+
+
+class SharedCollective(Collective):
+    """A group on one host, whose ranks can see the same memory."""
+
+    @abstractmethod
+    def share(self, nbytes: int) -> tuple[Tensor, ...]:
+        """Returns one zeroed region of `nbytes` a rank, by rank, as `(nbytes,)` uint8: everyone's to see.
+
+        Collective, `nbytes` may differ. What a rank writes is seen by others that pass a later `barrier`.
+        """

@@ -1,0 +1,145 @@
+"""Every error that headrace raises on purpose.
+
+    HeadraceError
+    ├── UsageError                what was asked for cannot be meant: exit code 2
+    │   ├── UnknownName           a strategy, option or key that does not exist, with a suggestion
+    │   ├── JobError              a job that cannot be loaded, built or sent
+    │   └── InfeasiblePlan        a cluster that cannot hold the plan, with the numbers
+    ├── UnfitMachine              the machine lacks something: exit code 3
+    ├── DataError                 the data set is empty, ragged or of the wrong form: exit code 5
+    └── RunFailed                 the run began and failed: exit code 1
+        ├── WorkerFailed          a worker raised; carries rank, host and the worker's own traceback
+        ├── NonFiniteLoss         the loss of a step is NaN or infinite
+        └── PeerLost              a process was killed, vanished or froze: exit code 4
+
+Every message says what happened, the numbers, and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+__all__ = [
+    "DataError",
+    "HeadraceError",
+    "InfeasiblePlan",
+    "JobError",
+    "NonFiniteLoss",
+    "PeerLost",
+    "RunFailed",
+    "UnfitMachine",
+    "UnknownName",
+    "UsageError",
+    "WorkerFailed",
+]
+
+
+class HeadraceError(Exception):
+    """The root of the tree."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(HeadraceError, ValueError):
+    """What was asked for cannot be meant."""
+
+    exit_code = 2
+
+
+class UnknownName(UsageError):
+    """A name that does not exist where it was used; suggests the nearest one that does.
+
+    Args:
+        kind: what the name should be, for the message ("strategy", "option").
+        name: the name that was given.
+        known: the names that exist.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        super().__init__(f"there is no {kind} {name!r}; {hint}known: {', '.join(names) or 'none'}")
+
+
+class JobError(UsageError):
+    """A job that cannot be loaded, built or sent to a worker."""
+
+
+class InfeasiblePlan(UsageError):
+    """A cluster that cannot hold the plan."""
+
+
+class UnfitMachine(HeadraceError):
+    """The machine lacks something that the run needs."""
+
+    exit_code = 3
+
+
+class DataError(HeadraceError, ValueError):
+    """The data set is empty, ragged or of the wrong form."""
+
+    exit_code = 5
+
+
+class RunFailed(HeadraceError):
+    """The run began and failed."""
+
+
+class WorkerFailed(RunFailed):
+    """A worker raised.
+
+    Args:
+        rank: the first rank that failed.
+        host: the machine it ran on.
+        cause: one line, "ValueError: ...".
+        traceback: the worker's own traceback, the user's frames last; empty if there is none.
+        exit_code: the exit code of the error that the worker raised, where it was one of this tree.
+    """
+
+    def __init__(self, rank: int, host: str, cause: str, traceback: str = "", exit_code: int = 1) -> None:
+        super().__init__(f"rank {rank} on {host} failed: {cause}")
+        self.rank = rank
+        self.host = host
+        self.cause = cause
+        self.traceback = traceback
+        self.worker_exit_code = exit_code
+
+
+class NonFiniteLoss(RunFailed):
+    """The loss of a step is NaN or infinite.
+
+    Args:
+        rank: the worker that found it.
+        step: the step, counted from 0.
+        loss: what the loss was.
+    """
+
+    def __init__(self, rank: int, step: int, loss: float) -> None:
+        super().__init__(
+            f"the loss is {loss} on rank {rank} at step {step}; "
+            "lower the learning rate, clip the gradients (Options(clip_norm=1.0)) or look at that batch"
+        )
+        self.rank = rank
+        self.step = step
+        self.loss = loss
+
+
+class PeerLost(RunFailed):
+    """A process was killed, vanished or froze.
+
+    Args:
+        rank: who was lost.
+        host: the machine it ran on.
+        cause: what is known, "killed by signal 9 (SIGKILL)", "gave no sign of life for 10 s".
+    """
+
+    exit_code = 4
+
+    def __init__(self, rank: int, host: str, cause: str) -> None:
+        super().__init__(f"rank {rank} on {host} was lost: {cause}")
+        self.rank = rank
+        self.host = host
+        self.cause = cause

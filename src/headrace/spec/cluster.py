@@ -1,0 +1,44 @@
+"""What deciding needs to know of the machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Cluster", "Host"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine.
+
+    Attributes:
+        name: the host name.
+        cores: processor cores that the run may use (affinity and quota counted in).
+        memory_bytes: memory that can still be taken.
+        accelerators: devices by name, "cuda:0"; empty on a CPU machine.
+    """
+
+    name: str
+    cores: int
+    memory_bytes: int
+    accelerators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of a run.
+
+    Attributes:
+        hosts: in the order of their ranks.
+        ranks: processes that a launcher has started for us (torchrun's WORLD_SIZE); None without one.
+        device: what tensors live on, "cpu" or "cuda".
+    """
+
+    hosts: tuple[Host, ...]
+    ranks: int | None = None
+    device: str = "cpu"
+
+    @property
+    def accelerators(self) -> int:
+        """Accelerators of all hosts together."""
+        return sum(len(host.accelerators) for host in self.hosts)

@@ -1,0 +1,203 @@
+"""The evidence: the only thing that comes out of a run.
+
+A process appends its events as JSON lines to one file, `<run>/events/rank-<n>.jsonl`; the launcher writes
+`<run>/events/launcher.jsonl`. Reports and the planner read these files, never live objects. Times are seconds
+on the host's monotonic clock since the run began.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from headrace.spec.plain import from_plain, to_plain
+
+__all__ = [
+    "LAUNCHER",
+    "Event",
+    "Evaluated",
+    "Failed",
+    "Notice",
+    "RunEnded",
+    "RunStarted",
+    "Stepped",
+    "WorkerEnded",
+    "WorkerStarted",
+    "decode",
+    "encode",
+]
+
+LAUNCHER = -1
+"""The rank of the process that started the run."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Attributes:
+    rank: who says so; `LAUNCHER` for the process that started the run.
+    time_s: seconds since the run began.
+    """
+
+    kind: ClassVar[str] = "event"
+    rank: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """By the launcher, first.
+
+    Attributes:
+        strategy: the registered name.
+        workers: how many compute.
+        device: "cpu" or "cuda".
+        threads: threads a worker.
+        global_batch_size: examples a round.
+        examples_per_epoch: length of the training set.
+        started_at: wall time, ISO 8601, for display only.
+        plan: the plan as JSON values.
+        versions: "headrace", "torch", "python" to version.
+    """
+
+    kind: ClassVar[str] = "run_started"
+    strategy: str
+    workers: int
+    device: str
+    threads: int
+    global_batch_size: int
+    examples_per_epoch: int
+    started_at: str
+    plan: Mapping[str, object]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class WorkerStarted(Event):
+    """By a worker, when its replica stands."""
+
+    kind: ClassVar[str] = "worker_started"
+    host: str
+    pid: int
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Stepped(Event):
+    """By a worker, after each step.
+
+    Attributes:
+        step: counted from 0 over the whole run.
+        epoch: counted from 0.
+        examples: this worker's, in this step; 0 where the last batch had none for it.
+        loss: mean over this worker's examples; None where it had none.
+        weight: what the loss weighs in the global batch's mean (examples, or tokens for `Mean` losses).
+        wait_s, compute_s, exchange_s, update_s: where the step's time went (wait: for data).
+    """
+
+    kind: ClassVar[str] = "stepped"
+    step: int
+    epoch: int
+    examples: int
+    loss: float | None
+    weight: float
+    wait_s: float
+    compute_s: float
+    exchange_s: float
+    update_s: float
+
+
+@dataclass(frozen=True)
+class Evaluated(Event):
+    """By rank 0, after an evaluation over the whole evaluation set.
+
+    Attributes:
+        step: steps done when it was made.
+        epoch: epochs done.
+        examples: how many were counted, all workers together.
+        metrics: name to value; "loss" among them.
+        seconds: how long it took.
+    """
+
+    kind: ClassVar[str] = "evaluated"
+    step: int
+    epoch: int
+    examples: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Notice(Event):
+    """A line for the user."""
+
+    kind: ClassVar[str] = "notice"
+    text: str
+
+
+@dataclass(frozen=True)
+class Failed(Event):
+    """A worker's error, or what the launcher knows of a process that is gone."""
+
+    kind: ClassVar[str] = "failed"
+    step: int
+    cause: str
+    traceback: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class WorkerEnded(Event):
+    """By a worker, last.
+
+    Attributes:
+        steps: steps done.
+        moved_bytes: bytes that this worker sent or wrote for others to read, and received, in the exchange.
+        peak_memory_bytes: largest resident size of its process.
+        parameter_bytes, optimizer_bytes: what this worker holds of its own (a copy shared by all is counted
+            by rank 0 alone).
+    """
+
+    kind: ClassVar[str] = "worker_ended"
+    steps: int
+    moved_bytes: int
+    peak_memory_bytes: int
+    parameter_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True)
+class RunEnded(Event):
+    """By the launcher, last.
+
+    Attributes:
+        status: "ok", "failed" or "interrupted".
+    """
+
+    kind: ClassVar[str] = "run_ended"
+    status: str
+
+
+_KINDS: dict[str, type[Event]] = {
+    kind.kind: kind
+    for kind in (RunStarted, WorkerStarted, Stepped, Evaluated, Notice, Failed, WorkerEnded, RunEnded)
+}
+
+
+def encode(event: Event) -> str:
+    """Returns the event as one line of JSON, without the line's end."""
+    return json.dumps({"kind": event.kind, **to_plain(event)}, separators=(",", ":"))
+
+
+def decode(line: str) -> Event:
+    """Returns the event that `encode` wrote.
+
+    Raises:
+        ValueError: the line is no event.
+    """
+    try:
+        plain = json.loads(line)
+        return from_plain(_KINDS[plain.pop("kind")], plain)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an event: {line[:120]!r} ({error})") from error

@@ -1,0 +1,70 @@
+"""What is trained: everything that stays the same whatever the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import UsageError
+from headrace.spec.options import Options
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, whatever it runs on.
+
+    Attributes:
+        model: builds the model, or is one, whose weights then start the run.
+        optimizer: takes named parameters (or parameters), returns a `torch.optim.Optimizer`:
+            `functools.partial(torch.optim.SGD, lr=0.1)`.
+        data: an `hr.data` pipeline, a torch `Dataset` or `DataLoader`, or a tuple of tensors or arrays.
+        global_batch_size: examples that all workers together take in one round.
+        task: loss, prediction and metrics in one, from `hr.tasks`; or give `loss`.
+        loss: `loss(output, target)` returns a scalar, the mean over the batch, or an `hr.Mean`.
+        metrics: name to `metric(output, target)`, returning a scalar mean or an `hr.Mean`.
+        eval_data: what metrics are computed on, in the forms of `data`.
+        epochs: visits of every example; or give `steps`.
+        steps: rounds, where `epochs` is None.
+        seed: fixes initialisation, order and augmentation.
+        options: see `Options`.
+        inputs: selects the model's input from a batch: a key or index, or keys for keywords, or a function.
+            By default a pair is (inputs, target) and a dict goes to the model as keywords.
+        target: selects what the loss and the metrics get, likewise. By default the second of a pair, or the
+            whole dict.
+    """
+
+    model: Callable[[], nn.Module] | nn.Module
+    optimizer: Callable[..., Any]
+    data: Any = field(repr=False)
+    global_batch_size: int
+    task: Any = None
+    loss: Callable[..., Any] | None = None
+    metrics: Mapping[str, Callable[..., Any]] | None = None
+    eval_data: Any = field(default=None, repr=False)
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    options: Options = field(default_factory=Options)
+    inputs: Any = None
+    target: Any = None
+
+    def __post_init__(self) -> None:
+        if (self.task is None) == (self.loss is None):
+            raise UsageError("a job has either a task (hr.tasks.multiclass(10)) or a loss, not both or neither")
+        if (self.epochs is None) == (self.steps is None):
+            raise UsageError(f"give either epochs or steps, got epochs={self.epochs}, steps={self.steps}")
+        for name in ("global_batch_size", "epochs", "steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name in ("model", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise UsageError(f"{name} must be callable, got {getattr(self, name)!r}")
+        if not isinstance(self.options, Options):
+            raise UsageError(f"options must be hr.Options(...), got {type(self.options).__name__}")

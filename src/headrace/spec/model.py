@@ -1,0 +1,79 @@
+"""What deciding needs to know of a model: names, shapes and types, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ITEM_BYTES", "ModelSpec", "ParameterSpec"]
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element by the name of its type, as in `torch.float32`."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter or buffer.
+
+    Attributes:
+        name: as in `named_parameters()`; of tied weights the first name.
+        shape: elements along each dim.
+        dtype: a key of `ITEM_BYTES`.
+        trainable: False for frozen parameters and buffers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as the strategies see it.
+
+    Attributes:
+        parameters: every parameter once, in the model's order, frozen ones included.
+        buffers: every buffer that a checkpoint holds.
+        sliceable: whether the job's optimizer treats every element alone, so that a parameter may be cut
+            between owners (SGD and Adam may be cut; Muon and Adafactor need whole matrices).
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+    buffers: tuple[ParameterSpec, ...] = ()
+    sliceable: bool = True
+
+    @property
+    def trainable(self) -> tuple[ParameterSpec, ...]:
+        """The parameters that get a gradient."""
+        return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    @property
+    def trainable_bytes(self) -> int:
+        """Bytes of all gradients together."""
+        return sum(parameter.bytes for parameter in self.trainable)

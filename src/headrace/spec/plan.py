@@ -1,0 +1,93 @@
+"""The decision: the only thing that crosses from deciding to doing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["EVERY_WORKER", "Op", "Plan", "Role", "Segment"]
+
+EVERY_WORKER = -1
+"""The owner of a parameter that every worker holds and updates itself."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one process does.
+
+    Attributes:
+        rank: index in the run.
+        kind: "worker"; later issues add "server".
+        host: name of its machine.
+        device: "cpu" or "cuda:1".
+        threads: intra-operation threads it may use.
+        data_rank: which share of a global batch it computes.
+    """
+
+    rank: int
+    kind: str
+    host: str
+    device: str
+    threads: int
+    data_rank: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous piece of one flattened parameter, and who updates it.
+
+    Attributes:
+        parameter: its name.
+        start, stop: elements `[start, stop)` of the flattened parameter.
+        owner: a rank, or `EVERY_WORKER`.
+    """
+
+    parameter: str
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who does what, and who owns what. `to_plain` and `from_plain` carry it as JSON.
+
+    Attributes:
+        strategy: its registered name, "mirrored".
+        options: the strategy's fields, as JSON values.
+        roles: one a process, by rank.
+        shares: relative weights by which a global batch is split, one a worker, by data rank.
+        segments: every trainable parameter, wholly covered, without overlap.
+    """
+
+    strategy: str
+    options: Mapping[str, object]
+    roles: tuple[Role, ...]
+    shares: tuple[int, ...]
+    segments: tuple[Segment, ...] = field(repr=False)
+
+    @property
+    def workers(self) -> int:
+        """Number of processes that compute."""
+        return sum(role.kind == "worker" for role in self.roles)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A node of the graph that one step is, for the simulator to time.
+
+    Attributes:
+        name: unique in the graph, "update@1".
+        kind: "compute", "exchange" or "update": the same words as in the run's events.
+        rank: who does it.
+        resource: what it occupies meanwhile; ops on one resource run one after the other.
+        bytes: bytes that it moves; 0 if none.
+        after: names of the ops that must have ended.
+    """
+
+    name: str
+    kind: str
+    rank: int
+    resource: str
+    bytes: int = 0
+    after: tuple[str, ...] = ()
