@@ -1,0 +1,72 @@
+"""All ranks of a host meet: one counter a rank in shared memory, futex for those who come early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+from headrace.comm import futex
+from headrace.comm.control import ControlPage
+
+__all__ = ["Barrier"]
+
+_SPIN_MOST_S = 50e-6
+_SPIN_LEAST_S = 1e-6
+_SLICE_S = 0.05
+
+
+class Barrier:
+    """Every rank adds 1 to its own counter, then waits until all others' have caught up.
+
+    A short wait spins; how long is learnt: a spin that met its peer may be longer next time, one in vain is
+    halved, so that on a crowded host hardly anyone spins.
+
+    Args:
+        page: holds the counters.
+        rank: this process's.
+        check: called about every 50 ms of waiting; raises to end the wait.
+    """
+
+    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None]) -> None:
+        self._counters = page.counters
+        self._own = page.counters[rank]
+        self._addresses = [page.counter_address(peer) for peer in range(page.ranks)]
+        self._own_address = self._addresses[rank]
+        self._peers = [peer for peer in range(page.ranks) if peer != rank]
+        self._check = check
+        self._spin_s = _SPIN_MOST_S
+
+    def meet(self) -> None:
+        """Returns when every rank has come."""
+        futex.fence()
+        target = (self._own[0] + 1) & 0x7FFFFFFF
+        self._own[0] = target
+        futex.wake(self._own_address)
+        for peer in self._peers:
+            counter = self._counters[peer]
+            if not _reached(counter[0], target):
+                self._await(counter, self._addresses[peer], target)
+        futex.fence()
+
+    def _await(self, counter: memoryview, address: int, target: int) -> None:
+        began = perf_counter()
+        give_up = began + self._spin_s
+        while True:
+            seen = counter[0]
+            if _reached(seen, target):
+                self._spin_s = min(_SPIN_MOST_S, self._spin_s * 1.25)
+                return
+            if perf_counter() > give_up:
+                break
+        while not _reached(seen, target):
+            futex.wait(address, seen, _SLICE_S)
+            seen = counter[0]
+            if not _reached(seen, target) and perf_counter() - began > _SLICE_S:
+                self._check()
+        short = perf_counter() - began < _SPIN_MOST_S
+        self._spin_s = min(_SPIN_MOST_S, self._spin_s * 2) if short else max(_SPIN_LEAST_S, self._spin_s / 2)
+
+
+def _reached(seen: int, target: int) -> bool:
+    # Counters go round at 2**31; a peer is at most a few meetings ahead or behind.
+    return ((seen - target) & 0x7FFFFFFF) < 0x40000000

@@ -1,0 +1,97 @@
+"""The page that the processes of a run on one host share: counters, signs of life, a few numbers.
+
+    ┌──────────────────────────────┐
+    │ abort │ stop │ stop_after    │  the run's
+    ├──────────────────────────────┤
+    │ counter                      │  a rank's: barrier counter, on a cache line of its own
+    │ beat, step, loss, examples   │           what the launcher watches
+    │ pid, descriptor, nbytes      │           a segment that it offers to the others
+    │ 2 x 32 numbers               │           for sums, by turns
+    └──────────────────────────────┘  x ranks
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from headrace.comm.segment import Segment
+
+__all__ = ["NUMBERS", "ControlPage"]
+
+NUMBERS = 32
+"""How many numbers one sum may hold."""
+
+_LINE = 64
+_WATCHED = _LINE
+_OFFERED = 2 * _LINE
+_NUMBERS = 3 * _LINE
+_BLOCK = _NUMBERS + 2 * NUMBERS * 8
+
+
+class ControlPage:
+    """Views of one segment; every field is written by one process.
+
+    Args:
+        segment: at least `ControlPage.nbytes(ranks)` long.
+        ranks: how many processes work together.
+
+    Attributes:
+        counters: by rank, an int32 view of length 1.
+        beats: by rank; [beat, step, examples] as int64.
+        losses: by rank, a float64 view of length 1.
+        offers: by rank; [pid, descriptor, nbytes] as int64.
+        numbers: by rank, two float64 views of length `NUMBERS`.
+    """
+
+    def __init__(self, segment: Segment, ranks: int) -> None:
+        self.segment = segment
+        self.ranks = ranks
+        memory = segment.memory
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._run = memory[:_LINE].cast("q")
+        blocks = [_LINE + rank * _BLOCK for rank in range(ranks)]
+        self.counters = [memory[block : block + 4].cast("i") for block in blocks]
+        self.beats = [memory[block + _WATCHED : block + _WATCHED + 24].cast("q") for block in blocks]
+        self.losses = [memory[block + _WATCHED + 24 : block + _WATCHED + 32].cast("d") for block in blocks]
+        self.offers = [memory[block + _OFFERED : block + _OFFERED + 24].cast("q") for block in blocks]
+        half = NUMBERS * 8
+        self.numbers = [
+            tuple(memory[block + _NUMBERS + i * half : block + _NUMBERS + (i + 1) * half].cast("d") for i in (0, 1))
+            for block in blocks
+        ]
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Returns the length that a page for `ranks` needs."""
+        return _LINE + ranks * _BLOCK
+
+    def counter_address(self, rank: int) -> int:
+        """Returns where in this process the rank's counter lies, for `futex`."""
+        return self._base + _LINE + rank * _BLOCK
+
+    @property
+    def abort(self) -> int:
+        """1 + the rank that was lost first, 0 while all is well. Written by the launcher."""
+        return self._run[0]
+
+    @abort.setter
+    def abort(self, value: int) -> None:
+        self._run[0] = value
+
+    @property
+    def stop(self) -> int:
+        """1 if the launcher wants the run to end soon, in order."""
+        return self._run[1]
+
+    @stop.setter
+    def stop(self, value: int) -> None:
+        self._run[1] = value
+
+    @property
+    def stop_after(self) -> int:
+        """1 + the last round to do, 0 if there is none; written by rank 0 in that round, before its barrier."""
+        return self._run[2]
+
+    @stop_after.setter
+    def stop_after(self, value: int) -> None:
+        self._run[2] = value

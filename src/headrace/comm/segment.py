@@ -1,0 +1,96 @@
+"""Memory that several processes see: anonymous files, passed by descriptor, without names.
+
+Nothing appears in /dev/shm, only processes of the same user can open one, and the last process that lets go
+of it frees it, however it dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.errors import UnfitMachine
+
+__all__ = ["Segment", "available_bytes"]
+
+
+def available_bytes() -> int:
+    """Returns how much memory the machine can still give, in bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise UnfitMachine("/proc/meminfo names no MemAvailable: headrace's one-host exchange needs Linux")
+
+
+class Segment:
+    """One mapped piece of shared memory.
+
+    Args:
+        descriptor: of the file behind it; the segment owns it.
+        nbytes: its length.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        self._map = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memory = memoryview(self._map)
+
+    @classmethod
+    def create(cls, nbytes: int, label: str) -> Segment:
+        """Makes a zeroed segment; `label` shows in /proc/<pid>/maps.
+
+        Raises:
+            UnfitMachine: the machine has not enough memory left.
+        """
+        available = available_bytes()
+        if nbytes > available:
+            raise UnfitMachine(
+                f"the {label} segment needs {nbytes:,} bytes of shared memory and the machine has {available:,} "
+                "left; use fewer workers or a smaller model, or close what fills the memory"
+            )
+        descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            # Taken now, so that a full machine is an error here and not a SIGBUS in the middle of a step.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return cls(descriptor, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise UnfitMachine(
+                f"the {label} segment needs {nbytes:,} bytes of shared memory and the system refused "
+                f"({error.strerror}); {available:,} bytes looked free: is there a memory limit on this container?"
+            ) from error
+
+    @classmethod
+    def open(cls, pid: int, descriptor: int, nbytes: int) -> Segment:
+        """Maps a segment that a process of the same user holds.
+
+        Raises:
+            UnfitMachine: it cannot be seen from here.
+        """
+        path = f"/proc/{pid}/fd/{descriptor}"
+        try:
+            return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
+        except OSError as error:
+            raise UnfitMachine(
+                f"cannot open the shared memory of process {pid} ({path}: {error.strerror}); the workers of a host "
+                "must run as one user and see each other's processes (one PID namespace)"
+            ) from error
+
+    def tensor(self, dtype: torch.dtype = torch.uint8, start: int = 0, count: int = -1) -> Tensor:
+        """Returns `(count,)` elements of `dtype` from byte `start` on, in place."""
+        return torch.frombuffer(self._map, dtype=dtype, offset=start, count=count)
+
+    def close(self) -> None:
+        """Lets go of the file; the memory goes with the last tensor on it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
