@@ -1,0 +1,273 @@
+"""What a model is trained to do: loss, prediction and metrics in one, and which targets it takes.
+
+A task looks at the first batch (`Task.check`) and refuses a target whose form it would misread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace import metrics
+from headrace.errors import DataError, UnknownName, UsageError
+
+__all__ = ["Task", "binary", "multiclass", "multilabel", "regression"]
+
+Metric = Callable[[Any, Any], Tensor | metrics.Mean]
+
+_REGRESSION: Mapping[str, Metric] = {
+    "squared_error": metrics.squared_error,
+    "absolute_error": metrics.absolute_error,
+}
+_BINARY: Mapping[str, Metric] = {
+    "cross_entropy": metrics.binary_cross_entropy,
+    "hinge": metrics.hinge,
+    "squared_hinge": metrics.squared_hinge,
+}
+_ROUNDING = 1e-2
+"""How far a row of probabilities may be from summing up to 1: half precision over many classes."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is trained to do.
+
+    Attributes:
+        name: for messages and reports, "multiclass(10)".
+        loss: takes output and target, returns the mean over the batch.
+        activation: turns the model's output into predictions.
+        metrics: name to `metric(output, target)`.
+        check: takes output and target of a batch, raises `DataError` if the target does not have the task's
+            form and `UsageError` if the output does not.
+    """
+
+    name: str
+    loss: Metric
+    activation: Callable[[Any], Any]
+    metrics: Mapping[str, Metric]
+    check: Callable[[Any, Any], None]
+
+
+def regression(loss: str = "squared_error") -> Task:
+    """Numbers. Output and target have the same shape `(batch, ...)`; `(batch, 1)` meets `(batch,)`.
+
+    Args:
+        loss: "squared_error" or "absolute_error".
+
+    Raises:
+        UnknownName: there is no such loss.
+    """
+    return Task(
+        name="regression",
+        loss=_choose(loss, _REGRESSION),
+        activation=_identity,
+        metrics={
+            "mean_squared_error": metrics.squared_error,
+            "mean_absolute_error": metrics.absolute_error,
+        },
+        check=_check_regression,
+    )
+
+
+def binary(loss: str = "cross_entropy") -> Task:
+    """Yes or no. One logit an example, `(batch,)` or `(batch, 1)`; targets are 0/1 or -1/+1.
+
+    Args:
+        loss: "cross_entropy" (targets may be probabilities too), "hinge" or "squared_hinge".
+
+    Raises:
+        UnknownName: there is no such loss.
+    """
+    return Task(
+        name="binary",
+        loss=_choose(loss, _BINARY),
+        activation=torch.sigmoid,
+        metrics={"accuracy": metrics.binary_accuracy},
+        check=partial(_check_binary, soft=loss == "cross_entropy"),
+    )
+
+
+def multilabel(labels: int, loss: str = "cross_entropy") -> Task:
+    """Any number of `labels` at once. Output and target are `(batch, labels)`, targets 0/1 or -1/+1.
+
+    Metrics: "accuracy" over all labels, "exact_match" over examples with every label right.
+
+    Args:
+        labels: how many there are.
+        loss: as of `binary`.
+
+    Raises:
+        UnknownName: there is no such loss.
+        UsageError: `labels` is no whole number of at least 1.
+    """
+    _require_count("labels", labels, 1)
+    return Task(
+        name=f"multilabel({labels})",
+        loss=_choose(loss, _BINARY),
+        activation=torch.sigmoid,
+        metrics={"accuracy": metrics.binary_accuracy, "exact_match": metrics.exact_match},
+        check=partial(_check_multilabel, labels=labels, soft=loss == "cross_entropy"),
+    )
+
+
+def multiclass(classes: int, *, top_k: int | None = None) -> Task:
+    """One of `classes`. Output: logits `(batch, classes)`, or `(batch, classes, d1, ...)` for dense tasks.
+
+    Targets are class indices, integers `(batch,)` or `(batch, d1, ...)`; or one-hot rows or probabilities,
+    floating point, of the output's shape. The type tells them apart.
+
+    Args:
+        classes: how many there are.
+        top_k: also measures "top_<k>_accuracy".
+
+    Raises:
+        UsageError: `classes` is no whole number of at least 2, or `top_k` none between 1 and `classes`.
+    """
+    _require_count("classes", classes, 2)
+    measured: dict[str, Metric] = {"accuracy": metrics.accuracy}
+    if top_k is not None:
+        _require_count("top_k", top_k, 1)
+        if top_k > classes:
+            raise UsageError(f"top_k must be at most the number of classes, {classes}, got {top_k}")
+        measured[f"top_{top_k}_accuracy"] = partial(metrics.top_k_accuracy, k=top_k)
+    return Task(
+        name=f"multiclass({classes})",
+        loss=metrics.cross_entropy,
+        activation=_softmax,
+        metrics=measured,
+        check=partial(_check_multiclass, classes=classes),
+    )
+
+
+def _identity(output: Tensor) -> Tensor:
+    return output
+
+
+def _softmax(output: Tensor) -> Tensor:
+    return output.softmax(dim=1)
+
+
+def _choose(name: str, losses: Mapping[str, Metric]) -> Metric:
+    if name not in losses:
+        raise UnknownName("loss", name, losses)
+    return losses[name]
+
+
+def _require_count(what: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{what} must be a whole number of at least {least}, got {value!r}")
+
+
+def _check_regression(output: Any, target: Any) -> None:
+    _require_tensors("regression", output, target)
+    metrics.align(output, target)
+    if target.is_complex():
+        raise DataError(f"regression takes real targets, got {_form(target)}")
+    if not bool(torch.isfinite(target).all()):
+        count = int((~torch.isfinite(target)).sum())
+        raise DataError(f"regression takes finite targets; {count} of {target.numel()} are NaN or infinite")
+
+
+def _check_binary(output: Any, target: Any, soft: bool) -> None:
+    _require_tensors("binary", output, target)
+    if output.dim() == 2 and output.shape[1] == 2 and target.dim() == 1:
+        raise UsageError(
+            f"binary takes one logit an example, (batch,) or (batch, 1), got output {tuple(output.shape)}; "
+            "give the model one output, or use hr.tasks.multiclass(2)"
+        )
+    metrics.align(output, target)
+    _check_labels("binary", target, soft)
+
+
+def _check_multilabel(output: Any, target: Any, labels: int, soft: bool) -> None:
+    name = f"multilabel({labels})"
+    _require_tensors(name, output, target)
+    if output.dim() != 2 or output.shape[1] != labels:
+        raise UsageError(f"{name} takes logits (batch, {labels}), got output {_form(output)}")
+    if target.shape != output.shape:
+        raise DataError(
+            f"{name} takes targets {tuple(output.shape)} of 0/1, got {_form(target)}; "
+            f"class indices become such rows by torch.nn.functional.one_hot(target, {labels})"
+        )
+    _check_labels(name, target, soft)
+
+
+def _check_labels(name: str, target: Tensor, soft: bool) -> None:
+    """Refuses labels that are neither 0/1 nor -1/+1 (nor probabilities, where those are meant)."""
+    if target.is_complex():
+        raise DataError(f"{name} takes targets of 0/1 or -1/+1, got {_form(target)}")
+    zero_one = bool(((target == 0) | (target == 1)).all())
+    signs = bool(((target == -1) | (target == 1)).all())
+    probabilities = soft and bool(((target >= 0) & (target <= 1)).all())
+    if not (zero_one or signs or probabilities):
+        allowed = "0/1, -1/+1 or probabilities between 0 and 1" if soft else "0/1 or -1/+1"
+        raise DataError(f"{name} takes targets of {allowed}, not mixed; got {_form(target)}")
+
+
+def _check_multiclass(output: Any, target: Any, classes: int) -> None:
+    name = f"multiclass({classes})"
+    _require_tensors(name, output, target)
+    if output.dim() < 2 or output.shape[1] != classes:
+        raise UsageError(
+            f"{name} takes logits (batch, {classes}) or (batch, {classes}, d1, ...), "
+            f"got output {_form(output)}"
+        )
+    indices = (output.shape[0], *output.shape[2:])
+    rows = tuple(output.shape)
+    wanted = f"class indices, integers {indices}, or one-hot rows or probabilities, floating point {rows}"
+    if target.is_complex() or target.dtype is torch.bool:
+        raise DataError(f"{name} takes {wanted}; got {_form(target)}")
+    if target.is_floating_point():
+        if target.shape != rows:
+            remedy = "; class indices must be integers: target.long()" if target.shape == indices else ""
+            raise DataError(f"{name} takes {wanted}; got {_form(target)}{remedy}")
+        _check_rows(name, target)
+        return
+    if target.shape != indices:
+        raise DataError(f"{name} takes {wanted}; got {_form(target)}; {_remedy(target, indices, rows)}")
+    if target.numel() and not 0 <= int(target.min()) <= int(target.max()) < classes:
+        raise DataError(f"{name} takes class indices between 0 and {classes - 1}; got {_form(target)}")
+
+
+def _remedy(target: Tensor, indices: tuple[int, ...], rows: tuple[int, ...]) -> str:
+    if target.shape == rows:
+        return "one-hot rows must be floating point: target.float()"
+    if target.shape == (*indices, 1):
+        return "drop the last dim: target.squeeze(-1)"
+    return "look at how the batch is made"
+
+
+def _check_rows(name: str, target: Tensor) -> None:
+    sums = target.double().sum(dim=1)
+    if bool((target < 0).any()) or not bool(((sums - 1).abs() <= _ROUNDING).all()):
+        raise DataError(
+            f"{name} takes rows of probabilities, at least 0 and summing up to 1 along dim 1; got "
+            f"{_form(target)}, sums from {float(sums.min()):.4g} to {float(sums.max()):.4g}; any number of "
+            "labels at once is hr.tasks.multilabel"
+        )
+
+
+def _require_tensors(name: str, output: Any, target: Any) -> None:
+    if not isinstance(output, Tensor):
+        raise UsageError(
+            f"{name} takes one tensor as the model's output, got {type(output).__name__}; "
+            "give the job its own loss and metrics instead of a task"
+        )
+    if not isinstance(target, Tensor):
+        raise DataError(
+            f"{name} takes one tensor as the target, got {type(target).__name__}; "
+            "select it from the batch with Job(target=...)"
+        )
+
+
+def _form(tensor: Tensor) -> str:
+    """Returns type, shape and range of a tensor, for a message."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    if tensor.numel() and not tensor.is_complex():
+        text += f" from {tensor.min().item():.6g} to {tensor.max().item():.6g}"
+    return text
