@@ -84,7 +84,7 @@ def _require_scalar(value: Any, what: str, reduction: str) -> None:
         )
     if value.dim() != 0:
         raise UsageError(
-            f"{what} must be a scalar, got a tensor of shape {tuple(value.shape)}; reduce it by .{reduction}()"
+            f"{what} is no scalar but a tensor of shape {tuple(value.shape)}; reduce it by .{reduction}()"
         )
 
 
@@ -157,7 +157,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Part of the examples (and positions) whose largest logit is their class; shapes as in `cross_entropy`."""
+    """Part of the examples whose largest logit is their class; shapes as in `cross_entropy`."""
     return _part(output.argmax(dim=1) == _indices(output, target))
 
 
