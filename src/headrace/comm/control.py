@@ -1,13 +1,13 @@
 """The page that the processes of a run on one host share: counters, signs of life, a few numbers.
 
-    ┌──────────────────────────────┐
-    │ abort │ stop │ stop_after    │  the run's
-    ├──────────────────────────────┤
-    │ counter                      │  a rank's: barrier counter, on a cache line of its own
-    │ beat, step, loss, examples   │           what the launcher watches
-    │ pid, descriptor, nbytes      │           a segment that it offers to the others
-    │ 2 x 32 numbers               │           for sums, by turns
-    └──────────────────────────────┘  x ranks
+┌──────────────────────────────┐
+│ abort │ stop │ stop_after    │  the run's
+├──────────────────────────────┤
+│ counter                      │  a rank's: barrier counter, on a cache line of its own
+│ beat, step, loss, examples   │           what the launcher watches
+│ pid, descriptor, nbytes      │           a segment that it offers to the others
+│ 2 x 32 numbers               │           for sums, by turns
+└──────────────────────────────┘  x ranks
 """
 
 from __future__ import annotations

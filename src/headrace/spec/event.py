@@ -16,8 +16,8 @@ from headrace.spec.plain import from_plain, to_plain
 
 __all__ = [
     "LAUNCHER",
-    "Event",
     "Evaluated",
+    "Event",
     "Failed",
     "Notice",
     "RunEnded",
@@ -180,8 +180,7 @@ class RunEnded(Event):
 
 
 _KINDS: dict[str, type[Event]] = {
-    kind.kind: kind
-    for kind in (RunStarted, WorkerStarted, Stepped, Evaluated, Notice, Failed, WorkerEnded, RunEnded)
+    kind.kind: kind for kind in (RunStarted, WorkerStarted, Stepped, Evaluated, Notice, Failed, WorkerEnded, RunEnded)
 }
 
 

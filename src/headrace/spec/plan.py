@@ -57,6 +57,7 @@ class Plan:
         options: the strategy's fields, as JSON values.
         roles: one a process, by rank.
         shares: relative weights by which a global batch is split, one a worker, by data rank.
+        gradient_bytes: of all gradients of one replica together.
         segments: every trainable parameter, wholly covered, without overlap.
     """
 
@@ -64,6 +65,7 @@ class Plan:
     options: Mapping[str, object]
     roles: tuple[Role, ...]
     shares: tuple[int, ...]
+    gradient_bytes: int
     segments: tuple[Segment, ...] = field(repr=False)
 
     @property

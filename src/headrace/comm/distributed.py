@@ -1,0 +1,66 @@
+"""Collectives of torch.distributed: NCCL among GPUs, gloo between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from headrace.comm.collective import Collective
+
+__all__ = ["BACKENDS", "Distributed"]
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist"}
+"""Which backend of torch.distributed carries a device's tensors."""
+
+
+class Distributed(Collective):
+    """A process group of torch.distributed.
+
+    Args:
+        store: where the ranks find each other.
+        rank: this process's.
+        world: how many there are.
+        device: where tensors live, "cpu" or "cuda:0".
+        timeout_s: longest wait for a peer.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int, device: str, timeout_s: float) -> None:
+        self.rank = rank
+        self.world = world
+        self.moved_bytes = 0
+        self._device = torch.device(device)
+        dist.init_process_group(
+            BACKENDS[self._device.type],
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=self._device if self._device.type == "cuda" else None,
+        )
+
+    def barrier(self) -> None:
+        self.sum([0.0])
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+        # A ring sends and receives 2 (world - 1) / world of the tensor.
+        self.moved_bytes += 4 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, 0)
+        self.moved_bytes += tensor.numel() * tensor.element_size()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        every = torch.tensor(list(values), dtype=torch.float64, device=self._device)
+        gathered = [torch.empty_like(every) for _ in range(self.world)]
+        dist.all_gather(gathered, every)
+        totals: list[float] = torch.stack(gathered).cpu().sum(0).tolist()
+        return totals
+
+    def close(self) -> None:
+        dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""Collectives of threads of one process: for tests, for debuggers, and for a group of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.comm.collective import SharedCollective
+from headrace.errors import PeerLost
+
+__all__ = ["InProcess", "Meeting"]
+
+
+class Meeting:
+    """What the threads of a group share.
+
+    Args:
+        world: how many there are.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.offers: list[object] = [None] * world
+        self.barrier = threading.Barrier(world)
+        self.lost = -1
+
+    def abort(self, rank: int) -> None:
+        """Ends every wait, because `rank` has failed."""
+        if self.lost < 0:
+            self.lost = rank
+        self.barrier.abort()
+
+
+class InProcess(SharedCollective):
+    """One thread's seat in a meeting.
+
+    Args:
+        meeting: the same object for all threads.
+        rank: this thread's.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank = rank
+        self.world = meeting.world
+        self.moved_bytes = 0
+        self._meeting = meeting
+
+    def barrier(self) -> None:
+        if self.world == 1:
+            return
+        try:
+            self._meeting.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerLost(self._meeting.lost, "this process", "its thread has failed") from None
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self.world == 1:
+            return
+        every: list[Tensor] = self._exchange(tensor)
+        total = every[0].clone()
+        for other in every[1:]:
+            total += other
+        self.barrier()
+        tensor.copy_(total)
+        self.moved_bytes += 2 * tensor.numel() * tensor.element_size()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        first: Tensor = self._exchange(tensor)[0]
+        if self.rank != 0:
+            tensor.copy_(first)
+        self.barrier()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        every: list[Sequence[float]] = self._exchange(values)
+        totals = [sum(row) for row in zip(*every, strict=True)]
+        self.barrier()
+        return totals
+
+    def share(self, nbytes: int) -> tuple[Tensor, ...]:
+        regions: list[Tensor] = self._exchange(torch.zeros(nbytes, dtype=torch.uint8))
+        self.barrier()
+        return tuple(regions)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _exchange(self, value: object) -> list:  # type: ignore[type-arg]
+        self._meeting.offers[self.rank] = value
+        self.barrier()
+        return list(self._meeting.offers)

@@ -1,0 +1,130 @@
+"""Collectives of the processes of one host, through shared memory.
+
+A tensor goes through a ring of two slots a rank, piece by piece, so that what one rank wrote is still in the
+cache when the others read it:
+
+    piece      0        1        2
+    slot A   write    .        write      while slot B of piece 1 is being read,
+    slot B     .      write    .          slot A may be written again: one barrier a piece
+
+With two ranks each adds both slots itself. With more, rank r adds the r-th part of all slots into slot 0 and
+the others copy it from there, which costs a second barrier and saves world - 2 passes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.comm.barrier import Barrier
+from headrace.comm.collective import SharedCollective
+from headrace.comm.control import NUMBERS, ControlPage
+from headrace.comm.segment import Segment
+
+__all__ = ["SharedMemory"]
+
+_SLOT_BYTES = 256 * 1024
+_DIRECT_BYTES = 16 * 1024
+
+
+class SharedMemory(SharedCollective):
+    """The group of a host's processes.
+
+    Args:
+        page: the run's control page; every rank maps the same.
+        rank: this process's.
+        check: called while waiting; raises where a peer was lost.
+    """
+
+    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None]) -> None:
+        self.rank = rank
+        self.world = page.ranks
+        self.moved_bytes = 0
+        self._page = page
+        self._barrier = Barrier(page, rank, check)
+        self._segments: list[Segment] = []
+        self._turn = 0
+        self._slots: tuple[tuple[Tensor, Tensor], ...] | None = None
+
+    def barrier(self) -> None:
+        self._barrier.meet()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        if len(values) > NUMBERS:
+            raise ValueError(f"at most {NUMBERS} numbers at a time, got {len(values)}")
+        self._turn ^= 1
+        own = self._page.numbers[self.rank][self._turn]
+        for index, value in enumerate(values):
+            own[index] = value
+        self.barrier()
+        every = [numbers[self._turn] for numbers in self._page.numbers]
+        return [sum(numbers[index] for numbers in every) for index in range(len(values))]
+
+    def share(self, nbytes: int) -> tuple[Tensor, ...]:
+        own = Segment.create(nbytes, f"rank-{self.rank}") if nbytes else None
+        offer = self._page.offers[self.rank]
+        offer[0], offer[1], offer[2] = os.getpid(), own.descriptor if own else -1, nbytes
+        self.barrier()
+        regions = []
+        for rank, (pid, descriptor, length) in enumerate(self._page.offers):
+            if not length:
+                regions.append(torch.empty(0, dtype=torch.uint8))
+                continue
+            segment = own if rank == self.rank and own else Segment.open(pid, descriptor, length)
+            self._segments.append(segment)
+            regions.append(segment.tensor())
+        self.barrier()
+        return tuple(regions)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if self.rank != 0:
+            tensor.zero_()
+        self.all_reduce(tensor)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError("all_reduce needs a contiguous tensor")
+        slots = self._ring()
+        flat = tensor.view(-1)
+        length = _SLOT_BYTES // flat.element_size()
+        typed = [(a.view(flat.dtype), b.view(flat.dtype)) for a, b in slots]
+        nbytes = flat.numel() * flat.element_size()
+        add = _add_directly if self.world == 2 or nbytes <= _DIRECT_BYTES else self._add_in_parts
+        self.moved_bytes += nbytes * (2 if self.world == 2 else 3)
+        for start in range(0, flat.numel(), length):
+            self._turn ^= 1
+            piece = flat[start : start + length]
+            sources = [pair[self._turn][: piece.numel()] for pair in typed]
+            sources[self.rank].copy_(piece)
+            self.barrier()
+            add(piece, sources)
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+        self._slots = None
+
+    def _ring(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        if self._slots is None:
+            regions = self.share(2 * _SLOT_BYTES)
+            self._slots = tuple((region[:_SLOT_BYTES], region[_SLOT_BYTES:]) for region in regions)
+        return self._slots
+
+    def _add_in_parts(self, piece: Tensor, sources: list[Tensor]) -> None:
+        count = piece.numel()
+        low, high = count * self.rank // self.world, count * (self.rank + 1) // self.world
+        total = sources[0][low:high]
+        for source in sources[1:]:
+            total.add_(source[low:high])
+        self.barrier()
+        piece.copy_(sources[0])
+
+
+def _add_directly(piece: Tensor, sources: list[Tensor]) -> None:
+    torch.add(sources[0], sources[1], out=piece)
+    for source in sources[2:]:
+        piece.add_(source)

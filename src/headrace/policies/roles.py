@@ -1,0 +1,64 @@
+"""Which process does what on which device: pure functions of the cluster."""
+
+from __future__ import annotations
+
+from headrace.errors import InfeasiblePlan
+from headrace.policies.threads import threads_per_worker
+from headrace.spec.cluster import Cluster
+from headrace.spec.plan import Role
+
+__all__ = ["require_memory", "worker_roles"]
+
+
+def worker_roles(strategy: str, workers: int | None, cluster: Cluster) -> tuple[Role, ...]:
+    """Places `workers` on one host: as many as the launcher started, or as there are accelerators, if None.
+
+    Args:
+        strategy: its name, for the errors.
+        workers: how many were asked for.
+        cluster: what there is.
+
+    Raises:
+        InfeasiblePlan: the number contradicts the launcher or the machine.
+    """
+    if len(cluster.hosts) != 1:
+        names = ", ".join(host.name for host in cluster.hosts)
+        raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}")
+    (host,) = cluster.hosts
+    count = _count(strategy, workers, cluster)
+    if cluster.device == "cpu":
+        devices = ["cpu"] * count
+    elif count > len(host.accelerators):
+        raise InfeasiblePlan(
+            f"{strategy} asks for {count} workers on {cluster.device} and {host.name} has "
+            f"{len(host.accelerators)} such devices; use workers={len(host.accelerators)} or device='cpu'"
+        )
+    else:
+        devices = list(host.accelerators[:count])
+    threads = threads_per_worker(host.cores, count)
+    return tuple(Role(rank, "worker", host.name, devices[rank], threads, rank) for rank in range(count))
+
+
+def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:
+    """Refuses a plan whose copies of parameters, gradients and their exchange do not fit on the host.
+
+    Raises:
+        InfeasiblePlan: with both numbers.
+    """
+    (host,) = cluster.hosts
+    if needed_bytes > host.memory_bytes:
+        raise InfeasiblePlan(
+            f"{strategy} needs {needed_bytes:,} bytes of host memory for parameters and gradients, and {host.name} "
+            f"has {host.memory_bytes:,} left; use fewer workers, or central_storage, which keeps one copy"
+        )
+
+
+def _count(strategy: str, workers: int | None, cluster: Cluster) -> int:
+    if cluster.ranks is not None:
+        if workers not in (None, cluster.ranks):
+            raise InfeasiblePlan(
+                f"{strategy} asks for {workers} workers and the launcher started {cluster.ranks} processes; "
+                f"leave workers out, or start {workers}"
+            )
+        return cluster.ranks
+    return workers if workers is not None else max(1, cluster.accelerators)

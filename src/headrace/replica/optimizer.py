@@ -1,0 +1,153 @@
+"""The job's optimizer: built as the user wrote it, or built again over pieces of the same parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import UsageError
+from headrace.replica.exchange import StatePiece
+from headrace.spec.plan import Segment
+
+__all__ = ["build", "build_over", "is_elementwise", "load_state", "state_bytes", "state_pieces"]
+
+Factory = Callable[..., Any]
+
+
+def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    """Calls the job's optimizer factory with named parameters.
+
+    Raises:
+        UsageError: what it returned is no torch optimizer.
+    """
+    named = list(named)
+    try:
+        optimizer = factory(named)
+    except (TypeError, AttributeError) as named_error:
+        # Optimizers from before torch 2.6 know plain tensors alone.
+        try:
+            optimizer = factory([parameter for _, parameter in named])
+        except (TypeError, AttributeError):
+            raise named_error from None
+        names = {id(parameter): name for name, parameter in named}
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"the job's optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+            "for example optimizer=functools.partial(torch.optim.SGD, lr=0.1)"
+        )
+    return optimizer
+
+
+def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
+    """Builds an optimizer like `template` over pieces of its parameters.
+
+    Args:
+        template: built over whole parameters (on the meta device, if you like); says the class, the groups by
+            name and their options.
+        pieces: parameter name to the pieces of it that this process updates.
+
+    Raises:
+        UsageError: the optimizer's class cannot be built from its own defaults.
+    """
+    groups = []
+    for group in template.param_groups:
+        tensors = [piece for name in group["param_names"] for piece in pieces.get(name, ())]
+        if tensors:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**options, "params": tensors})
+    kind = type(template)
+    known = inspect.signature(kind).parameters
+    defaults = {key: value for key, value in template.defaults.items() if key in known}
+    if not groups:
+        groups = [{"params": [torch.zeros(0, requires_grad=True)]}]
+    try:
+        return kind(groups, **defaults)
+    except TypeError as error:
+        raise UsageError(
+            f"{kind.__name__} cannot be built again over pieces of the parameters from its defaults {defaults}: "
+            f"{error}; use a strategy that keeps parameters whole (mirrored), or give the class's own arguments"
+        ) from error
+
+
+def is_elementwise(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> bool:
+    """Tells whether the optimizer treats every element alone: three steps on a whole tensor and on a cut one.
+
+    Raises:
+        UsageError: its `step()` needs an argument (LBFGS).
+    """
+    template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
+    names = template.param_groups[0]["param_names"][:1]
+    whole = torch.linspace(-1, 1, 48).view(6, 8)
+    start = [[whole.clone()], [piece.clone() for piece in whole.flatten().split([20, 28])]]
+    results = []
+    for tensors in start:
+        parameters = [nn.Parameter(tensor) for tensor in tensors]
+        try:
+            optimizer = build_over(template, {names[0]: parameters})
+            for step in range(3):
+                gradient = torch.sin(torch.arange(48.0) * (step + 1))
+                for parameter, piece in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+                    parameter.grad = piece.view_as(parameter).clone()
+                optimizer.step()
+        except TypeError as error:
+            raise UsageError(
+                f"{type(template).__name__}.step() cannot be called by itself: {error}; optimizers that need a "
+                "closure cannot be used here"
+            ) from error
+        except (RuntimeError, ValueError):
+            return False  # refuses vectors: it needs whole matrices
+        results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    return torch.equal(*results)
+
+
+def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> tuple[StatePiece, ...]:
+    """Returns the state of the pieces that this process updates."""
+    pieces = []
+    for segment, tensor in owned:
+        for key, value in optimizer.state.get(tensor, {}).items():
+            flat = torch.as_tensor(value).detach().flatten()
+            whole = flat.numel() != tensor.numel() or torch.as_tensor(value).dim() == 0
+            pieces.append(StatePiece(segment.parameter, key, -1 if whole else segment.start, flat.clone()))
+    return tuple(pieces)
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]], pieces: Iterable[StatePiece]
+) -> None:
+    """Takes up the state of the pieces that this process updates, however it was cut before."""
+    by_parameter: dict[str, list[StatePiece]] = {}
+    for piece in pieces:
+        by_parameter.setdefault(piece.parameter, []).append(piece)
+    for segment, tensor in owned:
+        state: dict[str, Any] = {}
+        for piece in by_parameter.get(segment.parameter, ()):
+            if piece.start < 0:
+                state[piece.key] = piece.value.clone().view(()) if piece.value.numel() == 1 else piece.value.clone()
+                continue
+            target = state.setdefault(
+                piece.key, torch.zeros(tensor.shape, dtype=piece.value.dtype, device=tensor.device)
+            )
+            low, high = max(segment.start, piece.start), min(segment.stop, piece.start + piece.value.numel())
+            if low < high:
+                source = piece.value[low - piece.start : high - piece.start]
+                target.view(-1)[low - segment.start : high - segment.start].copy_(source)
+        if state:
+            optimizer.state[tensor] = state
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Returns the bytes that the optimizer's state takes."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _ghost(tensor: Tensor) -> nn.Parameter:
+    ghost = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(ghost, requires_grad=tensor.requires_grad)

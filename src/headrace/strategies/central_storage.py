@@ -1,0 +1,228 @@
+"""Central storage: one copy of parameters and optimizer state in the host's memory, for all replicas.
+
+    compute                             synchronize                  update
+    the same on each worker, on         each worker reduces its      each worker updates its
+    parameters read from the one copy   slice of the gradients       slice of the one copy
+
+On a CPU host the model's parameters *are* the one copy: nothing is fetched. On GPUs each replica fetches the
+copy before it computes and brings its gradients to host memory after.
+
+    worker 0   │ grads ──► G0 ─┐            ┌─► sum of slice 0 ──► optimizer on P[slice 0] ─┐
+               │               ├─ barrier ──┤                                               ├─ barrier
+    worker 1   │ grads ──► G1 ─┘            └─► sum of slice 1 ──► optimizer on P[slice 1] ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headrace.policies.roles import require_memory, worker_roles
+from headrace.policies.sharding import slices, whole
+from headrace.replica.exchange import Exchange, Replica, StatePiece
+from headrace.replica.gradients import FlatGradients, Presence
+from headrace.replica.layout import FlatLayout
+from headrace.replica.optimizer import build, build_over
+from headrace.replica.update import Updater, clip_coefficient, squared_norm
+from headrace.replica.whole_model import WholeModel
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Op, Plan
+from headrace.strategies.strategy import (
+    Parts,
+    Strategy,
+    broadcast,
+    check_workers,
+    describe_options,
+    shared_traffic,
+    step_ops,
+)
+
+__all__ = ["CentralStorage"]
+
+
+@dataclass(frozen=True)
+class CentralStorage(Strategy):
+    """Parameters and optimizer state once a host (tf.distribute.experimental.CentralStorageStrategy's way).
+
+    Attributes:
+        workers: how many; None for the launcher's processes or the machine's accelerators.
+    """
+
+    workers: int | None = None
+
+    name = "central_storage"
+    synchronous = True
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers)
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        roles = worker_roles(self.name, self.workers, cluster)
+        # Once: the parameters. Each worker: what autograd makes, what it shares.
+        require_memory(self.name, (2 * len(roles) + 1) * model.trainable_bytes, cluster)
+        cut = slices if model.sliceable else whole
+        return Plan(
+            strategy=self.name,
+            options=describe_options(self),
+            roles=roles,
+            shares=(1,) * len(roles),
+            gradient_bytes=model.trainable_bytes,
+            segments=cut(model.parameters, len(roles)),
+        )
+
+    def ops(self, plan: Plan) -> tuple[Op, ...]:
+        return step_ops(plan, shared_traffic(plan.gradient_bytes, plan.workers))
+
+    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        always = parts.synchronise_batch_norm()
+        if parts.device.type == "cpu":
+            broadcast(parts.module, parts.host)
+        storage = Storage(parts)
+        presence = Presence(parts.host, len(parts.model.trainable))
+        sink = FlatGradients(storage.gradient_layout, storage.local_gradients, presence)
+        compute = WholeModel(parts.module, parts.objective, sink, parts.host.sum, always)
+        return Replica(compute, CentralStorageExchange(plan, rank, parts, storage, presence))
+
+
+class Storage:
+    """The one copy, every worker's gradients beside it, and the way between them and a device.
+
+    Args:
+        parts: of this worker. Its module's parameters become views: of the one copy on a CPU, of one flat
+            buffer on another device.
+
+    Attributes:
+        layout, gradient_layout: places of all parameters, and of the trainable ones' gradients.
+        parameters: the one copy, `(layout.nbytes,)` uint8.
+        gradients: by rank, `(gradient_layout.nbytes,)` uint8, in host memory.
+        local_gradients: where this worker's backward puts its own.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        host = parts.host
+        self.layout = FlatLayout(parts.model.parameters)
+        self.gradient_layout = FlatLayout(parts.model.trainable)
+        self.parameters = host.share(0 if host.rank else self.layout.nbytes)[0]
+        self.gradients = host.share(self.gradient_layout.nbytes)
+        self._own = self.gradients[host.rank]
+        self._device = parts.device
+        originals = list(parts.module.parameters())
+        if host.rank == 0:
+            for view, parameter in zip(self.layout.views(self.parameters), originals, strict=True):
+                view.copy_(parameter.data)
+        host.barrier()
+        if self._device.type == "cpu":
+            self._near = self.parameters
+            self.local_gradients = self._own
+        else:
+            for region in (self.parameters, self._own):
+                _pin(region)
+            self._near = torch.empty_like(self.parameters, device=self._device)
+            self.local_gradients = torch.zeros_like(self._own, device=self._device)
+        for view, parameter in zip(self.layout.views(self._near), originals, strict=True):
+            parameter.data = view
+
+    def fetch(self) -> None:
+        """Brings the parameters to the device."""
+        if self._near is not self.parameters:
+            self._near.copy_(self.parameters, non_blocking=True)
+
+    def bring(self) -> None:
+        """Brings this worker's gradients to host memory."""
+        if self.local_gradients is not self._own:
+            self._own.copy_(self.local_gradients)
+
+
+class CentralStorageExchange(Exchange):
+    """Args:
+    plan: the run's.
+    rank: this worker's.
+    parts: of this worker.
+    storage: the one copy.
+    presence: says which gradients exist.
+    """
+
+    def __init__(self, plan: Plan, rank: int, parts: Parts, storage: Storage, presence: Presence) -> None:
+        self._host = parts.host
+        self._storage = storage
+        self._presence = presence
+        self._clip_norm = parts.options.clip_norm
+        self._own_segments = [segment for segment in plan.segments if segment.owner == rank]
+        shapes = {parameter.name: parameter.shape for parameter in parts.model.parameters}
+        elements = {parameter.name: parameter.elements for parameter in parts.model.parameters}
+        self._pieces: list[nn.Parameter] = []
+        self._sums: list[Tensor] = []
+        self._others: list[list[Tensor]] = [[] for _ in range(parts.host.world - 1)]
+        others = [region for peer, region in enumerate(storage.gradients) if peer != rank]
+        for segment in self._own_segments:
+            cut = slice(segment.start, segment.stop)
+            uncut = segment.stop - segment.start == elements[segment.parameter]
+            # A whole parameter keeps its shape, for optimizers that look at it.
+            shape = shapes[segment.parameter] if uncut else (-1,)
+            piece = storage.layout.flat(storage.parameters, segment.parameter)[cut].view(shape)
+            self._pieces.append(nn.Parameter(piece))
+            own = storage.gradients[rank]
+            self._sums.append(storage.gradient_layout.flat(own, segment.parameter)[cut].view(shape))
+            for pieces, region in zip(self._others, others, strict=True):
+                pieces.append(storage.gradient_layout.flat(region, segment.parameter)[cut].view(shape))
+        template = build(parts.optimizer, parts.module.named_parameters())
+        by_name: dict[str, list[Tensor]] = {}
+        for segment, piece in zip(self._own_segments, self._pieces, strict=True):
+            by_name.setdefault(segment.parameter, []).append(piece)
+        self._optimizer = build_over(template, by_name)
+        self._updater = Updater(self._optimizer, list(zip(self._own_segments, self._pieces, strict=True)))
+        self._names = [parameter.name for parameter in parts.model.trainable]
+        self._missing: tuple[int, ...] = ()
+        self._assign(())
+        self._traffic = shared_traffic(storage.gradient_layout.nbytes, parts.host.world)
+        self._bytes = 0 if rank else storage.layout.nbytes
+
+    def begin(self, round_: int) -> None:
+        self._storage.fetch()
+
+    def synchronize(self) -> None:
+        self._storage.bring()
+        self._host.barrier()
+        missing = self._presence.missing()
+        if self._sums:
+            for pieces in self._others:
+                torch._foreach_add_(self._sums, pieces)
+        if self._clip_norm is not None:
+            (squared,) = self._host.sum([squared_norm(self._sums)])
+            factor = clip_coefficient(self._clip_norm, squared)
+            if factor < 1 and self._sums:
+                torch._foreach_mul_(self._sums, factor)
+        if missing != self._missing:
+            self._assign(missing)
+        self._host.moved_bytes += self._traffic
+
+    def update(self, round_: int) -> None:
+        self._optimizer.step()
+        self._host.barrier()
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return self._updater.state()
+
+    def load(self, pieces: Iterable[StatePiece]) -> None:
+        self._updater.load(pieces)
+
+    def memory(self) -> tuple[int, int]:
+        return self._bytes, self._updater.state_bytes()
+
+    def _assign(self, missing: tuple[int, ...]) -> None:
+        absent = {self._names[index] for index in missing}
+        for segment, piece, total in zip(self._own_segments, self._pieces, self._sums, strict=True):
+            piece.grad = None if segment.parameter in absent else total
+        self._missing = missing
+
+
+def _pin(region: Tensor) -> None:
+    """Lets a GPU copy to and from shared memory directly."""
+    if region.numel():
+        code = torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.numel(), 0)
+        if int(code) != 0:
+            raise RuntimeError(f"cudaHostRegister of {region.numel():,} bytes failed with code {int(code)}")

@@ -1,0 +1,232 @@
+"""Synchronous data parallelism on one host: every worker holds a mirror of every variable.
+
+    compute                       synchronize                                   update
+    the same on each worker,      all-reduce the gradients: through shared      optimizer on each mirror
+    each on its share             memory on a CPU host, NCCL among GPUs
+
+On a CPU host, gradients go from autograd straight into shared memory. Rank r adds up the r-th part of all
+workers' gradients into one result that everybody's optimizer reads in place:
+
+    worker 0   │ grads ──► G0 ─┐            ┌─► R[part 0] ─┐
+               │               ├─ barrier ──┤              ├─ barrier ──► optimizer.step on R, each its mirror
+    worker 1   │ grads ──► G1 ─┘            └─► R[part 1] ─┘
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.comm.collective import Collective, SharedCollective
+from headrace.policies.roles import require_memory, worker_roles
+from headrace.policies.sharding import everywhere
+from headrace.replica.exchange import Exchange, Replica, StatePiece
+from headrace.replica.gradients import FlatGradients, Presence, assign
+from headrace.replica.layout import FlatLayout
+from headrace.replica.optimizer import build
+from headrace.replica.update import Updater, clip_coefficient, squared_norm
+from headrace.replica.whole_model import WholeModel
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Op, Plan
+from headrace.strategies.strategy import (
+    Parts,
+    Strategy,
+    broadcast,
+    check_workers,
+    describe_options,
+    shared_traffic,
+    step_ops,
+)
+
+__all__ = ["Mirrored"]
+
+
+@dataclass(frozen=True)
+class Mirrored(Strategy):
+    """Mirrored variables, all-reduced gradients (tf.distribute.MirroredStrategy's and DDP's way).
+
+    Attributes:
+        workers: how many; None for the launcher's processes or the machine's accelerators.
+    """
+
+    workers: int | None = None
+
+    name = "mirrored"
+    synchronous = True
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers)
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        roles = worker_roles(self.name, self.workers, cluster)
+        # Each worker: its mirror, what autograd makes, what it shares; all together: the result.
+        require_memory(self.name, (3 * len(roles) + 1) * model.trainable_bytes, cluster)
+        return Plan(
+            strategy=self.name,
+            options=describe_options(self),
+            roles=roles,
+            shares=(1,) * len(roles),
+            gradient_bytes=model.trainable_bytes,
+            segments=everywhere(model.parameters),
+        )
+
+    def ops(self, plan: Plan) -> tuple[Op, ...]:
+        return step_ops(plan, shared_traffic(plan.gradient_bytes, plan.workers))
+
+    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        always = parts.synchronise_batch_norm()
+        broadcast(parts.module, parts.wire or parts.host)
+        layout = FlatLayout(parts.model.trainable)
+        reduction: Reduction = (
+            HostReduction(layout, parts.host) if parts.wire is None else WireReduction(layout, parts.wire, parts.device)
+        )
+        presence = Presence(parts.host, len(parts.model.trainable))
+        sink = FlatGradients(layout, reduction.own, presence)
+        compute = WholeModel(parts.module, parts.objective, sink, parts.host.sum, always)
+        return Replica(compute, MirroredExchange(plan, parts, layout, reduction, presence))
+
+
+class Reduction(ABC):
+    """Sums the workers' flat gradients.
+
+    Attributes:
+        own: where this worker's gradients go, `(nbytes,)` uint8.
+        result: where the sum appears, likewise.
+    """
+
+    own: Tensor
+    result: Tensor
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Sums; all workers' gradients are there."""
+
+    @abstractmethod
+    def squared_norm(self) -> float:
+        """Returns the squared norm of the whole sum: the same number on every worker."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiplies the sum, once for all who share it."""
+
+
+class HostReduction(Reduction):
+    """Through shared memory: each rank sums its part, in rank order; the result is one for all.
+
+    Args:
+        layout: places of the gradients.
+        host: the workers of this host.
+    """
+
+    def __init__(self, layout: FlatLayout, host: SharedCollective) -> None:
+        regions = host.share(layout.nbytes)
+        self._host = host
+        self.own = regions[host.rank]
+        self.result = self.own if host.world == 1 else host.share(0 if host.rank else layout.nbytes)[0]
+        parts = [span.part(host.rank, host.world) for span in layout.spans]
+        self._totals = [part.of(self.result) for part in parts]
+        self._sources = [[part.of(region) for region in regions] for part in parts]
+        self._traffic = shared_traffic(layout.nbytes, host.world)
+
+    def reduce(self) -> None:
+        if self._host.world > 1:
+            for total, sources in zip(self._totals, self._sources, strict=True):
+                torch.add(sources[0], sources[1], out=total)
+                for source in sources[2:]:
+                    total.add_(source)
+        self._host.moved_bytes += self._traffic
+
+    def squared_norm(self) -> float:
+        return self._host.sum([squared_norm(self._totals)])[0]
+
+    def scale(self, factor: float) -> None:
+        for total in self._totals:
+            total.mul_(factor)
+
+
+class WireReduction(Reduction):
+    """By a collective of the devices.
+
+    Args:
+        layout: places of the gradients.
+        wire: of all workers.
+        device: where gradients live.
+    """
+
+    def __init__(self, layout: FlatLayout, wire: Collective, device: torch.device) -> None:
+        self._wire = wire
+        self.own = self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        self._totals = [span.of(self.own) for span in layout.spans]
+
+    def reduce(self) -> None:
+        for total in self._totals:
+            self._wire.all_reduce(total)
+
+    def squared_norm(self) -> float:
+        return squared_norm(self._totals)
+
+    def scale(self, factor: float) -> None:
+        for total in self._totals:
+            total.mul_(factor)
+
+
+class MirroredExchange(Exchange):
+    """Args:
+    plan: the run's.
+    parts: of this worker.
+    layout: places of the gradients.
+    reduction: sums them.
+    presence: says which exist.
+    """
+
+    def __init__(self, plan: Plan, parts: Parts, layout: FlatLayout, reduction: Reduction, presence: Presence) -> None:
+        named = dict(parts.module.named_parameters())
+        self._host = parts.host
+        self._reduction = reduction
+        self._presence = presence
+        self._clip_norm = parts.options.clip_norm
+        self._optimizer = build(parts.optimizer, named.items())
+        self._updater = Updater(self._optimizer, [(s, named[s.parameter]) for s in plan.segments])
+        self._parameters = [named[parameter.name] for parameter in parts.model.trainable]
+        self._views = layout.views(reduction.result)
+        # torch's own optimizers only read gradients. Another might write, and the result is everybody's.
+        careful = parts.host.world > 1 and not type(self._optimizer).__module__.startswith("torch.optim")
+        self._private = [view.clone() for view in self._views] if careful else []
+        self._missing: tuple[int, ...] = ()
+        assign(self._parameters, self._private or self._views, ())
+        self._bytes = sum(parameter.bytes for parameter in parts.model.parameters)
+
+    def begin(self, round_: int) -> None:
+        """Mirrors are always up to date."""
+
+    def synchronize(self) -> None:
+        self._host.barrier()
+        missing = self._presence.missing()
+        self._reduction.reduce()
+        if self._clip_norm is not None:
+            factor = clip_coefficient(self._clip_norm, self._reduction.squared_norm())
+            if factor < 1:
+                self._reduction.scale(factor)
+        self._host.barrier()
+        if missing != self._missing:
+            assign(self._parameters, self._private or self._views, missing)
+            self._missing = missing
+
+    def update(self, round_: int) -> None:
+        if self._private:
+            torch._foreach_copy_(self._private, self._views)
+        self._optimizer.step()
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return self._updater.state()
+
+    def load(self, pieces: Iterable[StatePiece]) -> None:
+        self._updater.load(pieces)
+
+    def memory(self) -> tuple[int, int]:
+        return self._bytes, self._updater.state_bytes()

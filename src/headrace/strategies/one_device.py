@@ -1,0 +1,87 @@
+"""One device, one process: the baseline, and the file to copy when a new strategy is added.
+
+compute              synchronize     update
+forward, backward    nothing         optimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from headrace.policies.roles import require_memory, worker_roles
+from headrace.policies.sharding import everywhere
+from headrace.replica.exchange import Exchange, Replica, StatePiece
+from headrace.replica.optimizer import build
+from headrace.replica.update import Updater
+from headrace.replica.whole_model import WholeModel
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Op, Plan, Segment
+from headrace.strategies.strategy import Parts, Strategy, step_ops
+
+__all__ = ["LocalExchange", "OneDevice"]
+
+
+@dataclass(frozen=True)
+class OneDevice(Strategy):
+    """Trains in one process with all of the machine's threads, or on one accelerator."""
+
+    name = "one_device"
+    synchronous = True
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        require_memory(self.name, 2 * model.trainable_bytes, cluster)
+        return Plan(
+            strategy=self.name,
+            options={},
+            roles=worker_roles(self.name, 1, cluster),
+            shares=(1,),
+            gradient_bytes=model.trainable_bytes,
+            segments=everywhere(model.parameters),
+        )
+
+    def ops(self, plan: Plan) -> tuple[Op, ...]:
+        return step_ops(plan)
+
+    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        return Replica(WholeModel(parts.module, parts.objective), LocalExchange(plan.segments, parts))
+
+
+class LocalExchange(Exchange):
+    """Exchanges nothing.
+
+    Args:
+        segments: of the plan.
+        parts: of this worker.
+    """
+
+    def __init__(self, segments: tuple[Segment, ...], parts: Parts) -> None:
+        named = dict(parts.module.named_parameters())
+        optimizer = build(parts.optimizer, named.items())
+        self._parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+        self._clip_norm = parts.options.clip_norm
+        self._optimizer = optimizer
+        self._updater = Updater(optimizer, [(segment, named[segment.parameter]) for segment in segments])
+        self._bytes = sum(parameter.bytes for parameter in parts.model.parameters)
+
+    def begin(self, round_: int) -> None:
+        self._optimizer.zero_grad()
+
+    def synchronize(self) -> None:
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+
+    def update(self, round_: int) -> None:
+        self._optimizer.step()
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return self._updater.state()
+
+    def load(self, pieces: Iterable[StatePiece]) -> None:
+        self._updater.load(pieces)
+
+    def memory(self) -> tuple[int, int]:
+        return self._bytes, self._updater.state_bytes()

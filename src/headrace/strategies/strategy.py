@@ -1,0 +1,164 @@
+"""The one seam of every strategy: decide, describe, build."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from headrace.comm.collective import Collective, SharedCollective
+from headrace.errors import UsageError
+from headrace.replica.batch_norm import synchronise_batch_norm
+from headrace.replica.exchange import Replica
+from headrace.replica.whole_model import Objective
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import EVERY_WORKER, Op, Plan
+
+__all__ = [
+    "Parts",
+    "Strategy",
+    "broadcast",
+    "check_workers",
+    "describe_options",
+    "shared_traffic",
+    "step_ops",
+]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine hands to a strategy in one worker.
+
+    Attributes:
+        module: this worker's copy of the model, on its device.
+        model: its specification.
+        objective: loss and selection.
+        optimizer: the job's factory.
+        options: the job's.
+        host: the workers of this host.
+        connect: opens a collective that carries the devices' own tensors; None where they live in host memory.
+    """
+
+    module: nn.Module
+    model: ModelSpec
+    objective: Objective
+    optimizer: Callable[..., Any]
+    options: Options
+    host: SharedCollective
+    connect: Callable[[], Collective] | None = None
+
+    @cached_property
+    def wire(self) -> Collective | None:
+        """Carries tensors between devices, opened when it is first asked for; None on a CPU host."""
+        return self.connect() if self.connect else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module lives."""
+        return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+
+    def synchronise_batch_norm(self) -> bool:
+        """Makes BatchNorm global if the options ask for it; returns whether layers now talk to each other."""
+        if self.options.batch_norm != "sync" or self.host.world == 1:
+            return False
+        return synchronise_batch_norm(self.module, self.wire or self.host)
+
+
+class Strategy(ABC):
+    """How a job is distributed: a frozen dataclass of options with three methods.
+
+    Attributes:
+        name: how the command line and `hr.fit` call it.
+        synchronous: whether N workers give what one device gives on the same global batch.
+    """
+
+    name: ClassVar[str]
+    synchronous: ClassVar[bool]
+
+    @abstractmethod
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        """Decides who does what and who owns what. Pure.
+
+        Raises:
+            InfeasiblePlan: the cluster cannot hold it, with the numbers.
+        """
+
+    @abstractmethod
+    def ops(self, plan: Plan) -> tuple[Op, ...]:
+        """Returns one step as a graph over resources, for the simulator to time."""
+
+    @abstractmethod
+    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        """Builds what one worker runs. Every rank calls it; it may talk to the others."""
+
+
+def describe_options(strategy: Strategy) -> dict[str, object]:
+    """Returns a strategy's fields as JSON values."""
+    assert dataclasses.is_dataclass(strategy)
+    return dataclasses.asdict(strategy)
+
+
+def check_workers(workers: int | None) -> None:
+    """Raises:
+    UsageError: `workers` is no whole number of at least 1, nor None.
+    """
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
+        raise UsageError(
+            f"workers must be a whole number of at least 1, got {workers!r}; leave it out for what there is"
+        )
+
+
+def step_ops(plan: Plan, exchanged_bytes: int = 0) -> tuple[Op, ...]:
+    """Returns the graph of a synchronous step: all compute, exchange when all have computed, update.
+
+    Args:
+        plan: whose workers.
+        exchanged_bytes: that each worker moves in the exchange.
+    """
+    roles = plan.roles
+    compute = [Op(f"compute@{r.rank}", "compute", r.rank, f"worker-{r.rank}") for r in roles]
+    computed = tuple(op.name for op in compute)
+    exchange = [
+        Op(f"exchange@{r.rank}", "exchange", r.rank, f"{r.host}-memory", exchanged_bytes, computed)
+        for r in roles
+        if exchanged_bytes
+    ]
+    before = tuple(op.name for op in exchange) or computed
+    update = [
+        Op(f"update@{r.rank}", "update", r.rank, f"worker-{r.rank}", _updated_bytes(plan, r.rank), before)
+        for r in roles
+    ]
+    return (*compute, *exchange, *update)
+
+
+def shared_traffic(gradient_bytes: int, workers: int) -> int:
+    """Returns the bytes that a worker writes for others and reads from them, where each sums 1/N of the rest's.
+
+    It writes its gradients but its own part, reads that part of the others', writes the sum of it, and reads
+    the other parts' sums: 3 (N - 1)/N + 1/N.
+    """
+    return gradient_bytes * (3 * workers - 2) // workers if workers > 1 else 0
+
+
+def broadcast(module: nn.Module, collective: Collective) -> None:
+    """Gives every rank rank 0's parameters and buffers."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        dense = tensor.data.contiguous()
+        collective.broadcast(dense)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(dense)
+
+
+def _updated_bytes(plan: Plan, rank: int) -> int:
+    elements = {owner: 0 for owner in (rank, EVERY_WORKER, None)}
+    for segment in plan.segments:
+        elements[segment.owner if segment.owner in elements else None] += segment.stop - segment.start
+    return plan.gradient_bytes * (elements[rank] + elements[EVERY_WORKER]) // max(1, sum(elements.values()))

@@ -1,0 +1,59 @@
+"""The ceiling: workers that train side by side and never talk. To measure with, not to train with.
+
+    compute                       synchronize     update
+    the same on each worker       nothing         optimizer on each copy
+
+Processes of one host slow each other down even so, sharing caches and memory bandwidth. What N of them reach
+together is the most that N synchronised ones could.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.policies.roles import require_memory, worker_roles
+from headrace.policies.sharding import everywhere
+from headrace.replica.exchange import Replica
+from headrace.replica.whole_model import WholeModel
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Op, Plan
+from headrace.strategies.one_device import LocalExchange
+from headrace.strategies.strategy import Parts, Strategy, check_workers, describe_options, step_ops
+
+__all__ = ["Unconnected"]
+
+
+@dataclass(frozen=True)
+class Unconnected(Strategy):
+    """Every worker trains a model of its own on its share.
+
+    Attributes:
+        workers: how many; None for what there is.
+    """
+
+    workers: int | None = None
+
+    name = "unconnected"
+    synchronous = False
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers)
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        roles = worker_roles(self.name, self.workers, cluster)
+        require_memory(self.name, 2 * len(roles) * model.trainable_bytes, cluster)
+        return Plan(
+            strategy=self.name,
+            options=describe_options(self),
+            roles=roles,
+            shares=(1,) * len(roles),
+            gradient_bytes=model.trainable_bytes,
+            segments=everywhere(model.parameters),
+        )
+
+    def ops(self, plan: Plan) -> tuple[Op, ...]:
+        return step_ops(plan)
+
+    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        return Replica(WholeModel(parts.module, parts.objective), LocalExchange(plan.segments, parts))
