@@ -1,0 +1,25 @@
+"""The data room: definitions of data sets, their order, and what reads a worker's share of them.
+
+    hr.data.from_arrays(images, labels).shuffle(seed=3).map(augment)
+
+A `Pipeline` is a definition; a `Loader` runs it for one worker. Position is (seed, epoch, index): nothing else
+decides what comes when, so that an epoch visits every example exactly once for any number of workers.
+"""
+
+from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
+from headrace.data.loader import Loader
+from headrace.data.pipeline import Pipeline, from_arrays
+from headrace.data.source import Source
+from headrace.data.torch_source import as_pipeline
+
+__all__ = [
+    "ImageData",
+    "Loader",
+    "Pipeline",
+    "Source",
+    "as_pipeline",
+    "digits",
+    "fashion_mnist",
+    "fashion_mnist_or_digits",
+    "from_arrays",
+]

@@ -1,0 +1,220 @@
+"""What runs for one worker: its share of every global batch, endless, from any round on."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, tee
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from headrace.data.order import generator, permutation
+from headrace.data.pipeline import Pipeline
+from headrace.data.source import emptied, unreadable
+from headrace.errors import DataError, UsageError
+from headrace.policies.split import bounds
+from headrace.replica.compute import Share
+
+__all__ = ["Loader"]
+
+_Part = tuple[int, Tensor, int]
+"""What one worker reads for a round: the epoch, the indices, the length of the global batch."""
+
+
+class Loader:
+    """Reads one worker's share of every global batch.
+
+    Round `r` of an epoch takes the examples at `order[r * B : (r + 1) * B]` of the epoch's global order, and
+    each worker a contiguous part of them. The order is the same for any number of workers:
+
+        order    | 4 0 7 2 | 6 1 9 3 | 8 5 |     B = 4, the last batch is short
+        worker 0 | 4 0     | 6 1     | 8   |
+        worker 1 |     7 2 |     9 3 |   5 |
+
+    Args:
+        pipeline: what to read.
+        seed: the job's; a seed of the pipeline's own goes before it.
+        global_batch_size: examples that all workers together take in one round.
+        shares: relative weights by which a batch is split, one a worker.
+        data_rank: which worker this is.
+        ordered: keeps the order of the data, for evaluation.
+
+    Raises:
+        UsageError: no such worker, or no batch size.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        seed: int,
+        global_batch_size: int,
+        shares: Sequence[int],
+        data_rank: int,
+        ordered: bool = False,
+    ) -> None:
+        if global_batch_size < 1:
+            raise UsageError(f"global_batch_size must be at least 1, got {global_batch_size}")
+        if not 0 <= data_rank < len(shares):
+            raise UsageError(f"data_rank must be 0 to {len(shares) - 1}, got {data_rank}")
+        self._pipeline = pipeline
+        self._seed = seed if pipeline.seed is None else pipeline.seed
+        self._length = len(pipeline)
+        self._global_batch_size = global_batch_size
+        self._data_rank = data_rank
+        self._shuffled = pipeline.shuffled and not ordered
+        self.rounds_per_epoch = -(-self._length // global_batch_size)
+        last = self._length - (self.rounds_per_epoch - 1) * global_batch_size
+        self._bounds = bounds(global_batch_size, shares)[data_rank]
+        self._last_bounds = bounds(last, shares)[data_rank]
+
+    def rounds(self, start_round: int = 0) -> Iterator[Share]:
+        """Yields this worker's share of every round, without end.
+
+        Args:
+            start_round: the first, counted over the whole run; to begin there costs one epoch's order.
+
+        Raises:
+            DataError: an example cannot be read.
+        """
+        if start_round < 0:
+            raise UsageError(f"start_round must not be negative, got {start_round}")
+        return self._shares(self._parts(start_round))
+
+    def sweep(self) -> Iterator[Share]:
+        """Yields this worker's share of every round of one epoch, from its beginning.
+
+        Raises:
+            DataError: an example cannot be read.
+        """
+        return self._shares(islice(self._parts(0), self.rounds_per_epoch))
+
+    def _parts(self, start_round: int) -> Iterator[_Part]:
+        epoch, first = divmod(start_round, self.rounds_per_epoch)
+        size = self._global_batch_size
+        start, stop = self._bounds
+        while True:
+            order = self._order(epoch)
+            for begin in range(first * size, self._length - size + 1, size):
+                yield epoch, order[begin + start : begin + stop], size
+            short = self._length % size
+            if short:
+                begin = self._length - short
+                yield epoch, order[begin + self._last_bounds[0] : begin + self._last_bounds[1]], short
+            epoch, first = epoch + 1, 0
+
+    def _order(self, epoch: int) -> Tensor:
+        if not self._shuffled:
+            return torch.arange(self._length)
+        return torch.from_numpy(permutation(self._length, self._seed, epoch))
+
+    def _shares(self, parts: Iterator[_Part]) -> Iterator[Share]:
+        pipeline = self._pipeline
+        if pipeline.processes is not None:
+            yield from self._read_ahead(parts)
+        elif pipeline.transforms:
+            reader = _Reader(pipeline, self._seed)
+            for epoch, indices, of in parts:
+                yield Share(reader.read(epoch, indices), len(indices), of, epoch)
+        else:
+            gather = pipeline.source.gather
+            for epoch, indices, of in parts:
+                yield Share(gather(indices), len(indices), of, epoch)
+
+    def _read_ahead(self, parts: Iterator[_Part]) -> Iterator[Share]:
+        """Yields the shares that other processes have read."""
+        processes = self._pipeline.processes
+        assert processes is not None
+        reader = _Reader(self._pipeline, self._seed)
+        mine, theirs = tee(parts)
+        loader = DataLoader(
+            _Reading(reader),
+            batch_size=None,
+            sampler=_wanted(theirs),
+            collate_fn=_as_it_is,
+            num_workers=processes.count,
+            prefetch_factor=processes.prefetch_factor,
+            multiprocessing_context=processes.start_method,
+            worker_init_fn=processes.worker_init_fn,
+            timeout=processes.timeout_s,
+            # The base of its processes' seeds comes from here, not from the generator that dropout draws on.
+            generator=torch.Generator().manual_seed((self._seed + self._data_rank) % 2**63),
+        )
+        batches = iter(loader)
+        for epoch, indices, of in mine:
+            batch = next(batches) if len(indices) else reader.read(epoch, indices)
+            if isinstance(batch, _Broken):
+                error = DataError(batch.message)
+                error.add_note(batch.traceback)
+                raise error
+            yield Share(batch, len(indices), of, epoch)
+
+
+class _Reader:
+    """Reads batches of a pipeline, its transforms applied."""
+
+    def __init__(self, pipeline: Pipeline, seed: int) -> None:
+        self._source = pipeline.source
+        self._transforms = pipeline.transforms
+        self._seed = seed
+
+    def read(self, epoch: int, indices: Tensor) -> Any:
+        if not self._transforms:
+            return self._source.gather(indices)
+        wanted = indices.tolist()
+        if not wanted:
+            # Only an example that went through the transforms tells the shapes.
+            return emptied(self.read(epoch, torch.zeros(1, dtype=torch.int64)))
+        return self._source.collate([self._example(epoch, index) for index in wanted])
+
+    def _example(self, epoch: int, index: int) -> Any:
+        example = self._source.example(index)
+        for position, transform in enumerate(self._transforms):
+            try:
+                if transform.draws:
+                    rng = generator(self._seed, epoch, index, position)
+                    example = transform.function(example, rng=rng)
+                else:
+                    example = transform.function(example)
+            except Exception as error:
+                name = getattr(transform.function, "__name__", repr(transform.function))
+                raise unreadable(f"example {index}", f"map({name})", error) from error
+        return example
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """What a reading process sends in place of a batch that it could not read."""
+
+    message: str
+    traceback: str
+
+
+class _Reading(Dataset[Any]):
+    """A data set of whole batches, for the processes of a `DataLoader`."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, part: Any) -> Any:
+        epoch, indices = part
+        try:
+            return self._reader.read(epoch, torch.from_numpy(indices))
+        except DataError as error:
+            return _Broken(str(error), traceback.format_exc())
+
+
+def _wanted(parts: Iterator[_Part]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    for epoch, indices, _ in parts:
+        if len(indices):
+            # As an array, since tensors would cross to the other process through a file of their own each.
+            yield epoch, indices.numpy()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,202 @@
+"""Where examples come from: anything that can be asked for them by index."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from headrace.errors import DataError
+
+__all__ = ["ArraySource", "DatasetSource", "Source", "as_tensor", "emptied", "unreadable"]
+
+
+class Source(ABC):
+    """Examples by index. Several processes may read copies of one at the same time."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of examples."""
+
+    @abstractmethod
+    def example(self, index: int) -> Any:
+        """Returns one example: a tuple, a dict, or whatever the data set is made of."""
+
+    @abstractmethod
+    def gather(self, indices: Tensor) -> Any:
+        """Returns the batch of the examples at `indices`, `(examples,)` int64."""
+
+    @abstractmethod
+    def collate(self, examples: Sequence[Any]) -> Any:
+        """Returns the batch of examples that have been read one by one; at least one."""
+
+
+class ArraySource(Source):
+    """Tensors in host memory that have one entry an example, in a tuple or by name.
+
+    Args:
+        arrays: `(examples, ...)` each.
+
+    Raises:
+        DataError: there are none, or their lengths differ.
+    """
+
+    def __init__(self, arrays: tuple[Tensor, ...] | Mapping[str, Tensor]) -> None:
+        named = arrays if isinstance(arrays, Mapping) else dict(enumerate(arrays))
+        if not named:
+            raise DataError("the data has no arrays; give at least one, from_arrays(images, labels)")
+        lengths = {name: len(array) for name, array in named.items()}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+            raise DataError(
+                f"the arrays differ in length ({listed}); each needs one entry for every example, so cut "
+                f"them to {min(lengths.values())} or find what is missing"
+            )
+        self._names = tuple(arrays) if isinstance(arrays, Mapping) else None
+        self._arrays = tuple(named.values())
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def example(self, index: int) -> Any:
+        return self._tree([array[index] for array in self._arrays])
+
+    def gather(self, indices: Tensor) -> Any:
+        return self._tree([array.index_select(0, indices) for array in self._arrays])
+
+    def collate(self, examples: Sequence[Any]) -> Any:
+        return _collate(examples)
+
+    def _tree(self, tensors: list[Tensor]) -> Any:
+        if self._names is None:
+            return tuple(tensors)
+        return dict(zip(self._names, tensors, strict=True))
+
+
+class DatasetSource(Source):
+    """A map-style data set: it has a length, and `dataset[index]` is an example.
+
+    Args:
+        dataset: a torch `Dataset`, or anything like it.
+        collate_fn: makes a batch of a list of examples; None stacks them as torch's `default_collate` does.
+
+    Raises:
+        DataError: it has no length.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+        if not isinstance(dataset, Sized):
+            raise DataError(
+                f"the data set {type(dataset).__name__} has no length; give it a __len__, so that an epoch can be split"
+            )
+        self._dataset: Any = dataset
+        self._collate = collate_fn or _collate
+        # Data sets that read many at once (torch's Subset, Hugging Face's) offer this name for it, as torch's
+        # own loader expects.
+        many = getattr(dataset, "__getitems__", None)
+        self._many: Callable[[list[int]], Sequence[Any]] | None = many if callable(many) else None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def example(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            raise unreadable(f"example {index}", "the data set", error) from error
+
+    def gather(self, indices: Tensor) -> Any:
+        wanted = indices.tolist()
+        if not wanted:
+            # Only an example tells the shapes.
+            return emptied(self.collate([self.example(0)]))
+        if self._many is None:
+            return self.collate([self.example(index) for index in wanted])
+        try:
+            examples = self._many(wanted)
+        except Exception as error:
+            for index in wanted:
+                self.example(index)  # the guilty one is named, if it fails alone too
+            raise unreadable(f"one of the examples {wanted}", "the data set", error) from error
+        return self.collate(examples)
+
+    def collate(self, examples: Sequence[Any]) -> Any:
+        return self._collate(list(examples))
+
+
+def unreadable(which: str, who: str, error: Exception) -> DataError:
+    """Returns the error that names an example which user code could not read or change."""
+    return DataError(
+        f"{which} cannot be had: {who} raised {type(error).__name__}: {error}; "
+        "repair that example, or leave it out of the data"
+    )
+
+
+def as_tensor(value: Any, where: str) -> Tensor:
+    """Returns a tensor or array as a tensor in host memory, without a copy where its layout allows that.
+
+    Args:
+        value: `(examples, ...)`.
+        where: which one it is, for the message.
+
+    Raises:
+        DataError: it is neither, has no dims, or does not lie in host memory.
+    """
+    if isinstance(value, np.ndarray):
+        value = _from_numpy(value, where)
+    if not isinstance(value, Tensor):
+        raise DataError(
+            f"{where} is a {type(value).__name__}, not a tensor or array; convert it by torch.as_tensor(...)"
+        )
+    if value.dim() == 0:
+        raise DataError(f"{where} is a single number; it needs a first dim with one entry for every example")
+    if value.device.type != "cpu":
+        raise DataError(f"{where} lies on {value.device}; give it as .cpu(), workers bring their share to their device")
+    return value.detach()
+
+
+def _from_numpy(array: np.ndarray[Any, Any], where: str) -> Tensor:
+    # torch takes neither negative strides nor another machine's byte order.
+    if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    try:
+        with warnings.catch_warnings():
+            # It warns of memory that must not be written to (a file mapped read-only); nobody writes here.
+            warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+            return torch.from_numpy(array)
+    except TypeError as error:
+        raise DataError(
+            f"{where} has numpy's type {array.dtype}, which no tensor has; encode it as numbers first"
+        ) from error
+
+
+def _collate(examples: Sequence[Any]) -> Any:
+    try:
+        batch = default_collate(list(examples))
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{len(examples)} examples do not make one batch: {error}; give them one shape, or a DataLoader "
+            "with a collate_fn that pads"
+        ) from error
+    # default_collate makes lists of tuples; a batch keeps the structure of its examples.
+    return tuple(batch) if type(examples[0]) is tuple else batch
+
+
+def emptied(batch: Any) -> Any:
+    """Returns the batch with tensors of length 0."""
+    if isinstance(batch, Tensor):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {key: emptied(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and type(batch) is not tuple:
+        return type(batch)(*map(emptied, batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map(emptied, batch))
+    return batch
