@@ -1,0 +1,27 @@
+"""What the event files of a run say: summary, tables, one page, progress, TensorBoard. Reads files alone."""
+
+from headrace.report.events import EventLog, Tail, read_events, read_log
+from headrace.report.page import write_page
+from headrace.report.progress import Progress
+from headrace.report.references import References, verdict
+from headrace.report.summary import Summary, summarize
+from headrace.report.table import comparison_plain, comparison_table, run_plain, run_table
+from headrace.report.tensorboard import TensorBoard
+
+__all__ = [
+    "EventLog",
+    "Progress",
+    "References",
+    "Summary",
+    "Tail",
+    "TensorBoard",
+    "comparison_plain",
+    "comparison_table",
+    "read_events",
+    "read_log",
+    "run_plain",
+    "run_table",
+    "summarize",
+    "verdict",
+    "write_page",
+]

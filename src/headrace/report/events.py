@@ -1,0 +1,120 @@
+"""The event files of a run, read back: whole afterwards, or bit by bit while the run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.errors import DataError, UsageError
+from headrace.spec.event import Event, decode
+
+__all__ = ["EventLog", "Tail", "read_events", "read_log"]
+
+
+@dataclass(frozen=True)
+class EventLog:
+    """What the event files of a run say.
+
+    Attributes:
+        events: of all processes, by time; events of one process keep their order where times are equal.
+        torn_lines: files whose last line a killed process left half written; that line is left out.
+    """
+
+    events: tuple[Event, ...]
+    torn_lines: int
+
+
+def read_log(run_dir: Path | str) -> EventLog:
+    """Returns the events of all processes of a run.
+
+    Raises:
+        UsageError: the directory holds no events.
+        DataError: a line that is complete is no event; names the file and the line.
+    """
+    files = _files(Path(run_dir))
+    if not files:
+        raise UsageError(
+            f"{run_dir} is no run directory: it holds no events/*.jsonl; "
+            "give the run_dir of a fit, or one directory of a comparison"
+        )
+    events: list[Event] = []
+    torn = 0
+    for file in files:
+        lines = file.read_bytes().split(b"\n")
+        rest = lines.pop()
+        events += [_event(file, number, line) for number, line in enumerate(lines, start=1)]
+        if rest:
+            try:
+                events.append(decode(rest.decode()))
+            except ValueError:
+                torn += 1
+    return EventLog(tuple(sorted(events, key=lambda event: event.time_s)), torn)
+
+
+def read_events(run_dir: Path | str) -> tuple[Event, ...]:
+    """Returns the events of all processes of a run, by time; see `read_log`.
+
+    Raises:
+        UsageError: the directory holds no events.
+        DataError: a line that is complete is no event; names the file and the line.
+    """
+    return read_log(run_dir).events
+
+
+class Tail:
+    """Follows the event files of a run that goes on: each `read` returns what came since the last.
+
+    A line counts when its end is there; a file, when it appears.
+
+    Args:
+        run_dir: the run directory; need not exist yet.
+    """
+
+    def __init__(self, run_dir: Path | str) -> None:
+        self._run_dir = Path(run_dir)
+        self._places: dict[Path, _Place] = {}
+
+    def read(self) -> tuple[Event, ...]:
+        """Returns the events that have become complete since the last call, by time.
+
+        Raises:
+            DataError: a complete line is no event; names the file and the line. It is not read again.
+        """
+        events: list[Event] = []
+        for file in _files(self._run_dir):
+            place = self._places.setdefault(file, _Place())
+            if file.stat().st_size > place.offset:
+                events += place.advance(file)
+        return tuple(sorted(events, key=lambda event: event.time_s))
+
+
+@dataclass
+class _Place:
+    offset: int = field(default=0)
+    lines: int = field(default=0)
+
+    def advance(self, file: Path) -> list[Event]:
+        with file.open("rb") as stream:
+            stream.seek(self.offset)
+            complete = stream.read().split(b"\n")[:-1]
+        first = self.lines + 1
+        self.lines += len(complete)
+        self.offset += sum(len(line) + 1 for line in complete)
+        return [_event(file, number, line) for number, line in enumerate(complete, start=first)]
+
+
+def _files(run_dir: Path) -> list[Path]:
+    """The launcher's file first, then by rank, so that ties in time come in a fixed order."""
+    return sorted(
+        (run_dir / "events").glob("*.jsonl"),
+        key=lambda file: (len(file.name) * (file.stem != "launcher"), file.name),
+    )
+
+
+def _event(file: Path, number: int, line: bytes) -> Event:
+    try:
+        return decode(line.decode())
+    except ValueError as error:
+        raise DataError(
+            f"{file}, line {number}: {error}; the file was changed after the run, or its disk was full"
+        ) from error

@@ -1,0 +1,95 @@
+"""A run's events for TensorBoard."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from headrace.errors import UnfitMachine
+from headrace.spec.event import Evaluated, Event, Failed, Notice, RunStarted, Stepped
+
+__all__ = ["TensorBoard"]
+
+_PARTS = ("wait_s", "compute_s", "exchange_s", "update_s")
+
+
+class TensorBoard:
+    """Takes events (`fit(..., on_event=TensorBoard("runs/a/tensorboard"))`) and writes them as scalars.
+
+    `loss` by step is the weighted mean over the workers, written when the last of them has reported the step;
+    `seconds/<part>/rank-<n>` where each worker's step went; `evaluation/<metric>`; notices and failures as text.
+
+    Args:
+        log_dir: where to; made if missing.
+
+    Raises:
+        UnfitMachine: the package tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: Path | str) -> None:
+        try:
+            # Inside, since this room is imported without torch and most users have no tensorboard.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UnfitMachine(
+                f"TensorBoard cannot be written ({error}); remedy: pip install headrace[tensorboard]"
+            ) from error
+        self._writer = SummaryWriter(str(log_dir))
+        self._workers = 1
+        self._began = 0.0
+        self._open: dict[int, list[Stepped]] = defaultdict(list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, event: Event) -> None:
+        """Writes what the event says; kinds that say nothing over time are passed over."""
+        time_s = self._began + event.time_s
+        match event:
+            case RunStarted():
+                self._workers = event.workers
+                self._began = _wall_time(event.started_at)
+            case Stepped():
+                for part in _PARTS:
+                    tag = f"seconds/{part.removesuffix('_s')}/rank-{event.rank}"
+                    self._writer.add_scalar(tag, getattr(event, part), event.step, time_s)
+                self._open[event.step].append(event)
+                if len(self._open[event.step]) == self._workers:
+                    self._write_loss(event.step)
+            case Evaluated():
+                for name, value in event.metrics.items():
+                    self._writer.add_scalar(f"evaluation/{name}", value, event.step, time_s)
+            case Notice():
+                self._writer.add_text("notice", event.text, 0, time_s)
+            case Failed():
+                self._writer.add_text(f"failed/rank-{event.rank}", event.cause, event.step, time_s)
+
+    def close(self) -> None:
+        """Writes what is left, the steps too that not every worker has finished; may be called twice."""
+        for step in sorted(self._open):
+            self._write_loss(step)
+        self._writer.close()
+
+    def _write_loss(self, step: int) -> None:
+        parts = [event for event in self._open.pop(step) if event.loss is not None]
+        weight = sum(event.weight for event in parts)
+        if weight > 0:
+            loss = sum((event.loss or 0.0) * event.weight for event in parts) / weight
+            time_s = self._began + max(event.time_s for event in parts)
+            self._writer.add_scalar("loss", loss, step, time_s)
+
+
+def _wall_time(started_at: str) -> float:
+    """Seconds since 1970; 0 where it is no time, and then only TensorBoard's "relative" axis means something."""
+    try:
+        return datetime.fromisoformat(started_at).timestamp()
+    except ValueError:
+        return 0.0
