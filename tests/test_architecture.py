@@ -1,0 +1,149 @@
+"""The house holds: every rule over the whole package, and every rule against violations planted on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import house_rules as rules
+from house import PACKAGE, Modules, Rule, read
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / PACKAGE
+
+
+@pytest.fixture(scope="module")
+def package() -> Modules:
+    return read({str(path.relative_to(SOURCE)): path.read_text() for path in SOURCE.rglob("*.py")})
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(package: Modules, rule: Rule) -> None:
+    assert len(package) > 20
+    assert rule(package) == [], rule.__doc__
+
+
+@pytest.mark.parametrize("folder", ["tests", "examples", "benchmarks"])
+def test_files_beside_the_package_are_short_enough_too(folder: str) -> None:
+    counts = {path: path.read_text().count("\n") for path in (ROOT / folder).rglob("*.py")}
+    assert {path: lines for path, lines in counts.items() if lines > rules.FILE_LINES} == {}
+
+
+SOUND = {
+    "__init__.py": "__all__ = ['Job']\ndef __getattr__(name): ...",
+    "errors.py": "__all__ = ['Lost', 'Root']\nclass Root(Exception): ...\nclass Lost(Root): ...",
+    "spec/__init__.py": "from headrace.spec.job import Job\n__all__ = ['Job']",
+    "spec/job.py": (
+        "from typing import TYPE_CHECKING\n__all__ = ['Job']\nif TYPE_CHECKING:\n    import torch\nclass Job: ..."
+    ),
+    "comm/seam.py": (
+        "import torch\nfrom abc import ABC, abstractmethod\n__all__ = ['LIMIT', 'Seam', 'cut']\nLIMIT: int = 3\n"
+        "class Seam(ABC):\n    @abstractmethod\n    def cut(self): ...\n"
+        "class Finer(Seam):\n    @abstractmethod\n    def fine(self): ...\n"
+        "class Done(Finer):\n    def cut(self): ...\n    def fine(self): ...\n"
+        "def cut(): ..."
+    ),
+    "tasks.py": "from headrace import errors, metrics\n__all__ = []",
+    "metrics.py": "from . import errors\n__all__ = []",
+    "engine/ship.py": "import os, pickle, cloudpickle\n__all__ = []\nhome = os.environ['HOME']",
+    "cli/main.py": "__all__ = []\ndef run():\n    import torch\n    from headrace.models.zoo import cnn",
+    "models/zoo.py": "import torch\n__all__ = ['cnn']\ncnn = torch.nn.ReLU",
+    "data/loader.py": "from headrace.replica.compute import Share\n__all__ = []",
+    "replica/compute.py": "__all__ = ['Share']\nclass Share: ...",
+    "report/page.py": (
+        "import os.path\n__all__ = []\n"
+        "def page():\n    try:\n        open('x')\n    except Exception as error:\n        raise OSError from error\n"
+        "    try:\n        open('x')\n    except OSError:\n        pass"
+    ),
+}
+"""A small house in order; each violation is planted into it."""
+
+TOO_LONG = "__all__ = []\n" + "x = 1\n" * 400
+LONG_FUNCTION = "__all__ = []\ndef f():\n" + "    f()\n" * 60
+MANY_METHODS = "__all__ = []\nclass C:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(11))
+MANY_ARGUMENTS = "__all__ = []\nclass C:\n    def __init__(self, a, b, c, d, *, e, f, g, h, i): ...\n"
+MANY_FIELDS = (
+    "from dataclasses import dataclass\n__all__ = []\n@dataclass\nclass A:\n"
+    + "".join(f"    a{i}: int\n" for i in range(8))
+    + "@dataclass(frozen=True)\nclass B(A):\n"
+    + "".join(f"    b{i}: int\n" for i in range(7))
+)
+
+PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
+    (rules.directions, {"spec/a.py": "from headrace.comm.seam import Seam"}, "may not import headrace.comm.seam"),
+    (rules.directions, {"comm/a.py": "from ..data import loader"}, "may not import headrace.data.loader"),
+    (rules.directions, {"comm/a.py": "from headrace import tasks"}, "may not import headrace.tasks"),
+    (rules.directions, {"data/a.py": "def f():\n    import headrace.cli.main"}, "a:2: may not import headrace.cli"),
+    (
+        rules.directions,
+        {"spec/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from headrace.comm import seam"},
+        "may not import headrace.comm.seam",
+    ),
+    (rules.directions, {"spec/a.py": "import importlib\nimportlib.import_module('headrace.run')"}, "headrace.run"),
+    (rules.directions, {"engine/a.py": "from headrace import Job"}, "may not import headrace"),
+    (rules.directions, {"attic/a.py": ""}, "'attic' stands on no floor"),
+    (rules.directions, {"engine/a.py": "from headrace.models.zoo import cnn"}, "for the command line alone"),
+    (rules.directions, {"data/a.py": "from headrace.replica.exchange import Exchange"}, "may not import"),
+    (
+        rules.circles,
+        {"spec/a.py": "def f():\n    from headrace.spec import b", "spec/b.py": "from headrace.spec.a import f"},
+        "headrace.spec.a",
+    ),
+    (rules.circles, {"spec/a.py": "from headrace.spec import Job", "spec/job.py": "import headrace.spec.a"}, "circle"),
+    (rules.names, {"comm/net_utils.py": ""}, "'utils'"),
+    (rules.names, {"data/common/a.py": ""}, "'common'"),
+    (rules.exports, {"comm/a.py": "x = 1"}, "no __all__"),
+    (rules.exports, {"comm/a.py": "__all__ = list('ab')"}, "no __all__"),
+    (rules.exports, {"comm/a.py": "__all__ = ['b', 'a']\na = b = 1"}, "not sorted"),
+    (rules.exports, {"comm/a.py": "__all__ = ['Ab', 'B']\nclass Ab: ...\nB = 1"}, "not sorted"),
+    (rules.exports, {"comm/a.py": "__all__ = ['gone']\ndef f():\n    gone = 1"}, "'gone', unbound"),
+    (rules.budgets, {"comm/a.py": TOO_LONG}, "401 lines"),
+    (rules.budgets, {"comm/a.py": LONG_FUNCTION}, "f: 61 lines"),
+    (rules.budgets, {"comm/a.py": MANY_METHODS}, "C: 11 public methods"),
+    (rules.budgets, {"comm/a.py": MANY_ARGUMENTS}, "C: 9 arguments"),
+    (rules.budgets, {"comm/a.py": MANY_FIELDS}, "B: 15 fields"),
+    (rules.environment, {"comm/a.py": "import os\nprint(os.environ.get('A'))"}, "a:2"),
+    (rules.environment, {"comm/a.py": "import os as system\nprint(system.getenv('A'))"}, "a:2"),
+    (rules.environment, {"comm/a.py": "from os import environ"}, "a:1"),
+    (rules.environment, {"trainer.py": "import os.path\nprint(os.environ['A'])"}, "trainer:2"),
+    (rules.pickling, {"comm/a.py": "import pickle"}, "pickle reads"),
+    (rules.pickling, {"data/a.py": "def f():\n    from cloudpickle import dumps"}, "only engine/"),
+    (rules.pickling, {"engine/a.py": "import pickle"}, "pickle reads"),
+    (rules.pickling, {"engine/a.py": "import torch\ntorch.load('a')"}, "torch.load"),
+    (rules.pickling, {"comm/a.py": "from torch import distributed as d\nd.broadcast_object_list([1])"}, "pickles"),
+    (rules.finals, {"comm/a.py": "from headrace.comm.seam import Done\nclass C(Done): ..."}, "C subclasses Done"),
+    (rules.finals, {"comm/a.py": "from headrace.comm import seam\nclass C(seam.Done): ..."}, "C subclasses Done"),
+    (rules.finals, {"comm/a.py": "import headrace.comm.seam\nclass C(headrace.comm.seam.Done): ..."}, "Done"),
+    (rules.finals, {"comm/a.py": "from headrace.spec import Job\nclass C(Job[int]): ..."}, "C subclasses Job"),
+    (rules.finals, {"comm/a.py": "from headrace.errors import Root\nclass C(Root): ..."}, "C subclasses Root"),
+    (rules.light, {"spec/a.py": "import torch.nn"}, "imports torch.nn"),
+    (rules.light, {"cli/a.py": "from headrace.comm.seam import Seam"}, "headrace.cli.a -> headrace.comm.seam"),
+    (rules.light, {"report/a.py": "class C:\n    import torch"}, "imports torch"),
+    (
+        rules.light,
+        {"spec/__init__.py": "import torch\n__all__ = []"},
+        "imports torch by headrace.spec.job -> headrace.spec",
+    ),
+    (rules.purity, {"policies/a.py": "def f():\n    import torch"}, "torch is not"),
+    (rules.purity, {"policies/a.py": "from time import monotonic"}, "time is not"),
+    (rules.asking, {"comm/a.py": "print(hasattr(1, 'x'))"}, "hasattr"),
+    (rules.hiding, {"comm/a.py": "try:\n    f()\nexcept:\n    raise"}, "a:3"),
+    (rules.hiding, {"comm/a.py": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "a:3"),
+    (rules.hiding, {"comm/a.py": "import contextlib\nwith contextlib.suppress(Exception):\n    f()"}, "a:2"),
+]
+
+
+def test_a_house_in_order_gets_no_complaint() -> None:
+    assert {rule.__name__: rule(read(SOUND)) for rule in rules.RULES} == {rule.__name__: [] for rule in rules.RULES}
+
+
+@pytest.mark.parametrize(("rule", "files", "said"), PLANTED)
+def test_a_planted_violation_is_found(rule: Rule, files: Mapping[str, str], said: str) -> None:
+    found = rule(read(SOUND | files))
+    assert any(said in line for line in found), found
+
+
+def test_every_rule_is_planted_against() -> None:
+    assert {rule for rule, _, _ in PLANTED} == set(rules.RULES)

@@ -1,0 +1,60 @@
+"""What is public exists, says what it is, and costs nothing before it is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from house import PACKAGE, Module, definitions, read
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
+MODULES = read({str(path.relative_to(SOURCE)): path.read_text() for path in SOURCE.rglob("*.py")})
+PUBLIC = sorted(name for name in MODULES if not any(part.startswith("_") for part in name.split(".")))
+
+
+def documented(module: Module, name: str) -> bool:
+    """Whether a name has words of its own where it is defined, not those that Python makes up for a dataclass."""
+    node = definitions(module).get(name)
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return bool(ast.get_docstring(node))
+    if node is not None:
+        after = module.tree.body[module.tree.body.index(node) + 1 :][:1]
+        return any(isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) for item in after)
+    for item in module.imports:
+        if item.local == name and item.target in MODULES:
+            return item.name is None or documented(MODULES[item.target], item.name)
+    return True  # taken from another package
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_a_module_lists_exists_and_is_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    assert [item for item in module.__all__ if not documented(MODULES[name], item)] == []
+    for item in module.__all__:
+        getattr(module, item)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_module_says_what_it_is(name: str) -> None:
+    assert ast.get_docstring(MODULES[name].tree), "the first line of a module says what is in it"
+
+
+def test_the_front_door_lists_what_it_has() -> None:
+    front = importlib.import_module(PACKAGE)
+    assert front.__doc__
+    assert {"Job", "Options", "Run", "compare", "fit", "launch", "setup", "tasks"} <= set(front.__all__)
+    assert set(front.__all__) <= set(dir(front))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        front.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [PACKAGE, f"{PACKAGE}.cli", f"{PACKAGE}.report", f"{PACKAGE}.spec"])
+def test_importing_it_does_not_import_torch(name: str) -> None:
+    program = f"import sys, {name}; print(sorted({{'torch', 'sklearn', 'matplotlib'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
