@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from typing import TypeGuard
 
 from house import PACKAGE, Import, Module, Modules, Rule, complaint, definitions, room, words
 
@@ -207,11 +208,7 @@ def hiding(modules: Modules) -> list[str]:
                 )
                 if node.type is None or (silent and _is_everything(node.type)):
                     found.append(complaint(module, node.lineno, "catches everything and hides it"))
-            elif (
-                isinstance(node, ast.Call)
-                and words(node.func)[-1:] == ["suppress"]
-                and any(map(_is_everything, node.args))
-            ):
+            elif _calls_suppress(node) and any(map(_is_everything, node.args)):
                 found.append(complaint(module, node.lineno, "suppresses everything"))
     return found
 
@@ -360,6 +357,10 @@ def _packages(name: str) -> list[str]:
 def _is_everything(node: ast.expr) -> bool:
     kinds = node.elts if isinstance(node, ast.Tuple) else [node]
     return any(words(kind)[-1:] in (["Exception"], ["BaseException"]) for kind in kinds)
+
+
+def _calls_suppress(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and words(node.func)[-1:] == ["suppress"]
 
 
 def _calls(node: ast.AST) -> bool:

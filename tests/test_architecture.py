@@ -124,7 +124,7 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     (
         rules.light,
         {"spec/__init__.py": "import torch\n__all__ = []"},
-        "imports torch by headrace.spec.job -> headrace.spec",
+        "by headrace.spec.job -> headrace.spec",
     ),
     (rules.purity, {"policies/a.py": "def f():\n    import torch"}, "torch is not"),
     (rules.purity, {"policies/a.py": "from time import monotonic"}, "time is not"),
@@ -141,7 +141,7 @@ def test_a_house_in_order_gets_no_complaint() -> None:
 
 @pytest.mark.parametrize(("rule", "files", "said"), PLANTED)
 def test_a_planted_violation_is_found(rule: Rule, files: Mapping[str, str], said: str) -> None:
-    found = rule(read(SOUND | files))
+    found = rule(read({**SOUND, **files}))
     assert any(said in line for line in found), found
 
 

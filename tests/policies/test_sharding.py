@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -48,7 +49,7 @@ def test_every_trainable_parameter_is_wholly_covered_once(
         covered = [(piece.start, piece.stop) for piece in pieces[parameter.name]]
         assert covered[0][0] == 0
         assert covered[-1][1] == parameter.elements
-        assert all(before[1] == after[0] for before, after in zip(covered, covered[1:], strict=False))
+        assert all(before[1] == after[0] for before, after in pairwise(covered))
         assert all(start < stop for start, stop in covered) or parameter.elements == 0
     assert segments == SHARDINGS[name](parameters, owners)
 
@@ -67,7 +68,7 @@ def test_slices_are_contiguous_nearly_equal_and_cut_at_multiples_of_16(
     assert all(abs(held[owner] * owners - total) <= line * owners for owner in range(owners))
     if line == 16:
         position = 0
-        for before, after in zip(segments, segments[1:], strict=False):
+        for before, after in pairwise(segments):
             position += before.stop - before.start
             assert before.owner == after.owner or position % 16 == 0
         assert all(held[owner] > 0 for owner in range(owners))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import doctest
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,5 +41,5 @@ def test_bounds_run_through_the_batch_without_gaps(count: int, shares: list[int]
     edges = bounds(count, shares)
     assert edges[0][0] == 0
     assert edges[-1][1] == count
-    assert all(before[1] == after[0] for before, after in zip(edges, edges[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(edges))
     assert tuple(stop - start for start, stop in edges) == split(count, shares)
