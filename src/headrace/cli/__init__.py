@@ -1,0 +1,112 @@
+"""The command line: one file a command, all of them in `COMMANDS`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from headrace.cli.compare import compare
+from headrace.cli.doctor import doctor
+from headrace.cli.errors import ExitCode
+from headrace.cli.launch import launch
+from headrace.cli.options import help_option
+from headrace.cli.output import write_document
+from headrace.cli.report import report
+from headrace.cli.train import train
+
+__all__ = ["COMMANDS", "app", "main", "run"]
+
+_EXAMPLES = """
+  headrace doctor
+  headrace train job.py --strategy mirrored --workers 2
+  headrace compare job.py --strategies one_device,mirrored --workers 2
+  headrace report runs/a
+  headrace launch script.py --workers 2
+"""
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "compare": compare,
+    "report": report,
+    "launch": launch,
+    "doctor": doctor,
+}
+"""Every command by its name, in the order of `--help`."""
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    # Options that headrace does not know belong to the script.
+    "launch": {"ignore_unknown_options": True},
+}
+
+# typer has no public name for the root of its usage errors.
+_TyperError: type[Any] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="headrace",
+    add_help_option=False,
+    # Plain help: rich would take longer to import than everything else together.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+"""The typer application; `run` and `main` give it its errors' form."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"headrace {version('headrace')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _headrace(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+) -> None:
+    """Train one PyTorch model on many devices: write the model once, name a strategy."""
+    if context.invoked_subcommand is None:
+        typer.echo(f"Examples:\n{_EXAMPLES.strip(chr(10))}\n\n{context.get_help()}")
+
+
+for _name, _command in COMMANDS.items():
+    app.command(_name, add_help_option=False, context_settings=_SETTINGS.get(_name))(_command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a command line and returns its exit code."""
+    try:
+        code = typer.main.get_command(app).main(list(arguments), prog_name="headrace", standalone_mode=False)
+    except _TyperError as error:
+        return _refuse(error, as_json="--json" in arguments)
+    return code if isinstance(code, int) else 0
+
+
+def _refuse(error: Any, as_json: bool) -> int:
+    """Shows a usage error as every other error; the suggestion in its message is typer's."""
+    message = error.format_message()
+    if as_json:
+        facts = {"type": "UsageError", "message": message, "exit_code": ExitCode.USAGE}
+        write_document(sys.stdout, {"error": facts})
+    where = "headrace" if error.ctx is None else error.ctx.command_path
+    typer.echo(f"error: {message}\nsee: {where} --help", err=True)
+    return ExitCode.USAGE
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(ExitCode.TERMINATED)
+
+
+def main() -> NoReturn:
+    """The console script: runs `sys.argv` and exits."""
+    # So that processes and segments are given back before this one ends.
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(run(sys.argv[1:]))

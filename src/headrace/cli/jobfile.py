@@ -1,0 +1,189 @@
+"""A job file to a Job, with an error that names the remedy before any process starts."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.errors import user_place
+from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
+from headrace.spec.job import Job
+
+__all__ = ["MODULE", "check_file", "load_job"]
+
+MODULE = "headrace_job"
+"""The name under which a job file stands in `sys.modules`, so that its classes know where they live."""
+
+
+def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
+    """Runs a job file and returns its job.
+
+    The file's folder is put on `sys.path`, so that it can import its neighbours, and cloudpickle sends what
+    the file defines by value, so that workers need not find the file.
+
+    Args:
+        path: a Python file that defines `job` or `job(...)`.
+        settings: "key=value" for the parameters of `job(...)`.
+
+    Raises:
+        JobError: the file cannot be loaded, or does not give a job.
+        UnknownName: a setting that is no parameter of `job(...)`.
+        UsageError: a setting that cannot be meant.
+        HeadraceError: what headrace refused while the file ran, with a note that says where.
+    """
+    check_file(path, "job file")
+    module = _run_file(path)
+    made = vars(module).get("job")
+    if isinstance(made, Job):
+        if settings:
+            raise UsageError(
+                f"--set {settings[0]}: `job` in {path} is a value and has no parameters; "
+                "write `def job(lr=0.1): return hr.Job(...)` to set them"
+            )
+        return made
+    if made is None:
+        raise JobError(_defines_no_job(path, module))
+    if not callable(made):
+        raise JobError(f"`job` in {path} is {_kind(made)}; it must be a Job or a function that returns one")
+    return _call(path, made, settings)
+
+
+def check_file(path: Path, kind: str) -> None:
+    """Refuses what is no file.
+
+    Raises:
+        JobError: nothing is there (names what is near), or it is a folder.
+    """
+    if path.is_dir():
+        inside = ", ".join(sorted(file.name for file in path.glob("*.py"))) or "none"
+        raise JobError(f"the {kind} {path} is a folder; name one of the Python files in it: {inside}")
+    if path.is_file():
+        return
+    if not path.parent.is_dir():
+        raise JobError(f"the {kind} {path} does not exist, nor does the folder {path.parent}")
+    files = sorted(file.name for file in path.parent.glob("*.py"))
+    near = difflib.get_close_matches(path.name, files, n=3)
+    if near:
+        hint = f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
+    else:
+        hint = f"Python files in that folder: {', '.join(files) or 'none'}"
+    raise JobError(f"the {kind} {path} does not exist; {hint}")
+
+
+def _run_file(path: Path) -> types.ModuleType:
+    # Lazily: a command that loads no job need not wait for it.
+    import cloudpickle
+
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(MODULE, path.resolve())
+    if spec is None or spec.loader is None:
+        raise JobError(f"the job file {path} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    # Classes that the file defines look themselves up here while it runs.
+    sys.modules[MODULE] = module
+    loader = spec.loader
+    try:
+        _guarded(path, "when it was loaded", lambda: loader.exec_module(module))
+    except HeadraceError:
+        del sys.modules[MODULE]
+        raise
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def _call(path: Path, make: Callable[..., Any], settings: Sequence[str]) -> Job:
+    values = _values(path, make, settings)
+    made = _guarded(path, f"in job({', '.join(f'{k}={v!r}' for k, v in values.items())})", lambda: make(**values))
+    if not isinstance(made, Job):
+        raise JobError(f"job(...) in {path} returned {_kind(made)} and not a Job; end it with `return hr.Job(...)`")
+    return made
+
+
+def _guarded(path: Path, when: str, call: Callable[[], Any]) -> Any:
+    """Runs user code. What it raises becomes a JobError, whose cause holds the user's frames."""
+    try:
+        return call()
+    except HeadraceError as error:
+        # Its class decides the exit code, so it stays what it is (ragged data: 5).
+        error.add_note(f"at {user_place(error) or path}")
+        raise
+    except (Exception, SystemExit) as error:
+        cause = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise JobError(f"the job file {path} failed {when}: {cause}") from error
+
+
+def _values(path: Path, make: Callable[..., Any], settings: Sequence[str]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(make).parameters
+    except ValueError as error:
+        raise JobError(f"`job` in {path} is {_kind(make)}; it must be a Job or a function") from error
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise UsageError(f"--set takes key=value, got {setting!r}")
+        if key in values:
+            raise UsageError(f"--set {key} is given twice")
+        if key not in named and not open_ended:
+            raise UnknownName(f"parameter of job() in {path}", key, named)
+        default = named[key].default if key in named else inspect.Parameter.empty
+        values[key] = _value(key, text.strip(), default)
+    missing = [name for name, it in named.items() if it.default is it.empty and name not in values]
+    if missing:
+        raise UsageError(f"job() in {path} needs {', '.join(missing)}; give --set {missing[0]}=...")
+    return values
+
+
+def _value(key: str, text: str, default: Any) -> Any:
+    """Reads a Python literal; any other text is itself. The default's type says what was meant."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if isinstance(default, str) and value is not None:
+        return value if isinstance(value, str) else text
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise UsageError(f"--set {key}={text}: give True or False (the default is {default})")
+    if isinstance(default, int | float) and isinstance(value, str):
+        raise UsageError(f"--set {key}={text}: give a number (the default is {default})")
+    if isinstance(default, float) and type(value) is int:
+        return float(value)
+    return value
+
+
+def _defines_no_job(path: Path, module: types.ModuleType) -> str:
+    names = _own_names(vars(module))
+    jobs = [name for name in names if isinstance(vars(module)[name], Job)]
+    near = jobs or [name for name in names if difflib.get_close_matches(name.lower(), ["job"])]
+    hint = f"rename `{near[0]}` to `job`" if near else "end it with `job = hr.Job(...)`"
+    return f"the job file {path} defines no `job`; it defines {', '.join(names) or 'nothing'}; {hint}"
+
+
+def _own_names(namespace: Mapping[str, Any]) -> list[str]:
+    return [
+        name
+        for name, value in namespace.items()
+        if not name.startswith("_")
+        and not isinstance(value, types.ModuleType)
+        and (not isinstance(value, type | types.FunctionType) or value.__module__ == MODULE)
+    ]
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"{value!r} ({type(value).__name__})"[:120]

@@ -1,0 +1,162 @@
+"""The options that several commands share, and what a shell completes for them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.errors import UnknownName, UsageError
+
+__all__ = [
+    "Device",
+    "DeviceOption",
+    "JobFile",
+    "JsonOption",
+    "RunDirOption",
+    "SettingsOption",
+    "TensorBoardOption",
+    "TimeoutOption",
+    "WorkersOption",
+    "check_strategies",
+    "complete_strategies",
+    "complete_strategy",
+    "help_option",
+    "split_names",
+    "strategy_names",
+]
+
+
+class Device(StrEnum):
+    """What tensors live on."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+JobFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="JOB.py",
+        show_default=False,
+        help="A Python file that defines `job` (a Job), or `job(lr=0.1, ...)`, a function that returns one.",
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        show_default=False,
+        help="How many processes compute. Default: what the launcher or the machine gives.",
+    ),
+]
+DeviceOption = Annotated[Device, typer.Option("--device", help="What tensors live on.")]
+SettingsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="A parameter of the file's `job(...)`, as a Python literal; may be given again.",
+    ),
+]
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        "--timeout-s",
+        metavar="SECONDS",
+        min=0.1,
+        help="Seconds without a sign of life after which a process counts as lost.",
+    ),
+]
+RunDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--run-dir",
+        metavar="DIR",
+        show_default=False,
+        help="Where events, logs and models go. Default: a new folder under runs/.",
+    ),
+]
+TensorBoardOption = Annotated[
+    Path | None,
+    typer.Option("--tensorboard", metavar="DIR", show_default=False, help="Write curves for TensorBoard there, too."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="The result, or the error, as one JSON document on stdout.")]
+
+
+def help_option(examples: str) -> Any:
+    """Returns the `--help` option of a command, whose text begins with `examples`."""
+
+    def show(context: typer.Context, wanted: bool) -> None:
+        if wanted and not context.resilient_parsing:
+            typer.echo(f"Examples:\n{examples.strip(chr(10))}\n\n{context.get_help()}")
+            raise typer.Exit
+
+    return typer.Option("--help", "-h", is_eager=True, callback=show, help="Show this message and exit.")
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Returns the keys of `headrace.strategies.STRATEGIES`, sorted; empty if the dict is not a literal one.
+
+    They are read from the source, because importing them would import torch, which takes longer than a shell
+    waits for a completion.
+    """
+    found = importlib.util.find_spec("headrace.strategies")
+    if found is None or found.origin is None:
+        return ()
+    for node in ast.parse(Path(found.origin).read_text(encoding="utf-8")).body:
+        match node:
+            case (
+                ast.AnnAssign(target=ast.Name(id="STRATEGIES"), value=ast.Dict(keys=keys))
+                | ast.Assign(targets=[ast.Name(id="STRATEGIES")], value=ast.Dict(keys=keys))
+            ):
+                names = [key.value for key in keys if isinstance(key, ast.Constant)]
+                return tuple(sorted(name for name in names if isinstance(name, str)))
+    return ()
+
+
+def check_strategies(names: Sequence[str]) -> None:
+    """Refuses unknown names at once, before torch is imported.
+
+    Raises:
+        UnknownName: no strategy is called so.
+    """
+    known = strategy_names()
+    for name in names:
+        if known and name not in known:
+            raise UnknownName("strategy", name, known)
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Returns the names of a list like "one_device,mirrored".
+
+    Raises:
+        UsageError: no name, an empty one, or one given twice.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise UsageError(f"--strategies takes names with commas between them, got {text!r}")
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"--strategies names {name!r} {names.count(name)} times; once is enough")
+    return names
+
+
+def complete_strategy(incomplete: str) -> list[str]:
+    """Returns the names that begin so."""
+    return [name for name in strategy_names() if name.startswith(incomplete)]
+
+
+def complete_strategies(incomplete: str) -> list[str]:
+    """Returns the lists that go on with one more name, for "one_device,mir" "one_device,mirrored"."""
+    before, comma, last = incomplete.rpartition(",")
+    taken = before.split(",")
+    return [f"{before}{comma}{name}" for name in complete_strategy(last) if name not in taken]

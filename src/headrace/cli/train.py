@@ -1,0 +1,90 @@
+"""`headrace train`: one job under one strategy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headrace.cli.errors import ExitCode
+from headrace.cli.jobfile import check_file, load_job
+from headrace.cli.options import (
+    Device,
+    DeviceOption,
+    JobFile,
+    JsonOption,
+    RunDirOption,
+    SettingsOption,
+    TensorBoardOption,
+    TimeoutOption,
+    WorkersOption,
+    check_strategies,
+    complete_strategy,
+    help_option,
+)
+from headrace.cli.output import answering
+from headrace.cli.results import show_run
+from headrace.cli.rundir import default_run_dir, job_name, saying_where
+from headrace.cli.watch import Watch, check_tensorboard
+from headrace.errors import UsageError
+
+__all__ = ["train"]
+
+_EXAMPLES = """
+  headrace train job.py
+  headrace train job.py --strategy mirrored --workers 2
+  headrace train job.py --set lr=0.05 --set epochs=1 --run-dir runs/a
+  headrace train job.py --strategy mirrored --json | jq .metrics
+"""
+
+
+def train(
+    path: JobFile,
+    strategy: Annotated[
+        str,
+        typer.Option("--strategy", metavar="NAME", autocompletion=complete_strategy, help="How it is distributed."),
+    ] = "one_device",
+    workers: WorkersOption = None,
+    device: DeviceOption = Device.AUTO,
+    run_dir: RunDirOption = None,
+    settings: SettingsOption = None,
+    timeout_s: TimeoutOption = 10.0,
+    tensorboard: TensorBoardOption = None,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+) -> None:
+    """Train the job of a file under one strategy.
+
+    Progress goes to stderr, the result to stdout: metrics, examples/s, where the run and its model lie.
+    """
+    with answering(as_json) as answer:
+        check_strategies([strategy])
+        check_file(path, "job file")
+        check_tensorboard(tensorboard)
+        where = run_dir or default_run_dir(f"{job_name(path)}-{strategy}")
+        # Lazily, and in this order: the engine starts a process that imports torch at the same time as this
+        # one does, for the job file and the trainer.
+        from headrace.engine.local import LocalEngine
+
+        with LocalEngine() as engine, saying_where(where):
+            job = load_job(path, settings or ())
+            from headrace.trainer import fit
+
+            from headrace.strategies import resolve
+
+            chosen = resolve(strategy, workers)
+            if workers is not None and workers != getattr(chosen, "workers", 1):
+                raise UsageError(f"--workers {workers}: {strategy} runs on 1; try --strategy mirrored")
+            with Watch(job, tensorboard) as watch:
+                run = fit(
+                    job,
+                    strategy=chosen,
+                    device=device.value,
+                    run_dir=where,
+                    on_event=watch,
+                    timeout_s=timeout_s,
+                    engine=engine,
+                )
+        show_run(answer, where)
+    if run.interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
