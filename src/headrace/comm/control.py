@@ -4,7 +4,8 @@
 │ abort │ stop │ stop_after    │  the run's
 ├──────────────────────────────┤
 │ counter                      │  a rank's: barrier counter, on a cache line of its own
-│ beat, step, loss, examples   │           what the launcher watches
+│ beat, step, examples, pid    │           what the launcher watches,
+│ loss                         │           written by the rank
 │ pid, descriptor, nbytes      │           a segment that it offers to the others
 │ 2 x 32 numbers               │           for sums, by turns
 └──────────────────────────────┘  x ranks
@@ -37,7 +38,7 @@ class ControlPage:
 
     Attributes:
         counters: by rank, an int32 view of length 1.
-        beats: by rank; [beat, step, examples] as int64.
+        beats: by rank; [beat, step, examples, pid] as int64.
         losses: by rank, a float64 view of length 1.
         offers: by rank; [pid, descriptor, nbytes] as int64.
         numbers: by rank, two float64 views of length `NUMBERS`.
@@ -51,8 +52,8 @@ class ControlPage:
         self._run = memory[:_LINE].cast("q")
         blocks = [_LINE + rank * _BLOCK for rank in range(ranks)]
         self.counters = [memory[block : block + 4].cast("i") for block in blocks]
-        self.beats = [memory[block + _WATCHED : block + _WATCHED + 24].cast("q") for block in blocks]
-        self.losses = [memory[block + _WATCHED + 24 : block + _WATCHED + 32].cast("d") for block in blocks]
+        self.beats = [memory[block + _WATCHED : block + _WATCHED + 32].cast("q") for block in blocks]
+        self.losses = [memory[block + _WATCHED + 32 : block + _WATCHED + 40].cast("d") for block in blocks]
         self.offers = [memory[block + _OFFERED : block + _OFFERED + 24].cast("q") for block in blocks]
         half = NUMBERS * 8
         self.numbers = [

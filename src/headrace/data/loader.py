@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any
@@ -19,7 +19,7 @@ from headrace.data.pipeline import Pipeline
 from headrace.data.source import emptied, unreadable
 from headrace.errors import DataError, UsageError
 from headrace.policies.split import bounds
-from headrace.replica.compute import Share
+from headrace.spec.share import Share
 
 __all__ = ["Loader"]
 
@@ -73,7 +73,7 @@ class Loader:
         self._bounds = bounds(global_batch_size, shares)[data_rank]
         self._last_bounds = bounds(last, shares)[data_rank]
 
-    def rounds(self, start_round: int = 0) -> Iterator[Share]:
+    def rounds(self, start_round: int = 0) -> Generator[Share, None, None]:
         """Yields this worker's share of every round, without end.
 
         Args:
@@ -113,7 +113,7 @@ class Loader:
             return torch.arange(self._length)
         return torch.from_numpy(permutation(self._length, self._seed, epoch))
 
-    def _shares(self, parts: Iterator[_Part]) -> Iterator[Share]:
+    def _shares(self, parts: Iterator[_Part]) -> Generator[Share, None, None]:
         pipeline = self._pipeline
         if pipeline.processes is not None:
             yield from self._read_ahead(parts)

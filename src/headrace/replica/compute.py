@@ -8,24 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Compute", "Computed", "Share"]
+from headrace.spec.share import Share
 
-
-@dataclass(frozen=True)
-class Share:
-    """One worker's part of one global batch.
-
-    Attributes:
-        batch: a tree of tensors `(examples, ...)`; of length 0 where the last batch had none for this worker.
-        examples: how many this worker has.
-        of: how many the global batch has.
-        epoch: which visit of the data, from 0.
-    """
-
-    batch: Any
-    examples: int
-    of: int
-    epoch: int
+__all__ = ["Compute", "Computed"]
 
 
 @dataclass(frozen=True)
@@ -53,3 +38,7 @@ class Compute(ABC):
     @abstractmethod
     def predict(self, batch: Any) -> Any:
         """Returns the model's output for a batch, without gradients."""
+
+    @abstractmethod
+    def place(self, batch: Any) -> Any:
+        """Returns a batch on the model's device."""

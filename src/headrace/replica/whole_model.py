@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace.metrics import Mean
-from headrace.replica.compute import Compute, Computed, Share
+from headrace.replica.compute import Compute, Computed
 from headrace.replica.gradients import GradientSink
 from headrace.replica.selection import call, select_target
+from headrace.spec.share import Share
 
 __all__ = ["Objective", "WholeModel"]
 

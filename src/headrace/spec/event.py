@@ -139,12 +139,20 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """A worker's error, or what the launcher knows of a process that is gone."""
+    """A worker's error, or what the launcher knows of a process that is gone.
+
+    Attributes:
+        step: the one it was in.
+        cause: one line.
+        traceback: the worker's own, from the first frame of the user's code on.
+        exit_code: what the command line ends with.
+    """
 
     kind: ClassVar[str] = "failed"
     step: int
     cause: str
     traceback: str = field(default="", repr=False)
+    exit_code: int = 1
 
 
 @dataclass(frozen=True)

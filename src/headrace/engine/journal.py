@@ -1,0 +1,71 @@
+"""A process's events, on their way to its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+
+from headrace.spec.event import Event, encode
+
+__all__ = ["Journal", "events_path"]
+
+_FLUSH_EVERY_S = 0.25
+
+
+def events_path(run_dir: Path, rank: int) -> Path:
+    """Returns the file of a rank's events; of the launcher's for rank -1."""
+    return run_dir / "events" / ("launcher.jsonl" if rank < 0 else f"rank-{rank}.jsonl")
+
+
+class Journal:
+    """Appends events to one file, a few times a second.
+
+    Args:
+        run_dir: of the run.
+        rank: of this process.
+        started: the run's begin on the host's monotonic clock, seconds.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, started: float) -> None:
+        path = events_path(run_dir, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self._rank = rank
+        self._started = started
+        self._lines: list[str] = []
+        self._flushed = monotonic()
+
+    def now(self) -> float:
+        """Returns the seconds since the run began."""
+        return monotonic() - self._started
+
+    def write(self, event: Event) -> None:
+        """Appends an event and whatever waits before it."""
+        self._lines.append(encode(event))
+        self.flush()
+
+    def stepped(self, step: int, epoch: int, examples: int, loss: float | None, weight: float, *times_s: float) -> None:
+        """Appends a `Stepped` event: the same line as `encode` makes, at a tenth of its cost."""
+        wait, compute, exchange, update = times_s
+        now = monotonic()
+        self._lines.append(
+            f'{{"kind":"stepped","rank":{self._rank},"time_s":{now - self._started:.6f},"step":{step},'
+            f'"epoch":{epoch},"examples":{examples},"loss":{"null" if loss is None else repr(loss)},'
+            f'"weight":{weight!r},"wait_s":{wait:.7f},"compute_s":{compute:.7f},'
+            f'"exchange_s":{exchange:.7f},"update_s":{update:.7f}}}'
+        )
+        if now - self._flushed > _FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands what waits to the operating system."""
+        if self._lines:
+            self._file.write("\n".join(self._lines) + "\n")
+            self._file.flush()
+            self._lines.clear()
+        self._flushed = monotonic()
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self.flush()
+        self._file.close()

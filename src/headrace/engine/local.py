@@ -1,0 +1,204 @@
+"""Workers as processes of this host, watched until they have ended.
+
+Importing this module does not import torch, so that an engine can be made first thing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from headrace.engine.nursery import Nursery
+from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.vitals import Vitals
+from headrace.errors import PeerLost, WorkerFailed
+from headrace.spec.event import Failed, decode
+
+if TYPE_CHECKING:
+    from headrace.comm.control import ControlPage
+
+__all__ = ["LocalEngine"]
+
+_LOOK_EVERY_S = 0.05
+_GRACE_S = 0.5
+
+
+class LocalEngine(Engine):
+    """Forks the workers from a process that imports torch while the engine's owner does other things.
+
+    Use as a context, or `close` it; several runs may follow each other on one engine.
+    """
+
+    def __init__(self) -> None:
+        self._nursery = Nursery()
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._nursery.close()
+
+    def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+        # Not before, because they import torch.
+        from headrace.comm.control import ControlPage
+        from headrace.comm.segment import Segment
+
+        ranks = len(order.plan.roles)
+        segment = Segment.create(ControlPage.nbytes(ranks), "control")
+        page = ControlPage(segment, ranks)
+        watched_end, lifeline = os.pipe()
+        try:
+            self._spawn(order, segment.descriptor, watched_end)
+            return _Watch(order, page, self._nursery, progress).follow()
+        finally:
+            for descriptor in (watched_end, lifeline):
+                os.close(descriptor)
+            segment.close()
+
+    def _spawn(self, order: Order, control: int, watched_end: int) -> None:
+        from headrace.engine.process import log_path
+        from headrace.engine.shipping import pack
+
+        code, memory, length = pack(order)
+        log_path(order.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
+        pipes = []
+        for role in order.plan.roles:
+            read_end, write_end = os.pipe()
+            message = {
+                "ranks": len(order.plan.roles),
+                "threads": role.threads,
+                "directory": os.getcwd(),
+                "path": sys.path,
+                "log": str(log_path(order.run_dir, role.rank)),
+                "data_bytes": length,
+            }
+            data = [memory] if memory >= 0 else []
+            self._nursery.spawn(role.rank, message, [control, watched_end, read_end, *data])
+            os.close(read_end)
+            pipes.append(write_end)
+        if memory >= 0:
+            os.close(memory)
+        for pipe in pipes:
+            # One thread each: a worker that dies before it has read must not hold up the others.
+            threading.Thread(target=_pour, args=(pipe, code), daemon=True).start()
+
+
+class _Watch:
+    """Follows the processes of one run.
+
+    Args:
+        order: the run.
+        page: its signals.
+        nursery: that started the processes.
+        progress: told how far they are.
+    """
+
+    def __init__(self, order: Order, page: ControlPage, nursery: Nursery, progress: Callable[[Progress], None]) -> None:
+        self._order = order
+        self._page = page
+        self._nursery = nursery
+        self._progress = progress
+        self._running = {role.rank for role in order.plan.roles}
+        self._vitals: dict[int, Vitals] = {}
+        self._status = "ok"
+
+    def follow(self) -> str:
+        """Returns when all have ended; raises for the first that failed."""
+        try:
+            while self._running:
+                try:
+                    self._look()
+                except KeyboardInterrupt:
+                    if self._page.stop:
+                        raise
+                    self._page.stop = 1
+                    self._status = "interrupted"
+            return self._status
+        finally:
+            self._kill()
+
+    def _look(self) -> None:
+        for rank, code in self._nursery.ended(_LOOK_EVERY_S):
+            self._running.discard(rank)
+            if code != 0:
+                self._fail(rank, code)
+        page = self._page
+        examples = sum(beat[2] for beat in page.beats)
+        self._progress(Progress(page.beats[0][1], page.losses[0][0], examples))
+        for rank in self._running:
+            self._check_frozen(rank)
+
+    def _check_frozen(self, rank: int) -> None:
+        beat = self._page.beats[rank]
+        pid = beat[3]
+        if pid == 0:
+            return
+        vitals = self._vitals.setdefault(rank, Vitals(pid))
+        silent_s = vitals.silent_s(beat[0])
+        if silent_s > self._order.timeout_s:
+            self._abort(rank)
+            cause = f"gave no sign of life for {silent_s:.1f} s (stopped, or its disk hangs)"
+            raise PeerLost(rank, self._host(rank), cause)
+
+    def _fail(self, rank: int, code: int) -> None:
+        self._abort(rank)
+        # Others may have failed at the same time, and it is the first one's error that explains.
+        codes = {rank: code}
+        deadline = monotonic() + _GRACE_S
+        while self._running and monotonic() < deadline:
+            for other, other_code in self._nursery.ended(_LOOK_EVERY_S):
+                self._running.discard(other)
+                codes[other] = other_code
+        killed = [peer for peer, end in codes.items() if end < 0]
+        failures = [failure for peer in codes for failure in self._failures(peer)]
+        if failures and not killed:
+            first = min(failures, key=lambda failure: failure.time_s)
+            raise WorkerFailed(first.rank, self._host(first.rank), first.cause, first.traceback, first.exit_code)
+        if killed:
+            name = signal.Signals(-codes[killed[0]]).name
+            raise PeerLost(killed[0], self._host(killed[0]), f"killed by signal {-codes[killed[0]]} ({name})")
+        log = self._order.run_dir / "logs" / f"rank-{rank}.log"
+        raise WorkerFailed(rank, self._host(rank), f"exit code {code} without an error of its own; see {log}")
+
+    def _abort(self, rank: int) -> None:
+        if not self._page.abort:
+            self._page.abort = rank + 1
+
+    def _kill(self) -> None:
+        if not self._running:
+            return
+        self._nursery.kill(sorted(self._running))
+        while self._running:
+            for rank, _ in self._nursery.ended(_LOOK_EVERY_S):
+                self._running.discard(rank)
+
+    def _failures(self, rank: int) -> list[Failed]:
+        from headrace.engine.journal import events_path
+
+        path = events_path(self._order.run_dir, rank)
+        if not path.exists():
+            return []
+        events = [decode(line) for line in path.read_text().splitlines() if '"kind":"failed"' in line]
+        return [event for event in events if isinstance(event, Failed)]
+
+    def _host(self, rank: int) -> str:
+        return self._order.plan.roles[rank].host
+
+
+def _pour(pipe: int, code: bytes) -> None:
+    try:
+        with os.fdopen(pipe, "wb") as stream:
+            stream.write(code)
+    except BrokenPipeError:
+        pass  # the worker has died, which whoever watches it will see

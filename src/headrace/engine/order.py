@@ -1,0 +1,82 @@
+"""What an engine is given to run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.spec.job import Job
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Plan
+
+if TYPE_CHECKING:
+    # For the type alone: strategies import torch, and an engine starts before that.
+    from headrace.strategies.strategy import Strategy
+
+__all__ = ["Engine", "Order", "Progress"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """One run.
+
+    Attributes:
+        job: what is trained.
+        train: the user's own loop, `train(worker)`; None for the usual one.
+        strategy, plan, model: how, who, and what.
+        weighed: whether the job's loss is a `Mean`.
+        run_dir: where events, logs and the trained model go.
+        started: the run's begin on the host's monotonic clock, seconds.
+        timeout_s: after this time without a sign of life a process counts as lost.
+        seconds: end in order after this time; None for the job's own end.
+    """
+
+    job: Job
+    train: Callable[[Any], None] | None
+    strategy: Strategy
+    plan: Plan
+    model: ModelSpec
+    weighed: bool
+    run_dir: Path
+    started: float
+    timeout_s: float
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: rounds that rank 0 has done.
+        loss: rank 0's last.
+        examples: of all workers so far.
+    """
+
+    step: int
+    loss: float
+    examples: int
+
+
+class Engine(ABC):
+    """Starts the processes of a run and watches them."""
+
+    @abstractmethod
+    def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+        """Runs to the end; returns "ok" or "interrupted".
+
+        Args:
+            order: what to run.
+            progress: called a few times a second in the caller's thread.
+
+        Raises:
+            WorkerFailed: a worker raised; the first that did.
+            PeerLost: a worker was killed, or froze.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends every process of this engine."""

@@ -1,0 +1,125 @@
+"""A worker's process, from the fork to its exit code."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from select import select
+from typing import Any
+
+import torch
+
+from headrace.comm.control import ControlPage
+from headrace.comm.segment import Segment
+from headrace.comm.shared_memory import SharedMemory
+from headrace.engine.order import Order
+from headrace.engine.shipping import unpack
+from headrace.engine.work import work
+from headrace.errors import HeadraceError, PeerLost
+
+__all__ = ["log_path", "run"]
+
+_BEAT_EVERY_S = 0.25
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Returns the file that a rank's standard output and error go to."""
+    return run_dir / "logs" / f"rank-{rank}.log"
+
+
+def run(order: Mapping[str, Any], descriptors: list[int]) -> int:
+    """Does what the launcher ordered; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.chdir(order["directory"])
+    sys.path[:] = order["path"]
+    _redirect(Path(order["log"]))
+    torch.set_num_threads(order["threads"])
+    try:
+        if "script" in order:
+            return _run_script(order, descriptors)
+        return _run_worker(order, descriptors)
+    except PeerLost as error:
+        print(error, file=sys.stderr)  # noqa: T201  (into this rank's log)
+        return error.exit_code
+    except HeadraceError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
+    control, lifeline, code, *data = descriptors
+    rank: int = order["spawn"]
+    page = ControlPage(Segment(control, ControlPage.nbytes(order["ranks"])), order["ranks"])
+    _start_beating(page, rank, lifeline)
+    with os.fdopen(code, "rb") as pipe:
+        packed = pipe.read()
+    assignment: Order = unpack(packed, data[0] if data else -1, order["data_bytes"])
+    del packed
+    host = SharedMemory(page, rank, _checker(page, assignment))
+    work(assignment, rank, host, page)
+    host.close()
+    return 0
+
+
+def _run_script(order: Mapping[str, Any], descriptors: list[int]) -> int:
+    (lifeline,) = descriptors
+    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
+    os.environ.update(order["environment"])
+    sys.argv = [order["script"], *order["arguments"]]
+    try:
+        runpy.run_path(order["script"], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)  # noqa: T201  (as the interpreter does)
+        return 1
+    return 0
+
+
+def _redirect(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _checker(page: ControlPage, order: Order) -> Callable[[], None]:
+    def check() -> None:
+        if page.abort:
+            rank = page.abort - 1
+            raise PeerLost(rank, order.plan.roles[rank].host, "the launcher ended the run because of it")
+
+    return check
+
+
+def _start_beating(page: ControlPage, rank: int, lifeline: int) -> None:
+    beat = page.beats[rank]
+    beat[3] = os.getpid()
+
+    def follow() -> None:
+        while not select([lifeline], [], [], _BEAT_EVERY_S)[0]:
+            beat[0] += 1
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
+
+
+def _follow(lifeline: int) -> None:
+    # The launcher never writes; its end of the pipe closes when it goes, however it goes.
+    select([lifeline], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)

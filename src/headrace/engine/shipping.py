@@ -1,0 +1,108 @@
+"""User code and data on their way from a launcher to its own workers.
+
+Code goes as cloudpickle through a pipe that the worker inherits, so that lambdas, classes of a notebook and
+scripts without a `__main__` guard arrive. Large tensors and arrays stay out of it: they lie once in anonymous
+memory, which every worker maps copy-on-write, so that nobody sees what another writes.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.errors import JobError
+
+__all__ = ["pack", "unpack"]
+
+_LARGE_BYTES = 64 * 1024
+_ALIGN = 64
+
+
+def pack(value: Any) -> tuple[bytes, int, int]:
+    """Returns the pickle of `value`, a descriptor of the memory with its large tensors (-1 if none), its length.
+
+    Raises:
+        JobError: something in it cannot be sent.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    try:
+        pickler.dump(value)
+    except Exception as error:  # cloudpickle passes on whatever a user's __reduce__ raises
+        raise JobError(
+            f"the job cannot be sent to a worker: {type(error).__name__}: {error}; what it refers to must be "
+            "picklable: open files, locks and connections inside the function that needs them"
+        ) from error
+    return buffer.getvalue(), pickler.memory(), pickler.length
+
+
+def unpack(code: bytes, descriptor: int, length: int) -> Any:
+    """Returns what `pack` took. The descriptor is closed."""
+    memory = None
+    if descriptor >= 0:
+        memory = mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        os.close(descriptor)
+    return _Unpickler(io.BytesIO(code), memory).load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.length = 0
+        self._places: dict[int, tuple[str, str, int, tuple[int, ...]]] = {}
+        self._tensors: list[tuple[int, Tensor]] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray) and type(value) is np.ndarray and value.dtype.kind in "biuf":
+            if value.nbytes < _LARGE_BYTES or value.dtype.byteorder == ">":
+                return None
+            return self._place("array", value, torch.from_numpy(np.ascontiguousarray(value)))
+        if type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+            if value.requires_grad or value.numel() * value.element_size() < _LARGE_BYTES:
+                return None
+            return self._place("tensor", value, value)
+        return None
+
+    def _place(self, kind: str, value: Any, tensor: Tensor) -> tuple[str, str, int, tuple[int, ...]]:
+        if id(value) not in self._places:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._places[id(value)] = (kind, dtype, self.length, tuple(tensor.shape))
+            self._tensors.append((self.length, tensor))
+            self.length += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        return self._places[id(value)]
+
+    def memory(self) -> int:
+        """Returns a descriptor of the memory with all placed tensors, or -1."""
+        if not self._tensors:
+            return -1
+        descriptor = os.memfd_create("headrace-data", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, self.length)
+        with mmap.mmap(descriptor, self.length) as memory:
+            whole = torch.frombuffer(memory, dtype=torch.uint8)
+            for start, tensor in self._tensors:
+                nbytes = tensor.numel() * tensor.element_size()
+                whole[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            del whole
+        return descriptor
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None) -> None:
+        super().__init__(file)
+        self._memory = memory
+
+    def persistent_load(self, place: Any) -> Any:
+        kind, dtype, start, shape = place
+        if self._memory is None:
+            raise pickle.UnpicklingError("the data's memory did not arrive")
+        count = int(np.prod(shape))
+        tensor = torch.frombuffer(self._memory, dtype=getattr(torch, dtype), offset=start, count=count).view(shape)
+        return tensor.numpy() if kind == "array" else tensor

@@ -1,0 +1,69 @@
+"""Workers as threads of this process: for debuggers and tests. Nothing is sent, everything can be stepped into."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from headrace.comm.control import ControlPage
+from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.segment import Segment
+from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.work import work
+from headrace.errors import HeadraceError, PeerLost, WorkerFailed
+
+__all__ = ["ThreadEngine"]
+
+_LOOK_EVERY_S = 0.05
+
+
+class ThreadEngine(Engine):
+    """Runs every worker in a thread. Errors keep their original traceback.
+
+    Workers share the interpreter's lock and torch's one random number generator: this is slower than processes,
+    and dropout is not reproducible with more than one worker.
+    """
+
+    def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+        ranks = len(order.plan.roles)
+        segment = Segment.create(ControlPage.nbytes(ranks), "control")
+        page = ControlPage(segment, ranks)
+        meeting = Meeting(ranks)
+        errors: dict[int, BaseException] = {}
+        building = threading.Lock()
+
+        def body(rank: int) -> None:
+            try:
+                work(order, rank, InProcess(meeting, rank), page, building)
+            except BaseException as error:  # handed to the caller below
+                errors.setdefault(rank, error)
+                meeting.abort(rank)
+
+        threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}") for rank in range(ranks)]
+        state = torch.random.get_rng_state()
+        for thread in threads:
+            thread.start()
+        status = "ok"
+        while any(thread.is_alive() for thread in threads):
+            try:
+                for thread in threads:
+                    thread.join(_LOOK_EVERY_S / ranks)
+                progress(Progress(page.beats[0][1], page.losses[0][0], sum(beat[2] for beat in page.beats)))
+            except KeyboardInterrupt:
+                page.stop = 1
+                status = "interrupted"
+        torch.random.set_rng_state(state)
+        segment.close()
+        for rank, error in sorted(errors.items()):
+            if isinstance(error, PeerLost):
+                continue
+            if isinstance(error, HeadraceError):
+                raise error
+            cause = f"{type(error).__name__}: {error}"
+            raise WorkerFailed(rank, order.plan.roles[rank].host, cause) from error
+        return status
+
+    def close(self) -> None:
+        """Nothing is left when `run` returns."""

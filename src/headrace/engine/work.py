@@ -1,0 +1,167 @@
+"""What one worker does from its order to its end, wherever it runs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import resource
+import socket
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.comm.collective import Collective, SharedCollective
+from headrace.comm.control import ControlPage
+from headrace.comm.in_process import InProcess, Meeting
+from headrace.data import Loader, as_pipeline
+from headrace.engine.journal import Journal
+from headrace.engine.order import Order
+from headrace.engine.worker import Worker, train
+from headrace.errors import HeadraceError, PeerLost
+from headrace.replica.exchange import Replica
+from headrace.replica.whole_model import Objective
+from headrace.spec.event import Failed, WorkerEnded, WorkerStarted
+from headrace.spec.job import Job
+from headrace.spec.plan import Role
+from headrace.strategies.strategy import Parts
+
+__all__ = ["build_module", "objective_of", "work"]
+
+
+def work(
+    order: Order,
+    rank: int,
+    host: SharedCollective,
+    page: ControlPage,
+    building: AbstractContextManager[Any] | None = None,
+) -> None:
+    """Builds the replica, runs the loop, and leaves the trained model in the run's directory (rank 0).
+
+    Any error is written down as a `Failed` event before it is raised.
+
+    Args:
+        order: the run.
+        rank: this worker's.
+        host: the workers of this host.
+        page: the run's signals.
+        building: held while the model is built from the seed, where workers share one generator.
+    """
+    journal = Journal(order.run_dir, rank, order.started)
+    worker: Worker | None = None
+    try:
+        role = order.plan.roles[rank]
+        with building or nullcontext():
+            module = build_module(order.job)
+        parts = _parts(order, role, host, module)
+        replica = order.strategy.replica(order.plan, rank, parts)
+        worker = _worker(order, role, replica, host, page, journal)
+        torch.manual_seed((order.job.seed << 16) + 1 + rank)
+        journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
+        (order.train or train)(worker)
+        worker.finish()
+        if rank == 0:
+            _save(parts.module, order)
+        journal.write(_ended(rank, worker, replica, host, journal, parts))
+    except PeerLost:
+        raise
+    except BaseException as error:
+        step = max(0, worker.round) if worker else 0
+        cause = traceback.format_exception_only(error)[-1].strip()
+        shown = "" if isinstance(error, HeadraceError) else "".join(traceback.format_exception(_user_frames(error)))
+        code = error.exit_code if isinstance(error, HeadraceError) else 1
+        journal.write(Failed(rank, journal.now(), step, cause, shown, code))
+        raise
+    finally:
+        journal.close()
+
+
+def build_module(job: Job) -> nn.Module:
+    """Builds the job's model from its seed, or copies the one that it is."""
+    torch.manual_seed(job.seed)
+    return copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+
+
+def objective_of(job: Job, weighed: bool = False) -> Objective:
+    """Returns what the job's model is trained on."""
+    loss = job.task.loss if job.task else job.loss
+    assert loss is not None  # Job holds that it has one of them
+    return Objective(loss, job.inputs, job.target, weighed)
+
+
+def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module) -> Parts:
+    connect: Callable[[], Collective] | None = None
+    if role.device != "cpu":
+        torch.cuda.set_device(role.device)
+        module.to(role.device)
+        connect = (lambda: InProcess(Meeting(1), 0)) if host.world == 1 else _connector(order, role, host.world)
+    return Parts(
+        module=module,
+        model=order.model,
+        objective=objective_of(order.job, order.weighed),
+        optimizer=order.job.optimizer,
+        options=order.job.options,
+        host=host,
+        connect=connect,
+    )
+
+
+def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]:
+    def connect() -> Collective:
+        # Here, because importing torch.distributed costs what a CPU run need not pay.
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+        from headrace.comm.distributed import Distributed
+
+        store = FileStore(str(order.run_dir / "rendezvous"), world)
+        return Distributed(store, role.rank, world, role.device, order.timeout_s)
+
+    return connect
+
+
+def _worker(
+    order: Order, role: Role, replica: Replica, host: SharedCollective, page: ControlPage, journal: Journal
+) -> Worker:
+    job, shares = order.job, order.plan.shares
+    pipeline, _ = as_pipeline(job.data)
+    loader = Loader(pipeline, job.seed, job.global_batch_size, shares, role.data_rank)
+    eval_loader = None
+    if job.eval_data is not None:
+        batch = job.options.eval_batch_size
+        size = batch * len(shares) if batch else max(job.global_batch_size, len(shares))
+        eval_pipeline, _ = as_pipeline(job.eval_data)
+        eval_loader = Loader(eval_pipeline, job.seed, size, shares, role.data_rank, ordered=True)
+    return Worker(order, role.rank, replica, loader, eval_loader, host, page, journal)
+
+
+def _save(module: nn.Module, order: Order) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()}
+    part = order.run_dir / "model.safetensors.part"
+    save_file(tensors, part)
+    part.rename(order.run_dir / "model.safetensors")
+
+
+def _ended(
+    rank: int, worker: Worker, replica: Replica, host: SharedCollective, journal: Journal, parts: Parts
+) -> WorkerEnded:
+    parameter_bytes, optimizer_bytes = replica.exchange.memory()
+    moved = host.moved_bytes + (parts.wire.moved_bytes if "wire" in parts.__dict__ and parts.wire else 0)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return WorkerEnded(rank, journal.now(), worker.round + 1, moved, peak, parameter_bytes, optimizer_bytes)
+
+
+def _user_frames(error: BaseException) -> BaseException:
+    """Cuts our own frames off the beginning of a traceback, so that it begins where the user's code does."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+def _is_ours(filename: str) -> bool:
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__))) in os.path.abspath(filename)

@@ -1,0 +1,103 @@
+"""A process that has imported everything and started no thread: it forks a worker in milliseconds.
+
+    launcher ──socket──► zygote ──fork──► worker 0, worker 1, ...
+             {"spawn": rank}, descriptors ►
+             ◄ {"ended": rank, "status": ...}
+
+Importing torch takes over a second; forking a process that has done it, a hundredth of that. The zygote ends
+when its socket to the launcher ends, and takes its workers with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+__all__ = ["main"]
+
+_MESSAGE_BYTES = 64 * 1024
+_DESCRIPTORS = 8
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+def main(descriptor: int) -> None:
+    """Serves the launcher at the other end of an inherited socket until it hangs up."""
+    launcher = socket.socket(fileno=descriptor)
+    import headrace.engine.process  # noqa: F401  (what the forks are for: torch and all of ours)
+
+    launcher.send(b'{"ready":true}')
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    workers: dict[int, int] = {}
+    try:
+        while True:
+            ready, _, _ = select.select([launcher.fileno(), read_end], [], [])
+            if read_end in ready:
+                os.read(read_end, 4096)
+                _report(launcher, workers)
+            if launcher.fileno() in ready:
+                message, descriptors, _, _ = socket.recv_fds(launcher, _MESSAGE_BYTES, _DESCRIPTORS)
+                if not message:
+                    break
+                _obey(json.loads(message), descriptors, workers, [launcher.fileno(), read_end, write_end])
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the launcher has gone, which is how it ends
+    finally:
+        _kill(workers)
+
+
+def _obey(order: dict[str, Any], descriptors: list[int], workers: dict[int, int], own: list[int]) -> None:
+    if "kill" in order:
+        for pid, rank in workers.items():
+            if rank in order["kill"]:
+                os.kill(pid, signal.SIGKILL)
+        return
+    pid = os.fork()
+    if pid == 0:
+        _become_worker(order, descriptors, own)
+    workers[pid] = order["spawn"]
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _become_worker(order: dict[str, Any], descriptors: list[int], own: list[int]) -> None:
+    zygote = os.getppid()
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != zygote:
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor in own:
+        os.close(descriptor)
+    from headrace.engine.process import run
+
+    # Not back into the zygote's frames, and not through its interpreter's end: both belong to the parent.
+    os._exit(run(order, descriptors))
+
+
+def _report(launcher: socket.socket, workers: dict[int, int]) -> None:
+    while workers:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        rank = workers.pop(pid)
+        launcher.send(json.dumps({"ended": rank, "status": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _kill(workers: dict[int, int]) -> None:
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    for pid in workers:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
