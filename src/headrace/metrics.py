@@ -83,9 +83,7 @@ def _require_scalar(value: Any, what: str, reduction: str) -> None:
             "return the tensor itself, without .item()"
         )
     if value.dim() != 0:
-        raise UsageError(
-            f"{what} is no scalar but a tensor of shape {tuple(value.shape)}; reduce it by .{reduction}()"
-        )
+        raise UsageError(f"{what} is no scalar but a tensor of shape {tuple(value.shape)}; reduce it by .{reduction}()")
 
 
 def align(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -166,8 +166,6 @@ def _require_count(what: str, value: int, least: int) -> None:
 def _check_regression(output: Any, target: Any) -> None:
     _require_tensors("regression", output, target)
     metrics.align(output, target)
-    if target.is_complex():
-        raise DataError(f"regression takes real targets, got {_form(target)}")
     if not bool(torch.isfinite(target).all()):
         count = int((~torch.isfinite(target)).sum())
         raise DataError(f"regression takes finite targets; {count} of {target.numel()} are NaN or infinite")
@@ -199,8 +197,6 @@ def _check_multilabel(output: Any, target: Any, labels: int, soft: bool) -> None
 
 def _check_labels(name: str, target: Tensor, soft: bool) -> None:
     """Refuses labels that are neither 0/1 nor -1/+1 (nor probabilities, where those are meant)."""
-    if target.is_complex():
-        raise DataError(f"{name} takes targets of 0/1 or -1/+1, got {_form(target)}")
     zero_one = bool(((target == 0) | (target == 1)).all())
     signs = bool(((target == -1) | (target == 1)).all())
     probabilities = soft and bool(((target >= 0) & (target <= 1)).all())
@@ -214,13 +210,12 @@ def _check_multiclass(output: Any, target: Any, classes: int) -> None:
     _require_tensors(name, output, target)
     if output.dim() < 2 or output.shape[1] != classes:
         raise UsageError(
-            f"{name} takes logits (batch, {classes}) or (batch, {classes}, d1, ...), "
-            f"got output {_form(output)}"
+            f"{name} takes logits (batch, {classes}) or (batch, {classes}, d1, ...), got output {_form(output)}"
         )
     indices = (output.shape[0], *output.shape[2:])
     rows = tuple(output.shape)
     wanted = f"class indices, integers {indices}, or one-hot rows or probabilities, floating point {rows}"
-    if target.is_complex() or target.dtype is torch.bool:
+    if target.dtype is torch.bool:
         raise DataError(f"{name} takes {wanted}; got {_form(target)}")
     if target.is_floating_point():
         if target.shape != rows:
@@ -263,6 +258,8 @@ def _require_tensors(name: str, output: Any, target: Any) -> None:
             f"{name} takes one tensor as the target, got {type(target).__name__}; "
             "select it from the batch with Job(target=...)"
         )
+    if target.is_complex():
+        raise DataError(f"{name} takes real targets, got {_form(target)}")
 
 
 def _form(tensor: Tensor) -> str:

@@ -80,9 +80,7 @@ def everywhere(parameters: Sequence[ParameterSpec], owners: int = 1) -> tuple[Se
     """
     _require_owners(owners)
     return tuple(
-        Segment(parameter.name, 0, parameter.elements, EVERY_WORKER)
-        for parameter in parameters
-        if parameter.trainable
+        Segment(parameter.name, 0, parameter.elements, EVERY_WORKER) for parameter in parameters if parameter.trainable
     )
 
 

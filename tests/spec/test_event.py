@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.spec import event
+from headrace.spec.event import LAUNCHER, Event, decode, encode
+
+COUNT = st.integers(0, 10**12)
+SECONDS = st.floats(0, 1e9)
+WORD = st.text(max_size=20)
+STAMP = (st.integers(LAUNCHER, 1000), SECONDS)
+
+EVENTS = {
+    "run_started": st.builds(
+        event.RunStarted,
+        *STAMP,
+        *(WORD, COUNT, WORD, COUNT, COUNT, COUNT, WORD),
+        st.dictionaries(WORD, st.integers() | st.lists(WORD, max_size=2), max_size=3),
+        st.dictionaries(WORD, WORD, max_size=3),
+    ),
+    "worker_started": st.builds(event.WorkerStarted, *STAMP, WORD, COUNT, WORD, COUNT),
+    "stepped": st.builds(
+        event.Stepped, *STAMP, COUNT, COUNT, COUNT, st.none() | SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS
+    ),
+    "evaluated": st.builds(
+        event.Evaluated, *STAMP, COUNT, COUNT, COUNT, st.dictionaries(WORD, SECONDS, max_size=3), SECONDS
+    ),
+    "notice": st.builds(event.Notice, *STAMP, st.text()),
+    "failed": st.builds(event.Failed, *STAMP, COUNT, WORD, st.text()),
+    "worker_ended": st.builds(event.WorkerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT, COUNT),
+    "run_ended": st.builds(event.RunEnded, *STAMP, WORD),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(EVENTS))
+@given(data=st.data())
+def test_an_event_is_one_line_and_comes_back(kind: str, data: st.DataObject) -> None:
+    made: Event = data.draw(EVENTS[kind])
+    line = encode(made)
+    assert made.kind == kind
+    assert "\n" not in line
+    assert decode(line) == made
+
+
+def test_every_kind_of_event_is_tried_above() -> None:
+    kinds = {getattr(event, name) for name in event.__all__ if isinstance(getattr(event, name), type)} - {Event}
+    assert {kind.kind for kind in kinds} == set(EVENTS)
+
+
+def test_a_loss_that_is_no_number_survives() -> None:
+    line = encode(event.Stepped(0, 1.0, 2, 0, 8, float("nan"), 8.0, 0.0, 0.0, 0.0, 0.0))
+    back = decode(line)
+    assert isinstance(back, event.Stepped)
+    assert back.loss != back.loss
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        '{"kind": "dream", "rank": 0, "time_s": 0}',
+        '{"kind": "notice", "rank": 0, "time_s": 0}',
+        '{"kind": "notice", "rank": "0", "time_s": 0, "text": "a"}',
+        '{"kind": "notice", "rank": 0, "time_s": 0, "text": "a", "more": 1}',
+    ],
+)
+def test_another_line_is_no_event(line: str) -> None:
+    with pytest.raises(ValueError, match=r"not an event|Expecting"):
+        decode(line)

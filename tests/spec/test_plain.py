@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.spec.plain import from_plain, to_plain
+
+
+@dataclass(frozen=True)
+class Inner:
+    number: float
+    word: str | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    many: tuple[Inner, ...] = ()
+    named: Mapping[str, int] | None = None
+    anything: Any = None
+    flag: bool = False
+
+
+INNER = st.builds(Inner, st.floats(allow_nan=False), st.none() | st.text())
+OUTER = st.builds(
+    Outer,
+    INNER,
+    st.lists(INNER, max_size=3).map(tuple),
+    st.none() | st.dictionaries(st.text(), st.integers(), max_size=3),
+    st.none() | st.integers() | st.lists(st.text(), max_size=2),
+    st.booleans(),
+)
+
+
+@given(OUTER)
+def test_there_and_back_through_json(value: Outer) -> None:
+    assert from_plain(Outer, json.loads(json.dumps(to_plain(value)))) == value
+
+
+def test_missing_fields_take_their_defaults_and_whole_numbers_are_floats_too() -> None:
+    made = from_plain(Outer, {"inner": {"number": 3}})
+    assert made == Outer(Inner(3.0))
+    assert isinstance(made.inner.number, float)
+
+
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        ({"inner": {"number": "3"}}, "expected float, got str"),
+        ({"inner": {"number": True}}, "expected float, got bool"),
+        ({"inner": {"number": 1.0, "colour": 2}}, "Inner has no field 'colour'"),
+        ({"inner": 1}, "expected dict, got int"),
+        ({"inner": {"number": 1.0}, "many": {}}, "expected list, got dict"),
+        ({"inner": {"number": 1.0}, "named": {"a": True}}, "expected int, got bool"),
+        ({"inner": {"number": 1.0}, "flag": 1}, "expected bool, got int"),
+        ({}, "inner"),
+    ],
+)
+def test_another_form_is_refused(plain: object, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        from_plain(Outer, plain)
+
+
+def test_what_has_no_json_form_is_refused() -> None:
+    with pytest.raises(TypeError, match="set has no JSON form"):
+        to_plain({"a": {1, 2}})

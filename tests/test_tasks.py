@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor
+
+from headrace import metrics, tasks
+from headrace.errors import DataError, UnknownName, UsageError
+from headrace.tasks import Task
+
+ALL = [
+    *(tasks.regression(), tasks.regression("absolute_error"), tasks.binary(), tasks.binary("hinge")),
+    *(tasks.multilabel(5), tasks.multilabel(5, loss="squared_hinge"), tasks.multiclass(10, top_k=5)),
+]
+
+
+def ints(*shape: int, high: int = 2) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape) % high
+
+
+@pytest.mark.parametrize("task", ALL, ids=lambda task: task.name)
+def test_a_task_travels_and_is_small(task: Task) -> None:
+    sent = cloudpickle.dumps(task)
+    assert len(sent) < 2000
+    assert pickle.load(io.BytesIO(sent)).metrics.keys() == task.metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("task", "output", "expected"),
+    [
+        (tasks.regression(), [[-3.0]], [[-3.0]]),
+        (tasks.binary(), [0.0], [0.5]),
+        (tasks.multilabel(2), [[0.0, 100.0]], [[0.5, 1.0]]),
+        (tasks.multiclass(2), [[0.0, 0.0], [100.0, 0.0]], [[0.5, 0.5], [1.0, 0.0]]),
+    ],
+)
+def test_predictions(task: Task, output: object, expected: object) -> None:
+    torch.testing.assert_close(task.activation(torch.tensor(output)), torch.tensor(expected))
+
+
+def test_dense_predictions_sum_up_to_one_over_classes() -> None:
+    made = tasks.multiclass(3).activation(torch.randn(2, 3, 4, 5))
+    torch.testing.assert_close(made.sum(dim=1), torch.ones(2, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("made", "loss"),
+    [
+        (tasks.regression(), metrics.squared_error),
+        (tasks.regression(loss="absolute_error"), metrics.absolute_error),
+        (tasks.binary(), metrics.binary_cross_entropy),
+        (tasks.binary(loss="hinge"), metrics.hinge),
+        (tasks.binary(loss="squared_hinge"), metrics.squared_hinge),
+        (tasks.multilabel(3), metrics.binary_cross_entropy),
+        (tasks.multilabel(3, loss="hinge"), metrics.hinge),
+        (tasks.multiclass(3), metrics.cross_entropy),
+    ],
+)
+def test_the_loss_of_a_task(made: Task, loss: object) -> None:
+    assert made.loss is loss
+
+
+@pytest.mark.parametrize("make", [tasks.regression, tasks.binary, lambda loss: tasks.multilabel(3, loss=loss)])
+def test_an_unknown_loss_is_refused_before_anything_runs(make: Callable[[str], Task]) -> None:
+    with pytest.raises(UnknownName, match=r"there is no loss 'absolute_hinge'; .*known: "):
+        make("absolute_hinge")
+
+
+def test_an_unknown_loss_gets_a_suggestion() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'squared_hinge'"):
+        tasks.binary("squared_hing")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: tasks.multiclass(1), "classes must be a whole number of at least 2, got 1"),
+        (lambda: tasks.multiclass(True), "got True"),
+        (lambda: tasks.multilabel(0), "labels must be a whole number of at least 1, got 0"),
+        (lambda: tasks.multiclass(10, top_k=0), "top_k must be a whole number of at least 1, got 0"),
+        (lambda: tasks.multiclass(10, top_k=11), "top_k must be at most the number of classes, 10, got 11"),
+    ],
+)
+def test_counts_that_cannot_be_meant(make: Callable[[], Task], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make()
+
+
+def test_top_k_is_measured_where_it_was_asked_for() -> None:
+    assert set(tasks.multiclass(10).metrics) == {"accuracy"}
+    measured = tasks.multiclass(10, top_k=3).metrics
+    assert set(measured) == {"accuracy", "top_3_accuracy"}
+    output = torch.arange(10.0).expand(10, 10)
+    assert measured["top_3_accuracy"](output, torch.arange(10)).item() == pytest.approx(0.3)  # type: ignore[union-attr]
+
+
+TAKEN: list[tuple[Task, Tensor, Tensor]] = [
+    (tasks.regression(), torch.zeros(4), torch.randn(4)),
+    (tasks.regression(), torch.zeros(4, 1), torch.randn(4)),
+    (tasks.regression(), torch.zeros(4), ints(4, 1)),
+    (tasks.regression(), torch.zeros(4, 3), torch.randn(4, 3).double()),
+    (tasks.binary(), torch.zeros(4), ints(4)),
+    (tasks.binary(), torch.zeros(4, 1), ints(4).bool()),
+    (tasks.binary(), torch.zeros(4, 1), ints(4, 1).float()),
+    (tasks.binary(), torch.zeros(4), ints(4) * 2 - 1),
+    (tasks.binary(), torch.zeros(4), torch.rand(4)),
+    (tasks.binary("hinge"), torch.zeros(4), ints(4)),
+    (tasks.binary("hinge"), torch.zeros(4), ints(4).float() * 2 - 1),
+    (tasks.binary("hinge"), torch.zeros(4), torch.ones(4)),
+    (tasks.multilabel(3), torch.zeros(4, 3), ints(4, 3)),
+    (tasks.multilabel(3, "squared_hinge"), torch.zeros(4, 3), ints(4, 3).bool()),
+    (tasks.multiclass(3), torch.zeros(4, 3), ints(4, high=3)),
+    (tasks.multiclass(3), torch.zeros(4, 3), ints(4, high=3).to(torch.uint8)),
+    (tasks.multiclass(3), torch.zeros(4, 3), torch.eye(3)[ints(4, high=3)].double()),
+    (tasks.multiclass(3), torch.zeros(4, 3), torch.rand(4, 3).softmax(dim=1).half()),
+    (tasks.multiclass(3), torch.zeros(4, 3, 2, 2), ints(4, 2, 2, high=3)),
+    (tasks.multiclass(3), torch.zeros(4, 3, 2), torch.rand(4, 3, 2).softmax(dim=1)),
+    (tasks.multiclass(3), torch.zeros(0, 3), ints(0)),
+]
+
+
+@pytest.mark.parametrize(("task", "output", "target"), TAKEN)
+def test_a_target_that_is_taken_works_in_loss_and_metrics(task: Task, output: Tensor, target: Tensor) -> None:
+    task.check(output, target)
+    output = output.requires_grad_()
+    loss = task.loss(output, target)
+    assert isinstance(loss, Tensor)
+    assert loss.shape == ()
+    assert loss.dtype == output.dtype
+    loss.backward()
+    for metric in task.metrics.values():
+        value = metric(output, target)
+        assert isinstance(value, Tensor)
+        assert value.shape == ()
+        assert not output.numel() or torch.isfinite(value)
+
+
+REFUSED: list[tuple[Task, object, object, type[Exception], str]] = [
+    # The trap: (4, 1) and (4, 2) or (4,) and (4, 4) would broadcast.
+    (tasks.regression(), torch.zeros(4, 4), torch.zeros(4), DataError, r"\(4, 4\) and target \(4,\)"),
+    (tasks.regression(), torch.zeros(4, 1), torch.zeros(1, 4), DataError, r"\(4, 1\) and target \(1, 4\)"),
+    (tasks.regression(), torch.zeros(4), torch.tensor([0, 1, float("nan"), 2]), DataError, "1 of 4 are NaN"),
+    (
+        tasks.regression(),
+        torch.zeros(2),
+        torch.zeros(2).to(torch.complex64),
+        DataError,
+        "real targets, got complex64",
+    ),
+    (tasks.regression(), {"logits": 1}, torch.zeros(2), UsageError, "one tensor as the model's output, got dict"),
+    (tasks.regression(), torch.zeros(2), {"y": 1}, DataError, r"one tensor as the target, got dict.*Job\(target="),
+    (tasks.binary(), torch.zeros(4, 2), ints(4), UsageError, r"multiclass\(2\)"),
+    (tasks.binary(), torch.zeros(4), ints(4, high=3), DataError, r"0/1, -1/\+1 or prob.*int64 \(4,\) from 0 to 2"),
+    (tasks.binary(), torch.zeros(4), torch.tensor([-1, 0, 1, 1]), DataError, "not mixed.*from -1 to 1"),
+    (tasks.binary("hinge"), torch.zeros(4), torch.rand(4), DataError, r"0/1 or -1/\+1, not mixed.*float32 \(4,\)"),
+    (tasks.binary(), torch.zeros(1), torch.tensor([float("nan")]), DataError, "nan"),
+    (tasks.multilabel(3), torch.zeros(4, 3), ints(4), DataError, r"int64 \(4,\).*one_hot\(target, 3\)"),
+    (
+        tasks.multilabel(3),
+        torch.zeros(4, 2),
+        ints(4, 2),
+        UsageError,
+        r"logits \(batch, 3\), got output float32 \(4, 2\)",
+    ),
+    (tasks.multiclass(3), torch.zeros(4, 4), ints(4), UsageError, r"logits \(batch, 3\).*\(4, 4\)"),
+    (tasks.multiclass(3), torch.zeros(4), ints(4), UsageError, r"got output float32 \(4,\)"),
+    (tasks.multiclass(3), torch.zeros(4, 3), ints(4, high=4), DataError, "between 0 and 2; got int64 .* from 0 to 3"),
+    (tasks.multiclass(3), torch.zeros(4, 3), ints(4) - 1, DataError, "from -1 to 0"),
+    (
+        tasks.multiclass(3),
+        torch.zeros(4, 3),
+        ints(4).float(),
+        DataError,
+        r"integers \(4,\).*float32 \(4,\).*\.long\(\)",
+    ),
+    (tasks.multiclass(3), torch.zeros(4, 3), ints(4, 3), DataError, r"int64 \(4, 3\).*target\.float\(\)"),
+    (tasks.multiclass(3), torch.zeros(4, 3), ints(4, 1), DataError, r"int64 \(4, 1\).*squeeze\(-1\)"),
+    (tasks.multiclass(3), torch.zeros(4, 3), ints(4, 5), DataError, r"int64 \(4, 5\)"),
+    (tasks.multiclass(3), torch.zeros(4, 3), ints(4).bool(), DataError, r"got bool \(4,\)"),
+    (tasks.multiclass(3), torch.zeros(4, 3), torch.ones(4, 3), DataError, "sums from 3 to 3.*multilabel"),
+    (tasks.multiclass(3), torch.zeros(1, 3), torch.tensor([[2.0, -1.0, 0.0]]), DataError, "at least 0.*from -1 to 2"),
+    (tasks.multiclass(3), torch.zeros(4, 3, 2), ints(4), DataError, r"integers \(4, 2\).*int64 \(4,\)"),
+]
+
+
+@pytest.mark.parametrize(("task", "output", "target", "kind", "said"), REFUSED)
+def test_a_target_of_another_form_is_refused(
+    task: Task, output: object, target: object, kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        task.check(output, target)
+
+
+def test_one_hot_and_indices_give_the_same_numbers() -> None:
+    task = tasks.multiclass(4, top_k=2)
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(32, 4, generator=generator)
+    indices = torch.randint(0, 4, (32,), generator=generator)
+    rows = torch.nn.functional.one_hot(indices, 4).double()
+    for measure in (task.loss, *task.metrics.values()):
+        torch.testing.assert_close(measure(output, indices), measure(output, rows))
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "hinge", "squared_hinge"])
+def test_labels_as_signs_and_as_zero_one_give_the_same_numbers(loss: str) -> None:
+    task = tasks.binary(loss)
+    output, labels = torch.linspace(-2, 2, 16), ints(16)
+    for measure in (task.loss, *task.metrics.values()):
+        assert measure(output, labels) == measure(output, labels * 2 - 1)
+    # A share that has only one of the labels is read as the whole batch is.
+    ones = output[labels == 1]
+    assert task.loss(ones, torch.ones(8)) == task.loss(ones, torch.ones(8, dtype=torch.bool))
