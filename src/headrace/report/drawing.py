@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from headrace.report.palette import GRID, INK, PAPER, QUIET, STAND_INS
-from headrace.report.quantities import clean, short
+from headrace.report.quantities import clean, fixed, tick
 
 if TYPE_CHECKING:
     # matplotlib takes half a second to import: only who draws pays.
@@ -27,6 +27,7 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
 _WIDTH_IN = 5.0
 _INCH = 72.0
 _ROW_IN = 0.44
+_LABEL_LETTERS = 36
 _SALT = "headrace"
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -71,10 +72,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A short upright line at `value` of one bar; `dashed` tells two kinds apart."""
+    """A short upright line at `value` of one bar; `dashes` tell kinds apart, in points."""
 
     value: float
-    dashed: bool = False
+    dashes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def draw_curves(
     """Returns curves as one SVG element; `log` for the upright axis, `whole_x` for ticks at whole numbers."""
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_axes((0.115, 0.17, 0.865, 0.77))
+        axes = figure.add_axes((0.115, 0.155, 0.865, 0.785))
         _style(axes)
         for curve in curves:
             if curve.faint:
@@ -115,35 +116,33 @@ def draw_curves(
                 line.set(marker="o", markersize=4.5, markeredgecolor=PAPER, markeredgewidth=0.8)
         _scale(axes, log, whole_x)
         axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
-        axes.text(-0.11, 1.035, clean(y_label), transform=axes.transAxes, color=QUIET, parse_math=False)
+        axes.text(-0.133, 1.035, clean(y_label), transform=axes.transAxes, color=QUIET, parse_math=False)
 
     return _draw(title, 3.0, draw)
 
 
-def draw_bars(title: str, bars: Sequence[Bar], x_label: str, line: float | None = None) -> str:
-    """Returns bars as one SVG element; `line` is an upright line across all of them."""
-    height = 0.62 + _ROW_IN * max(len(bars), 1)
+def draw_bars(title: str, bars: Sequence[Bar], x_label: str) -> str:
+    """Returns bars, one above the other, as one SVG element."""
+    height = 0.56 + _ROW_IN * max(len(bars), 1)
     values = [sum(length for length, _ in bar.parts) for bar in bars]
-    values += [mark.value for bar in bars for mark in bar.marks] + ([line] if line is not None else [])
+    values += [mark.value for bar in bars for mark in bar.marks]
     limit = max((value for value in values if value > 0), default=1.0) * 1.04
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_axes((0.02, 0.5 / height, 0.96, (height - 0.52) / height))
+        axes = figure.add_axes((0.005, 0.46 / height, 0.97, (height - 0.48) / height))
         _style(axes)
         axes.set(xlim=(0, limit), ylim=(len(bars) - 0.12, -0.25), yticks=[])
         axes.spines["left"].set_visible(False)
         for row, bar in enumerate(bars):
             _draw_bar(axes, row, bar, limit)
-        if line is not None:
-            axes.axvline(line, color=INK, linewidth=1.1, dashes=(1, 2), zorder=1.5)
-        axes.xaxis.set_major_formatter(lambda value, _: short(value))
+        axes.xaxis.set_major_formatter(lambda value, _: tick(value, axes.get_xlim()[1]))
         axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
 
     return _draw(title, height, draw)
 
 
 def _draw_bar(axes: Axes, row: int, bar: Bar, limit: float) -> None:
-    axes.text(0, row + 0.16, clean(bar.label), va="bottom", ha="left", parse_math=False)
+    axes.text(0, row + 0.16, _cut(bar.label), va="bottom", ha="left", parse_math=False)
     axes.text(limit, row + 0.16, clean(bar.note), va="bottom", ha="right", parse_math=False)
     left = 0.0
     for length, colour in bar.parts:
@@ -152,13 +151,23 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, limit: float) -> None:
         axes.barh(row + 0.46, length, left=left, height=0.46, color=colour, edgecolor=PAPER, linewidth=0.6)
         if bar.inside and length > 0.085 * limit:
             at = (left + length / 2, row + 0.47)
-            axes.text(*at, short(length), color=PAPER, ha="center", va="center", fontsize=8)
+            axes.text(*at, fixed(length), color=PAPER, ha="center", va="center", fontsize=8)
         left += length
     for mark in bar.marks:
-        (tick,) = axes.plot([mark.value] * 2, [row + 0.17, row + 0.75], color=INK, linewidth=1.8, zorder=4)
-        tick.set_solid_capstyle("butt")
-        if mark.dashed:
-            tick.set_dashes([1.1, 0.7])
+        (line,) = axes.plot([mark.value] * 2, [row + 0.2, row + 0.72], color=INK, linewidth=1.8, zorder=4)
+        line.set_solid_capstyle("butt")
+        if mark.dashes:
+            line.set_dashes(list(mark.dashes))
+
+
+def _cut(label: str) -> str:
+    """As much of a name as leaves room for the note."""
+    label = clean(label)
+    return (
+        label
+        if len(label) <= _LABEL_LETTERS
+        else label[: _LABEL_LETTERS // 2 - 1] + "…" + label[-_LABEL_LETTERS // 2 :]
+    )
 
 
 def _style(axes: Axes) -> None:
@@ -176,9 +185,9 @@ def _scale(axes: Axes, log: bool, whole_x: bool) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(which="minor", length=0)
-    axes.yaxis.set_major_formatter(lambda value, _: short(value))
+    axes.yaxis.set_major_formatter(lambda value, _: tick(value, axes.get_ylim()[1]))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole_x))
-    axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    axes.xaxis.set_major_formatter(lambda value, _: tick(value, axes.get_xlim()[1]))
     axes.set_xlim(left=0)
 
 

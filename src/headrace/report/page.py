@@ -10,7 +10,7 @@ from pathlib import Path
 from headrace.errors import UsageError
 from headrace.report.palette import PARTS, STAND_INS, style_variables
 from headrace.report.pictures import Look, Picture, looks, pictures
-from headrace.report.quantities import MISSING, byte_count, clean, ratio, short
+from headrace.report.quantities import MISSING, byte_count, clean, fixed, ratio, short
 from headrace.report.references import References, verdict
 from headrace.report.summary import Summary
 from headrace.report.table import ending, first_metric, run_rows
@@ -74,7 +74,7 @@ def write_page(path: Path | str, summaries: Sequence[Summary], references: Refer
 
 
 def _page(summaries: Sequence[Summary], references: References) -> str:
-    title = summaries[0].name if len(summaries) == 1 else f"{len(summaries)} runs compared"
+    title = ", ".join(each.name for each in summaries) if len(summaries) <= 4 else f"{len(summaries)} runs compared"
     drawn = pictures(summaries, references)
     body = [
         _header(title, summaries, references),
@@ -108,7 +108,7 @@ def _header(title: str, summaries: Sequence[Summary], references: References) ->
     batches = dict.fromkeys(str(each.started.global_batch_size) for each in summaries)
     sets = dict.fromkeys(f"{each.started.examples_per_epoch:,} examples" for each in summaries)
     facts = (
-        ("started", first.started_at),
+        ("started", first.started_at.replace("T", " ", 1)),
         ("machine", f"{', '.join(hosts) or MISSING} ({', '.join(dict.fromkeys(each.device for each in summaries))})"),
         ("training set", ", ".join(sets)),
         ("global batch", ", ".join(batches)),
@@ -156,7 +156,7 @@ def _table(summaries: Sequence[Summary], references: References) -> str:
         "wait<br/>ms",
         "peak<br/>memory",
     )
-    fastest = max((each.examples_per_s or 0.0 for each in summaries), default=0.0)
+    fastest = max((each.examples_per_s or 0.0 for each in summaries if each.status == "ok"), default=0.0)
     rows = [
         _row(each, look, references, metric, fastest) for each, look in zip(summaries, looks(summaries), strict=True)
     ]
@@ -177,11 +177,11 @@ def _row(summary: Summary, look: Look, references: References, metric: str | Non
     cells = [
         f"{summary.workers} × {summary.threads}",
         short(summary.metrics.get(metric)) if metric else MISSING,
-        f'<span class="best">{rate}</span>' if summary.examples_per_s == fastest else rate,
+        f'<span class="best">{rate}</span>' if summary.examples_per_s == fastest and summary.status == "ok" else rate,
         ratio(references.to_one_device(summary)),
         ratio(references.to_ceiling(summary)),
         byte_count(summary.cost.moved_bytes_per_step),
-        *(short(getattr(times, part) * 1e3) if times else MISSING for part in parts),
+        *(fixed(getattr(times, part) if times else None, 1e3) for part in parts),
         byte_count(summary.cost.peak_memory_bytes),
     ]
     status = "" if summary.status == "ok" else f" ({_text(summary.status)})"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.report.drawing import DASHES, Bar, Curve, Mark, draw_bars, draw_curves
 from headrace.report.palette import PARTS, colours_of
-from headrace.report.quantities import byte_count, ratio, short
+from headrace.report.quantities import byte_count, fixed, ratio, short
 from headrace.report.references import References
 from headrace.report.summary import LossPoint, Summary
 from headrace.report.training_clock import StepTimes
@@ -19,6 +19,8 @@ _SMOOTH = 20
 
 _MOST_RANKS = 8
 _MOST_METRICS = 4
+_DASHED = (2.0, 1.3)
+_DOTTED = (0.6, 0.6)
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,17 @@ def _losses(summaries: Sequence[Summary]) -> list[Picture]:
             "examples seen by all workers",
             lambda point: point.examples,
             "The same work on every point of the axis: synchronous strategies on the same global batch lie on each "
-            "other, and should.",
+            "other, and should."
+            if len(summaries) > 1
+            else "Against the work done, whatever the machine.",
         ),
         (
             "Loss by time",
             "seconds of training, without evaluations",
             lambda point: point.seconds,
-            "The same curves over time: the one that falls first learns fastest on this machine.",
+            "The same curves over time: the one that falls first learns fastest on this machine."
+            if len(summaries) > 1
+            else "The same over time.",
         ),
     )
     smooth = f"Drawn: the mean over 1/{_SMOOTH} of the run around each point; faint: before that."
@@ -116,11 +122,11 @@ def _loss_curves(summaries: Sequence[Summary], place: Callable[[LossPoint], floa
 
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The centred mean, over fewer points towards the ends so that these stay where they are."""
+    """The centred mean; over fewer points at the steep beginning, and over those that are there at the end."""
     reach = len(points) // (2 * _SMOOTH)
     result = []
     for index, (x, _) in enumerate(points):
-        half = min(reach, index, len(points) - 1 - index)
+        half = min(reach, index)
         near = points[index - half : index + half + 1]
         result.append((x, sum(y for _, y in near) / len(near)))
     return result
@@ -136,23 +142,24 @@ def _throughput(summaries: Sequence[Summary], references: References) -> Picture
     bars = []
     for each, look in rated:
         ceiling = references.ceiling_examples_per_s.get(each.workers)
-        marks = [Mark(ceiling)] if ceiling else []
+        marks = [Mark(one, _DOTTED)] if one else []
+        if ceiling and each.workers > 1:
+            marks.append(Mark(ceiling))
         if one_thread and each.workers > 1:
-            marks.append(Mark(one_thread * each.workers, dashed=True))
+            marks.append(Mark(one_thread * each.workers, _DASHED))
         against = references.to_one_device(each)
         note = f"{short(each.examples_per_s)}/s" + (f"  =  {ratio(against)} × one" if against else "")
-        label = f"{each.name}, {each.workers} × {each.threads} thr"
+        label = f"{each.name}, {each.workers} worker{'s' * (each.workers != 1)}"
         bars.append(Bar(label, note, [(each.examples_per_s or 0.0, look.colour)], marks))
     reading = ["Examples a second of all workers together, in steady state (warm-up and evaluations left out)."]
     if one:
-        reading.append(
-            f"Dotted line across: one process with all threads ({short(one)}), what you would have without us."
-        )
-    if any(mark for bar in bars for mark in bar.marks if not mark.dashed):
-        reading.append("Solid tick: the ceiling, as many unconnected workers at once.")
-    if any(mark for bar in bars for mark in bar.marks if mark.dashed):
-        reading.append("Dashed tick: the ideal, workers × one thread that has the machine for itself.")
-    return Picture(title, draw_bars(title, bars, "examples/s", one), " ".join(reading))
+        reading.append(f"Dotted: one process with all threads ({short(one)}), what you would have without us.")
+    kinds = {mark.dashes for bar in bars for mark in bar.marks}
+    if () in kinds:
+        reading.append("Solid: the ceiling, as many unconnected workers at once.")
+    if _DASHED in kinds:
+        reading.append("Dashed: the ideal, workers × one thread that has the machine for itself.")
+    return Picture(title, draw_bars(title, bars, "examples/s"), " ".join(reading))
 
 
 def _steps(summaries: Sequence[Summary]) -> Picture | None:
@@ -176,7 +183,7 @@ def _steps(summaries: Sequence[Summary]) -> Picture | None:
 
 def _step_bar(label: str, times: StepTimes) -> Bar:
     parts = [(getattr(times, part) * 1e3, colour) for part, colour in PARTS.items()]
-    return Bar(label, f"{short(times.total_s * 1e3)} ms", parts, inside=True)
+    return Bar(label, f"{fixed(times.total_s, 1e3)} ms", parts, inside=True)
 
 
 def _metrics(summaries: Sequence[Summary]) -> list[Picture]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["MISSING", "byte_count", "clean", "duration", "percent", "ratio", "short"]
+__all__ = ["MISSING", "byte_count", "clean", "duration", "fixed", "percent", "ratio", "short", "tick"]
 
 MISSING = "–"
 """Stands where nothing was measured."""
@@ -27,6 +27,24 @@ def short(value: float | None) -> str:
     return f"{value:.0f}" if size >= 999.5 else _digits(value)
 
 
+def fixed(value: float | None, factor: float = 1.0) -> str:
+    """Returns `value * factor` with two decimals at most, in at most 5 characters up to 99999."""
+    if value is None:
+        return MISSING
+    scaled = value * factor
+    if scaled < 0.005:
+        return "0"
+    return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}"
+
+
+def tick(value: float, limit: float) -> str:
+    """Returns a number for an axis that ends at `limit`, without zeros that say nothing: 0.5, 2, 40k."""
+    if value == 0:
+        return "0"
+    factor, letter = next((row for row in _LARGE if limit >= row[0] * 10), (1.0, ""))
+    return f"{value / factor:.5g}{letter}"
+
+
 def _digits(value: float) -> str:
     size = abs(value)
     if size >= 99.95:
@@ -39,8 +57,8 @@ def _digits(value: float) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Returns a ratio with two decimals, "1.04"."""
-    return MISSING if value is None else f"{value:.2f}"
+    """Returns a ratio with two decimals where it is below 10, "1.04"."""
+    return fixed(value)
 
 
 def percent(value: float) -> str:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.report.quantities import MISSING, byte_count, clean, duration, percent, ratio, short
+from headrace.report.quantities import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
 from headrace.report.references import References, verdict
 from headrace.report.summary import Summary
 from headrace.report.training_clock import StepTimes
@@ -76,6 +76,10 @@ def comparison_table(summaries: Sequence[Summary], references: References) -> Ta
         mark = "" if each.status == "ok" else " !"
         cells = _cells(each, references, metric)
         table.add_row(Text(clean(each.name) + mark), *(Text(cell) for cell in cells))
+    one = references.one_device_examples_per_s
+    if one and not any(each.strategy == "one_device" for each in summaries):
+        # What one has without us belongs into every table.
+        table.add_row("one process, all threads", "1", "", short(one), "1.00", *[""] * 7, style="dim")
     table.caption = Text(clean("\n".join(_legend(summaries, references, metric))))
     table.caption_style = "dim"
     return table
@@ -95,20 +99,10 @@ def _cells(summary: Summary, references: References, metric: str | None) -> tupl
         short(summary.examples_per_s),
         ratio(references.to_one_device(summary)),
         ratio(references.to_ceiling(summary)),
-        _narrow(moved, 1e-6),
-        *(_narrow(getattr(times, part) if times else None, 1e3) for part in _PARTS),
-        _narrow(peak, 1e-6),
+        fixed(moved, 1e-6),
+        *(fixed(getattr(times, part) if times else None, 1e3) for part in _PARTS),
+        fixed(peak, 1e-6),
     )
-
-
-def _narrow(value: float | None, factor: float) -> str:
-    """At most 5 characters up to 99999, two decimals at most: columns are narrow."""
-    if value is None:
-        return MISSING
-    scaled = value * factor
-    if scaled < 0.005:
-        return "0"
-    return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}"
 
 
 def _legend(summaries: Sequence[Summary], references: References, metric: str | None) -> list[str]:
@@ -158,10 +152,14 @@ def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
     if summary.times is not None:
         rows.append(("mean step", step_words(summary.times)))
     rows += [
-        ("moved a step", f"{byte_count(cost.moved_bytes_per_step)} by all workers"),
-        ("peak memory", f"{byte_count(cost.peak_memory_bytes)} in the largest process"),
-        ("parameters", f"{byte_count(cost.parameter_bytes)} in all workers together"),
-        ("optimizer state", f"{byte_count(cost.optimizer_bytes)} in all workers together"),
+        (name, f"{byte_count(value)} {where}")
+        for name, value, where in (
+            ("moved a step", cost.moved_bytes_per_step, "by all workers"),
+            ("peak memory", cost.peak_memory_bytes, "in the largest process"),
+            ("parameters", cost.parameter_bytes, "in all workers together"),
+            ("optimizer state", cost.optimizer_bytes, "in all workers together"),
+        )
+        if value is not None
     ]
     if summary.outcome.torn_lines:
         rows.append(("torn lines", f"{summary.outcome.torn_lines} event files end in half a line"))
@@ -172,7 +170,7 @@ def step_words(times: StepTimes) -> str:
     """Returns a mean step in words: "12.3 ms: compute 9.10 (74 %), exchange 2.10 (17 %), ..."."""
     total = times.total_s
     parts = ", ".join(
-        f"{name} {_narrow(value, 1e3)} ({percent(value / total) if total else MISSING})"
+        f"{name} {fixed(value, 1e3)} ({percent(value / total) if total else MISSING})"
         for name, value in (
             ("compute", times.compute_s),
             ("exchange", times.exchange_s),
@@ -180,8 +178,9 @@ def step_words(times: StepTimes) -> str:
             ("waiting for data", times.wait_s),
             ("between steps", times.other_s),
         )
+        if value >= 5e-6
     )
-    return f"{_narrow(total, 1e3)} ms: {parts}"
+    return f"{fixed(total, 1e3)} ms: {parts}"
 
 
 def _processes(summary: Summary) -> str:

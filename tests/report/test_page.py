@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from headrace.errors import UsageError
+from headrace.report import References, summarize, write_page
+from headrace.report.drawing import Bar, Curve, Mark, draw_bars, draw_curves
+from headrace.report.palette import STAND_INS, colours_of
+from headrace.spec.event import LAUNCHER, Failed, Notice, RunEnded
+
+HOSTILE = "<script>alert('1')</script>$\\bad$ &amp; \x00 中 😀"
+XHTML = "{http://www.w3.org/1999/xhtml}"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _parse(text: str) -> ElementTree.Element:
+    head = "<!DOCTYPE html>\n"
+    assert text.startswith(head)
+    return ElementTree.fromstring(text.removeprefix(head))
+
+
+def _words(root: ElementTree.Element) -> str:
+    return " ".join(" ".join(root.itertext()).split())
+
+
+@pytest.fixture(scope="module")
+def references():
+    return References(100.0, {2: 150.0}, 70.0)
+
+
+@pytest.fixture
+def compared(tmp_path, make_run, references):
+    rows = (("one_device", 1), ("mirrored", 2), (HOSTILE, 2))
+    failed = Failed(1, 3.35, 9, f"ValueError: {HOSTILE}", f"Traceback\n  {HOSTILE}")
+    runs = [
+        summarize(
+            make_run(
+                tmp_path / f"run{index}",
+                strategy,
+                workers=workers,
+                status="failed" if strategy == HOSTILE else "ok",
+                extra=[failed, Notice(0, 0.2, HOSTILE)] if strategy == HOSTILE else (),
+            )
+        )
+        for index, (strategy, workers) in enumerate(rows)
+    ]
+    return write_page(tmp_path / "deep/er/report.html", runs, references).read_text()
+
+
+@pytest.mark.slow
+def test_the_page_is_well_formed_and_whole(compared):
+    root = _parse(compared)
+    titles = [element.text for element in root.iter(f"{XHTML}h3")]
+    assert titles == [
+        "Loss by examples",
+        "Loss by time",
+        "Throughput",
+        "Where each worker's step goes",
+        "Evaluation: accuracy",
+        "Evaluation: loss",
+        "Peak memory of the largest process",
+        "Parameters and optimizer state",
+    ]
+    for figure in root.iter(f"{XHTML}figure"):
+        assert len(figure.findall(f"{SVG}svg")) == 1
+        assert len(figure.find(f"{XHTML}figcaption").text) > 40
+    rows = [_words(row) for row in root.iter(f"{XHTML}tr")]
+    assert "run1 (mirrored) 2 × 1 0.700 120 1.20 0.80 1.00 kB 70.0 20.0 9.00 1.00 300 MB" in rows
+    text = _words(root)
+    for word in ("2026-10-03 14:05:11+02:00", "mill (cpu)", "torch 2.13.0", "run1 (mirrored): the batch is split"):
+        assert word in text, word
+
+
+@pytest.mark.slow
+def test_the_page_needs_nothing_and_runs_nothing(compared):
+    addresses = set(re.findall(r"https?://[^\"'<> )]*", compared))
+    assert addresses <= {
+        "http://www.w3.org/1999/xhtml",
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    root = _parse(compared)
+    tags = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert not tags & {"script", "link", "img", "iframe", "object", "image", "foreignObject"}
+    attributes = {name.rpartition("}")[2] for element in root.iter() for name in element.attrib}
+    assert not {name for name in attributes if name.startswith("on")} | (attributes & {"src", "action"})
+    for element in root.iter():
+        for name, value in element.attrib.items():
+            assert name.rpartition("}")[2] != "href" or value.startswith("#")
+    assert "@import" not in compared
+
+
+@pytest.mark.slow
+def test_hostile_names_are_words_alone(compared):
+    assert "<script" not in compared
+    text = _words(_parse(compared))
+    shown = HOSTILE.replace("\x00", "\ufffd")
+    assert f"run2 ({shown})" in text
+    assert f"says rank 1: ValueError: {shown}" in text
+
+
+@pytest.mark.slow
+def test_ids_are_unique_and_every_reference_has_its_own(compared):
+    ids = re.findall(r' id="([^"]+)"', compared)
+    assert len(ids) == len(set(ids)) > 100
+    assert set(re.findall(r'(?:url\(#|href="#)([^")]+)', compared)) <= set(ids)
+
+
+@pytest.mark.slow
+def test_every_colour_follows_the_style_sheet(compared):
+    body = compared[compared.index("<main>") :]
+    assert not re.search(r"#0[0-9a-f]{5}", body)
+    used = set(re.findall(r"var\(--([a-z0-9-]+)\)", compared))
+    light, dark = re.findall(r":root \{([^}]*)\}", compared)
+    for sheet in (light, dark):
+        assert used <= set(re.findall(r"--([a-z0-9-]+):", sheet))
+
+
+@pytest.mark.slow
+def test_the_same_runs_give_the_same_page(tmp_path, make_run, references):
+    runs = [summarize(make_run(tmp_path / name, name)) for name in ("mirrored", "central_storage")]
+    pages = [write_page(tmp_path / f"{index}.html", runs, references).read_bytes() for index in range(2)]
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.slow
+def test_one_run_has_a_page_of_its_own(tmp_path, make_run):
+    page = write_page(tmp_path / "report.html", [summarize(make_run(tmp_path / "mirrored"))]).read_text()
+    root = _parse(page)
+    text = _words(root)
+    assert "examples/s 120 in steady state" in text
+    assert "Loss by examples" in text
+    assert root.find(f".//{XHTML}table") is None
+
+
+@pytest.mark.slow
+def test_a_run_without_a_step_has_a_page(tmp_path, make_run, write_events):
+    started = summarize(make_run(tmp_path / "a")).started
+    events = [started, Failed(LAUNCHER, 1.0, 0, "rank 1 was killed"), RunEnded(LAUNCHER, 1.1, "failed")]
+    page = write_page(tmp_path / "b.html", [summarize(write_events(tmp_path / "b", events))]).read_text()
+    text = _words(_parse(page))
+    assert "nothing to draw" in text
+    assert "failed at step 0, says the launcher: rank 1 was killed" in text
+
+
+def test_a_page_of_nothing_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="at least one run"):
+        write_page(tmp_path / "report.html", [])
+
+
+@pytest.mark.slow
+def test_a_picture_holds_its_words_and_numbers_as_text():
+    colours = colours_of(["mirrored"])
+    svg = draw_bars("T", [Bar("mirrored", "12 ms", [(3.0, colours["mirrored"])], [Mark(4.0)], True)], "ms")
+    root = ElementTree.fromstring(svg)
+    words = [element.text for element in root.iter(f"{SVG}text")]
+    assert {"mirrored", "12 ms", "ms", "3.00"} <= set(words)
+    assert root.get("aria-label") == "T"
+    curve = draw_curves("U", [Curve([(1.0, 2.0)], colours["mirrored"], dots=True)], "x", "y_$a$", log=True)
+    assert "y_$a$" in [element.text for element in ElementTree.fromstring(curve).iter(f"{SVG}text")]
+
+
+def test_strategies_keep_their_colours():
+    alone = colours_of(["mirrored"])["mirrored"]
+    together = colours_of(["one_device", "zeta", "mirrored", "alpha"])
+    assert together["mirrored"] == alone
+    assert len(set(together.values())) == 4
+    assert set(together.values()) <= set(STAND_INS)
+
+
+@pytest.mark.slow
+def test_importing_the_room_imports_nothing_slow():
+    slow = ("torch", "matplotlib", "rich", "numpy", "tensorboard")
+    code = f"import sys, headrace.report; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
