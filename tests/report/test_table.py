@@ -41,7 +41,7 @@ def test_a_comparison_shows_every_number_in_80_columns(runs):
     # workers, accuracy, examples/s, ratios, kB moved as MB, compute, exchange, update, wait, peak MB
     assert " ".join(row.split()) == "mirrored 2 0.700 120 1.20 0.80 0 70.0 20.0 9.00 1.00 300"
     text = " ".join(" ".join(lines).split())
-    for word in ("accuracy: of the last", "(100 ex/s)", "150 with 2", "one process, 1 100 1.00 all threads"):
+    for word in ("accuracy: of the last", "(100 ex/s)", "150 with 2", "one process, all 1 100 1.00 threads"):
         assert word in text, word
 
 
