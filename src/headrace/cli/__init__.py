@@ -12,7 +12,7 @@ import typer
 
 from headrace.cli.compare import compare
 from headrace.cli.doctor import doctor
-from headrace.cli.errors import ExitCode
+from headrace.cli.errors import ExitCode, Terminated
 from headrace.cli.launch import launch
 from headrace.cli.options import help_option
 from headrace.cli.output import write_document
@@ -85,6 +85,9 @@ def run(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code."""
     try:
         code = typer.main.get_command(app).main(list(arguments), prog_name="headrace", standalone_mode=False)
+    except Terminated:
+        # Between commands' bodies, which take it with a message.
+        return ExitCode.TERMINATED
     except _TyperError as error:
         return _refuse(error, as_json="--json" in arguments)
     return code if isinstance(code, int) else 0
@@ -102,7 +105,7 @@ def _refuse(error: Any, as_json: bool) -> int:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(ExitCode.TERMINATED)
+    raise Terminated
 
 
 def main() -> NoReturn:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.errors import ExitCode
-from headrace.cli.jobfile import check_file, load_job
+from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     Device,
     DeviceOption,
@@ -64,7 +64,7 @@ def compare(
     with answering(as_json) as answer:
         names = split_names(strategies)
         check_strategies(names)
-        check_file(path, "job file")
+        find_job(path)
         check_tensorboard(tensorboard)
         where = run_dir or default_run_dir(f"compare-{job_name(path)}")
         # Lazily, and in this order, for the same reason as in `train`.
@@ -72,8 +72,7 @@ def compare(
 
         with LocalEngine() as engine, saying_where(where):
             job = load_job(path, settings or ())
-            from headrace.trainer import compare as compare_strategies
-
+            from headrace.comparison import compare as compare_strategies
             from headrace.strategies import resolve
 
             chosen = [resolve(name, workers) for name in names]

@@ -13,6 +13,7 @@ from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 
 __all__ = [
     "ExitCode",
+    "Terminated",
     "error_document",
     "exit_code",
     "user_place",
@@ -35,6 +36,10 @@ class ExitCode(IntEnum):
     DATA = 5
     INTERRUPTED = 130
     TERMINATED = 143
+
+
+class Terminated(BaseException):
+    """SIGTERM came: like KeyboardInterrupt, and unlike SystemExit, nothing that user code may raise or catch."""
 
 
 def exit_code(error: HeadraceError) -> int:
@@ -93,7 +98,8 @@ def _user_frames(shown: traceback.TracebackException) -> list[traceback.FrameSum
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith(("<frozen ", _HEADRACE))
+    # "<frozen importlib...>" loads the file, "<string>" is what `dataclass` wrote for us.
+    return filename.startswith(("<", _HEADRACE))
 
 
 def _traceback(error: BaseException) -> str:
@@ -111,6 +117,6 @@ def _notes(error: BaseException) -> list[str]:
 def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (SIGINT)"
-    if isinstance(error, SystemExit):
+    if isinstance(error, Terminated):
         return "terminated (SIGTERM)"
     return str(error)

@@ -16,7 +16,7 @@ from headrace.cli.errors import user_place
 from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
 from headrace.spec.job import Job
 
-__all__ = ["MODULE", "check_file", "load_job"]
+__all__ = ["MODULE", "check_file", "find_job", "load_job"]
 
 MODULE = "headrace_job"
 """The name under which a job file stands in `sys.modules`, so that its classes know where they live."""
@@ -25,8 +25,7 @@ MODULE = "headrace_job"
 def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
     """Runs a job file and returns its job.
 
-    The file's folder is put on `sys.path`, so that it can import its neighbours, and cloudpickle sends what
-    the file defines by value, so that workers need not find the file.
+    What the file defines is sent to workers by value, so that they need not find the file.
 
     Args:
         path: a Python file that defines `job` or `job(...)`.
@@ -38,7 +37,7 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
         UsageError: a setting that cannot be meant.
         HeadraceError: what headrace refused while the file ran, with a note that says where.
     """
-    check_file(path, "job file")
+    find_job(path)
     module = _run_file(path)
     made = vars(module).get("job")
     if isinstance(made, Job):
@@ -53,6 +52,20 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
     if not callable(made):
         raise JobError(f"`job` in {path} is {_kind(made)}; it must be a Job or a function that returns one")
     return _call(path, made, settings)
+
+
+def find_job(path: Path) -> None:
+    """Looks for a job file and puts its folder on `sys.path`, so that it can import its neighbours.
+
+    Done before an engine is made, whose workers inherit the path: what a neighbour defines is sent by name.
+
+    Raises:
+        JobError: it is not there.
+    """
+    check_file(path, "job file")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def check_file(path: Path, kind: str) -> None:
@@ -81,9 +94,6 @@ def _run_file(path: Path) -> types.ModuleType:
     # Lazily: a command that loads no job need not wait for it.
     import cloudpickle
 
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(MODULE, path.resolve())
     if spec is None or spec.loader is None:
         raise JobError(f"the job file {path} is not a Python file; its name must end in .py")

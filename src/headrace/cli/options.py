@@ -48,6 +48,7 @@ JobFile = Annotated[
         help="A Python file that defines `job` (a Job), or `job(lr=0.1, ...)`, a function that returns one.",
     ),
 ]
+"""The file that defines the job."""
 WorkersOption = Annotated[
     int | None,
     typer.Option(
@@ -57,7 +58,9 @@ WorkersOption = Annotated[
         help="How many processes compute. Default: what the launcher or the machine gives.",
     ),
 ]
+"""A number of workers."""
 DeviceOption = Annotated[Device, typer.Option("--device", help="What tensors live on.")]
+"""A device."""
 SettingsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -67,6 +70,7 @@ SettingsOption = Annotated[
         help="A parameter of the file's `job(...)`, as a Python literal; may be given again.",
     ),
 ]
+"""Parameters of the file's `job(...)`."""
 TimeoutOption = Annotated[
     float,
     typer.Option(
@@ -76,6 +80,7 @@ TimeoutOption = Annotated[
         help="Seconds without a sign of life after which a process counts as lost.",
     ),
 ]
+"""A deadline for silent processes."""
 RunDirOption = Annotated[
     Path | None,
     typer.Option(
@@ -85,11 +90,14 @@ RunDirOption = Annotated[
         help="Where events, logs and models go. Default: a new folder under runs/.",
     ),
 ]
+"""The directory of a run."""
 TensorBoardOption = Annotated[
     Path | None,
     typer.Option("--tensorboard", metavar="DIR", show_default=False, help="Write curves for TensorBoard there, too."),
 ]
+"""A directory for TensorBoard."""
 JsonOption = Annotated[bool, typer.Option("--json", help="The result, or the error, as one JSON document on stdout.")]
+"""Text or JSON."""
 
 
 def help_option(examples: str) -> Any:

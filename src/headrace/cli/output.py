@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from headrace.cli.errors import ExitCode, error_document, exit_code, write_error
+from headrace.cli.errors import ExitCode, Terminated, error_document, exit_code, write_error
 from headrace.errors import HeadraceError
 
 if TYPE_CHECKING:
@@ -80,9 +80,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
         _fail(answer, error, exit_code(error))
     except KeyboardInterrupt as error:
         _fail(answer, error, ExitCode.INTERRUPTED)
-    except SystemExit as error:
-        if error.code != ExitCode.TERMINATED:
-            raise
+    except Terminated as error:
         _fail(answer, error, ExitCode.TERMINATED)
     except Exception as error:
         # typer ends a command with exceptions of its own; anything else is a defect of headrace, whose

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.errors import ExitCode
-from headrace.cli.jobfile import check_file, load_job
+from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     Device,
     DeviceOption,
@@ -59,7 +59,7 @@ def train(
     """
     with answering(as_json) as answer:
         check_strategies([strategy])
-        check_file(path, "job file")
+        find_job(path)
         check_tensorboard(tensorboard)
         where = run_dir or default_run_dir(f"{job_name(path)}-{strategy}")
         # Lazily, and in this order: the engine starts a process that imports torch at the same time as this
@@ -68,9 +68,8 @@ def train(
 
         with LocalEngine() as engine, saying_where(where):
             job = load_job(path, settings or ())
-            from headrace.trainer import fit
-
             from headrace.strategies import resolve
+            from headrace.trainer import fit
 
             chosen = resolve(strategy, workers)
             if workers is not None and workers != getattr(chosen, "workers", 1):

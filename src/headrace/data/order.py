@@ -20,9 +20,15 @@ _WORD = 2**64
 def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Returns the indices `0 .. count - 1` in the order in which an epoch visits them, `(count,)`."""
     # Sorted raw words instead of Generator.permutation: numpy promises the bits of the former for all
-    # versions and machines, not those of the latter, and a run may be resumed elsewhere.
-    words = _philox(seed, _ORDER, (0, 0, epoch, 0)).random_raw(count)
-    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+    # versions and machines, not those of the latter, and a run may be resumed elsewhere. Each word carries its
+    # own index in its low bits, which costs half of an argsort and leaves no ties.
+    low = np.uint64((1 << (count - 1).bit_length()) - 1)
+    words = np.asarray(_philox(seed, _ORDER, (0, 0, epoch, 0)).random_raw(count))
+    words &= ~low
+    words |= np.arange(count, dtype=np.uint64)
+    words.sort()
+    words &= low
+    return words.view(np.int64)
 
 
 def generator(seed: int, epoch: int, index: int, transform: int = 0) -> np.random.Generator:

@@ -7,7 +7,7 @@ section 3; the gradient is Algorithm 1's with sums over all workers).
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,11 +79,12 @@ class GlobalBatchNorm(nn.Module):
             return torch.nn.functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        normal, mean, variance, total = _Normalize.apply(x, self.eps, self._collective)
+        normalized: tuple[Tensor, ...] = _Normalize.apply(x, self.eps, self._collective)  # type: ignore[no-untyped-call]
+        normal, mean, variance, total = normalized
         if self.training and self.running_mean is not None:
             self._track(self.running_mean, mean, variance, total)
         if self.weight is None:
-            return cast(Tensor, normal)
+            return normal
         return normal * _spread(self.weight, normal) + _spread(self.bias, normal)
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from headrace.comm.collective import SharedCollective
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import slices, whole
 from headrace.replica.exchange import Exchange, Replica, StatePiece
@@ -41,7 +42,7 @@ from headrace.strategies.strategy import (
     step_ops,
 )
 
-__all__ = ["CentralStorage"]
+__all__ = ["CentralStorage", "one_copy", "seat"]
 
 
 @dataclass(frozen=True)
@@ -104,27 +105,19 @@ class Storage:
 
     def __init__(self, parts: Parts) -> None:
         host = parts.host
-        self.layout = FlatLayout(parts.model.parameters)
+        self.layout, self.parameters = one_copy(parts.module, parts.model, host)
         self.gradient_layout = FlatLayout(parts.model.trainable)
-        self.parameters = host.share(0 if host.rank else self.layout.nbytes)[0]
         self.gradients = host.share(self.gradient_layout.nbytes)
         self._own = self.gradients[host.rank]
-        self._device = parts.device
-        originals = list(parts.module.parameters())
-        if host.rank == 0:
-            for view, parameter in zip(self.layout.views(self.parameters), originals, strict=True):
-                view.copy_(parameter.data)
-        host.barrier()
-        if self._device.type == "cpu":
+        if parts.device.type == "cpu":
             self._near = self.parameters
             self.local_gradients = self._own
         else:
             for region in (self.parameters, self._own):
                 _pin(region)
-            self._near = torch.empty_like(self.parameters, device=self._device)
-            self.local_gradients = torch.zeros_like(self._own, device=self._device)
-        for view, parameter in zip(self.layout.views(self._near), originals, strict=True):
-            parameter.data = view
+            self._near = torch.empty_like(self.parameters, device=parts.device)
+            self.local_gradients = torch.zeros_like(self._own, device=parts.device)
+        seat(parts.module, self.layout, self._near)
 
     def fetch(self) -> None:
         """Brings the parameters to the device."""
@@ -135,6 +128,23 @@ class Storage:
         """Brings this worker's gradients to host memory."""
         if self.local_gradients is not self._own:
             self._own.copy_(self.local_gradients)
+
+
+def one_copy(module: nn.Module, model: ModelSpec, host: SharedCollective) -> tuple[FlatLayout, Tensor]:
+    """Puts rank 0's parameters into memory that all workers see; returns their places and the memory."""
+    layout = FlatLayout(model.parameters)
+    region = host.share(0 if host.rank else layout.nbytes)[0]
+    if host.rank == 0:
+        for view, parameter in zip(layout.views(region), module.parameters(), strict=True):
+            view.copy_(parameter.data)
+    host.barrier()
+    return layout, region
+
+
+def seat(module: nn.Module, layout: FlatLayout, region: Tensor) -> None:
+    """Lets a module's parameters be views of a region."""
+    for view, parameter in zip(layout.views(region), module.parameters(), strict=True):
+        parameter.data = view
 
 
 class CentralStorageExchange(Exchange):

@@ -1,0 +1,76 @@
+"""headrace trains one PyTorch model on many devices: write the model once, name a strategy."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace import data, metrics, tasks
+    from headrace.comparison import Comparison, compare
+    from headrace.engine.threads import ThreadEngine
+    from headrace.engine.worker import Worker
+    from headrace.metrics import Mean
+    from headrace.report.tensorboard import TensorBoard
+    from headrace.run import Run
+    from headrace.script import setup
+    from headrace.spec.job import Job
+    from headrace.spec.options import Options
+    from headrace.strategies import CentralStorage, Mirrored, OneDevice, Strategy, Unconnected
+    from headrace.trainer import fit, launch
+
+__all__ = [
+    "CentralStorage",
+    "Comparison",
+    "Job",
+    "Mean",
+    "Mirrored",
+    "OneDevice",
+    "Options",
+    "Run",
+    "Strategy",
+    "TensorBoard",
+    "ThreadEngine",
+    "Unconnected",
+    "Worker",
+    "compare",
+    "data",
+    "fit",
+    "launch",
+    "metrics",
+    "setup",
+    "tasks",
+]
+
+# What is imported when it is first asked for: `import headrace` alone does not import torch.
+_HOMES = {
+    "CentralStorage": "headrace.strategies",
+    "Comparison": "headrace.comparison",
+    "Job": "headrace.spec.job",
+    "Mean": "headrace.metrics",
+    "Mirrored": "headrace.strategies",
+    "OneDevice": "headrace.strategies",
+    "Options": "headrace.spec.options",
+    "Run": "headrace.run",
+    "Strategy": "headrace.strategies",
+    "TensorBoard": "headrace.report.tensorboard",
+    "ThreadEngine": "headrace.engine.threads",
+    "Unconnected": "headrace.strategies",
+    "Worker": "headrace.engine.worker",
+    "compare": "headrace.comparison",
+    "fit": "headrace.trainer",
+    "launch": "headrace.trainer",
+    "setup": "headrace.script",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in __all__:
+        return importlib.import_module(f"headrace.{name}")
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

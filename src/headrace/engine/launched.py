@@ -1,0 +1,164 @@
+"""This process is one worker among those that somebody else has started: torchrun, SLURM, MPI, `headrace launch`.
+
+They say who it is in the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from headrace.comm.control import ControlPage
+from headrace.comm.segment import Segment
+from headrace.comm.shared_memory import SharedMemory
+from headrace.engine.machine import cores
+from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.vitals import Vitals
+from headrace.engine.work import work
+from headrace.errors import InfeasiblePlan, PeerLost, UsageError
+from headrace.policies.threads import threads_per_worker
+
+__all__ = ["Group", "LaunchedEngine", "launched_ranks"]
+
+_MEET_S = 120.0
+_BEAT_EVERY_S = 0.25
+
+
+def launched_ranks() -> int | None:
+    """Returns how many processes the launcher has started, None if there is no launcher.
+
+    Raises:
+        UsageError: it says so in part only.
+    """
+    given = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    if "RANK" not in given or "WORLD_SIZE" not in given:
+        return None
+    if len(given) < 4:
+        missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(given)
+        raise UsageError(f"the launcher set {', '.join(given)} but not {', '.join(sorted(missing))}")
+    return int(os.environ["WORLD_SIZE"])
+
+
+class Group:
+    """The processes of one launcher on one host, with shared memory between them.
+
+    Args:
+        timeout_s: after this time without a sign of life a process counts as lost.
+
+    Attributes:
+        rank, world: as the launcher says.
+        page: the group's signals.
+        host: its collective.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._timeout_s = timeout_s
+        self._hosts = [socket.gethostname()] * self.world
+        self._vitals: dict[int, Vitals] = {}
+        if self.world == 1:
+            self._segment = Segment.create(ControlPage.nbytes(1), "control")
+        else:
+            self._segment = self._meet()
+        self.page = ControlPage(self._segment, self.world)
+        self._over = threading.Event()
+        self._start_beating()
+        self.host = SharedMemory(self.page, self.rank, self._check)
+        self.host.barrier()
+
+    def close(self) -> None:
+        """Leaves the group."""
+        self._over.set()
+        self.host.close()
+        self._segment.close()
+
+    def _meet(self) -> Segment:
+        """Rank 0 makes the page and says where; the others open it."""
+        # Here, because a process without a launcher need not import it.
+        from torch.distributed import rendezvous  # type: ignore[attr-defined]
+
+        store, _, _ = next(rendezvous("env://", self.rank, self.world, timeout=timedelta(seconds=_MEET_S)))
+        store.set(f"headrace/host/{self.rank}", socket.gethostname())
+        self._hosts = [store.get(f"headrace/host/{rank}").decode() for rank in range(self.world)]
+        if len(set(self._hosts)) > 1:
+            raise InfeasiblePlan(
+                f"the launcher's {self.world} processes are on {len(set(self._hosts))} hosts "
+                f"({', '.join(sorted(set(self._hosts)))}) and this strategy works on one"
+            )
+        if self.rank == 0:
+            segment = Segment.create(ControlPage.nbytes(self.world), "control")
+            store.set("headrace/page", json.dumps([os.getpid(), segment.descriptor, segment.nbytes]))
+        else:
+            segment = Segment.open(*json.loads(store.get("headrace/page")))
+        # The store lives in rank 0: nobody may still need it when that one ends.
+        store.set(f"headrace/met/{self.rank}", "yes")
+        for rank in range(self.world):
+            store.get(f"headrace/met/{rank}")
+        self._store = store
+        return segment
+
+    def _start_beating(self) -> None:
+        beat = self.page.beats[self.rank]
+        beat[3] = os.getpid()
+
+        def follow() -> None:
+            while not self._over.wait(_BEAT_EVERY_S):
+                beat[0] += 1
+
+        threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
+
+    def _check(self) -> None:
+        """Looks at the others, because nobody watches them for us."""
+        for rank, beat in enumerate(self.page.beats):
+            if rank == self.rank or beat[3] == 0:
+                continue
+            vitals = self._vitals.setdefault(rank, Vitals(beat[3]))
+            if vitals.is_gone():
+                raise PeerLost(rank, self._hosts[rank], f"process {beat[3]} has ended")
+            silent_s = vitals.silent_s(beat[0])
+            if silent_s > self._timeout_s:
+                raise PeerLost(rank, self._hosts[rank], f"gave no sign of life for {silent_s:.1f} s")
+
+
+class LaunchedEngine(Engine):
+    """Runs one worker, in this process."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+
+    def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+        if self._group is None:
+            self._group = Group(order.timeout_s)
+        group = self._group
+        torch.set_num_threads(threads_per_worker(cores(), group.world))
+        page = group.page
+        stopped = _stop_on_interrupt(page)
+        work(order, group.rank, group.host, page)
+        progress(Progress(page.beats[group.rank][1], page.losses[group.rank][0], page.beats[group.rank][2]))
+        return "interrupted" if stopped() else "ok"
+
+    def close(self) -> None:
+        if self._group:
+            self._group.close()
+            self._group = None
+
+
+def _stop_on_interrupt(page: ControlPage) -> Callable[[], bool]:
+    """Lets the first Ctrl-C end the run in order, on all ranks in the same round."""
+    if threading.current_thread() is threading.main_thread():
+        before: Any = signal.getsignal(signal.SIGINT)
+
+        def stop(number: int, frame: object) -> None:
+            page.stop = 1
+            signal.signal(signal.SIGINT, before)
+
+        signal.signal(signal.SIGINT, stop)
+    return lambda: bool(page.stop)

@@ -1,0 +1,117 @@
+"""Everything about a job that can be found out before a process starts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from headrace.data import Loader, as_pipeline
+from headrace.engine.work import build_module, objective_of
+from headrace.errors import HeadraceError, JobError
+from headrace.metrics import Mean, weigh
+from headrace.replica.describe import describe
+from headrace.replica.optimizer import is_elementwise
+from headrace.replica.selection import call, select_target
+from headrace.spec.job import Job
+from headrace.spec.model import ModelSpec
+
+__all__ = ["Prepared", "prepare"]
+
+_TRIED_EXAMPLES = 2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that was looked at.
+
+    Attributes:
+        module: the model before training.
+        model: its specification.
+        weighed: whether the loss is a `Mean`.
+        examples: length of the training set.
+        notices: lines for the user.
+    """
+
+    module: nn.Module
+    model: ModelSpec
+    weighed: bool
+    examples: int
+    notices: tuple[str, ...]
+
+
+def prepare(job: Job) -> Prepared:
+    """Builds the job's model and runs it on two examples, with loss and metrics.
+
+    Raises:
+        JobError: the model cannot be built or run, or its optimizer not be made.
+        DataError: there is no data, or the target has the wrong form.
+        UsageError: the loss is no scalar, the optimizer not usable.
+    """
+    pipeline, notices = as_pipeline(job.data)
+    with torch.random.fork_rng(devices=[]):
+        module = _guarded("the model cannot be built", lambda: build_module(job))
+        if not isinstance(module, nn.Module):
+            raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
+        _refuse_what_cannot_be_exchanged(module)
+        weighed = _try(job, module, job.data, "data")
+        if job.eval_data is not None:
+            _, more = as_pipeline(job.eval_data)
+            notices += more
+            _try(job, module, job.eval_data, "eval_data")
+        named = list(module.named_parameters())
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise JobError("the model has no parameter to train: all are frozen, or there is none")
+        sliceable = _guarded("the optimizer cannot be made", lambda: is_elementwise(job.optimizer, named))
+    return Prepared(module, describe(module, sliceable), weighed, len(pipeline), notices)
+
+
+def _try(job: Job, module: nn.Module, data: object, what: str) -> bool:
+    """Runs the model, the loss and the metrics on the first examples; returns whether the loss is a `Mean`."""
+    pipeline, _ = as_pipeline(data)
+    count = min(_TRIED_EXAMPLES, len(pipeline))
+    share = next(Loader(pipeline, job.seed, count, (1,), 0, ordered=True).sweep())
+    training = module.training
+    try:
+        with torch.no_grad():
+            output = _guarded(
+                f"the model cannot be run on {what}", lambda: call(module.eval(), share.batch, job.inputs)
+            )
+            target = select_target(share.batch, job.target)
+            if job.task:
+                job.task.check(output, target)
+            loss = _guarded(f"the loss cannot be computed on {what}", lambda: objective_of(job).loss(output, target))
+            weigh(loss, share.examples, "the loss")
+            metrics = {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
+            for name, metric in metrics.items():
+                value = _guarded(
+                    f"the metric {name!r} cannot be computed on {what}", functools.partial(metric, output, target)
+                )
+                weigh(value, share.examples, name)
+    finally:
+        module.train(training)
+    return isinstance(loss, Mean)
+
+
+def _refuse_what_cannot_be_exchanged(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise JobError(f"the layer {name!r} makes sparse gradients, which are not exchanged; use sparse=False")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise JobError(f"the parameter {name!r} has no shape before the first batch; use a layer that is not lazy")
+
+
+def _guarded(what: str, function: Callable[[], T]) -> T:
+    try:
+        return function()
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise JobError(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,198 @@
+"""fit and launch: a job, a strategy, a run."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Callable
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
+
+import torch
+
+from headrace.engine.journal import Journal, events_path
+from headrace.engine.launched import LaunchedEngine, launched_ranks
+from headrace.engine.local import LocalEngine
+from headrace.engine.machine import detect
+from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.preparation import Prepared, prepare
+from headrace.engine.worker import Worker
+from headrace.errors import DataError, InfeasiblePlan, UnfitMachine, UsageError
+from headrace.policies.split import split
+from headrace.report.events import Tail
+from headrace.run import Run
+from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted
+from headrace.spec.job import Job
+from headrace.spec.plain import to_plain
+from headrace.spec.plan import Plan
+from headrace.strategies import Strategy, resolve
+
+__all__ = ["fit", "launch"]
+
+OnEvent = Callable[[Event], None]
+
+
+def fit(
+    job: Job,
+    strategy: str | Strategy = "one_device",
+    *,
+    device: str = "auto",
+    run_dir: Path | str | None = None,
+    on_event: OnEvent | None = None,
+    timeout_s: float = 10.0,
+    engine: Engine | None = None,
+    seconds: float | None = None,
+) -> Run:
+    """Trains a job and returns the run.
+
+    Args:
+        job: what to train.
+        strategy: how, by name ("mirrored") or as a value (`hr.Mirrored(workers=2)`).
+        device: "auto" takes CUDA where there is one, else the CPU; or "cpu", "cuda".
+        run_dir: where events, logs and the trained model go; None for a temporary directory that goes with
+            the returned run.
+        on_event: called in this process with every event, in the order of their writing.
+        timeout_s: a process without a sign of life for this long counts as lost.
+        engine: what runs the workers; None for local processes, or for the launcher's (torchrun) where there
+            is one.
+        seconds: ends the run in order after this time.
+
+    Raises:
+        UsageError: the job, the strategy or the numbers do not fit together.
+        DataError: there is no data, or it has the wrong form.
+        UnfitMachine: the machine lacks something.
+        RunFailed: a worker failed or was lost.
+    """
+    return _run(job, None, strategy, device, run_dir, on_event, timeout_s, engine, seconds)
+
+
+def launch(
+    train: Callable[[Worker], None],
+    job: Job,
+    strategy: str | Strategy = "one_device",
+    *,
+    device: str = "auto",
+    run_dir: Path | str | None = None,
+    on_event: OnEvent | None = None,
+    timeout_s: float = 10.0,
+    engine: Engine | None = None,
+) -> Run:
+    """Runs a training loop of one's own in every worker.
+
+        def train(worker):
+            for batch in worker.batches():
+                loss = worker.step(batch)      # or: worker.backward(loss); worker.update()
+
+    Args:
+        train: the loop; it is called with a `Worker` in each worker.
+        job, strategy, device, run_dir, on_event, timeout_s, engine: as for `fit`, with the same errors.
+    """
+    return _run(job, train, strategy, device, run_dir, on_event, timeout_s, engine, None)
+
+
+def _run(
+    job: Job,
+    train: Callable[[Worker], None] | None,
+    strategy: str | Strategy,
+    device: str,
+    run_dir: Path | str | None,
+    on_event: OnEvent | None,
+    timeout_s: float,
+    engine: Engine | None,
+    seconds: float | None,
+) -> Run:
+    if timeout_s <= 0:
+        raise UsageError(f"timeout_s must be above 0, got {timeout_s}")
+    chosen = resolve(strategy)
+    ranks = launched_ranks() if engine is None else None
+    cluster = detect(device, ranks)
+    prepared = prepare(job)
+    plan = chosen.plan(prepared.model, cluster)
+    _check_split(job, prepared, plan)
+    keeper = tempfile.TemporaryDirectory(prefix="headrace-") if run_dir is None else None
+    directory = Path(keeper.name if keeper else run_dir).absolute()  # type: ignore[arg-type]
+    _claim(directory)
+    started = monotonic()
+    order = Order(job, train, chosen, plan, prepared.model, prepared.weighed, directory, started, timeout_s, seconds)
+    own = None if engine else (LaunchedEngine() if ranks else LocalEngine())
+    try:
+        status = _supervise(order, prepared, own or engine, on_event)  # type: ignore[arg-type]
+    finally:
+        if own:
+            own.close()
+    return Run(job, plan, directory, status, prepared.module, keeper)
+
+
+def _supervise(order: Order, prepared: Prepared, engine: Engine, on_event: OnEvent | None) -> str:
+    journal = Journal(order.run_dir, LAUNCHER, order.started)
+    tail = Tail(order.run_dir)
+
+    def follow(_: Progress | None = None) -> None:
+        if on_event:
+            for event in tail.read():
+                on_event(event)
+
+    status = "failed"
+    try:
+        journal.write(_started(order, prepared))
+        for line in (_first_line(order, prepared), *prepared.notices):
+            journal.write(Notice(LAUNCHER, journal.now(), line))
+        status = engine.run(order, follow)
+        return status
+    finally:
+        journal.write(RunEnded(LAUNCHER, journal.now(), status))
+        journal.close()
+        follow()
+
+
+def _started(order: Order, prepared: Prepared) -> RunStarted:
+    role = order.plan.roles[0]
+    return RunStarted(
+        rank=LAUNCHER,
+        time_s=0.0,
+        strategy=order.plan.strategy,
+        workers=order.plan.workers,
+        device=role.device.partition(":")[0],
+        threads=role.threads,
+        global_batch_size=order.job.global_batch_size,
+        examples_per_epoch=prepared.examples,
+        started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        plan=to_plain(order.plan),
+        versions={"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _first_line(order: Order, prepared: Prepared) -> str:
+    plan, role = order.plan, order.plan.roles[0]
+    parts = split(order.job.global_batch_size, plan.shares)
+    batch = " + ".join(map(str, parts)) if len(parts) <= 8 else f"{len(parts)} x {parts[-1]}..{parts[0]}"
+    devices = ", ".join(dict.fromkeys(role.device for role in plan.roles))
+    return (
+        f"{plan.strategy}: {plan.workers} worker{'s' * (plan.workers > 1)} on {role.host}, {devices}, {role.threads} "
+        f"thread{'s' * (role.threads > 1)} each; batch of {order.job.global_batch_size} = {batch}; "
+        f"{prepared.examples:,} examples"
+    )
+
+
+def _check_split(job: Job, prepared: Prepared, plan: Plan) -> None:
+    if job.global_batch_size < plan.workers:
+        raise InfeasiblePlan(
+            f"a global batch of {job.global_batch_size} cannot be split among {plan.workers} workers; "
+            f"use global_batch_size={plan.workers} or more, or fewer workers"
+        )
+    if prepared.examples < plan.workers:
+        raise DataError(f"{prepared.examples} examples are fewer than {plan.workers} workers; use fewer workers")
+
+
+def _claim(directory: Path) -> None:
+    """Makes the run's directory, and refuses one that holds a run already."""
+    if events_path(directory, LAUNCHER).exists():
+        raise UsageError(f"{directory} holds a run already; name another run_dir, or delete it")
+    try:
+        events_path(directory, LAUNCHER).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UnfitMachine(f"cannot write to the run directory {directory}: {error.strerror}; name another") from error
