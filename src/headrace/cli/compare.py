@@ -8,6 +8,7 @@ import typer
 
 from headrace.cli.errors import ExitCode
 from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.launcher import own_engine, refuse_launcher
 from headrace.cli.options import (
     Device,
     DeviceOption,
@@ -62,15 +63,14 @@ def compare(
     Progress goes to stderr, the table to stdout, with the path of a page that needs no other file.
     """
     with answering(as_json) as answer:
+        refuse_launcher("compare")
         names = split_names(strategies)
         check_strategies(names)
         find_job(path)
         check_tensorboard(tensorboard)
         where = run_dir or default_run_dir(f"compare-{job_name(path)}")
-        # Lazily, and in this order, for the same reason as in `train`.
-        from headrace.engine.local import LocalEngine
-
-        with LocalEngine() as engine, saying_where(where):
+        # In this order for the same reason as in `train`.
+        with own_engine() as engine, saying_where(where):
             job = load_job(path, settings or ())
             from headrace.comparison import compare as compare_strategies
             from headrace.strategies import resolve

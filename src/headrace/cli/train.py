@@ -8,6 +8,7 @@ import typer
 
 from headrace.cli.errors import ExitCode
 from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.launcher import launched_rank, own_engine, require_run_dir
 from headrace.cli.options import (
     Device,
     DeviceOption,
@@ -61,12 +62,11 @@ def train(
         check_strategies([strategy])
         find_job(path)
         check_tensorboard(tensorboard)
+        require_run_dir(run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{strategy}")
-        # Lazily, and in this order: the engine starts a process that imports torch at the same time as this
-        # one does, for the job file and the trainer.
-        from headrace.engine.local import LocalEngine
-
-        with LocalEngine() as engine, saying_where(where):
+        # In this order: the engine starts a process that imports torch at the same time as this one does, for
+        # the job file and the trainer.
+        with own_engine() as engine, saying_where(where):
             job = load_job(path, settings or ())
             from headrace.strategies import resolve
             from headrace.trainer import fit
@@ -74,7 +74,7 @@ def train(
             chosen = resolve(strategy, workers)
             if workers is not None and workers != getattr(chosen, "workers", 1):
                 raise UsageError(f"--workers {workers}: {strategy} runs on 1; try --strategy mirrored")
-            with Watch(job, tensorboard) as watch:
+            with Watch(job, tensorboard, quiet=bool(launched_rank())) as watch:
                 run = fit(
                     job,
                     strategy=chosen,
@@ -84,6 +84,7 @@ def train(
                     timeout_s=timeout_s,
                     engine=engine,
                 )
-        show_run(answer, where)
+        if launched_rank() in (None, 0):
+            show_run(answer, where)
     if run.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)

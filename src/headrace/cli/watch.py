@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from headrace.errors import UnfitMachine
-from headrace.policies.split import split
 from headrace.report.progress import Progress
 from headrace.spec.event import Evaluated, Event, Notice, RunEnded, RunStarted, Stepped
 
@@ -46,9 +44,13 @@ class Watch:
         job: what is trained; says how many steps there will be.
         log_dir: where TensorBoard's logs go, one folder a run; None for none.
         stream: where progress goes; stderr by default.
+        quiet: whether to show nothing, as ranks other than 0 do.
     """
 
-    def __init__(self, job: Job, log_dir: Path | None = None, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, job: Job, log_dir: Path | None = None, stream: TextIO | None = None, quiet: bool = False
+    ) -> None:
+        self._quiet = quiet
         self._job = job
         self._log_dir = log_dir
         self._stream = sys.stderr if stream is None else stream
@@ -67,6 +69,8 @@ class Watch:
 
     def __call__(self, event: Event) -> None:
         """Shows what the event tells."""
+        if self._quiet:
+            return
         match event:
             case Stepped():
                 if event.rank == 0:
@@ -77,7 +81,7 @@ class Watch:
                 values = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
                 self._line(f"{self._label}: {values} after {_count(event.step, 'step')}")
             case Notice():
-                self._line(f"{self._label}: {event.text}" if self._label else event.text)
+                self._line(event.text)
         if self._board is not None:
             self._board(event)
         if isinstance(event, RunEnded):
@@ -87,7 +91,6 @@ class Watch:
         self._close()
         self._label = event.strategy
         self._first = None
-        self._line(_first_line(event))
         self._progress = Progress(
             _rounds(self._job, event), event.strategy, self._stream, plain=not is_live(self._stream)
         )
@@ -123,18 +126,6 @@ def _rounds(job: Job, event: RunStarted) -> int | None:
     if job.epochs is None:
         return job.steps
     return job.epochs * -(-event.examples_per_epoch // event.global_batch_size)
-
-
-def _first_line(event: RunStarted) -> str:
-    """Processes, devices, threads, the batch's split."""
-    shares = event.plan.get("shares")
-    parts = ""
-    if isinstance(shares, Sequence) and len(shares) > 1:
-        parts = f" ({' + '.join(str(part) for part in split(event.global_batch_size, shares))})"
-    return (
-        f"{event.strategy}: {_count(event.workers, 'worker')} on {event.device}, "
-        f"{_count(event.threads, 'thread')} each, {event.global_batch_size} examples a round{parts}"
-    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,0 +1,76 @@
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import run
+from headrace.errors import WorkerFailed
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, tuple[str, ...], int]]:
+    """What the fake engine was asked; it exits with the last argument, if that is a number."""
+    calls = []
+
+    def launch_script(path: Path, arguments: tuple[str, ...], workers: int) -> int:
+        calls.append((path, arguments, workers))
+        if arguments[-1:] == ("fail",):
+            raise WorkerFailed(1, "host", "KeyError: 3", "Traceback\nKeyError: 3")
+        os.write(1, b"a line of the script\n")
+        return int(arguments[-1]) if arguments and arguments[-1].lstrip("-").isdigit() else 0
+
+    module = types.ModuleType("headrace.engine.script")
+    vars(module)["launch_script"] = launch_script
+    monkeypatch.setitem(sys.modules, "headrace.engine.script", module)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "script_gets", "workers"),
+    [
+        (["train.py"], (), 2),
+        (["train.py", "--workers", "3", "--epochs", "5", "-v", "data"], ("--epochs", "5", "-v", "data"), 3),
+        (["--workers", "1", "--", "train.py", "--json", "--help"], ("--json", "--help"), 1),
+        (["train.py", "--lr=0.1"], ("--lr=0.1",), 2),
+    ],
+)
+def test_the_script_gets_its_arguments(
+    launched, arguments: list[str], script_gets: tuple[str, ...], workers: int
+) -> None:
+    assert run(["launch", *arguments]) == 0
+    assert launched == [(Path("train.py"), script_gets, workers)]
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [("0", 0), ("3", 3), ("-9", 137)])
+def test_the_exit_code_is_the_scripts(launched, code: str, exit_code: int) -> None:
+    assert run(["launch", "--", "train.py", code]) == exit_code
+
+
+def test_its_output_goes_where_it_would_go_alone(launched, capfd: Capture) -> None:
+    assert run(["launch", "train.py"]) == 0
+    assert capfd.readouterr() == ("a line of the script\n", "")
+
+
+def test_as_json_stdout_carries_the_result_alone(launched, capfd: Capture) -> None:
+    assert run(["launch", "train.py", "--json", "5"]) == 5
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"script": "train.py", "workers": 2, "exit_code": 5}
+    assert err == "a line of the script\n"
+
+
+def test_a_script_that_fails(launched, capsys: Capture) -> None:
+    assert run(["launch", "train.py", "fail"]) == 1
+    assert capsys.readouterr().err == "error: rank 1 on host failed: KeyError: 3\n\nTraceback\nKeyError: 3\n"
+
+
+def test_a_script_that_is_not_there(launched, capsys: Capture) -> None:
+    assert run(["launch", "trian.py"]) == 2
+    assert "the script trian.py does not exist; did you mean train.py?" in capsys.readouterr().err
+    assert launched == []

@@ -1,0 +1,38 @@
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.rundir import default_run_dir, job_name, saying_where
+from headrace.errors import PeerLost, UsageError
+
+NOW = datetime(2026, 3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("digits.py", "digits"), ("examples/fashion_mnist/job.py", "fashion_mnist"), ("/job.py", "job")]
+)
+def test_a_job_is_called_after_its_file_or_folder(path: str, name: str) -> None:
+    assert job_name(Path(path)) == name
+
+
+def test_runs_have_their_own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = default_run_dir("digits-mirrored", NOW)
+    assert first == Path("runs/digits-mirrored-20260304-050607")
+    first.mkdir(parents=True)
+    assert default_run_dir("digits-mirrored", NOW) == Path("runs/digits-mirrored-20260304-050607-2")
+
+
+def test_a_failure_says_where_its_files_are(tmp_path: Path) -> None:
+    with pytest.raises(PeerLost) as caught, saying_where(tmp_path):
+        raise PeerLost(1, "host", "killed")
+    assert caught.value.__notes__ == [f"events and logs: {tmp_path}"]
+
+
+def test_what_failed_before_it_began_has_no_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught, saying_where(tmp_path):
+        raise UsageError("no")
+    with pytest.raises(PeerLost) as lost, saying_where(tmp_path / "never made"):
+        raise PeerLost(1, "host", "killed")
+    assert [getattr(each.value, "__notes__", []) for each in (caught, lost)] == [[], []]

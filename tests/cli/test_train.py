@@ -1,0 +1,132 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import run
+from headrace.cli.jobfile import MODULE
+from headrace.errors import PeerLost, WorkerFailed
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_the_engine_begins_before_the_job_is_read_and_ends(stage, job_file: Path) -> None:
+    assert run(["train", "digits.py"]) == 0
+    assert stage.seen == ["engine begins", "fit", "engine ends"]
+
+
+def test_what_was_asked_reaches_fit(stage, job_file: Path, tmp_path: Path) -> None:
+    arguments = ["--strategy", "mirrored", "--workers", "2", "--device", "cpu", "--run-dir", "a", "--timeout-s", "3"]
+    assert run(["train", "digits.py", *arguments, "--set", "lr=0.5", "--set", "epochs=1"]) == 0
+    assert (stage.chosen[0].name, stage.chosen[0].workers) == ("mirrored", 2)
+    assert (stage.asked["device"], stage.asked["run_dir"], stage.asked["timeout_s"]) == ("cpu", Path("a"), 3.0)
+    assert stage.asked["engine"] is not None
+    assert (stage.job.data[0], stage.job.epochs) == (0.5, 1)
+
+
+def test_the_result_is_on_stdout_and_progress_on_stderr(stage, job_file: Path, capsys: Capture) -> None:
+    stage.said = "a print of the user"
+    assert run(["train", "digits.py", "--strategy", "mirrored", "--run-dir", "runs/a"]) == 0
+    out, err = capsys.readouterr()
+    assert "accuracy 0.875" in out
+    assert "examples/s" in out
+    assert out.splitlines()[-2:] == ["run dir: runs/a", "model: runs/a/model.safetensors"]
+    assert max(len(line) for line in out.splitlines()) <= 80
+    assert "a print of the user" in err
+    assert "mirrored: accuracy 0.875, loss 0.25 after 6 steps" in err
+
+
+def test_the_result_as_json(stage, job_file: Path, capsys: Capture) -> None:
+    assert run(["train", "digits.py", "--run-dir", "runs/a", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["metrics"] == {"accuracy": 0.875, "loss": 0.25}
+    assert result["examples_per_s"] > 0
+    assert (result["run_dir"], result["model"]) == ("runs/a", "runs/a/model.safetensors")
+
+
+def test_a_run_directory_of_its_own(stage, job_file: Path) -> None:
+    assert run(["train", "digits.py", "--strategy", "mirrored"]) == 0
+    assert stage.asked["run_dir"].parent == Path("runs")
+    assert stage.asked["run_dir"].name.startswith("digits-mirrored-2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["digit.py"], "did you mean digits.py?"),
+        (["digits.py", "--strategy", "mirored"], "did you mean 'mirrored'?"),
+    ],
+)
+def test_nothing_starts_when_the_command_line_is_wrong(
+    stage, job_file: Path, arguments: list[str], words: str, capsys: Capture
+) -> None:
+    assert run(["train", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert stage.seen == []
+
+
+def test_a_job_that_cannot_be_loaded_ends_the_engine(stage, job_file: Path, capsys: Capture) -> None:
+    job_file.write_text("import math\n\ndef shape():\n    return math.sqrt(-1)\n\njob = shape()\n")
+    assert run(["train", "digits.py"]) == 2
+    err = capsys.readouterr().err
+    assert stage.seen == ["engine begins", "engine ends"]
+    assert err.startswith("error: the job file digits.py failed when it was loaded: ValueError: ")
+    assert err.rstrip().splitlines()[-1].startswith("ValueError: ")
+    assert "headrace/cli" not in err
+
+
+def test_one_device_takes_no_other_number_of_workers(stage, job_file: Path, capsys: Capture) -> None:
+    assert run(["train", "digits.py", "--workers", "2"]) == 2
+    assert "--workers 2: one_device runs on 1; try --strategy mirrored" in capsys.readouterr().err
+    assert run(["train", "digits.py", "--workers", "1"]) == 0
+
+
+def test_a_worker_that_fails_has_the_last_word(stage, job_file: Path, capsys: Capture) -> None:
+    shown = 'Traceback (most recent call last):\n  File "digits.py", line 3, in loss\nKeyError: 3'
+    stage.error = WorkerFailed(1, "host", "KeyError: 3", shown)
+    assert run(["train", "digits.py", "--run-dir", "runs/a", "--strategy", "mirrored"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith(f"error: rank 1 on host failed: KeyError: 3\nevents and logs: runs/a\n\n{shown}\n")
+
+
+def test_a_lost_peer_as_json(stage, job_file: Path, capsys: Capture) -> None:
+    stage.error = PeerLost(1, "host", "killed by signal 9 (SIGKILL)")
+    assert run(["train", "digits.py", "--json"]) == 4
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["type"], error["rank"], error["exit_code"]) == ("PeerLost", 1, 4)
+
+
+def test_an_interrupted_run_shows_what_it_has(stage, job_file: Path, capsys: Capture) -> None:
+    stage.status = "interrupted"
+    assert run(["train", "digits.py", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["status"] == "interrupted"
+
+
+def test_workers_see_the_folder_of_the_job(
+    stage, job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    paths: list[list[str]] = []
+    module = sys.modules["headrace.engine.local"]
+    engine = module.LocalEngine
+    monkeypatch.setattr(module, "LocalEngine", lambda: (paths.append(list(sys.path)), engine())[1])
+    assert run(["train", "digits.py"]) == 0
+    assert str(tmp_path) in paths[0]
+    assert MODULE in sys.modules
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False)])
+def test_under_a_launcher_its_processes_are_the_workers_and_rank_0_speaks(
+    stage, job_file: Path, rank: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["train", "digits.py", "--strategy", "mirrored", "--run-dir", "runs/a"]) == 0
+    assert stage.seen == ["fit"]
+    assert stage.asked["engine"] is None
+    out, err = capsys.readouterr()
+    assert bool(out) is bool(err) is shown
+    assert run(["train", "digits.py", "--strategy", "mirrored"]) == 2
+    assert "name it with --run-dir" in capsys.readouterr().err
