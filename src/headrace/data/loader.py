@@ -146,13 +146,15 @@ class Loader:
             generator=torch.Generator().manual_seed((self._seed + self._data_rank) % 2**63),
         )
         batches = iter(loader)
-        for epoch, indices, of in mine:
-            batch = next(batches) if len(indices) else reader.read(epoch, indices)
-            if isinstance(batch, _Broken):
-                error = DataError(batch.message)
-                error.add_note(batch.traceback)
-                raise error
-            yield Share(batch, len(indices), of, epoch)
+        try:
+            for epoch, indices, of in mine:
+                batch = next(batches) if len(indices) else reader.read(epoch, indices)
+                if isinstance(batch, _Broken):
+                    raise batch.error()
+                yield Share(batch, len(indices), of, epoch)
+        finally:
+            # Its processes end with the last reference; a traceback that holds this frame must not be one.
+            del batches
 
 
 class _Reader:
@@ -193,6 +195,12 @@ class _Broken:
 
     message: str
     traceback: str
+
+    def error(self) -> DataError:
+        """Returns the error, with the traceback of the other process as a note."""
+        error = DataError(self.message)
+        error.add_note(self.traceback)
+        return error
 
 
 class _Reading(Dataset[Any]):
