@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -61,12 +62,17 @@ def _build_union(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _build_dataclass(kind: type, value: dict[str, Any]) -> Any:
-    hints = typing.get_type_hints(kind)
-    fields = {field.name for field in dataclasses.fields(kind)}
-    unknown = sorted(set(value) - fields)
+    hints = _field_types(kind)
+    unknown = sorted(set(value) - set(hints))
     if unknown:
         raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
     return kind(**{name: _build(hints[name], item) for name, item in value.items()})
+
+
+@functools.cache
+def _field_types(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _expect(kind: type, value: Any) -> Any:
