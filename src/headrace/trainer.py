@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import datetime
@@ -15,13 +16,14 @@ import torch
 from headrace.engine.journal import Journal, events_path
 from headrace.engine.launched import LaunchedEngine, launched_ranks
 from headrace.engine.local import LocalEngine
-from headrace.engine.machine import detect
+from headrace.engine.machine import can_paint, detect
 from headrace.engine.order import Engine, Order, Progress
 from headrace.engine.preparation import Prepared, prepare
 from headrace.engine.worker import Worker
 from headrace.errors import DataError, InfeasiblePlan, UnfitMachine, UsageError
 from headrace.policies.split import split
 from headrace.report.events import Tail
+from headrace.report.show import Show
 from headrace.run import Run
 from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted
 from headrace.spec.job import Job
@@ -111,14 +113,21 @@ def _run(
     prepared = prepare(job)
     plan = chosen.plan(prepared.model, cluster)
     _check_split(job, prepared, plan)
-    keeper = tempfile.TemporaryDirectory(prefix="headrace-") if run_dir is None else None
-    directory = Path(keeper.name if keeper else run_dir).absolute()  # type: ignore[arg-type]
-    _claim(directory)
-    started = monotonic()
-    order = Order(job, train, chosen, plan, prepared.model, prepared.weighed, directory, started, timeout_s, seconds)
-    own = None if engine else (LaunchedEngine() if ranks else LocalEngine())
+    own = None if engine else (LaunchedEngine(timeout_s) if ranks else LocalEngine())
+    running = own or engine
+    assert running is not None
+    leads = not isinstance(running, LaunchedEngine) or running.rank == 0
     try:
-        status = _supervise(order, prepared, own or engine, on_event)  # type: ignore[arg-type]
+        keeper = tempfile.TemporaryDirectory(prefix="headrace-") if run_dir is None and leads else None
+        directory = Path(keeper.name if keeper else run_dir or ".").absolute()
+        if leads:
+            _claim(directory)
+        if isinstance(running, LaunchedEngine):
+            directory = Path(running.agree(str(directory)))
+        order = Order(
+            job, train, chosen, plan, prepared.model, prepared.weighed, directory, monotonic(), timeout_s, seconds
+        )
+        status = _supervise(order, prepared, running, on_event) if leads else running.run(order, lambda _: None)
     finally:
         if own:
             own.close()
@@ -127,11 +136,16 @@ def _run(
 
 def _supervise(order: Order, prepared: Prepared, engine: Engine, on_event: OnEvent | None) -> str:
     journal = Journal(order.run_dir, LAUNCHER, order.started)
-    tail = Tail(order.run_dir)
+    # Whoever wants no steps need not pay for reading them.
+    tail = Tail(order.run_dir, skip=() if on_event else ("stepped",))
+    show = Show(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
 
-    def follow(_: Progress | None = None) -> None:
-        if on_event:
-            for event in tail.read():
+    def follow(progress: Progress | None = None) -> None:
+        if progress:
+            show.update(progress.step, progress.loss, progress.examples)
+        for event in tail.read():
+            show.event(event)
+            if on_event:
                 on_event(event)
 
     status = "failed"
@@ -145,6 +159,14 @@ def _supervise(order: Order, prepared: Prepared, engine: Engine, on_event: OnEve
         journal.write(RunEnded(LAUNCHER, journal.now(), status))
         journal.close()
         follow()
+        show.close()
+
+
+def _rounds(order: Order, prepared: Prepared) -> int | None:
+    job = order.job
+    if order.train is not None or order.seconds is not None:
+        return None
+    return job.steps or (job.epochs or 0) * -(-prepared.examples // job.global_batch_size)
 
 
 def _started(order: Order, prepared: Prepared) -> RunStarted:
@@ -161,6 +183,7 @@ def _started(order: Order, prepared: Prepared) -> RunStarted:
         started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
         plan=to_plain(order.plan),
         versions={"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()},
+        clock_s=order.started,
     )
 
 

@@ -64,6 +64,8 @@ class Group:
         self._timeout_s = timeout_s
         self._hosts = [socket.gethostname()] * self.world
         self._vitals: dict[int, Vitals] = {}
+        self._store: Any = None
+        self._agreed = 0
         if self.world == 1:
             self._segment = Segment.create(ControlPage.nbytes(1), "control")
         else:
@@ -79,6 +81,19 @@ class Group:
         self._over.set()
         self.host.close()
         self._segment.close()
+
+    def agree(self, text: str) -> str:
+        """Returns rank 0's text, on every rank."""
+        if self._store is None:
+            return text
+        self._agreed += 1
+        key = f"headrace/agreed/{self._agreed}"
+        if self.rank == 0:
+            self._store.set(key, text)
+        agreed: str = self._store.get(key).decode()
+        # The store lives with rank 0, which must not end before the others have read.
+        self.host.barrier()
+        return agreed
 
     def _meet(self) -> Segment:
         """Rank 0 makes the page and says where; the others open it."""
@@ -98,10 +113,6 @@ class Group:
             store.set("headrace/page", json.dumps([os.getpid(), segment.descriptor, segment.nbytes]))
         else:
             segment = Segment.open(*json.loads(store.get("headrace/page")))
-        # The store lives in rank 0: nobody may still need it when that one ends.
-        store.set(f"headrace/met/{self.rank}", "yes")
-        for rank in range(self.world):
-            store.get(f"headrace/met/{rank}")
         self._store = store
         return segment
 
@@ -129,14 +140,24 @@ class Group:
 
 
 class LaunchedEngine(Engine):
-    """Runs one worker, in this process."""
+    """Runs one worker, in this process.
 
-    def __init__(self) -> None:
-        self._group: Group | None = None
+    Args:
+        timeout_s: after this time without a sign of life a process counts as lost.
+
+    Attributes:
+        rank: as the launcher says.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = Group(timeout_s)
+        self.rank = self._group.rank
+
+    def agree(self, text: str) -> str:
+        """Returns rank 0's text, on every rank."""
+        return self._group.agree(text)
 
     def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
-        if self._group is None:
-            self._group = Group(order.timeout_s)
         group = self._group
         torch.set_num_threads(threads_per_worker(cores(), group.world))
         page = group.page
@@ -146,9 +167,7 @@ class LaunchedEngine(Engine):
         return "interrupted" if stopped() else "ok"
 
     def close(self) -> None:
-        if self._group:
-            self._group.close()
-            self._group = None
+        self._group.close()
 
 
 def _stop_on_interrupt(page: ControlPage) -> Callable[[], bool]:

@@ -6,11 +6,12 @@ import os
 import platform
 import socket
 from pathlib import Path
+from typing import TextIO
 
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.cluster import Cluster, Host
 
-__all__ = ["check_shared_memory", "cores", "detect", "require_linux"]
+__all__ = ["can_paint", "check_shared_memory", "cores", "detect", "require_linux"]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -59,6 +60,13 @@ def detect(device: str, ranks: int | None = None) -> Cluster:
         )
     host = Host(socket.gethostname(), cores(), available_bytes(), found)
     return Cluster((host,), ranks, "cuda" if found else "cpu")
+
+
+def can_paint(stream: TextIO) -> bool:
+    """Whether a moving bar may be painted: on a terminal that can, and not in CI."""
+    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        return False
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 def check_shared_memory() -> str | None:

@@ -43,6 +43,8 @@ def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
 def _run(nursery: Nursery, path: Path, arguments: Sequence[str], workers: int, folder: Path, held: int) -> int:
     logs = [log_path(folder, rank) for rank in range(workers)]
     logs[0].parent.mkdir()
+    for log in logs:
+        log.touch()
     port = _free_port()
     for rank in range(workers):
         order = {

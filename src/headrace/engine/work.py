@@ -65,6 +65,8 @@ def work(
         worker.finish()
         if rank == 0:
             _save(parts.module, order)
+        # Under a launcher every rank goes on with the saved model.
+        host.barrier()
         journal.write(_ended(rank, worker, replica, host, journal, parts))
     except PeerLost:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,10 +69,12 @@ class Tail:
 
     Args:
         run_dir: the run directory; need not exist yet.
+        skip: kinds of events to leave out, unread.
     """
 
-    def __init__(self, run_dir: Path | str) -> None:
+    def __init__(self, run_dir: Path | str, skip: Iterable[str] = ()) -> None:
         self._run_dir = Path(run_dir)
+        self._skip = tuple(f'{{"kind":"{kind}"'.encode() for kind in skip)
         self._places: dict[Path, _Place] = {}
 
     def read(self) -> tuple[Event, ...]:
@@ -84,7 +87,7 @@ class Tail:
         for file in _files(self._run_dir):
             place = self._places.setdefault(file, _Place())
             if file.stat().st_size > place.offset:
-                events += place.advance(file)
+                events += place.advance(file, self._skip)
         return tuple(sorted(events, key=lambda event: event.time_s))
 
 
@@ -93,14 +96,16 @@ class _Place:
     offset: int = field(default=0)
     lines: int = field(default=0)
 
-    def advance(self, file: Path) -> list[Event]:
+    def advance(self, file: Path, skip: tuple[bytes, ...]) -> list[Event]:
         with file.open("rb") as stream:
             stream.seek(self.offset)
             complete = stream.read().split(b"\n")[:-1]
         first = self.lines + 1
         self.lines += len(complete)
         self.offset += sum(len(line) + 1 for line in complete)
-        return [_event(file, number, line) for number, line in enumerate(complete, start=first)]
+        return [
+            _event(file, number, line) for number, line in enumerate(complete, start=first) if not line.startswith(skip)
+        ]
 
 
 def _files(run_dir: Path) -> list[Path]:

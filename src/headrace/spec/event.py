@@ -59,6 +59,7 @@ class RunStarted(Event):
         started_at: wall time, ISO 8601, for display only.
         plan: the plan as JSON values.
         versions: "headrace", "torch", "python" to version.
+        clock_s: the run's begin on the host's monotonic clock.
     """
 
     kind: ClassVar[str] = "run_started"
@@ -71,6 +72,7 @@ class RunStarted(Event):
     started_at: str
     plan: Mapping[str, object]
     versions: Mapping[str, str]
+    clock_s: float = 0.0
 
 
 @dataclass(frozen=True)

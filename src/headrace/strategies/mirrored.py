@@ -37,7 +37,7 @@ from headrace.strategies.strategy import (
     Parts,
     Strategy,
     broadcast,
-    check_workers,
+    check_count,
     describe_options,
     shared_traffic,
     step_ops,
@@ -60,7 +60,7 @@ class Mirrored(Strategy):
     synchronous = True
 
     def __post_init__(self) -> None:
-        check_workers(self.workers)
+        check_count("workers", self.workers)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.workers, cluster)

@@ -7,7 +7,7 @@ forward, backward    nothing         optimizer
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -20,24 +20,34 @@ from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan, Segment
-from headrace.strategies.strategy import Parts, Strategy, step_ops
+from headrace.strategies.strategy import Parts, Strategy, check_count, describe_options, step_ops
 
 __all__ = ["LocalExchange", "OneDevice"]
 
 
 @dataclass(frozen=True)
 class OneDevice(Strategy):
-    """Trains in one process with all of the machine's threads, or on one accelerator."""
+    """Trains in one process, or on one accelerator.
+
+    Attributes:
+        threads: intra-operation threads; None for all of the machine's.
+    """
+
+    threads: int | None = None
 
     name = "one_device"
     synchronous = True
 
+    def __post_init__(self) -> None:
+        check_count("threads", self.threads)
+
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         require_memory(self.name, 2 * model.trainable_bytes, cluster)
+        (role,) = worker_roles(self.name, 1, cluster)
         return Plan(
             strategy=self.name,
-            options={},
-            roles=worker_roles(self.name, 1, cluster),
+            options=describe_options(self),
+            roles=(replace(role, threads=self.threads or role.threads),),
             shares=(1,),
             gradient_bytes=model.trainable_bytes,
             segments=everywhere(model.parameters),

@@ -26,7 +26,7 @@ __all__ = [
     "Parts",
     "Strategy",
     "broadcast",
-    "check_workers",
+    "check_count",
     "describe_options",
     "shared_traffic",
     "step_ops",
@@ -106,14 +106,12 @@ def describe_options(strategy: Strategy) -> dict[str, object]:
     return dataclasses.asdict(strategy)
 
 
-def check_workers(workers: int | None) -> None:
+def check_count(name: str, count: int | None) -> None:
     """Raises:
-    UsageError: `workers` is no whole number of at least 1, nor None.
+    UsageError: `count` is no whole number of at least 1, nor None.
     """
-    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
-        raise UsageError(
-            f"workers must be a whole number of at least 1, got {workers!r}; leave it out for what there is"
-        )
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}; leave it out for what there is")
 
 
 def step_ops(plan: Plan, exchanged_bytes: int = 0) -> tuple[Op, ...]:

@@ -19,7 +19,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import Parts, Strategy, check_workers, describe_options, step_ops
+from headrace.strategies.strategy import Parts, Strategy, check_count, describe_options, step_ops
 
 __all__ = ["Unconnected"]
 
@@ -38,7 +38,7 @@ class Unconnected(Strategy):
     synchronous = False
 
     def __post_init__(self) -> None:
-        check_workers(self.workers)
+        check_count("workers", self.workers)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.workers, cluster)

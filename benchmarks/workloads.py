@@ -1,0 +1,46 @@
+"""The two workloads, as jobs and as plain parts: communication-heavy and compute-heavy."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+
+import headrace as hr
+from headrace.engine.local import LocalEngine
+from headrace.models import cnn, mlp
+
+MODELS = {"mlp": (mlp, (784,)), "cnn": (cnn, (3, 32, 32))}
+EXAMPLES_A_WORKER = 64
+
+
+def examples(workload: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `(count, ...)` inputs and `(count,)` classes."""
+    generator = torch.Generator().manual_seed(0)
+    _, shape = MODELS[workload]
+    return torch.randn(count, *shape, generator=generator), torch.randint(10, (count,), generator=generator)
+
+
+def throughput(
+    workload: str, strategy: hr.Strategy, workers: int, seconds: float, engine: LocalEngine, device: str = "cpu"
+) -> float:
+    """Trains for some seconds under a strategy; returns examples/s in steady state."""
+    make, _ = MODELS[workload]
+    job = hr.Job(
+        model=make,
+        task=hr.tasks.multiclass(10),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+        data=hr.data.from_arrays(*examples(workload, 4096)),
+        global_batch_size=EXAMPLES_A_WORKER * workers,
+        steps=1_000_000,
+    )
+    from headrace.trainer import fit
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = fit(job, strategy, device=device, run_dir=Path(folder) / "run", seconds=seconds, engine=engine)
+        rate = run.throughput
+    if rate is None:
+        raise RuntimeError(f"{seconds} s are too short for {workload}")
+    return rate
