@@ -56,6 +56,7 @@ class Segment:
             )
         descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC)
         try:
+            os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, nbytes)
             # Taken now, so that a full machine is an error here and not a SIGBUS in the middle of a step.
             os.posix_fallocate(descriptor, 0, nbytes)

@@ -136,8 +136,7 @@ class Worker:
             raise UsageError(f"{self._order.plan.strategy} computes whole steps; use worker.step(batch)")
         began = perf_counter()
         self._replica.exchange.begin(self.round)
-        share = self._share
-        self._computed = compute.backward(loss, share) if share.examples else compute.run(share)
+        self._computed = compute.backward(loss, self._share)
         self._times[1] = perf_counter() - began
 
     def update(self) -> float | None:

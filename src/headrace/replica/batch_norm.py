@@ -38,19 +38,20 @@ class _Normalize(torch.autograd.Function):
         normal = (wide - _spread(mean, wide)) * _spread(scale, wide)
         ctx.save_for_backward(normal, scale, total)
         ctx.collective = collective
+        ctx.dtype = x.dtype
         ctx.mark_non_differentiable(mean, variance, total)
-        return normal.to(x.dtype), mean, variance, total
+        return normal, mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         normal, scale, total = ctx.saved_tensors
-        gradient = gradients[0].to(normal.dtype)
+        gradient = gradients[0]
         dims = [dim for dim in range(normal.dim()) if dim != 1]
         sums = torch.stack([gradient.sum(dims), (gradient * normal).sum(dims)])
         ctx.collective.all_reduce(sums)
         mean_gradient, mean_product = sums / total
         centred = gradient - _spread(mean_gradient, normal) - normal * _spread(mean_product, normal)
-        return (centred * _spread(scale, normal)).to(gradients[0].dtype), None, None
+        return (centred * _spread(scale, normal)).to(ctx.dtype), None, None
 
 
 class GlobalBatchNorm(nn.Module):
@@ -75,17 +76,21 @@ class GlobalBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `(examples, channels, ...)`."""
-        if not self.training and self.running_mean is not None:
+        if not self.training:
+            # Alone, because not every worker has a share of each batch that is evaluated.
+            alone = self.running_mean is None
             return torch.nn.functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+                x, self.running_mean, self.running_var, self.weight, self.bias, alone, 0.0, self.eps
             )
         normalized: tuple[Tensor, ...] = _Normalize.apply(x, self.eps, self._collective)  # type: ignore[no-untyped-call]
         normal, mean, variance, total = normalized
-        if self.training and self.running_mean is not None:
+        if self.running_mean is not None:
             self._track(self.running_mean, mean, variance, total)
-        if self.weight is None:
-            return normal
-        return normal * _spread(self.weight, normal) + _spread(self.bias, normal)
+        if self.weight is not None:
+            normal = normal * _spread(self.weight, normal)
+        if self.bias is not None:
+            normal = normal + _spread(self.bias, normal)
+        return normal.to(x.dtype)
 
     @torch.no_grad()
     def _track(self, running_mean: Tensor, mean: Tensor, variance: Tensor, total: Tensor) -> None:
@@ -99,7 +104,10 @@ class GlobalBatchNorm(nn.Module):
 def synchronise_batch_norm(module: nn.Module, collective: Collective) -> bool:
     """Replaces every BatchNorm layer below `module`; returns whether there was one."""
     found = False
-    for name, child in list(module.named_children()):
+    # Not named_children(), which leaves out the second name of a layer that has two.
+    for name, child in list(module._modules.items()):
+        if child is None:
+            continue
         if isinstance(child, _BatchNorm):
             setattr(module, name, GlobalBatchNorm(child, collective))
             found = True

@@ -20,9 +20,9 @@ class StatePiece:
     Attributes:
         parameter: name of the parameter that it belongs to.
         key: the optimizer's own, "momentum_buffer".
-        start: first element of the flattened parameter that `value` covers; -1 if `value` is one number for
-            the whole parameter (a step count).
-        value: flat.
+        start: first element of the flattened parameter that `value` covers; -1 if `value` belongs to the whole
+            parameter (a step count, the statistics of its rows).
+        value: flat; in its own shape where it belongs to the whole parameter.
     """
 
     parameter: str

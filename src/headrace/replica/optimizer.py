@@ -22,7 +22,7 @@ def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.
     """Calls the job's optimizer factory with named parameters.
 
     Raises:
-        UsageError: what it returned is no torch optimizer.
+        UsageError: what it returned is no torch optimizer, or one over tensors that are not the model's.
     """
     named = list(named)
     try:
@@ -33,15 +33,21 @@ def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.
             optimizer = factory([parameter for _, parameter in named])
         except (TypeError, AttributeError):
             raise named_error from None
-        names = {id(parameter): name for name, parameter in named}
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for group in optimizer.param_groups:
-                group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"the job's optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; "
             "for example optimizer=functools.partial(torch.optim.SGD, lr=0.1)"
         )
+    names = {id(parameter): name for name, parameter in named}
+    strange = sum(id(tensor) not in names for group in optimizer.param_groups for tensor in group["params"])
+    if strange:
+        raise UsageError(
+            f"{strange} of the tensors in the job's {type(optimizer).__name__} are not parameters of the model that "
+            "is trained; make it from the named parameters that the function is given"
+        )
+    for group in optimizer.param_groups:
+        # A function that makes groups of plain tensors loses their names.
+        group["param_names"] = [names[id(tensor)] for tensor in group["params"]]
     return optimizer
 
 
@@ -66,7 +72,8 @@ def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Te
     known = inspect.signature(kind).parameters
     defaults = {key: value for key, value in template.defaults.items() if key in known}
     if not groups:
-        groups = [{"params": [torch.zeros(0, requires_grad=True)]}]
+        # A matrix, because some optimizers (Muon) take nothing else.
+        groups = [{"params": [torch.zeros(0, 0, requires_grad=True)]}]
     try:
         return kind(groups, **defaults)
     except TypeError as error:
@@ -112,9 +119,10 @@ def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment
     pieces = []
     for segment, tensor in owned:
         for key, value in optimizer.state.get(tensor, {}).items():
-            flat = torch.as_tensor(value).detach().flatten()
-            whole = flat.numel() != tensor.numel() or torch.as_tensor(value).dim() == 0
-            pieces.append(StatePiece(segment.parameter, key, -1 if whole else segment.start, flat.clone()))
+            kept = torch.as_tensor(value).detach().clone()
+            whole = kept.numel() != tensor.numel() or kept.dim() == 0
+            start, kept = (-1, kept) if whole else (segment.start, kept.flatten())
+            pieces.append(StatePiece(segment.parameter, key, start, kept))
     return tuple(pieces)
 
 
@@ -129,7 +137,7 @@ def load_state(
         state: dict[str, Any] = {}
         for piece in by_parameter.get(segment.parameter, ()):
             if piece.start < 0:
-                state[piece.key] = piece.value.clone().view(()) if piece.value.numel() == 1 else piece.value.clone()
+                state[piece.key] = piece.value.clone()
                 continue
             target = state.setdefault(
                 piece.key, torch.zeros(tensor.shape, dtype=piece.value.dtype, device=tensor.device)

@@ -65,15 +65,20 @@ class WholeModel(Compute):
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
     def run(self, share: Share) -> Computed:
-        if share.examples == 0:
-            return self._run_empty(share)
+        if share.examples == 0 and not self._always:
+            if self._objective.weighed:
+                self._total([0.0])
+            return self._leave_nothing()
         batch = self.place(share.batch)
         output = call(self.module, batch, self._objective.inputs)
         loss = self._objective.loss(output, select_target(batch, self._objective.target))
         return self.backward(loss, share)
 
     def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
-        """Differentiates this share's part of the global mean: of `loss`, whose mean is over the share."""
+        """Differentiates this share's part of the global mean: of `loss`, whose mean is over the share.
+
+        An empty share's loss matters only for what its layers and its weight tell the other workers.
+        """
         if isinstance(loss, Mean):
             weight = float(loss.weight)
             (all_weight,) = self._total([weight])
@@ -83,6 +88,10 @@ class WholeModel(Compute):
             weight = float(share.examples)
             part = loss if share.examples == share.of else loss * (share.examples / share.of)
             mean = loss.detach()
+        if share.examples == 0:
+            if self._always:
+                torch.autograd.grad(part, self._trained, allow_unused=True)
+            return self._leave_nothing()
         self._differentiate(part)
         return Computed(mean, weight)
 
@@ -100,23 +109,10 @@ class WholeModel(Compute):
             return
         self._sink.store(torch.autograd.grad(loss, self._trained, allow_unused=True))
 
-    def _run_empty(self, share: Share) -> Computed:
-        if self._objective.weighed:
-            self._total([0.0])
-        if self._always:
-            output = call(self.module, self.place(share.batch), self._objective.inputs)
-            self._differentiate(_nothing(output))
-        elif self._sink is not None:
+    def _leave_nothing(self) -> Computed:
+        if self._sink is not None:
             self._sink.store_nothing()
         return Computed(None, 0.0)
-
-
-def _nothing(output: Any) -> Tensor:
-    """Returns a zero that depends on every tensor of an output."""
-    if isinstance(output, Tensor):
-        return output.sum() * 0 if output.is_floating_point() else torch.zeros(())
-    children = output.values() if isinstance(output, Mapping) else output
-    return torch.stack([_nothing(child) for child in children]).sum()
 
 
 def _to(batch: Any, device: torch.device) -> Any:
