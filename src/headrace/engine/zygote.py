@@ -29,7 +29,10 @@ _SET_PARENT_DEATH_SIGNAL = 1
 def main(descriptor: int) -> None:
     """Serves the launcher at the other end of an inherited socket until it hangs up."""
     launcher = socket.socket(fileno=descriptor)
-    import headrace.engine.process  # noqa: F401  (what the forks are for: torch and all of ours)
+    # What the forks are for: torch and all of ours, and what the first optimizer of a process would import.
+    import torch._dynamo  # noqa: F401
+
+    import headrace.engine.process  # noqa: F401
 
     launcher.send(b'{"ready":true}')
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
