@@ -25,10 +25,10 @@ from headrace.errors import UnknownName, UsageError
 from headrace.policies.sharding import whole
 from headrace.policies.threads import threads_per_worker
 from headrace.replica.describe import describe
-from headrace.replica.gradients import FlatGradients, Presence
+from headrace.replica.gradients import Presence
 from headrace.replica.layout import FlatLayout
+from headrace.replica.reduction import HostReduction
 from headrace.strategies.central_storage import one_copy, seat
-from headrace.strategies.mirrored import HostReduction
 from headrace.strategies.strategy import broadcast
 
 __all__ = ["ShareLoader", "setup"]
@@ -124,9 +124,9 @@ class _Synchronizer:
         self._host = host
         self._shares = shares
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._reduction = HostReduction(layout, host)
         self._presence = Presence(host, len(self._parameters))
-        self._gradients = FlatGradients(layout, self._reduction.own, self._presence)
+        self._reduction = HostReduction(layout, self._presence, host)
+        self._gradients = self._reduction.sink
         self._views = layout.views(self._reduction.result)
         self._awaited = False
         for parameter in self._parameters:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -31,12 +31,16 @@ class Collective(ABC):
         """Replaces a contiguous tensor, of the same shape and type on all ranks, by the sum over ranks."""
 
     @abstractmethod
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Begins an `all_reduce`; the sum is there when what it returns has been called."""
+
+    @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces a contiguous tensor by rank 0's."""
 
     @abstractmethod
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Returns the sums over ranks of a few numbers (at most 32), in double precision, in rank order."""
+        """Returns the sums over ranks of a few numbers, in double precision, in rank order."""
 
     @abstractmethod
     def close(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,12 @@ class Distributed(Collective):
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
-        # A ring sends and receives 2 (world - 1) / world of the tensor.
-        self.moved_bytes += 4 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
+        self._count(tensor)
+
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        work = dist.all_reduce(tensor, async_op=True)
+        self._count(tensor)
+        return lambda: _finish(work)
 
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, 0)
@@ -64,3 +69,11 @@ class Distributed(Collective):
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+    def _count(self, tensor: Tensor) -> None:
+        # A ring sends and receives 2 (world - 1) / world of the tensor.
+        self.moved_bytes += 4 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
+
+
+def _finish(work: Any) -> None:
+    work.wait()

@@ -64,6 +64,17 @@ class FlatLayout:
         """Returns every parameter's place in a `(nbytes,)` uint8 region, in its shape and type, in order."""
         return tuple(self.flat(region, parameter.name).view(parameter.shape) for parameter in self._parameters)
 
+    def runs(self, region: Tensor, start: int, stop: int) -> list[Tensor]:
+        """Returns the places of the parameters `[start, stop)` as few flat pieces: one a type."""
+        chosen = self._parameters[start:stop]
+        pieces = []
+        for dtype in dict.fromkeys(parameter.dtype for parameter in chosen):
+            offsets = [self._offsets[p.name] for p in chosen if p.dtype == dtype]
+            last = next(p for p in reversed(chosen) if p.dtype == dtype)
+            end = self._offsets[last.name] + -(-last.bytes // _ALIGN) * _ALIGN
+            pieces.append(region[offsets[0] : end].view(getattr(torch, dtype)))
+        return pieces
+
     def flat(self, region: Tensor, name: str) -> Tensor:
         """Returns one parameter's place, flat."""
         parameter = next(parameter for parameter in self._parameters if parameter.name == name)

@@ -27,6 +27,7 @@ from headrace.replica.exchange import Exchange, Replica, StatePiece
 from headrace.replica.gradients import FlatGradients, Presence
 from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build, build_over
+from headrace.replica.reduction import shared_traffic
 from headrace.replica.update import Updater, clip_coefficient, squared_norm
 from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
@@ -38,7 +39,6 @@ from headrace.strategies.strategy import (
     broadcast,
     check_count,
     describe_options,
-    shared_traffic,
     step_ops,
 )
 

@@ -14,21 +14,25 @@ workers' gradients into one result that everybody's optimizer reads in place:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from headrace.comm.collective import Collective, SharedCollective
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.replica.exchange import Exchange, Replica, StatePiece
-from headrace.replica.gradients import FlatGradients, Presence, assign
+from headrace.replica.gradients import Presence, assign
 from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build
-from headrace.replica.update import Updater, clip_coefficient, squared_norm
+from headrace.replica.reduction import (
+    HostReduction,
+    OverlappedReduction,
+    Reduction,
+    WireReduction,
+    shared_traffic,
+)
+from headrace.replica.update import Updater, clip_coefficient
 from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -39,7 +43,6 @@ from headrace.strategies.strategy import (
     broadcast,
     check_count,
     describe_options,
-    shared_traffic,
     step_ops,
 )
 
@@ -52,9 +55,11 @@ class Mirrored(Strategy):
 
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
+        overlap: exchange gradients among devices while backward still runs.
     """
 
     workers: int | None = None
+    overlap: bool = True
 
     name = "mirrored"
     synchronous = True
@@ -82,97 +87,16 @@ class Mirrored(Strategy):
         always = parts.synchronise_batch_norm()
         broadcast(parts.module, parts.wire or parts.host)
         layout = FlatLayout(parts.model.trainable)
-        reduction: Reduction = (
-            HostReduction(layout, parts.host) if parts.wire is None else WireReduction(layout, parts.wire, parts.device)
-        )
         presence = Presence(parts.host, len(parts.model.trainable))
-        sink = FlatGradients(layout, reduction.own, presence)
-        compute = WholeModel(parts.module, parts.objective, sink, parts.host.sum, always)
+        reduction: Reduction
+        if parts.wire is None:
+            reduction = HostReduction(layout, presence, parts.host)
+        elif self.overlap:
+            reduction = OverlappedReduction(layout, presence, parts.wire, parts.module)
+        else:
+            reduction = WireReduction(layout, presence, parts.wire, parts.device)
+        compute = WholeModel(parts.module, parts.objective, reduction.sink, parts.host.sum, always)
         return Replica(compute, MirroredExchange(plan, parts, layout, reduction, presence))
-
-
-class Reduction(ABC):
-    """Sums the workers' flat gradients.
-
-    Attributes:
-        own: where this worker's gradients go, `(nbytes,)` uint8.
-        result: where the sum appears, likewise.
-    """
-
-    own: Tensor
-    result: Tensor
-
-    @abstractmethod
-    def reduce(self) -> None:
-        """Sums; all workers' gradients are there."""
-
-    @abstractmethod
-    def squared_norm(self) -> float:
-        """Returns the squared norm of the whole sum: the same number on every worker."""
-
-    @abstractmethod
-    def scale(self, factor: float) -> None:
-        """Multiplies the sum, once for all who share it."""
-
-
-class HostReduction(Reduction):
-    """Through shared memory: each rank sums its part, in rank order; the result is one for all.
-
-    Args:
-        layout: places of the gradients.
-        host: the workers of this host.
-    """
-
-    def __init__(self, layout: FlatLayout, host: SharedCollective) -> None:
-        regions = host.share(layout.nbytes)
-        self._host = host
-        self.own = regions[host.rank]
-        self.result = self.own if host.world == 1 else host.share(0 if host.rank else layout.nbytes)[0]
-        parts = [span.part(host.rank, host.world) for span in layout.spans]
-        self._totals = [part.of(self.result) for part in parts]
-        self._sources = [[part.of(region) for region in regions] for part in parts]
-        self._traffic = shared_traffic(layout.nbytes, host.world)
-
-    def reduce(self) -> None:
-        if self._host.world > 1:
-            for total, sources in zip(self._totals, self._sources, strict=True):
-                torch.add(sources[0], sources[1], out=total)
-                for source in sources[2:]:
-                    total.add_(source)
-        self._host.moved_bytes += self._traffic
-
-    def squared_norm(self) -> float:
-        return self._host.sum([squared_norm(self._totals)])[0]
-
-    def scale(self, factor: float) -> None:
-        for total in self._totals:
-            total.mul_(factor)
-
-
-class WireReduction(Reduction):
-    """By a collective of the devices.
-
-    Args:
-        layout: places of the gradients.
-        wire: of all workers.
-        device: where gradients live.
-    """
-
-    def __init__(self, layout: FlatLayout, wire: Collective, device: torch.device) -> None:
-        self._wire = wire
-        self.own = self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        self._totals = [span.of(self.own) for span in layout.spans]
-
-    def reduce(self) -> None:
-        for total in self._totals:
-            self._wire.all_reduce(total)
-
-    def squared_norm(self) -> float:
-        return squared_norm(self._totals)
-
-    def scale(self, factor: float) -> None:
-        for total in self._totals:
-            total.mul_(factor)
 
 
 class MirroredExchange(Exchange):
@@ -194,9 +118,12 @@ class MirroredExchange(Exchange):
         self._updater = Updater(self._optimizer, [(s, named[s.parameter]) for s in plan.segments])
         self._parameters = [named[parameter.name] for parameter in parts.model.trainable]
         self._views = layout.views(reduction.result)
-        # torch's own optimizers only read gradients. Another might write, and the result is everybody's.
-        careful = parts.host.world > 1 and not type(self._optimizer).__module__.startswith("torch.optim")
-        self._private = [view.clone() for view in self._views] if careful else []
+        # torch's own optimizers only read gradients, those of foreach=True aside (SGD with nesterov writes). Another
+        # might write too, and the result is everybody's.
+        reads = type(self._optimizer).__module__.startswith("torch.optim")
+        reads = reads and not any(group.get("foreach") for group in self._optimizer.param_groups)
+        shared = reduction.result is not reduction.own
+        self._private = [view.clone() for view in self._views] if shared and not reads else []
         self._missing: tuple[int, ...] = ()
         assign(self._parameters, self._private or self._views, ())
         self._bytes = sum(parameter.bytes for parameter in parts.model.parameters)

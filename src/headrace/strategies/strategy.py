@@ -28,7 +28,6 @@ __all__ = [
     "broadcast",
     "check_count",
     "describe_options",
-    "shared_traffic",
     "step_ops",
 ]
 
@@ -135,15 +134,6 @@ def step_ops(plan: Plan, exchanged_bytes: int = 0) -> tuple[Op, ...]:
         for r in roles
     ]
     return (*compute, *exchange, *update)
-
-
-def shared_traffic(gradient_bytes: int, workers: int) -> int:
-    """Returns the bytes that a worker writes for others and reads from them, where each sums 1/N of the rest's.
-
-    It writes its gradients but its own part, reads that part of the others', writes the sum of it, and reads
-    the other parts' sums: 3 (N - 1)/N + 1/N.
-    """
-    return gradient_bytes * (3 * workers - 2) // workers if workers > 1 else 0
 
 
 def broadcast(module: nn.Module, collective: Collective) -> None:

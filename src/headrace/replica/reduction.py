@@ -1,0 +1,140 @@
+"""The sum of all workers' gradients: in shared memory, or by a collective of the devices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from headrace.comm.collective import Collective, SharedCollective
+from headrace.replica.gradients import FlatGradients, GradientSink, Presence
+from headrace.replica.layout import FlatLayout
+from headrace.replica.overlap import OverlappedGradients
+from headrace.replica.update import squared_norm
+
+__all__ = ["HostReduction", "OverlappedReduction", "Reduction", "WireReduction", "shared_traffic"]
+
+
+def shared_traffic(gradient_bytes: int, workers: int) -> int:
+    """Returns the bytes that a worker writes for others and reads from them, where each sums 1/N of the rest's.
+
+    It writes its gradients but its own part, reads that part of the others', writes the sum of it, and reads
+    the other parts' sums: 3 (N - 1)/N + 1/N.
+    """
+    return gradient_bytes * (3 * workers - 2) // workers if workers > 1 else 0
+
+
+class Reduction(ABC):
+    """Sums the workers' flat gradients.
+
+    Attributes:
+        sink: takes this worker's.
+        result: where the sum appears, `(nbytes,)` uint8.
+    """
+
+    sink: GradientSink
+    result: Tensor
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Sums; all workers' gradients are there."""
+
+    @abstractmethod
+    def squared_norm(self) -> float:
+        """Returns the squared norm of the whole sum: the same number on every worker."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiplies the sum, once for all who share it."""
+
+
+class HostReduction(Reduction):
+    """Through shared memory: each rank sums its part, in rank order; the result is one for all.
+
+    Args:
+        layout: places of the gradients.
+        presence: told which exist.
+        host: the workers of this host.
+    """
+
+    def __init__(self, layout: FlatLayout, presence: Presence, host: SharedCollective) -> None:
+        regions = host.share(layout.nbytes)
+        self._host = host
+        own = regions[host.rank]
+        self.sink = FlatGradients(layout, own, presence)
+        self.result = own if host.world == 1 else host.share(0 if host.rank else layout.nbytes)[0]
+        parts = [span.part(host.rank, host.world) for span in layout.spans]
+        self._totals = [part.of(self.result) for part in parts]
+        self._sources = [[part.of(region) for region in regions] for part in parts]
+        self._traffic = shared_traffic(layout.nbytes, host.world)
+
+    def reduce(self) -> None:
+        if self._host.world > 1:
+            for total, sources in zip(self._totals, self._sources, strict=True):
+                torch.add(sources[0], sources[1], out=total)
+                for source in sources[2:]:
+                    total.add_(source)
+        self._host.moved_bytes += self._traffic
+
+    def squared_norm(self) -> float:
+        return self._host.sum([squared_norm(self._totals)])[0]
+
+    def scale(self, factor: float) -> None:
+        for total in self._totals:
+            total.mul_(factor)
+
+
+class WireReduction(Reduction):
+    """By a collective of the devices, when backward is over.
+
+    Args:
+        layout: places of the gradients.
+        presence: told which exist.
+        wire: of all workers.
+        device: where gradients live.
+    """
+
+    def __init__(self, layout: FlatLayout, presence: Presence, wire: Collective, device: torch.device) -> None:
+        self._wire = wire
+        self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        self.sink = FlatGradients(layout, self.result, presence)
+        self._totals = [span.of(self.result) for span in layout.spans]
+
+    def reduce(self) -> None:
+        for total in self._totals:
+            self._wire.all_reduce(total)
+
+    def squared_norm(self) -> float:
+        return squared_norm(self._totals)
+
+    def scale(self, factor: float) -> None:
+        for total in self._totals:
+            total.mul_(factor)
+
+
+class OverlappedReduction(Reduction):
+    """By a collective of the devices, bucket by bucket, while backward still runs.
+
+    Args:
+        layout: places of the gradients.
+        presence: told which exist.
+        wire: of all workers.
+        module: the model.
+    """
+
+    def __init__(self, layout: FlatLayout, presence: Presence, wire: Collective, module: nn.Module) -> None:
+        device = next(module.parameters()).device
+        self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        self.sink = self._sink = OverlappedGradients(module, layout, self.result, presence, wire)
+        self._totals = [span.of(self.result) for span in layout.spans]
+
+    def reduce(self) -> None:
+        self._sink.wait()
+
+    def squared_norm(self) -> float:
+        return squared_norm(self._totals)
+
+    def scale(self, factor: float) -> None:
+        for total in self._totals:
+            total.mul_(factor)
