@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 import tempfile
 from functools import partial
@@ -36,7 +37,7 @@ def ours(workload: str, steps: int, engine: LocalEngine) -> float:
     with tempfile.TemporaryDirectory() as folder:
         run = fit(job, OneDevice(threads=1), run_dir=Path(folder) / "run", engine=engine)
         times = [event.time_s for event in run.events if isinstance(event, Stepped)]
-    took = sorted(after - before for before, after in zip(times, times[1:], strict=False))
+    took = sorted(after - before for before, after in itertools.pairwise(times))
     middle = took[len(took) // 10 : len(took) // 2]
     return 1e6 * sum(middle) / len(middle)
 

@@ -1,4 +1,4 @@
-"""all-reduce through shared memory: `ours_all_reduce.py WORKERS ELEMENTS [cpu]`; prints ms, or the processor's share."""
+"""all-reduce through shared memory: `ours_all_reduce.py WORKERS ELEMENTS [cpu]`; prints ms (or a share of a core)."""
 
 from __future__ import annotations
 

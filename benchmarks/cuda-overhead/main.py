@@ -1,0 +1,67 @@
+"""What the strategies cost a step on one GPU over the bare PyTorch loop; same data path for both."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import torch
+from harness import alternate, ratio, report, rival
+from workloads import MODELS, examples
+
+import headrace as hr
+from headrace.engine.local import LocalEngine
+from headrace.trainer import fit
+
+BATCH = 256
+
+
+def ours(workload: str, strategy: hr.Strategy, seconds: float, engine: LocalEngine) -> float:
+    """Returns examples/s."""
+    job = hr.Job(
+        model=MODELS[workload][0],
+        task=hr.tasks.multiclass(10),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+        data=hr.data.from_arrays(*examples(workload, 4096)).shuffle(),
+        global_batch_size=BATCH,
+        steps=10_000_000,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run = fit(job, strategy, device="cuda", run_dir=Path(folder) / "run", seconds=seconds, engine=engine)
+        return run.throughput or 0.0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    arguments = parser.parse_args()
+    strategies = {
+        "one_device": hr.OneDevice(),
+        "mirrored, 1 worker": hr.Mirrored(1),
+        "central_storage, 1 worker": hr.CentralStorage(1),
+    }
+    with LocalEngine() as engine:
+        contestants = {}
+        for workload in MODELS:
+            contestants[f"bare loop, {workload}"] = partial(
+                rival, "bare_cuda_loop", workload, str(BATCH), str(arguments.seconds), tuned=True
+            )
+            for name, strategy in strategies.items():
+                contestants[f"headrace {name}, {workload}"] = partial(
+                    ours, workload, strategy, arguments.seconds, engine
+                )
+        figures = alternate(contestants, arguments.rounds)
+    ratios = {
+        f"headrace {name} / bare loop, {workload}": ratio(
+            figures, f"headrace {name}, {workload}", f"bare loop, {workload}"
+        )
+        for workload in MODELS
+        for name in strategies
+    }
+    report(Path(__file__).parent, torch.cuda.get_device_name().lower().replace(" ", "-"), "examples/s", figures, ratios)
