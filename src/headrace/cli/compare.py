@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.boards import check_tensorboard, tensorboards
 from headrace.cli.errors import ExitCode
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.launcher import own_engine, refuse_launcher
@@ -27,7 +28,6 @@ from headrace.cli.options import (
 from headrace.cli.output import answering
 from headrace.cli.results import show_comparison
 from headrace.cli.rundir import default_run_dir, job_name, saying_where
-from headrace.cli.watch import Watch, check_tensorboard
 
 __all__ = ["compare"]
 
@@ -76,13 +76,13 @@ def compare(
             from headrace.strategies import resolve
 
             chosen = [resolve(name, workers) for name in names]
-            with Watch(job, tensorboard) as watch:
+            with tensorboards(tensorboard) as on_event:
                 comparison = compare_strategies(
                     job,
                     chosen,
                     device=device.value,
                     run_dir=where,
-                    on_event=watch,
+                    on_event=on_event,
                     timeout_s=timeout_s,
                     engine=engine,
                 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import UsageError
@@ -13,7 +12,7 @@ from headrace.errors import UsageError
 if TYPE_CHECKING:
     from headrace.engine.local import LocalEngine
 
-__all__ = ["launched_rank", "own_engine", "refuse_launcher", "require_run_dir"]
+__all__ = ["launched_rank", "own_engine", "refuse_launcher"]
 
 
 def launched_rank() -> int | None:
@@ -34,16 +33,6 @@ def own_engine() -> Iterator[LocalEngine | None]:
 
     with LocalEngine() as engine:
         yield engine
-
-
-def require_run_dir(run_dir: Path | None) -> None:
-    """Refuses to choose a directory where every rank would choose its own.
-
-    Raises:
-        UsageError: there is a launcher, and no `--run-dir`.
-    """
-    if run_dir is None and launched_rank() is not None:
-        raise UsageError("under a launcher all ranks write to one directory: name it with --run-dir")
 
 
 def refuse_launcher(command: str) -> None:

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.boards import check_tensorboard, tensorboards
 from headrace.cli.errors import ExitCode
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.launcher import launched_rank, own_engine, require_run_dir
+from headrace.cli.launcher import launched_rank, own_engine
 from headrace.cli.options import (
     Device,
     DeviceOption,
@@ -26,7 +27,6 @@ from headrace.cli.options import (
 from headrace.cli.output import answering
 from headrace.cli.results import show_run
 from headrace.cli.rundir import default_run_dir, job_name, saying_where
-from headrace.cli.watch import Watch, check_tensorboard
 from headrace.errors import UsageError
 
 __all__ = ["train"]
@@ -62,7 +62,6 @@ def train(
         check_strategies([strategy])
         find_job(path)
         check_tensorboard(tensorboard)
-        require_run_dir(run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{strategy}")
         # In this order: the engine starts a process that imports torch at the same time as this one does, for
         # the job file and the trainer.
@@ -74,13 +73,13 @@ def train(
             chosen = resolve(strategy, workers)
             if workers is not None and workers != getattr(chosen, "workers", 1):
                 raise UsageError(f"--workers {workers}: {strategy} runs on 1; try --strategy mirrored")
-            with Watch(job, tensorboard, quiet=bool(launched_rank())) as watch:
+            with tensorboards(tensorboard) as on_event:
                 run = fit(
                     job,
                     strategy=chosen,
                     device=device.value,
                     run_dir=where,
-                    on_event=watch,
+                    on_event=on_event,
                     timeout_s=timeout_s,
                     engine=engine,
                 )
