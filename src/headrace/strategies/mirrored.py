@@ -122,7 +122,7 @@ class MirroredExchange(Exchange):
         # might write too, and the result is everybody's.
         reads = type(self._optimizer).__module__.startswith("torch.optim")
         reads = reads and not any(group.get("foreach") for group in self._optimizer.param_groups)
-        shared = reduction.result is not reduction.own
+        shared = parts.wire is None and parts.host.world > 1
         self._private = [view.clone() for view in self._views] if shared and not reads else []
         self._missing: tuple[int, ...] = ()
         assign(self._parameters, self._private or self._views, ())
