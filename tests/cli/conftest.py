@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,6 +123,8 @@ class Stage:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     """Fakes in the places of the trainer, the comparison and the local engine."""
+    # The real strategies: torch is paid for here and not inside the first test.
+    importlib.import_module("headrace.strategies")
     stage = Stage()
 
     class LocalEngine:
