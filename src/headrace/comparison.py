@@ -102,15 +102,7 @@ def compare(
     finally:
         if own:
             own.close()
-    summaries = [run.summary for run in runs]
-    page = directory / "report.html"
-    try:
-        document = json.dumps(comparison_plain(summaries, references), indent=1)
-        (directory / "comparison.json").write_text(document + "\n", encoding="utf-8")
-        write_page(page, summaries, references)
-    except OSError as error:
-        raise UnfitMachine(f"cannot write the comparison to {directory}: {error.strerror}") from error
-    return Comparison(tuple(runs), references, directory, page, keeper)
+    return Comparison(tuple(runs), references, directory, _write(directory, runs, references), keeper)
 
 
 def _measure(job: Job, runs: Sequence[Run], run: Callable[..., Run]) -> References:
@@ -125,6 +117,17 @@ def _measure(job: Job, runs: Sequence[Run], run: Callable[..., Run]) -> Referenc
         if rate is not None:
             ceilings[workers] = rate
     return References(one_device_examples_per_s=one_device, ceiling_examples_per_s=ceilings)
+
+
+def _write(directory: Path, runs: Sequence[Run], references: References) -> Path:
+    summaries = [run.summary for run in runs]
+    page = directory / "report.html"
+    try:
+        document = json.dumps(comparison_plain(summaries, references), indent=1)
+        (directory / "comparison.json").write_text(document + "\n", encoding="utf-8")
+        return write_page(page, summaries, references)
+    except OSError as error:
+        raise UnfitMachine(f"cannot write the comparison to {directory}: {error.strerror}") from error
 
 
 def _labels(strategies: Sequence[Strategy]) -> list[str]:

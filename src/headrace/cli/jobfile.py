@@ -91,9 +91,6 @@ def check_file(path: Path, kind: str) -> None:
 
 
 def _run_file(path: Path) -> types.ModuleType:
-    # Lazily: a command that loads no job need not wait for it.
-    import cloudpickle
-
     spec = importlib.util.spec_from_file_location(MODULE, path.resolve())
     if spec is None or spec.loader is None:
         raise JobError(f"the job file {path} is not a Python file; its name must end in .py")
@@ -106,7 +103,10 @@ def _run_file(path: Path) -> types.ModuleType:
     except HeadraceError:
         del sys.modules[MODULE]
         raise
-    cloudpickle.register_pickle_by_value(module)
+    # Lazily: it imports torch, as the job has.
+    from headrace.engine.shipping import ship_by_value
+
+    ship_by_value(module)
     return module
 
 

@@ -11,6 +11,7 @@ import io
 import mmap
 import os
 import pickle
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -20,10 +21,15 @@ from torch import Tensor
 
 from headrace.errors import JobError
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "ship_by_value", "unpack"]
 
 _LARGE_BYTES = 64 * 1024
 _ALIGN = 64
+
+
+def ship_by_value(module: ModuleType) -> None:
+    """Lets what a module defines be sent itself, not its name: a worker need not find the module."""
+    cloudpickle.register_pickle_by_value(module)
 
 
 def pack(value: Any) -> tuple[bytes, int, int]:
