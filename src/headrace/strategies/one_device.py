@@ -42,8 +42,8 @@ class OneDevice(Strategy):
         check_count("threads", self.threads)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        require_memory(self.name, 2 * model.trainable_bytes, cluster)
         (role,) = worker_roles(self.name, 1, cluster)
+        require_memory(self.name, 2 * model.trainable_bytes, cluster)
         return Plan(
             strategy=self.name,
             options=describe_options(self),
