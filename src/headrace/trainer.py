@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -116,25 +118,38 @@ def _run(
     own = None if engine else (LaunchedEngine(timeout_s) if ranks else LocalEngine())
     running = own or engine
     assert running is not None
-    leads = not isinstance(running, LaunchedEngine) or running.rank == 0
+    keeper = tempfile.TemporaryDirectory(prefix="headrace-") if run_dir is None else None
+    directory = Path(keeper.name if keeper else run_dir or ".").absolute()
+    order = Order(
+        job, train, chosen, plan, prepared.model, prepared.weighed, directory, monotonic(), timeout_s, seconds
+    )
     try:
-        keeper = tempfile.TemporaryDirectory(prefix="headrace-") if run_dir is None and leads else None
-        directory = Path(keeper.name if keeper else run_dir or ".").absolute()
-        if leads:
-            _claim(directory)
         if isinstance(running, LaunchedEngine):
-            directory = Path(running.agree(str(directory)))
-        order = Order(
-            job, train, chosen, plan, prepared.model, prepared.weighed, directory, monotonic(), timeout_s, seconds
-        )
-        status = _supervise(order, prepared, running, on_event) if leads else running.run(order, lambda _: None)
+            status = _supervise_together(order, prepared, running, on_event)
+        else:
+            status = _supervise(order, prepared, running, on_event)
     finally:
         if own:
             own.close()
     return Run(job, plan, directory, status, prepared.module, keeper)
 
 
+def _supervise_together(order: Order, prepared: Prepared, engine: LaunchedEngine, on_event: OnEvent | None) -> str:
+    """Runs as one of the launcher's processes: rank 0 leads, all write to its directory."""
+    shared = Path(engine.agree(str(order.run_dir)))
+    together = replace(order, run_dir=shared)
+    leads = engine.rank == 0
+    status = _supervise(together, prepared, engine, on_event) if leads else engine.run(together, lambda _: None)
+    engine.agree("written")
+    if shared != order.run_dir:
+        # Rank 0's may be a temporary one, which goes when rank 0 does.
+        shutil.copytree(shared, order.run_dir, dirs_exist_ok=True)
+    engine.agree("read")
+    return status
+
+
 def _supervise(order: Order, prepared: Prepared, engine: Engine, on_event: OnEvent | None) -> str:
+    _claim(order.run_dir)
     journal = Journal(order.run_dir, LAUNCHER, order.started)
     # Whoever wants no steps need not pay for reading them.
     tail = Tail(order.run_dir, skip=() if on_event else ("stepped",))
@@ -193,7 +208,7 @@ def _first_line(order: Order, prepared: Prepared) -> str:
     batch = " + ".join(map(str, parts)) if len(parts) <= 8 else f"{len(parts)} x {parts[-1]}..{parts[0]}"
     devices = ", ".join(dict.fromkeys(role.device for role in plan.roles))
     return (
-        f"{plan.strategy}: {plan.workers} worker{'s' * (plan.workers > 1)} on {role.host}, {devices}, {role.threads} "
+        f"{plan.workers} worker{'s' * (plan.workers > 1)} on {role.host}, {devices}, {role.threads} "
         f"thread{'s' * (role.threads > 1)} each; batch of {order.job.global_batch_size} = {batch}; "
         f"{prepared.examples:,} examples"
     )

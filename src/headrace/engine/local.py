@@ -27,6 +27,7 @@ __all__ = ["LocalEngine"]
 
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 0.5
+_KILL_S = 2.0
 
 
 class LocalEngine(Engine):
@@ -129,10 +130,11 @@ class _Watch:
             self._kill()
 
     def _look(self) -> None:
-        for rank, code in self._nursery.ended(_LOOK_EVERY_S):
-            self._running.discard(rank)
-            if code != 0:
-                self._fail(rank, code)
+        ended = self._collect()
+        failed = [rank for rank, code in ended.items() if code != 0 or not self._said_goodbye(rank)]
+        if failed:
+            self._fail(failed[0], ended)
+        self._nursery.check(self._order.timeout_s)
         page = self._page
         examples = sum(beat[2] for beat in page.beats)
         self._progress(Progress(page.beats[0][1], page.losses[0][0], examples))
@@ -151,23 +153,19 @@ class _Watch:
             cause = f"gave no sign of life for {silent_s:.1f} s (stopped, or its disk hangs)"
             raise PeerLost(rank, self._host(rank), cause)
 
-    def _fail(self, rank: int, code: int) -> None:
+    def _fail(self, rank: int, codes: dict[int, int]) -> None:
+        code = codes[rank]
         self._abort(rank)
+        if code < 0:
+            raise PeerLost(rank, self._host(rank), f"killed by signal {-code} ({signal.Signals(-code).name})")
         # Others may have failed at the same time, and it is the first one's error that explains.
-        codes = {rank: code}
         deadline = monotonic() + _GRACE_S
         while self._running and monotonic() < deadline:
-            for other, other_code in self._nursery.ended(_LOOK_EVERY_S):
-                self._running.discard(other)
-                codes[other] = other_code
-        killed = [peer for peer, end in codes.items() if end < 0]
+            codes |= self._collect()
         failures = [failure for peer in codes for failure in self._failures(peer)]
-        if failures and not killed:
+        if failures:
             first = min(failures, key=lambda failure: failure.time_s)
             raise WorkerFailed(first.rank, self._host(first.rank), first.cause, first.traceback, first.exit_code)
-        if killed:
-            name = signal.Signals(-codes[killed[0]]).name
-            raise PeerLost(killed[0], self._host(killed[0]), f"killed by signal {-codes[killed[0]]} ({name})")
         log = self._order.run_dir / "logs" / f"rank-{rank}.log"
         raise WorkerFailed(rank, self._host(rank), f"exit code {code} without an error of its own; see {log}")
 
@@ -176,21 +174,34 @@ class _Watch:
             self._page.abort = rank + 1
 
     def _kill(self) -> None:
-        if not self._running:
+        if not self._running or not self._nursery.is_alive():
             return
         self._nursery.kill(sorted(self._running))
-        while self._running:
-            for rank, _ in self._nursery.ended(_LOOK_EVERY_S):
-                self._running.discard(rank)
+        deadline = monotonic() + _KILL_S
+        while self._running and monotonic() < deadline:
+            self._collect()
+        if self._running:
+            # It does not answer, so it is ended itself, and the system ends what it has forked.
+            self._nursery.close()
+
+    def _collect(self) -> dict[int, int]:
+        ended = dict(self._nursery.ended(_LOOK_EVERY_S))
+        self._running.difference_update(ended)
+        return ended
 
     def _failures(self, rank: int) -> list[Failed]:
+        events = [decode(line) for line in self._lines(rank) if line.startswith('{"kind":"failed"')]
+        return [event for event in events if isinstance(event, Failed)]
+
+    def _said_goodbye(self, rank: int) -> bool:
+        """Whether a rank that ended without an error had done its work; os._exit(0) in user code has no error."""
+        return any(line.startswith('{"kind":"worker_ended"') for line in self._lines(rank)[-1:])
+
+    def _lines(self, rank: int) -> list[str]:
         from headrace.engine.journal import events_path
 
         path = events_path(self._order.run_dir, rank)
-        if not path.exists():
-            return []
-        events = [decode(line) for line in path.read_text().splitlines() if '"kind":"failed"' in line]
-        return [event for event in events if isinstance(event, Failed)]
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     def _host(self, rank: int) -> str:
         return self._order.plan.roles[rank].host

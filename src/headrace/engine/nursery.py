@@ -5,6 +5,7 @@ Importing this module does not import torch: the zygote may import it while the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -15,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from headrace.errors import UnfitMachine
+from headrace.engine.vitals import Vitals
+from headrace.errors import RunFailed, UnfitMachine
 
 __all__ = ["Nursery"]
 
@@ -51,6 +53,8 @@ class Nursery:
                 start_new_session=True,
             )
         self._socket = ours
+        self._vitals = Vitals(self._process.pid)
+        self._stopped_at: float | None = None
         self._ready = False
 
     def spawn(self, rank: int, order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
@@ -63,7 +67,27 @@ class Nursery:
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Ends processes with SIGKILL."""
-        self._socket.send(json.dumps({"kill": list(ranks)}).encode())
+        # If it has gone meanwhile, so have they.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.send(json.dumps({"kill": list(ranks)}).encode())
+
+    def is_alive(self) -> bool:
+        """Whether the zygote has not ended."""
+        return self._process.poll() is None
+
+    def check(self, timeout_s: float) -> None:
+        """Raises:
+        RunFailed: the zygote has been stopped for `timeout_s`, so nobody would hear of a worker's end.
+        """
+        if not self._vitals.is_stopped():
+            self._stopped_at = None
+            return
+        self._stopped_at = self._stopped_at or monotonic()
+        if monotonic() - self._stopped_at > timeout_s:
+            raise RunFailed(
+                f"the process that starts the workers (pid {self._process.pid}) was stopped for {timeout_s} s; "
+                "who stopped it (SIGSTOP, a debugger) must let it go on"
+            )
 
     def ended(self, timeout_s: float) -> list[tuple[int, int]]:
         """Waits a while; returns (rank, exit code) of who has ended, a negative code for a signal.
@@ -81,6 +105,8 @@ class Nursery:
     def close(self) -> None:
         """Ends the zygote and every process of it."""
         self._socket.close()
+        if self._vitals.is_stopped():
+            self._process.kill()
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:

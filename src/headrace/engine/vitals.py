@@ -41,6 +41,11 @@ class Vitals:
         self._seen = seen
         return self._silent_s
 
+    def is_stopped(self) -> bool:
+        """Whether the process is held by SIGSTOP or a debugger."""
+        fields = self._fields()
+        return bool(fields) and fields[0] in ("T", "t")
+
     def is_gone(self) -> bool:
         """Whether the process does not exist any more, or is a zombie."""
         fields = self._fields()

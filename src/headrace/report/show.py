@@ -50,7 +50,7 @@ class Show:
                 values = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
                 self._progress.line(f"{self._label}: {values} after {event.step} step{'s' * (event.step != 1)}")
             case Notice():
-                self._progress.line(event.text)
+                self._progress.line(f"{self._label}: {event.text}")
 
     def close(self) -> None:
         """Ends the bar."""
