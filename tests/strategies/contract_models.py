@@ -1,0 +1,311 @@
+"""What every synchronous strategy must train as one device does: small models, each difficult in its own way.
+
+Everything that is sent to a worker process lives here, because a process can import this file by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headrace as hr
+
+BATCH = 4
+COUNTS = {"even": 8, "uneven": 11, "tiny": 9}
+"""Examples a data set, in batches of 4: the last has 4, 3, or 1, which leaves nothing for a second worker."""
+
+RARE_EVERY = 7
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+class Convolutional(nn.Module):
+    """Two BatchNorm layers: statistics of the whole global batch, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            # Without a bias, whose gradient would be what rounding leaves of 0, and Adam takes any number for a sign.
+            nn.Conv2d(1, 3, 2, bias=False),
+            nn.BatchNorm2d(3),
+            nn.ReLU(),
+            nn.Conv2d(3, 2, 2, bias=False),
+            nn.BatchNorm2d(2),
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).flatten(1))
+
+
+class TwoHeads(nn.Module):
+    """Returns two outputs, of which the loss takes one; the other ends in a BatchNorm layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.head = nn.Linear(6, 3)
+        self.other = nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(torch.cat([x, -x]))
+        half = len(hidden) // 2
+        return self.head(hidden[:half] + hidden[half:]), self.other(hidden)
+
+
+class Recurrent(nn.Module):
+    """Predicts the next character: logits `(batch, characters, time)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 7)
+
+    def forward(self, text: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embedding(text))
+        return self.head(states).transpose(1, 2)
+
+
+class Tied(nn.Module):
+    """One matrix embeds the characters and reads out the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.mix = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.embedding(text)))).transpose(1, 2)
+
+
+class Idle(nn.Module):
+    """A frozen parameter that is used, one that nobody uses, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.body[0].weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Buffered(nn.Module):
+    """A constant buffer, one that is not saved, and a counter that forward moves; a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.warmth = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("scale", torch.tensor([0.5, 2.0, 1.0]))
+        self.register_buffer("mask", torch.tensor([True, True, False]), persistent=False)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return self.warmth * self.body(x) * torch.where(self.mask, self.scale, 1.0)
+
+
+class Partial(nn.Module):
+    """Uses `extra` only where an example asks for it: some shares of a batch do, and some batches do not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.extra = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, asks = self.body(x), asking(x)
+        return output + asks[:, None] * self.extra(x) if asks.any() else output
+
+
+def asking(x: Tensor) -> Tensor:
+    return x[:, 0] > 5
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def matrices() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+
+
+def vectors(count: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(count, 4)
+    x[::RARE_EVERY, 0] = 6.0
+    return x, torch.randint(0, 3, (count,))
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 1, 4, 4), torch.randint(0, 3, (count,))
+
+
+def text(count: int) -> tuple[Tensor, Tensor]:
+    characters = torch.randint(0, 7, (count, 6))
+    return characters[:, :-1].contiguous(), characters[:, 1:].contiguous()
+
+
+def padded_text(count: int) -> tuple[Tensor, Tensor]:
+    """Returns texts of 0 to 5 characters: where there is none, the target is -1."""
+    characters, target = text(count)
+    lengths = torch.arange(count) % 6
+    return characters, torch.where(torch.arange(5) < lengths[:, None], target, -1)
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def first_head(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target)
+
+
+def without_padding(output: Tensor, target: Tensor) -> hr.Mean:
+    real = target >= 0
+    each = F.cross_entropy(output, target.clamp(min=0), reduction="none")
+    return hr.Mean((each * real).sum(), real.sum())
+
+
+def heavy_classes(output: Tensor, target: Tensor) -> hr.Mean:
+    weights = target.to(output.dtype)
+    return hr.Mean((F.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job but for its type, optimizer and number of examples.
+
+    Attributes:
+        model: builds it.
+        data: count to (inputs, target).
+        loss: as in a job.
+        optimizer: unless the test takes another.
+        options: as in a job.
+    """
+
+    model: Callable[[], nn.Module]
+    data: Callable[[int], tuple[Tensor, Tensor]] = vectors
+    loss: Callable[..., Any] = cross_entropy
+    optimizer: Callable[..., Any] = SGD
+    options: hr.Options = field(default_factory=hr.Options)
+
+    def job(
+        self, count: int, dtype: torch.dtype = torch.float64, optimizer: Callable[..., Any] | None = None
+    ) -> hr.Job:
+        """Returns the job; the same one for the same arguments."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = self.model().to(dtype)
+            data, eval_data = (
+                tuple(t.to(dtype) if t.is_floating_point() else t for t in self.data(n)) for n in (count, 7)
+            )
+        return hr.Job(
+            model=model,
+            loss=self.loss,
+            optimizer=optimizer or self.optimizer,
+            data=data,
+            eval_data=eval_data,
+            global_batch_size=BATCH,
+            epochs=3,
+            seed=3,
+            options=self.options,
+        )
+
+
+SYNC = hr.Options(batch_norm="sync")
+
+MODELS: Mapping[str, Case] = {
+    "mlp": Case(dense),
+    "cnn": Case(Convolutional, images, options=SYNC),
+    "lstm": Case(Recurrent, text),
+    "tied": Case(Tied, text),
+    "idle": Case(Idle),
+    "buffers": Case(Buffered),
+    "partial": Case(Partial),
+}
+
+
+def by_dimensions(named: Any) -> torch.optim.Optimizer:
+    """Groups of plain tensors: decay for matrices alone."""
+    tensors = [tensor for _, tensor in named]
+    groups = [
+        {"params": [tensor for tensor in tensors if tensor.ndim > 1], "weight_decay": 0.1},
+        {"params": [tensor for tensor in tensors if tensor.ndim <= 1], "lr": 0.05},
+    ]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def by_name(named: Any) -> torch.optim.Optimizer:
+    """Groups of named tensors: the last layer learns slowly."""
+    groups = [
+        {"params": [(name, tensor) for name, tensor in named if name.startswith("0.")]},
+        {"params": [(name, tensor) for name, tensor in named if not name.startswith("0.")], "lr": 0.01},
+    ]
+    return torch.optim.AdamW(groups, lr=0.05)
+
+
+class Doubling(torch.optim.Optimizer):
+    """Somebody's own optimizer, which writes to the gradients."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    tensor.add_(tensor.grad.mul_(2), alpha=-group["lr"])
+
+
+VARIANTS: Mapping[str, Case] = {
+    "clipped": Case(dense, options=hr.Options(clip_norm=0.3)),
+    "clipped-cnn": Case(Convolutional, images, options=hr.Options(clip_norm=0.3, batch_norm="sync")),
+    "clipped-partial": Case(Partial, options=hr.Options(clip_norm=0.3)),
+    "tokens": Case(Recurrent, padded_text, without_padding),
+    "mean-cnn": Case(Convolutional, images, heavy_classes, options=SYNC),
+    "mean-clipped": Case(dense, loss=heavy_classes, options=hr.Options(clip_norm=0.3)),
+    "unused-head": Case(TwoHeads, loss=first_head, options=SYNC),
+    "groups-by-dimensions": Case(dense, optimizer=by_dimensions),
+    "groups-by-name": Case(dense, optimizer=by_name),
+    "nesterov-foreach": Case(dense, optimizer=partial(SGD, nesterov=True, foreach=True)),
+    "own-optimizer": Case(dense, optimizer=partial(Doubling, lr=0.05)),
+    "muon": Case(matrices, optimizer=partial(torch.optim.Muon, lr=0.02)),
+    "muon-one-matrix": Case(partial(nn.Linear, 4, 3, bias=False), optimizer=partial(torch.optim.Muon, lr=0.02)),
+    "adafactor": Case(dense, optimizer=partial(torch.optim.Adafactor, lr=0.05)),
+    "amsgrad-partial": Case(Partial, optimizer=partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.01)),
+}
+
+
+def verb_by_verb(loss: Callable[..., Any], worker: hr.Worker) -> None:
+    """A loop of somebody's own, on every share, empty ones too."""
+    for inputs, target in worker.batches():
+        worker.backward(loss(worker.model(inputs), target))
+        worker.update()
+        if worker.epoch_ended:
+            worker.evaluate()
+
+
+class Bang(ValueError):
+    """What a worker raises in these tests."""
+
+
+def explode_in_the_second_round(worker: hr.Worker) -> None:
+    """A loop whose last worker fails while the others wait for it."""
+    for batch in worker.batches():
+        if worker.round == 1 and worker.rank == worker.world - 1:
+            raise Bang("something is wrong with this batch")
+        worker.step(batch)

@@ -1,0 +1,155 @@
+"""Ways to train a job and keep what came out: through an engine, by hand, and verb by verb."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import headrace as hr
+from comm.seats import together
+from headrace.comm.in_process import InProcess
+from headrace.data import Loader, as_pipeline
+from headrace.engine.order import Engine
+from headrace.engine.preparation import prepare
+from headrace.replica.exchange import StatePiece
+from headrace.replica.whole_model import Objective
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.event import Stepped
+from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.spec.plain import from_plain, to_plain
+from headrace.spec.plan import Plan
+from headrace.strategies import Parts, Strategy
+
+__all__ = ["CLUSTER", "MODEL", "Outcome", "Saved", "by_hand", "carried", "distance", "drive", "train"]
+
+GIGABYTE = 2**30
+CLUSTER = Cluster((Host("here", cores=4, memory_bytes=GIGABYTE),))
+MODEL = ModelSpec((ParameterSpec("weight", (40, 5)), ParameterSpec("fixed", (3,), trainable=False)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a training.
+
+    Attributes:
+        tensors: the trained model's parameters and buffers.
+        losses: of each round, the mean over the global batch.
+        metrics: of the last evaluation.
+    """
+
+    tensors: Mapping[str, Tensor]
+    losses: Sequence[float]
+    metrics: Mapping[str, float]
+
+
+def carried(plan: Plan) -> Plan:
+    """Returns the plan after its way through JSON."""
+    return from_plain(Plan, json.loads(json.dumps(to_plain(plan))))
+
+
+def train(
+    job: hr.Job, strategy: Strategy, engine: Engine | None = None, loop: Callable[[hr.Worker], None] | None = None
+) -> Outcome:
+    """Trains by the usual loop unless another is given, in threads of this process unless another engine is."""
+    engine = engine or hr.ThreadEngine()
+    with tempfile.TemporaryDirectory() as folder:
+        begin = hr.fit if loop is None else partial(hr.launch, loop)
+        run = begin(job, strategy, device="cpu", run_dir=Path(folder), engine=engine)
+        rounds: dict[int, list[tuple[float, float]]] = {}
+        for event in sorted(run.events, key=lambda event: event.rank):
+            if isinstance(event, Stepped):
+                parts = rounds.setdefault(event.step, [])
+                parts += [] if event.loss is None else [(event.loss, event.weight)]
+        totals = [(sum(loss * w for loss, w in parts), sum(w for _, w in parts)) for parts in rounds.values()]
+        losses = [total / weight if weight else 0.0 for total, weight in totals]
+        return Outcome(run.model.state_dict(), losses, run.metrics)
+
+
+def by_hand(job: hr.Job) -> Outcome:
+    """Trains with a loop of plain PyTorch, over the same global batches."""
+    module = copy.deepcopy(job.model)
+    assert isinstance(module, torch.nn.Module)
+    assert job.loss is not None
+    named = list(module.named_parameters())
+    optimizer = job.optimizer(named)
+    loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, (1,), 0)
+    losses = []
+    for share in islice(loader.rounds(), (job.epochs or 0) * loader.rounds_per_epoch):
+        inputs, target = share.batch
+        optimizer.zero_grad()
+        loss = job.loss(module(inputs), target)
+        if isinstance(loss, hr.Mean):
+            # A batch that weighs nothing says nothing.
+            loss = loss.total / loss.weight if loss.weight else loss.total * 0
+        loss.backward()
+        if job.options.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), job.options.clip_norm)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return Outcome(module.state_dict(), losses, {})
+
+
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Returns the largest |a - b| / max(1, |b|) over all elements: absolute below 1, relative above."""
+    assert one.keys() == other.keys()
+    assert all(one[name].dtype == other[name].dtype and one[name].shape == other[name].shape for name in one)
+    apart = [
+        ((one[name].double() - b.double()).abs() / b.double().abs().clamp(min=1)).max()
+        for name, b in other.items()
+        if b.numel()
+    ]
+    # A NaN is no distance; torch's max keeps it and Python's might not.
+    return float(torch.stack(apart).max())
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint will hold.
+
+    Attributes:
+        tensors: parameters and buffers of rank 0.
+        pieces: optimizer state of all ranks.
+    """
+
+    tensors: Mapping[str, Tensor]
+    pieces: Sequence[StatePiece]
+
+
+def drive(
+    job: hr.Job, strategy: Strategy, workers: int, start: int, stop: int, saved: Saved | None = None
+) -> list[Saved]:
+    """Builds replicas and does the rounds `[start, stop)` verb by verb; returns what each rank holds at the end."""
+    prepared = prepare(job)
+    plan = strategy.plan(prepared.model, CLUSTER)
+    assert plan.workers == workers
+    assert job.loss is not None
+    objective = Objective(job.loss, weighed=prepared.weighed)
+
+    def act(host: InProcess) -> Saved:
+        module = copy.deepcopy(job.model)
+        assert isinstance(module, torch.nn.Module)
+        if saved:
+            module.load_state_dict(dict(saved.tensors))
+        parts = Parts(module, prepared.model, objective, job.optimizer, job.options, host)
+        replica = strategy.replica(plan, host.rank, parts)
+        if saved:
+            replica.exchange.load(saved.pieces)
+        loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, plan.shares, host.rank)
+        for round_, share in enumerate(islice(loader.rounds(start), stop - start), start):
+            replica.exchange.begin(round_)
+            replica.compute.run(share)
+            replica.exchange.synchronize()
+            replica.exchange.update(round_)
+        tensors = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+        return Saved(tensors, replica.exchange.state())
+
+    return together(workers, act)

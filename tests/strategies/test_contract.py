@@ -1,0 +1,334 @@
+"""What every strategy promises. A new strategy adds its line to `ROWS`, and every test below is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import re
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from graphlib import TopologicalSorter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace.data import Loader, as_pipeline
+from headrace.engine.local import LocalEngine
+from headrace.engine.order import Engine
+from headrace.errors import InfeasiblePlan, WorkerFailed
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.event import Stepped
+from headrace.spec.plan import EVERY_WORKER
+from headrace.strategies import STRATEGIES, Strategy
+from strategies.contract_models import (
+    ADAM,
+    BATCH,
+    COUNTS,
+    MODELS,
+    SGD,
+    VARIANTS,
+    Case,
+    asking,
+    explode_in_the_second_round,
+    verb_by_verb,
+)
+from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, by_hand, carried, distance, train
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy.
+
+    Attributes:
+        make: number of workers to the strategy.
+        workers: the numbers to try.
+    """
+
+    make: Callable[[int], Strategy]
+    workers: tuple[int, ...] = (1, 2, 3)
+
+
+ROWS = {
+    "central_storage": Row(hr.CentralStorage),
+    "mirrored": Row(hr.Mirrored),
+    "one_device": Row(lambda workers: hr.OneDevice(), workers=(1,)),
+    "unconnected": Row(hr.Unconnected),
+}
+
+DOUBLE, SINGLE = 1e-9, {"sgd": 1e-5, "adam": 1e-4}
+"""How far N workers may be from one device; see `contract_runs.distance`."""
+
+
+def of(strategies: Iterator[str] | list[str]) -> pytest.MarkDecorator:
+    """Runs a test for each strategy and each number of workers."""
+    cases = [(name, workers) for name in strategies for workers in ROWS[name].workers]
+    return pytest.mark.parametrize(("name", "workers"), cases, ids=[f"{name}-{n}" for name, n in cases])
+
+
+EVERY = sorted(STRATEGIES)
+SYNCHRONOUS = [name for name in EVERY if STRATEGIES[name].synchronous]
+every_strategy, every_synchronous_strategy = of(EVERY), of(SYNCHRONOUS)
+every_size = pytest.mark.parametrize("size", sorted(COUNTS))
+every_model = pytest.mark.parametrize("model", sorted(MODELS))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[LocalEngine]:
+    with LocalEngine() as engine:
+        yield engine
+
+
+@cache
+def on_one_device(case: Case, size: str, dtype: torch.dtype, optimizer: Callable[..., object] | None) -> Outcome:
+    return train(case.job(COUNTS[size], dtype, optimizer), hr.OneDevice())
+
+
+def assert_equal(outcome: Outcome, reference: Outcome, tolerance: float) -> None:
+    assert distance(outcome.tensors, reference.tensors) <= tolerance
+    assert outcome.losses == pytest.approx(reference.losses, rel=tolerance, abs=tolerance)
+    assert outcome.metrics == pytest.approx(reference.metrics, rel=tolerance, abs=tolerance)
+
+
+def assert_same_bits(one: Outcome, other: Outcome) -> None:
+    assert one.losses == other.losses
+    assert one.metrics == other.metrics
+    assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+
+
+def test_every_strategy_has_its_row() -> None:
+    assert sorted(ROWS) == EVERY
+    assert [name for name in EVERY if type(ROWS[name].make(1)) is not STRATEGIES[name]] == []
+
+
+@every_size
+@pytest.mark.parametrize("model", sorted({**MODELS, **VARIANTS}))
+def test_one_device_is_a_loop_of_plain_pytorch_bit_for_bit(model: str, size: str) -> None:
+    case = {**MODELS, **VARIANTS}[model]
+    outcome, reference = on_one_device(case, size, torch.float64, None), by_hand(case.job(COUNTS[size]))
+    assert_same_bits(dataclasses.replace(outcome, metrics={}), reference)
+    assert any(
+        not torch.equal(tensor, outcome.tensors[name]) for name, tensor in case.job(8).model.state_dict().items()
+    )
+
+
+@every_synchronous_strategy
+@every_model
+@every_size
+def test_any_number_of_workers_is_one_device(name: str, workers: int, model: str, size: str) -> None:
+    case = MODELS[model]
+    strategy, job = ROWS[name].make(workers), case.job(COUNTS[size])
+    outcome = train(job, strategy)
+    assert_equal(outcome, on_one_device(case, size, torch.float64, None), DOUBLE)
+    assert_same_bits(outcome, train(job, strategy))
+
+
+@every_synchronous_strategy
+@every_model
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_any_number_of_workers_is_one_device_in_single_precision(
+    name: str, workers: int, model: str, optimizer: str
+) -> None:
+    case, factory = MODELS[model], {"sgd": SGD, "adam": ADAM}[optimizer]
+    outcome = train(case.job(COUNTS["tiny"], torch.float32, factory), ROWS[name].make(workers))
+    assert_equal(outcome, on_one_device(case, "tiny", torch.float32, factory), SINGLE[optimizer])
+
+
+@every_synchronous_strategy
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("size", ["uneven", "tiny"])
+def test_clipping_weights_and_optimizers_are_those_of_one_device(
+    name: str, workers: int, variant: str, size: str
+) -> None:
+    case = VARIANTS[variant]
+    outcome = train(case.job(COUNTS[size]), ROWS[name].make(workers))
+    assert_equal(outcome, on_one_device(case, size, torch.float64, None), DOUBLE)
+
+
+@every_synchronous_strategy
+@pytest.mark.parametrize("model", ["mlp", "cnn", "partial", "mean-cnn", "mean-clipped"])
+def test_a_loop_of_ones_own_is_one_device_too(name: str, workers: int, model: str) -> None:
+    case = {**MODELS, **VARIANTS}[model]
+    outcome = train(case.job(COUNTS["tiny"]), ROWS[name].make(workers), loop=partial(verb_by_verb, case.loss))
+    assert_equal(outcome, on_one_device(case, "tiny", torch.float64, None), DOUBLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    ("model", "size", "workers"),
+    [
+        *[("mlp", "even", 2), ("cnn", "tiny", 3), ("lstm", "uneven", 2), ("tied", "tiny", 2), ("idle", "uneven", 3)],
+        *[("buffers", "even", 3), ("partial", "uneven", 2), ("mean-cnn", "tiny", 2), ("clipped-cnn", "uneven", 3)],
+        *[("muon-one-matrix", "even", 3), ("nesterov-foreach", "even", 3), ("own-optimizer", "uneven", 2)],
+    ],
+)
+def test_processes_are_one_device(processes: Engine, name: str, model: str, size: str, workers: int) -> None:
+    case, workers = {**MODELS, **VARIANTS}[model], min(workers, max(ROWS[name].workers))
+    outcome = train(case.job(COUNTS[size]), ROWS[name].make(workers), processes)
+    assert_equal(outcome, on_one_device(case, size, torch.float64, None), DOUBLE)
+
+
+def test_the_cases_are_as_difficult_as_they_say() -> None:
+    """A clip that never bites, or a share that always asks, would prove nothing."""
+    uneven, tiny = MODELS["partial"].job(COUNTS["uneven"]), MODELS["partial"].job(COUNTS["tiny"])
+    loaders = [Loader(as_pipeline(uneven.data)[0], uneven.seed, BATCH, (1, 1), rank) for rank in (0, 1)]
+    asked = [[bool(asking(s.batch[0]).any()) for s in islice(loader.rounds(), 9)] for loader in loaders]
+    assert {(True, False), (False, True), (False, False)} <= set(zip(*asked, strict=True))
+    last = Loader(as_pipeline(tiny.data)[0], tiny.seed, BATCH, (1, 1), 1).rounds(2)
+    assert next(last).examples == 0
+    text = VARIANTS["tokens"].job(COUNTS["tiny"])
+    shares = islice(Loader(as_pipeline(text.data)[0], text.seed, BATCH, (1, 1, 1), 2).rounds(), 9)
+    assert any(share.examples and (share.batch[1] < 0).all() for share in shares)
+    for variant in ("clipped", "clipped-cnn", "clipped-partial", "mean-clipped"):
+        case = VARIANTS[variant]
+        free = dataclasses.replace(case, options=dataclasses.replace(case.options, clip_norm=None))
+        clipped, unclipped = by_hand(case.job(11)).tensors, by_hand(free.job(11)).tensors
+        assert distance(clipped, unclipped) > 1e-3, variant
+
+
+@every_strategy
+def test_a_plan_survives_json(name: str, workers: int) -> None:
+    strategy = ROWS[name].make(workers)
+    plan = strategy.plan(MODEL, CLUSTER)
+    assert carried(plan) == plan
+    assert plan.strategy == name
+    assert plan.workers == len(plan.shares) == workers
+    assert dict(plan.options) == {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
+
+
+@every_strategy
+def test_a_plan_gives_every_element_one_owner(name: str, workers: int) -> None:
+    plan = ROWS[name].make(workers).plan(MODEL, CLUSTER)
+    owned = sorted((segment.start, segment.stop) for segment in plan.segments)
+    assert {segment.parameter for segment in plan.segments} == {"weight"}
+    assert [start for start, _ in owned] == [0, *[stop for _, stop in owned[:-1]]]
+    assert owned[-1][1] == 200
+    assert {segment.owner for segment in plan.segments} <= {EVERY_WORKER, *range(workers)}
+
+
+def refusal(name: str, workers: int, cluster: Cluster) -> str:
+    with pytest.raises(InfeasiblePlan) as refused:
+        ROWS[name].make(workers).plan(MODEL, cluster)
+    return str(refused.value)
+
+
+@every_strategy
+def test_a_host_without_memory_is_refused(name: str, workers: int) -> None:
+    message = refusal(name, workers, Cluster((Host("small", 4, 1_599),)))
+    needed = re.search(r"needs ([\d,]+) bytes", message)
+    assert needed
+    # A copy of the parameters and one of the gradients, of 200 floats each, is the least that there is.
+    assert int(needed[1].replace(",", "")) >= 1_600
+    assert "small has 1,599 left" in message
+
+
+@every_strategy
+def test_a_launcher_with_another_number_of_processes_is_refused(name: str, workers: int) -> None:
+    message = refusal(name, workers, Cluster((Host("here", 4, GIGABYTE),), ranks=workers + 1))
+    assert f"{workers} workers" in message
+    assert f"started {workers + 1} processes" in message
+
+
+@every_strategy
+def test_fewer_accelerators_than_workers_are_refused(name: str, workers: int) -> None:
+    there = tuple(f"cuda:{index}" for index in range(workers - 1))
+    message = refusal(name, workers, Cluster((Host("gpus", 4, GIGABYTE, there),), device="cuda"))
+    assert f"{workers} workers on cuda" in message
+    assert f"gpus has {workers - 1}" in message
+
+
+@every_strategy
+def test_two_hosts_are_refused(name: str, workers: int) -> None:
+    message = refusal(name, workers, Cluster((Host("left", 4, GIGABYTE), Host("right", 4, GIGABYTE))))
+    assert "has 2: left, right" in message
+
+
+@every_strategy
+def test_a_step_is_an_acyclic_graph_of_what_events_measure(name: str, workers: int) -> None:
+    strategy = ROWS[name].make(workers)
+    plan = strategy.plan(MODEL, CLUSTER)
+    ops = {op.name: op for op in strategy.ops(plan)}
+    assert len(ops) == len(strategy.ops(plan))
+    before: dict[str, set[str]] = {}
+    for op_name in TopologicalSorter({op.name: op.after for op in ops.values()}).static_order():
+        before[op_name] = {op_name}.union(*(before[earlier] for earlier in ops[op_name].after))
+    measured = {field.name.removesuffix("_s") for field in dataclasses.fields(Stepped) if field.name.endswith("_s")}
+    assert {op.kind for op in ops.values()} <= measured - {"time", "wait"}
+    ranks = set(range(workers))
+    assert {op.rank for op in ops.values() if op.kind == "compute"} == ranks
+    assert {op.rank for op in ops.values() if op.kind == "update"} == ranks
+    assert all(op.bytes >= 0 for op in ops.values())
+    if strategy.synchronous and workers > 1:
+        computed = {op.name for op in ops.values() if op.kind == "compute"}
+        assert all(computed <= before[op.name] for op in ops.values() if op.kind == "update")
+        assert {op.rank for op in ops.values() if op.kind == "exchange" and op.bytes} == ranks
+
+
+def fail(name: str, workers: int, folder: Path, engine: Engine) -> WorkerFailed:
+    job = MODELS["mlp"].job(8)
+    with pytest.raises(WorkerFailed) as failed:
+        hr.launch(
+            explode_in_the_second_round, job, ROWS[name].make(workers), device="cpu", run_dir=folder, engine=engine
+        )
+    return failed.value
+
+
+def assert_tells(error: WorkerFailed, workers: int) -> None:
+    assert error.rank == workers - 1
+    assert f"rank {workers - 1}" in str(error)
+    assert "Bang: something is wrong with this batch" in str(error)
+    told = error.traceback or "".join(traceback.format_exception(error))
+    assert "in explode_in_the_second_round" in told
+
+
+@every_strategy
+def test_an_error_in_a_thread_reaches_the_caller(name: str, workers: int, tmp_path: Path) -> None:
+    assert_tells(fail(name, workers, tmp_path, hr.ThreadEngine()), workers)
+
+
+@pytest.mark.slow
+@every_strategy
+def test_an_error_in_a_process_reaches_the_caller(
+    name: str, workers: int, tmp_path: Path, processes: LocalEngine
+) -> None:
+    assert_tells(fail(name, workers, tmp_path, processes), workers)
+
+
+def belongings() -> dict[str, object]:
+    """Returns what this process holds of the machine."""
+    gc.collect()
+    tasks = Path("/proc/self/task").iterdir()
+    return {
+        "threads": set(threading.enumerate()),
+        "children": {child for task in tasks for child in (task / "children").read_text().split()},
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "named shared memory": set(os.listdir("/dev/shm")),
+        "mapped shared memory": Path("/proc/self/maps").read_text().count("memfd:headrace"),
+    }
+
+
+@pytest.mark.slow
+@every_strategy
+def test_threads_leave_nothing_behind(name: str, workers: int, tmp_path: Path) -> None:
+    before = belongings()
+    train(MODELS["cnn"].job(COUNTS["tiny"]), ROWS[name].make(workers))
+    fail(name, workers, tmp_path, hr.ThreadEngine())
+    assert belongings() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_processes_leave_nothing_behind(name: str, tmp_path: Path) -> None:
+    workers = max(ROWS[name].workers)
+    before = belongings()
+    with LocalEngine() as engine:
+        train(MODELS["cnn"].job(COUNTS["tiny"]), ROWS[name].make(workers), engine)
+        fail(name, workers, tmp_path, engine)
+    assert belongings() == before

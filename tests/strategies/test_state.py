@@ -1,0 +1,77 @@
+"""Save in the middle, load into fresh replicas of any strategy, go on: as if nothing had happened."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from headrace.replica.exchange import StatePiece
+from headrace.strategies import STRATEGIES
+from strategies.contract_models import SGD, Case, Partial, dense, matrices
+from strategies.contract_runs import Saved, distance, drive
+from strategies.test_contract import DOUBLE, ROWS
+
+COUNT, MIDDLE, END = 9, 4, 9
+
+CASES = {
+    "sgd": Case(dense),
+    "sgd-partial": Case(Partial),
+    "adam": Case(dense, optimizer=partial(torch.optim.Adam, lr=0.01, amsgrad=True)),
+    "asgd": Case(dense, optimizer=partial(torch.optim.ASGD, lr=0.1, t0=2)),
+    "nadam-partial": Case(Partial, optimizer=partial(torch.optim.NAdam, lr=0.01)),
+    "adagrad": Case(dense, optimizer=partial(torch.optim.Adagrad, lr=0.1)),
+    "rprop": Case(dense, optimizer=partial(torch.optim.Rprop, lr=0.01)),
+    "adafactor": Case(dense, optimizer=partial(torch.optim.Adafactor, lr=0.05)),
+    "muon": Case(matrices, optimizer=partial(torch.optim.Muon, lr=0.02)),
+}
+
+SYNCHRONOUS = [(name, workers) for name, row in ROWS.items() if STRATEGIES[name].synchronous for workers in row.workers]
+"""Name and number of workers."""
+WAYS = [
+    *[(one, one) for one in SYNCHRONOUS],
+    *[(("mirrored", 2), ("central_storage", 3)), (("central_storage", 3), ("mirrored", 2))],
+    *[(("central_storage", 2), ("central_storage", 3)), (("one_device", 1), ("central_storage", 2))],
+    *[(("mirrored", 3), ("one_device", 1)), (("central_storage", 2), ("one_device", 1))],
+]
+
+
+def all_ranks(saved: list[Saved]) -> Saved:
+    return Saved(saved[0].tensors, [piece for each in saved for piece in each.pieces])
+
+
+def run(case: Case, name: str, workers: int, start: int, stop: int, saved: Saved | None = None) -> Saved:
+    return all_ranks(drive(case.job(COUNT), ROWS[name].make(workers), workers, start, stop, saved))
+
+
+def whole(pieces: list[StatePiece]) -> dict[tuple[str, str], torch.Tensor]:
+    """Returns every parameter's state by key, put together from its pieces."""
+    put: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    for piece in pieces:
+        put.setdefault((piece.parameter, piece.key), {})[piece.start] = piece.value.flatten()
+    return {key: torch.cat([values[start] for start in sorted(values)]) for key, values in put.items()}
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize(("saver", "loader"), WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+def test_to_save_and_to_go_on_is_no_interruption(case: str, saver: tuple[str, int], loader: tuple[str, int]) -> None:
+    begun = run(CASES[case], *saver, 0, MIDDLE)
+    resumed = run(CASES[case], *loader, MIDDLE, END, begun)
+    uninterrupted = run(CASES[case], *loader, 0, END)
+    assert distance(resumed.tensors, uninterrupted.tensors) <= (0.0 if saver == loader else DOUBLE)
+    assert distance(begun.tensors, uninterrupted.tensors) > 1e-4
+    assert distance(whole(list(resumed.pieces)), whole(list(uninterrupted.pieces))) <= DOUBLE
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize(("name", "workers"), [one for one in SYNCHRONOUS if one[1] > 1])
+def test_the_state_of_all_ranks_is_that_of_one_device(case: str, name: str, workers: int) -> None:
+    ours, reference = (run(CASES[case], *who, 0, MIDDLE) for who in ((name, workers), ("one_device", 1)))
+    assert distance(whole(list(ours.pieces)), whole(list(reference.pieces))) <= DOUBLE
+
+
+@pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
+def test_every_rank_ends_with_the_same_bits(name: str, workers: int) -> None:
+    ranks = drive(Case(Partial, optimizer=SGD).job(COUNT), ROWS[name].make(workers), workers, 0, END)
+    assert all(distance(rank.tensors, ranks[0].tensors) == 0.0 for rank in ranks)
