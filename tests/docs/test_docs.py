@@ -1,0 +1,154 @@
+"""The documentation is true: its code runs and prints what it shows, its links lead somewhere, no name is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headrace as hr
+from docs.pages import ROOT, blocks, pages, run_page, unmatched
+from headrace.cli import COMMANDS
+from headrace.spec import event as events
+from headrace.strategies import STRATEGIES
+
+DOCS = ROOT / "docs"
+# Its code is applied to a copy of the tree by test_add_a_strategy.py.
+RECIPES = [DOCS / "guide" / "add-a-strategy.md"]
+RUNNABLE = [
+    page for page in pages() if page not in RECIPES and any(it.language in ("python", "console") for it in blocks(page))
+]
+_LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+_PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
+def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
+    assert run_page(page, tmp_path) > 0
+
+
+def test_every_guide_and_idea_shows_something_that_runs() -> None:
+    folders = {page.parent.name for page in RUNNABLE}
+    assert {"guide", "ideas"} <= folders
+    silent = [page for folder in ("guide", "ideas") for page in (DOCS / folder).glob("*.md")]
+    assert [name_of(page) for page in silent if page not in (*RUNNABLE, *RECIPES)] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = [target for target in _LINK.findall(text) if "://" not in target]
+    targets += [target for found in _PICTURE.findall(text) for target in found if target and "://" not in target]
+    broken = []
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    strange = []
+    for front, name in re.findall(r"\bhr\.((?:data|tasks|metrics)\.)?([A-Za-z_]\w*)", text):
+        home = importlib.import_module(f"headrace.{front[:-1]}") if front else hr
+        if name not in home.__all__:
+            strange.append(f"hr.{front}{name}")
+    assert strange == []
+    scripts = re.findall(r"(?<![\w/])((?:scripts|examples|docs|tests|benchmarks|src)/[\w./-]*\w)", text)
+    assert [path for path in scripts if not (ROOT / path).exists()] == []
+
+
+def test_every_page_can_be_reached_from_the_index() -> None:
+    index = DOCS / "index.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(index.read_text())}
+    assert [name_of(page) for page in DOCS.rglob("*.md") if page not in (index, *linked)] == []
+
+
+def documented_names() -> list[str]:
+    names = [f"hr.{name}" for name in hr.__all__]
+    for front in ("data", "metrics", "tasks"):
+        names += [f"hr.{front}.{name}" for name in importlib.import_module(f"headrace.{front}").__all__]
+    return names
+
+
+@pytest.mark.parametrize("name", documented_names())
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    assert f"`{name}" in (DOCS / "reference.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"), [("jobs", hr.Job), ("jobs", hr.Options), ("events-and-reports", hr.Run), ("own-loop", hr.Worker)]
+)
+def test_every_public_attribute_is_explained(page: str, kind: type) -> None:
+    text = (DOCS / "guide" / f"{page}.md").read_text(encoding="utf-8")
+    names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    names |= {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
+    names |= set(inspect.signature(kind).parameters) if kind is hr.Job else set()
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", text))))
+    assert sorted(name for name in names if not name.startswith("_") and name not in words) == []
+
+
+def test_every_event_is_explained() -> None:
+    text = (DOCS / "guide" / "events-and-reports.md").read_text(encoding="utf-8")
+    kinds = {kind.kind for kind in vars(events).values() if inspect.isclass(kind) and issubclass(kind, events.Event)}
+    assert len(kinds) > 5
+    assert sorted(kind for kind in kinds - {"event"} if f"`{kind}`" not in text) == []
+
+
+def test_every_strategy_is_explained() -> None:
+    text = (DOCS / "guide" / "strategies.md").read_text(encoding="utf-8")
+    assert [name for name in STRATEGIES if f"`{name}`" not in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_a_command_is_explained(command: str) -> None:
+    program = "import sys; from headrace.cli import run; sys.exit(run(sys.argv[1:]))"
+    asked = [sys.executable, "-c", program, command, "--help"]
+    shown = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = (DOCS / "guide" / "command-line.md").read_text(encoding="utf-8")
+    section = text.partition(f"## headrace {command}\n")[2].partition("\n## ")[0]
+    options = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.MULTILINE)) - {"--help", "--json"}
+    assert section
+    assert sorted(option for option in options if option not in section) == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "missing"),
+    [
+        ("loss 0.178 after 5 steps", "begin\nloss  0.2 after 7 steps\n", None),
+        ("run ... steps", "run one: 3 steps", None),
+        ("accuracy 0.9", "loss 0.9", "accuracy 0.9"),
+        ("b\na", "a\nb", "a"),
+    ],
+)
+def test_shown_lines_are_compared_with_printed_ones(shown: str, printed: str, missing: str | None) -> None:
+    assert unmatched(shown.splitlines(), printed) == missing
+
+
+def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
+    script = (DOCS / "images" / "draw_verbs.py").read_text(encoding="utf-8")
+    (tmp_path / "draw_verbs.py").write_text(script, encoding="utf-8")
+    subprocess.run([sys.executable, tmp_path / "draw_verbs.py"], timeout=60, check=True)
+    for ground in ("light", "dark"):
+        assert (tmp_path / f"verbs-{ground}.svg").read_text() == (DOCS / "images" / f"verbs-{ground}.svg").read_text()
