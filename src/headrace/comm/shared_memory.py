@@ -82,7 +82,8 @@ class SharedMemory(SharedCollective):
     def broadcast(self, tensor: Tensor) -> None:
         if self.rank != 0:
             tensor.zero_()
-        self.all_reduce(tensor)
+        # Bytes, because adding zeros to numbers would lose the sign of a zero.
+        self.all_reduce(tensor.view(-1).view(torch.uint8))
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         # At once: the cores that would add in the background are those that compute.

@@ -1,0 +1,33 @@
+"""One rank of a test: joins the group, plays its part of a scenario, leaves what it returned in a file.
+
+Arguments: scenario, rank, world, process id and descriptor of the control page, file for the result, arguments as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from comm import scenarios
+from headrace.comm.control import ControlPage
+from headrace.comm.segment import Segment
+from headrace.comm.shared_memory import SharedMemory
+from headrace.errors import PeerLost
+
+
+def main() -> None:
+    scenario, rank, world, pid, descriptor, result, arguments = sys.argv[1:]
+    page = ControlPage(Segment.open(int(pid), int(descriptor), ControlPage.nbytes(int(world))), int(world))
+
+    def check() -> None:
+        if page.abort:
+            raise PeerLost(page.abort - 1, "this host", "the test says so")
+
+    host = SharedMemory(page, int(rank), check)
+    returned = getattr(scenarios, scenario)(host, page, **json.loads(arguments))
+    host.close()
+    Path(result).write_text(json.dumps(returned))
+
+
+main()

@@ -1,0 +1,153 @@
+"""What the ranks of a test do, each in its own process: `scenario(host, page, ...)`, by name from `play`.
+
+What they return goes through JSON: complaints, numbers, digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from headrace.comm.control import ControlPage
+from headrace.comm.shared_memory import SharedMemory
+from headrace.errors import PeerLost
+
+DTYPES = [
+    *[torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64],
+    *[torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool],
+]
+SLOT_BYTES = 256 * 1024
+
+
+def lengths(item_bytes: int) -> list[int]:
+    """Returns numbers of elements around every limit: nothing, the direct sum, one slot, several."""
+    slot = SLOT_BYTES // item_bytes
+    return [0, 1, 3, 16 * 1024 // item_bytes, 16 * 1024 // item_bytes + 1, slot - 1, slot, slot + 1, 2 * slot + 7]
+
+
+def made(length: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Returns the same elements in every process, negative zeros and infinities among those that can have them."""
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randint(-100, 100, (length,), generator=generator).to(dtype)
+    if dtype.is_floating_point:
+        tensor = tensor * torch.rand(length, generator=generator, dtype=torch.float64).to(dtype)
+        tensor[::97] = -0.0
+        tensor[::101] = float("inf")
+    return tensor
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def sum_everything(host: SharedMemory, page: ControlPage) -> list[str]:
+    """Returns where the sum is not, bit for bit, that of all ranks in rank order."""
+    wrong = []
+    for dtype in DTYPES:
+        for length in lengths(dtype.itemsize):
+            tensors = [made(length, dtype, seed=length * 10 + rank) for rank in range(host.world)]
+            expected = tensors[0].clone()
+            for tensor in tensors[1:]:
+                expected += tensor
+            own = tensors[host.rank]
+            host.all_reduce(own)
+            if digest(own) != digest(expected):
+                wrong.append(f"{dtype} x {length}")
+    return wrong
+
+
+def spread_everything(host: SharedMemory, page: ControlPage) -> list[str]:
+    """Returns where a broadcast has not brought rank 0's bits."""
+    wrong = []
+    for dtype in DTYPES:
+        for length in lengths(dtype.itemsize):
+            tensor = made(length, dtype, seed=length + host.rank)
+            if dtype.is_floating_point:
+                tensor[1::89] = float("nan")
+            expected = made(length, dtype, seed=length)
+            if dtype.is_floating_point:
+                expected[1::89] = float("nan")
+            host.broadcast(tensor)
+            if digest(tensor) != digest(expected):
+                wrong.append(f"{dtype} x {length}")
+    return wrong
+
+
+def add_numbers(host: SharedMemory, page: ControlPage, counts: list[int]) -> list[list[float]]:
+    """Returns the sums of 0.1 * (rank + 1) + index, for several numbers of numbers."""
+    return [host.sum([0.1 * (host.rank + 1) + index for index in range(count)]) for count in counts]
+
+
+def share_regions(host: SharedMemory, page: ControlPage, sizes: list[int]) -> list[list[int]]:
+    """Returns the sizes, the sums before and the sums after everybody wrote its rank + 1 into its own region."""
+    regions = host.share(sizes[host.rank])
+    before = [int(region.sum()) for region in regions]
+    host.barrier()
+    regions[host.rank].fill_(host.rank + 1)
+    host.barrier()
+    after = [int(region.sum()) for region in regions]
+    host.barrier()
+    return [[len(region) for region in regions], before, after]
+
+
+def storm(host: SharedMemory, page: ControlPage, meetings: int) -> list[int]:
+    """Meets again and again, late by chance; returns the meetings after which somebody's word was not the right one."""
+    regions = [region.view(torch.int64).numpy() for region in host.share(16)]
+    chance = random.Random(host.rank)
+    wrong = []
+    for meeting in range(meetings):
+        until = monotonic() + chance.choice([0.0, 0.0, 0.0, 0.0, 2e-5, 2e-4])
+        while monotonic() < until:
+            pass
+        # Two words by turns: a peer that is ahead writes the other one.
+        regions[host.rank][meeting % 2] = meeting
+        host.barrier()
+        if any(region[meeting % 2] != meeting for region in regions):
+            wrong.append(meeting)
+    return wrong
+
+
+def everything_by_turns(host: SharedMemory, page: ControlPage, turns: int) -> list[str]:
+    """Sums of numbers and tensors, broadcasts, regions and barriers in a random order; returns what went wrong."""
+    chance = random.Random(5)
+    wrong = []
+    for turn in range(turns):
+        kind = chance.choice(["numbers", "small", "large", "spread", "share", "barrier"])
+        value = float(turn + host.rank)
+        total = float(sum(turn + rank for rank in range(host.world)))
+        if kind == "numbers":
+            right = host.sum([value]) == [total]
+        elif kind in ("small", "large"):
+            tensor = torch.full((5 if kind == "small" else 70_001,), value)
+            host.all_reduce(tensor)
+            right = bool((tensor == total).all())
+        elif kind == "spread":
+            tensor = torch.full((3, 50), value)
+            host.broadcast(tensor)
+            right = bool((tensor == turn).all())
+        elif kind == "share":
+            region = host.share(host.rank * 8)
+            right = [len(part) for part in region] == [8 * rank for rank in range(host.world)]
+        else:
+            host.barrier()
+            right = True
+        if not right:
+            wrong.append(f"{kind} at {turn}")
+    return wrong
+
+
+def wait_for_somebody_lost(host: SharedMemory, page: ControlPage) -> list[object]:
+    """The last rank stays away and says that rank 1 is lost; returns who was lost, and whether it was told at once."""
+    if host.rank == host.world - 1:
+        page.abort = 2
+        return [1, True]
+    began = monotonic()
+    try:
+        host.barrier()
+    except PeerLost as error:
+        return [error.rank, monotonic() - began < 5.0]
+    return [-1, False]
