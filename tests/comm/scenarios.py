@@ -10,11 +10,17 @@ import random
 from time import monotonic
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import FileStore
 
 from headrace.comm.control import ControlPage
+from headrace.comm.distributed import Distributed
 from headrace.comm.shared_memory import SharedMemory
 from headrace.errors import PeerLost
+from headrace.replica.describe import describe
+from headrace.replica.gradients import Presence
+from headrace.replica.layout import FlatLayout
+from headrace.replica.reduction import HostReduction, OverlappedReduction, Reduction, WireReduction
 
 DTYPES = [
     *[torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64],
@@ -151,3 +157,84 @@ def wait_for_somebody_lost(host: SharedMemory, page: ControlPage) -> list[object
     except PeerLost as error:
         return [error.rank, monotonic() - began < 5.0]
     return [-1, False]
+
+
+def wire_of(host: SharedMemory, store: str) -> Distributed:
+    return Distributed(FileStore(store, host.world), host.rank, host.world, "cpu", timeout_s=60.0)
+
+
+def use_the_wire(host: SharedMemory, page: ControlPage, store: str) -> list[str]:
+    """Returns which verb of torch.distributed gave the wrong result."""
+    wire = wire_of(host, store)
+    wrong = []
+    for dtype in (torch.float64, torch.float32, torch.int64):
+        for length in (1, 3, 70_001):
+            tensors = [made(length, dtype, seed=rank) for rank in range(host.world)]
+            expected = tensors[0] + tensors[1]
+            summed, later, spread = (tensors[host.rank].clone() for _ in range(3))
+            wire.all_reduce(summed)
+            wait = wire.start_all_reduce(later)
+            wait()
+            wire.broadcast(spread)
+            wire.barrier()
+            if not torch.equal(summed, expected) or not torch.equal(later, expected):
+                wrong.append(f"sum of {dtype} x {length}")
+            if digest(spread) != digest(tensors[0]):
+                wrong.append(f"broadcast of {dtype} x {length}")
+    if wire.sum([0.1, host.rank]) != [0.1 + 0.1, 1.0]:
+        wrong.append("numbers")
+    if wire.moved_bytes <= 0:
+        wrong.append("count of bytes")
+    wire.close()
+    return wrong
+
+
+def reduce_both_ways(host: SharedMemory, page: ControlPage, store: str) -> list[str]:
+    """Returns where a sum through shared memory is not the one by torch.distributed."""
+    wire = wire_of(host, store)
+    modules = nn.ModuleList([nn.Linear(30, 7), nn.Linear(7, 5).double(), nn.Linear(5, 1, bias=False)])
+    specs = describe(modules).trainable
+    layout = FlatLayout(specs)
+    presence = [Presence(host, len(specs)) for _ in range(3)]
+    ways: list[Reduction] = [
+        HostReduction(layout, presence[0], host),
+        WireReduction(layout, presence[1], wire, torch.device("cpu")),
+        OverlappedReduction(layout, presence[2], wire, modules),
+    ]
+    wrong = []
+    for turn in range(4):
+        gradients: list[Tensor | None] = [
+            made(spec.elements, getattr(torch, spec.dtype), seed=10 * turn + host.rank)
+            .view(spec.shape)
+            .nan_to_num(0, 0, 0)
+            for spec in specs
+        ]
+        gradients[turn] = None if host.rank == turn % 2 else gradients[turn]
+        for way in ways:
+            way.sink.store(gradients)
+        host.barrier()
+        for way in ways:
+            way.reduce()
+        host.barrier()
+        sums = [[view.clone() for view in layout.views(way.result)] for way in ways]
+        norms = [way.squared_norm() for way in ways]
+        wrong += [
+            f"{specs[index].name}, round {turn}"
+            for other in sums[1:]
+            for index, pair in enumerate(zip(sums[0], other, strict=True))
+            if not torch.equal(*pair)
+        ]
+        if any(abs(norm - norms[0]) > 1e-12 * norms[0] for norm in norms) or not norms[0] > 0:
+            wrong.append(f"norm, round {turn}")
+        for way in ways:
+            way.scale(0.5)
+        host.barrier()
+        if not all(
+            torch.equal(view, whole / 2)
+            for way, before in zip(ways, sums, strict=True)
+            for view, whole in zip(layout.views(way.result), before, strict=True)
+        ):
+            wrong.append(f"scale, round {turn}")
+        host.barrier()
+    wire.close()
+    return wrong
