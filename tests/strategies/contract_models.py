@@ -118,12 +118,20 @@ class Buffered(nn.Module):
         return self.warmth * self.body(x) * torch.where(self.mask, self.scale, 1.0)
 
 
-class Partial(nn.Module):
-    """Uses `extra` only where an example asks for it: some shares of a batch do, and some batches do not at all."""
+def linear() -> nn.Module:
+    return nn.Linear(4, 3)
 
-    def __init__(self) -> None:
+
+class Partial(nn.Module):
+    """Uses `extra` only where an example asks for it: some shares of a batch do, and some batches do not at all.
+
+    Args:
+        body: what every example goes through.
+    """
+
+    def __init__(self, body: Callable[[], nn.Module] = linear) -> None:
         super().__init__()
-        self.body = nn.Linear(4, 3)
+        self.body = body()
         self.extra = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,6 +145,10 @@ def asking(x: Tensor) -> Tensor:
 
 def dense() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2)), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 3))
 
 
 def matrices() -> nn.Module:
@@ -278,6 +290,7 @@ VARIANTS: Mapping[str, Case] = {
     "tokens": Case(Recurrent, padded_text, without_padding),
     "mean-cnn": Case(Convolutional, images, heavy_classes, options=SYNC),
     "mean-clipped": Case(dense, loss=heavy_classes, options=hr.Options(clip_norm=0.3)),
+    "partial-normalised": Case(partial(Partial, normalised), options=SYNC),
     "unused-head": Case(TwoHeads, loss=first_head, options=SYNC),
     "groups-by-dimensions": Case(dense, optimizer=by_dimensions),
     "groups-by-name": Case(dense, optimizer=by_name),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import headrace as hr
 from comm.seats import together
-from headrace.comm.in_process import InProcess
+from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
 from headrace.engine.order import Engine
 from headrace.engine.preparation import prepare
@@ -125,21 +125,43 @@ class Saved:
 
 
 def drive(
-    job: hr.Job, strategy: Strategy, workers: int, start: int, stop: int, saved: Saved | None = None
+    job: hr.Job,
+    strategy: Strategy,
+    workers: int,
+    start: int,
+    stop: int,
+    saved: Saved | None = None,
+    wired: bool = False,
 ) -> list[Saved]:
-    """Builds replicas and does the rounds `[start, stop)` verb by verb; returns what each rank holds at the end."""
+    """Builds replicas and does the rounds `[start, stop)` verb by verb; returns what each rank holds at the end.
+
+    Args:
+        job, strategy, workers, start, stop: what to do.
+        saved: what to begin from.
+        wired: gives the replicas a wire, as if they were on devices of their own.
+    """
     prepared = prepare(job)
     plan = strategy.plan(prepared.model, CLUSTER)
     assert plan.workers == workers
     assert job.loss is not None
     objective = Objective(job.loss, weighed=prepared.weighed)
 
+    meeting = Meeting(workers)
+
     def act(host: InProcess) -> Saved:
+        try:
+            return steps(host)
+        except BaseException:
+            meeting.abort(host.rank)
+            raise
+
+    def steps(host: InProcess) -> Saved:
         module = copy.deepcopy(job.model)
         assert isinstance(module, torch.nn.Module)
         if saved:
             module.load_state_dict(dict(saved.tensors))
-        parts = Parts(module, prepared.model, objective, job.optimizer, job.options, host)
+        connect = (lambda: InProcess(meeting, host.rank)) if wired else None
+        parts = Parts(module, prepared.model, objective, job.optimizer, job.options, host, connect)
         replica = strategy.replica(plan, host.rank, parts)
         if saved:
             replica.exchange.load(saved.pieces)

@@ -91,7 +91,8 @@ class Mirrored(Strategy):
         reduction: Reduction
         if parts.wire is None:
             reduction = HostReduction(layout, presence, parts.host)
-        elif self.overlap:
+        elif self.overlap and not always:
+            # Where layers talk during backward, a bucket that lacks a gradient on one worker would meet their sums.
             reduction = OverlappedReduction(layout, presence, parts.wire, parts.module)
         else:
             reduction = WireReduction(layout, presence, parts.wire, parts.device)

@@ -1,0 +1,46 @@
+"""Mirrored on devices of their own: gradients by a wire, when backward is over or while it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+import headrace as hr
+from headrace.replica import reduction
+from headrace.replica.overlap import OverlappedGradients
+from strategies.contract_models import COUNTS, MODELS, VARIANTS
+from strategies.contract_runs import distance, drive
+from strategies.test_contract import DOUBLE
+
+ROUNDS = 9
+
+
+@pytest.fixture(params=[1, 100, 1 << 20])
+def bucket_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A bucket a parameter, a few, or one for all."""
+    monkeypatch.setattr(reduction, "OverlappedGradients", partial(OverlappedGradients, bucket_bytes=request.param))
+    return request.param
+
+
+def assert_one_device(model: str, strategy: hr.Mirrored, workers: int) -> None:
+    case = {**MODELS, **VARIANTS}[model]
+    job = case.job(COUNTS["tiny"])
+    (reference,) = drive(job, hr.OneDevice(), 1, 0, ROUNDS)
+    ranks = drive(job, strategy, workers, 0, ROUNDS, wired=True)
+    assert distance(ranks[0].tensors, reference.tensors) <= DOUBLE
+    trained = dict(case.model().named_parameters())
+    for rank in ranks[1:]:
+        assert all((rank.tensors[name] == ranks[0].tensors[name]).all() for name in trained)
+
+
+@pytest.mark.parametrize("model", sorted({**MODELS, **VARIANTS}))
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_wire_after_backward_is_one_device(model: str, workers: int) -> None:
+    assert_one_device(model, hr.Mirrored(workers, overlap=False), workers)
+
+
+@pytest.mark.parametrize("model", sorted({**MODELS, **VARIANTS}))
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_wire_during_backward_is_one_device(model: str, workers: int, bucket_bytes: int) -> None:
+    assert_one_device(model, hr.Mirrored(workers), workers)
