@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import signal
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from select import select
+from time import monotonic
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ import torch
 from headrace.comm.control import ControlPage
 from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
+from headrace.engine.journal import Journal
 from headrace.engine.order import Order
 from headrace.engine.shipping import unpack
-from headrace.engine.work import work
-from headrace.errors import HeadraceError, PeerLost
+from headrace.engine.work import user_traceback, work
+from headrace.errors import HeadraceError, JobError, PeerLost
+from headrace.spec.event import Failed
 
 __all__ = ["log_path", "run"]
 
@@ -65,12 +69,25 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     _start_beating(page, rank, lifeline)
     with os.fdopen(code, "rb") as pipe:
         packed = pipe.read()
-    assignment: Order = unpack(packed, data[0] if data else -1, order["data_bytes"])
+    assignment = _unpack(packed, data[0] if data else -1, order)
     del packed
     host = SharedMemory(page, rank, _checker(page, assignment))
     work(assignment, rank, host, page)
     host.close()
     return 0
+
+
+def _unpack(packed: bytes, memory: int, order: Mapping[str, Any]) -> Order:
+    try:
+        assignment: Order = unpack(packed, memory, order["data_bytes"])
+    except Exception as error:
+        # Only what was unpacked would say where the run's directory is; the log lies in it.
+        journal = Journal(Path(order["log"]).parents[1], order["spawn"], monotonic())
+        cause = f"JobError: the job arrived but cannot be unpacked here: {type(error).__name__}: {error}"
+        journal.write(Failed(order["spawn"], 0.0, 0, cause, user_traceback(error), JobError.exit_code))
+        journal.close()
+        raise
+    return assignment
 
 
 def _run_script(order: Mapping[str, Any], descriptors: list[int]) -> int:
@@ -93,6 +110,10 @@ def _redirect(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Line by line, because nobody flushes what a killed process has printed.
+            stream.reconfigure(line_buffering=True)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -6,6 +6,7 @@ import copy
 import os
 import resource
 import socket
+import sysconfig
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +30,10 @@ from headrace.spec.job import Job
 from headrace.spec.plan import Role
 from headrace.strategies.strategy import Parts
 
-__all__ = ["build_module", "objective_of", "work"]
+__all__ = ["build_module", "objective_of", "user_traceback", "work"]
+
+_HEADRACE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def work(
@@ -72,8 +76,10 @@ def work(
         raise
     except BaseException as error:
         step = max(0, worker.round) if worker else 0
-        cause = traceback.format_exception_only(error)[-1].strip()
-        shown = "" if isinstance(error, HeadraceError) else "".join(traceback.format_exception(_user_frames(error)))
+        cause = f"{type(error).__name__}: {error}"
+        # An error of ours says it all; what user code has raised below it is the user's to see.
+        origin = error.__cause__ if isinstance(error, HeadraceError) else error
+        shown = user_traceback(origin) if origin else ""
         code = error.exit_code if isinstance(error, HeadraceError) else 1
         journal.write(Failed(rank, journal.now(), step, cause, shown, code))
         raise
@@ -157,13 +163,14 @@ def _ended(
     return WorkerEnded(rank, journal.now(), worker.round + 1, moved, peak, parameter_bytes, optimizer_bytes)
 
 
-def _user_frames(error: BaseException) -> BaseException:
-    """Cuts our own frames off the beginning of a traceback, so that it begins where the user's code does."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return error.with_traceback(trace)
-
-
-def _is_ours(filename: str) -> bool:
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__))) in os.path.abspath(filename)
+def user_traceback(error: BaseException) -> str:
+    """Returns the traceback from the first frame of the user's code on; where there is none, of a library's."""
+    frames = []
+    frame = error.__traceback__
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.tb_next
+    theirs = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(_HEADRACE)]
+    users = [frame for frame in theirs if not frame.tb_frame.f_code.co_filename.startswith(_LIBRARIES)]
+    first = next(iter(users or theirs or frames), None)
+    return "".join(traceback.format_exception(type(error), error, first))
