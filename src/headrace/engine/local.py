@@ -28,6 +28,7 @@ __all__ = ["LocalEngine"]
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 0.5
 _KILL_S = 2.0
+_LOG_CHARACTERS = 4000
 
 
 class LocalEngine(Engine):
@@ -143,10 +144,10 @@ class _Watch:
 
     def _check_frozen(self, rank: int) -> None:
         beat = self._page.beats[rank]
-        pid = beat[3]
-        if pid == 0:
-            return
-        vitals = self._vitals.setdefault(rank, Vitals(pid))
+        vitals = self._vitals.get(rank)
+        if vitals is None or vitals.pid != beat[3]:
+            # Until it has begun its id is 0, and then it must begin within the same time.
+            vitals = self._vitals[rank] = Vitals(beat[3])
         silent_s = vitals.silent_s(beat[0])
         if silent_s > self._order.timeout_s:
             self._abort(rank)
@@ -166,8 +167,8 @@ class _Watch:
         if failures:
             first = min(failures, key=lambda failure: failure.time_s)
             raise WorkerFailed(first.rank, self._host(first.rank), first.cause, first.traceback, first.exit_code)
-        log = self._order.run_dir / "logs" / f"rank-{rank}.log"
-        raise WorkerFailed(rank, self._host(rank), f"exit code {code} without an error of its own; see {log}")
+        cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
+        raise WorkerFailed(rank, self._host(rank), cause, self._end_of_log(rank))
 
     def _abort(self, rank: int) -> None:
         if not self._page.abort:
@@ -196,6 +197,11 @@ class _Watch:
     def _said_goodbye(self, rank: int) -> bool:
         """Whether a rank that ended without an error had done its work; os._exit(0) in user code has no error."""
         return any(line.startswith('{"kind":"worker_ended"') for line in self._lines(rank)[-1:])
+
+    def _end_of_log(self, rank: int) -> str:
+        from headrace.engine.process import log_path
+
+        return log_path(self._order.run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
 
     def _lines(self, rank: int) -> list[str]:
         from headrace.engine.journal import events_path

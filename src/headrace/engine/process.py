@@ -23,6 +23,7 @@ from headrace.comm.shared_memory import SharedMemory
 from headrace.engine.journal import Journal
 from headrace.engine.order import Order
 from headrace.engine.shipping import unpack
+from headrace.engine.vitals import Vitals
 from headrace.engine.work import user_traceback, work
 from headrace.errors import HeadraceError, JobError, PeerLost
 from headrace.spec.event import Failed
@@ -92,7 +93,7 @@ def _unpack(packed: bytes, memory: int, order: Mapping[str, Any]) -> Order:
 
 def _run_script(order: Mapping[str, Any], descriptors: list[int]) -> int:
     (lifeline,) = descriptors
-    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_follow, args=(lifeline, os.getppid()), daemon=True).start()
     os.environ.update(order["environment"])
     sys.argv = [order["script"], *order["arguments"]]
     try:
@@ -131,16 +132,24 @@ def _checker(page: ControlPage, order: Order) -> Callable[[], None]:
 def _start_beating(page: ControlPage, rank: int, lifeline: int) -> None:
     beat = page.beats[rank]
     beat[3] = os.getpid()
+    zygote = os.getppid()
 
     def follow() -> None:
         while not select([lifeline], [], [], _BEAT_EVERY_S)[0]:
             beat[0] += 1
-        os.kill(os.getpid(), signal.SIGKILL)
+        _end(zygote)
 
     threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
 
 
-def _follow(lifeline: int) -> None:
+def _follow(lifeline: int, zygote: int) -> None:
     # The launcher never writes; its end of the pipe closes when it goes, however it goes.
     select([lifeline], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
+    _end(zygote)
+
+
+def _end(zygote: int) -> None:
+    """Ends this process and all that it has started, and a zygote that is stopped and cannot end itself."""
+    if os.getppid() == zygote and Vitals(zygote).is_stopped():
+        os.kill(zygote, signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)

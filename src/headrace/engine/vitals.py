@@ -17,10 +17,11 @@ class Vitals:
     beat goes on. A stopped process (SIGSTOP, a debugger, a dead disk) does neither.
 
     Args:
-        pid: the process.
+        pid: the process; 0 for one that has not said who it is, and gives no sign of life before.
     """
 
     def __init__(self, pid: int) -> None:
+        self.pid = pid
         self._stat = Path(f"/proc/{pid}/stat")
         self._seen: tuple[int, int] = (-1, -1)
         self._silent_s = 0.0

@@ -10,6 +10,7 @@ when its socket to the launcher ends, and takes its workers with it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -61,11 +62,13 @@ def _obey(order: dict[str, Any], descriptors: list[int], workers: dict[int, int]
     if "kill" in order:
         for pid, rank in workers.items():
             if rank in order["kill"]:
-                os.kill(pid, signal.SIGKILL)
+                _end(pid)
         return
     pid = os.fork()
     if pid == 0:
         _become_worker(order, descriptors, own)
+    # With all that user code starts in it, a worker is a group, which ends as a whole.
+    os.setpgid(pid, pid)
     workers[pid] = order["spawn"]
     for descriptor in descriptors:
         os.close(descriptor)
@@ -92,14 +95,26 @@ def _report(launcher: socket.socket, workers: dict[int, int]) -> None:
         if pid == 0:
             return
         rank = workers.pop(pid)
+        if status != 0:
+            _end_group(pid)
         launcher.send(json.dumps({"ended": rank, "status": os.waitstatus_to_exitcode(status)}).encode())
 
 
 def _kill(workers: dict[int, int]) -> None:
     for pid in workers:
-        os.kill(pid, signal.SIGKILL)
+        _end(pid)
     for pid in workers:
         os.waitpid(pid, 0)
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    _end_group(pid)
+
+
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
