@@ -31,20 +31,22 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")
 _TIMEOUT_S = 120
 
 _INTERPRETER = """
-import io, json, sys, traceback
+import io, json, sys, traceback, types
 from contextlib import redirect_stdout
-names = {"__name__": "__main__"}
-sys.modules["__main__"].__dict__.update(names)
-answers = sys.stdout
-for line in sys.stdin:
-    caught = io.StringIO()
-    error = ""
-    with redirect_stdout(caught):
-        try:
-            exec(compile(json.loads(line), "page", "exec"), sys.modules["__main__"].__dict__)
-        except BaseException:
-            error = traceback.format_exc()
-    print(json.dumps([caught.getvalue(), error]), file=answers, flush=True)
+
+def main():
+    page = sys.modules["__main__"] = types.ModuleType("__main__")
+    answers = sys.stdout
+    for line in sys.stdin:
+        error = ""
+        with redirect_stdout(io.StringIO()) as caught:
+            try:
+                exec(compile(json.loads(line), "page", "exec"), page.__dict__)
+            except BaseException:
+                error = traceback.format_exc()
+        print(json.dumps([caught.getvalue(), error]), file=answers, flush=True)
+
+main()
 """
 
 
