@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch
 from headrace.comm.control import ControlPage
 from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
+from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.machine import cores
 from headrace.engine.order import Engine, Order, Progress
 from headrace.engine.vitals import Vitals
@@ -161,23 +161,10 @@ class LaunchedEngine(Engine):
         group = self._group
         torch.set_num_threads(threads_per_worker(cores(), group.world))
         page = group.page
-        stopped = _stop_on_interrupt(page)
-        work(order, group.rank, group.host, page)
+        with orderly_interrupts(page):
+            work(order, group.rank, group.host, page)
         progress(Progress(page.beats[group.rank][1], page.losses[group.rank][0], page.beats[group.rank][2]))
-        return "interrupted" if stopped() else "ok"
+        return "interrupted" if page.stop else "ok"
 
     def close(self) -> None:
         self._group.close()
-
-
-def _stop_on_interrupt(page: ControlPage) -> Callable[[], bool]:
-    """Lets the first Ctrl-C end the run in order, on all ranks in the same round."""
-    if threading.current_thread() is threading.main_thread():
-        before: Any = signal.getsignal(signal.SIGINT)
-
-        def stop(number: int, frame: object) -> None:
-            page.stop = 1
-            signal.signal(signal.SIGINT, before)
-
-        signal.signal(signal.SIGINT, stop)
-    return lambda: bool(page.stop)

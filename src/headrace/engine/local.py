@@ -55,14 +55,16 @@ class LocalEngine(Engine):
         # Not before, because they import torch.
         from headrace.comm.control import ControlPage
         from headrace.comm.segment import Segment
+        from headrace.engine.interrupts import orderly_interrupts
 
         ranks = len(order.plan.roles)
         segment = Segment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
         watched_end, lifeline = os.pipe()
         try:
-            self._spawn(order, segment.descriptor, watched_end)
-            return _Watch(order, page, self._nursery, progress).follow()
+            with orderly_interrupts(page):
+                self._spawn(order, segment.descriptor, watched_end)
+                return _Watch(order, page, self._nursery, progress).follow()
         finally:
             for descriptor in (watched_end, lifeline):
                 os.close(descriptor)
@@ -113,7 +115,6 @@ class _Watch:
         self._progress = progress
         self._running = {role.rank for role in order.plan.roles}
         self._vitals: dict[int, Vitals] = {}
-        self._status = "ok"
 
     def follow(self) -> str:
         """Returns when all have ended; raises for the first that failed."""
@@ -125,8 +126,7 @@ class _Watch:
                     if self._page.stop:
                         raise
                     self._page.stop = 1
-                    self._status = "interrupted"
-            return self._status
+            return "interrupted" if self._page.stop else "ok"
         finally:
             self._kill()
 

@@ -10,6 +10,7 @@ import torch
 from headrace.comm.control import ControlPage
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.comm.segment import Segment
+from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.order import Engine, Order, Progress
 from headrace.engine.work import work
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
@@ -43,19 +44,22 @@ class ThreadEngine(Engine):
 
         threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}") for rank in range(ranks)]
         state = torch.random.get_rng_state()
-        for thread in threads:
-            thread.start()
-        status = "ok"
-        while any(thread.is_alive() for thread in threads):
+        with orderly_interrupts(page):
+            for thread in threads:
+                thread.start()
             try:
-                for thread in threads:
-                    thread.join(_LOOK_EVERY_S / ranks)
-                progress(Progress(page.beats[0][1], page.losses[0][0], sum(beat[2] for beat in page.beats)))
-            except KeyboardInterrupt:
+                while any(thread.is_alive() for thread in threads):
+                    for thread in threads:
+                        thread.join(_LOOK_EVERY_S / ranks)
+                    progress(Progress(page.beats[0][1], page.losses[0][0], sum(beat[2] for beat in page.beats)))
+            except BaseException:
+                # Nobody can end a thread; it ends itself, after the step that it is in or at the next meeting.
                 page.stop = 1
-                status = "interrupted"
-        torch.random.set_rng_state(state)
-        segment.close()
+                meeting.abort(0)
+                raise
+            finally:
+                torch.random.set_rng_state(state)
+                segment.close()
         for rank, error in sorted(errors.items()):
             if isinstance(error, PeerLost):
                 continue
@@ -63,7 +67,7 @@ class ThreadEngine(Engine):
                 raise error
             cause = f"{type(error).__name__}: {error}"
             raise WorkerFailed(rank, order.plan.roles[rank].host, cause) from error
-        return status
+        return "interrupted" if page.stop else "ok"
 
     def close(self) -> None:
         """Nothing is left when `run` returns."""
