@@ -105,7 +105,8 @@ class Nursery:
     def close(self) -> None:
         """Ends the zygote and every process of it."""
         self._socket.close()
-        if self._vitals.is_stopped():
+        if not self._ready or self._vitals.is_stopped():
+            # It has no worker to end, and would import to the end first; or it cannot hear.
             self._process.kill()
         try:
             self._process.wait(_CLOSE_S)

@@ -12,13 +12,14 @@ from torch import nn
 
 from headrace.data import Loader, as_pipeline
 from headrace.engine.work import build_module, objective_of
-from headrace.errors import HeadraceError, JobError
+from headrace.errors import HeadraceError, JobError, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.replica.describe import describe
 from headrace.replica.optimizer import is_elementwise
 from headrace.replica.selection import call, select_target
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
+from headrace.tasks import Task
 
 __all__ = ["Prepared", "prepare"]
 
@@ -54,9 +55,15 @@ def prepare(job: Job) -> Prepared:
         DataError: there is no data, or the target has the wrong form.
         UsageError: the loss is no scalar, the optimizer not usable.
     """
+    if not isinstance(job, Job):
+        raise UsageError(f"what is trained must be an hr.Job(...), got {type(job).__name__}")
+    if job.task is not None and not isinstance(job.task, Task):
+        raise UsageError(f"the job's task must be one of hr.tasks, hr.tasks.multiclass(10), got {job.task!r:.60}")
     pipeline, notices = as_pipeline(job.data)
     with torch.random.fork_rng(devices=[]):
-        module = _guarded("the model cannot be built", lambda: build_module(job))
+        given = isinstance(job.model, nn.Module)
+        what = "the model cannot be copied; give a function that builds it" if given else "the model cannot be built"
+        module = _guarded(what, lambda: build_module(job))
         if not isinstance(module, nn.Module):
             raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
         _refuse_what_cannot_be_exchanged(module)

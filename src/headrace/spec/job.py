@@ -63,8 +63,12 @@ class Job:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
+            raise UsageError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
         for name in ("model", "optimizer"):
             if not callable(getattr(self, name)):
                 raise UsageError(f"{name} must be callable, got {getattr(self, name)!r}")
+        if self.metrics is not None and not isinstance(self.metrics, Mapping):
+            raise UsageError(f"metrics must be a dict of names to functions, got {type(self.metrics).__name__}")
         if not isinstance(self.options, Options):
             raise UsageError(f"options must be hr.Options(...), got {type(self.options).__name__}")

@@ -23,9 +23,11 @@ class Options:
     eval_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UsageError(f"clip_norm must be above 0, got {self.clip_norm}; None switches it off")
+        clip_norm = self.clip_norm
+        if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
+            raise UsageError(f"clip_norm must be a number above 0, got {clip_norm!r}; None switches it off")
         if self.batch_norm not in ("local", "sync"):
             raise UsageError(f"batch_norm is 'local' or 'sync', got {self.batch_norm!r}")
-        if self.eval_batch_size is not None and self.eval_batch_size < 1:
-            raise UsageError(f"eval_batch_size must be at least 1, got {self.eval_batch_size}")
+        size = self.eval_batch_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise UsageError(f"eval_batch_size must be a whole number of at least 1, got {size!r}")
