@@ -37,6 +37,9 @@ __all__ = ["fit", "launch"]
 
 OnEvent = Callable[[Event], None]
 
+# A process shows itself four times a second.
+_LEAST_TIMEOUT_S = 1.0
+
 
 def fit(
     job: Job,
@@ -107,8 +110,12 @@ def _run(
     engine: Engine | None,
     seconds: float | None,
 ) -> Run:
-    if timeout_s <= 0:
-        raise UsageError(f"timeout_s must be above 0, got {timeout_s}")
+    if not (isinstance(timeout_s, int | float) and timeout_s >= _LEAST_TIMEOUT_S):
+        raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
+    if train is not None and not callable(train):
+        raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
+    # Now, because building the user's model may change the working directory.
+    wanted = None if run_dir is None else Path(run_dir).absolute()
     chosen = resolve(strategy)
     ranks = launched_ranks() if engine is None else None
     cluster = detect(device, ranks)
@@ -118,8 +125,8 @@ def _run(
     own = None if engine else (LaunchedEngine(timeout_s) if ranks else LocalEngine())
     running = own or engine
     assert running is not None
-    keeper = tempfile.TemporaryDirectory(prefix="headrace-") if run_dir is None else None
-    directory = Path(keeper.name if keeper else run_dir or ".").absolute()
+    keeper = tempfile.TemporaryDirectory(prefix="headrace-") if wanted is None else None
+    directory = wanted or Path(keeper.name if keeper else ".")
     order = Order(
         job, train, chosen, plan, prepared.model, prepared.weighed, directory, monotonic(), timeout_s, seconds
     )
