@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,9 +13,9 @@ from headrace.engine.local import LocalEngine
 from headrace.engine.order import Engine
 from headrace.errors import UnfitMachine, UsageError
 from headrace.report.page import write_page
-from headrace.report.references import References
+from headrace.report.references import References, verdict
 from headrace.report.summary import Summary
-from headrace.report.table import comparison_plain
+from headrace.report.table import comparison_plain, comparison_table
 from headrace.run import Run
 from headrace.spec.event import Event
 from headrace.spec.job import Job
@@ -43,6 +44,15 @@ class Comparison:
     page: Path
     # Goes with the comparison that was given no directory of its own.
     _keeper: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        console = Console(file=text, width=80, highlight=False)
+        console.print(comparison_table(self.summaries, self.references))
+        console.print(verdict(self.summaries, self.references))
+        return text.getvalue()
 
     @property
     def summaries(self) -> tuple[Summary, ...]:

@@ -106,6 +106,9 @@ class WorkerFailed(RunFailed):
         self.cause = cause
         self.traceback = traceback
         self.worker_exit_code = exit_code
+        if traceback:
+            # So that Python prints it last, below the frames of the launcher.
+            self.add_note(traceback.rstrip())
 
 
 class NonFiniteLoss(RunFailed):

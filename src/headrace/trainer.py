@@ -21,10 +21,11 @@ from headrace.engine.local import LocalEngine
 from headrace.engine.machine import can_paint, detect
 from headrace.engine.order import Engine, Order, Progress
 from headrace.engine.preparation import Prepared, prepare
+from headrace.engine.process import LAST_WORDS, log_path
 from headrace.engine.worker import Worker
-from headrace.errors import DataError, InfeasiblePlan, UnfitMachine, UsageError
+from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UnfitMachine, UsageError
 from headrace.policies.split import split
-from headrace.report.events import Tail
+from headrace.report.events import LogTail, Tail
 from headrace.report.show import Show
 from headrace.run import Run
 from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted
@@ -72,7 +73,11 @@ def fit(
         UnfitMachine: the machine lacks something.
         RunFailed: a worker failed or was lost.
     """
-    return _run(job, None, strategy, device, run_dir, on_event, timeout_s, engine, seconds)
+    try:
+        return _run(job, None, strategy, device, run_dir, on_event, timeout_s, engine, seconds)
+    except HeadraceError as error:
+        # The caller's frames are worth reading, ours are not.
+        raise error.with_traceback(None) from error.__cause__
 
 
 def launch(
@@ -96,7 +101,10 @@ def launch(
         train: the loop; it is called with a `Worker` in each worker.
         job, strategy, device, run_dir, on_event, timeout_s, engine: as for `fit`, with the same errors.
     """
-    return _run(job, train, strategy, device, run_dir, on_event, timeout_s, engine, None)
+    try:
+        return _run(job, train, strategy, device, run_dir, on_event, timeout_s, engine, None)
+    except HeadraceError as error:
+        raise error.with_traceback(None) from error.__cause__
 
 
 def _run(
@@ -162,9 +170,13 @@ def _supervise(order: Order, prepared: Prepared, engine: Engine, on_event: OnEve
     tail = Tail(order.run_dir, skip=() if on_event else ("stepped",))
     show = Show(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
 
+    log = LogTail(log_path(order.run_dir, 0), until=LAST_WORDS)
+
     def follow(progress: Progress | None = None) -> None:
         if progress:
             show.update(progress.step, progress.loss, progress.examples)
+        for line in log.read():
+            show.line(line)
         for event in tail.read():
             show.event(event)
             if on_event:

@@ -111,7 +111,9 @@ def _traceback(error: BaseException) -> str:
 
 
 def _notes(error: BaseException) -> list[str]:
-    return list(getattr(error, "__notes__", ()))
+    # A worker's traceback is a note for those who see the error in Python; here it is shown by itself.
+    own = error.traceback.rstrip() if isinstance(error, WorkerFailed) else None
+    return [note for note in getattr(error, "__notes__", ()) if note != own]
 
 
 def _message(error: BaseException) -> str:

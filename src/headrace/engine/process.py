@@ -28,7 +28,10 @@ from headrace.engine.work import user_traceback, work
 from headrace.errors import HeadraceError, JobError, PeerLost
 from headrace.spec.event import Failed
 
-__all__ = ["log_path", "run"]
+__all__ = ["LAST_WORDS", "log_path", "run"]
+
+LAST_WORDS = "headrace: this rank ends because of"
+"""The line of a rank's log below which its error stands."""
 
 _BEAT_EVERY_S = 0.25
 
@@ -50,17 +53,21 @@ def run(order: Mapping[str, Any], descriptors: list[int]) -> int:
             return _run_script(order, descriptors)
         return _run_worker(order, descriptors)
     except PeerLost as error:
-        print(error, file=sys.stderr)  # noqa: T201  (into this rank's log)
+        _log(LAST_WORDS, error)
         return error.exit_code
     except HeadraceError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        _log(LAST_WORDS, error)
         return 1
     except BaseException:
-        traceback.print_exc()
+        _log(LAST_WORDS, traceback.format_exc())
         return 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _log(*lines: object) -> None:
+    print(*lines, sep="\n", file=sys.stderr)  # noqa: T201  (standard error is this rank's log)
 
 
 def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:

@@ -125,7 +125,8 @@ def _treats_elements_alone(template: torch.optim.Optimizer, name: str) -> bool:
             return False  # refuses vectors: it needs whole matrices
         results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
     # Not to the last bit: fused kernels round the ends of a tensor in another way than its middle.
-    return torch.allclose(*results, rtol=1e-4, atol=1e-5)
+    whole_result, cut_result = results
+    return torch.allclose(whole_result, cut_result, rtol=1e-4, atol=1e-5)
 
 
 def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> tuple[StatePiece, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.errors import DataError, UsageError
 from headrace.spec.event import Event, decode
 
-__all__ = ["EventLog", "Tail", "read_events", "read_log"]
+__all__ = ["EventLog", "LogTail", "Tail", "read_events", "read_log"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,35 @@ class Tail:
             if file.stat().st_size > place.offset:
                 events += place.advance(file, self._skip)
         return tuple(sorted(events, key=lambda event: event.time_s))
+
+
+class LogTail:
+    """Follows a text file that grows: each `read` returns the lines that were completed since the last.
+
+    Args:
+        file: need not exist yet.
+        until: a line at which it stops following.
+    """
+
+    def __init__(self, file: Path, until: str) -> None:
+        self._file = file
+        self._until = until
+        self._offset = 0
+        self._over = False
+
+    def read(self) -> list[str]:
+        """Returns the new lines, without their ends."""
+        if self._over or not self._file.exists() or self._file.stat().st_size <= self._offset:
+            return []
+        with self._file.open("rb") as stream:
+            stream.seek(self._offset)
+            complete, end, _ = stream.read().rpartition(b"\n")
+        self._offset += len(complete) + len(end)
+        lines = complete.decode(errors="replace").split("\n") if end else []
+        if self._until in lines:
+            self._over = True
+            return lines[: lines.index(self._until)]
+        return lines
 
 
 @dataclass

@@ -52,6 +52,10 @@ class Show:
             case Notice():
                 self._progress.line(f"{self._label}: {event.text}")
 
+    def line(self, text: str) -> None:
+        """Shows a line of rank 0's output."""
+        self._progress.line(text)
+
     def close(self) -> None:
         """Ends the bar."""
         self._progress.close()
