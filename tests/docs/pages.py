@@ -7,8 +7,8 @@ A page's blocks run in order, in one folder that has the repository's `examples`
 - ```text right after a ```python block is what that block prints.
 - ```sh, ```toml and others are not run.
 
-Printed lines count as shown where numbers and spaces differ at most, and `...` stands for anything. They must
-come in that order; lines between them may be left out.
+Printed lines count as shown where decimal fractions and spaces differ at most, since those are measured; whole numbers
+must be the same, and `...` stands for anything. They must come in that order; lines between them may be left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ROOT", "Block", "blocks", "pages", "run_page", "unmatched"]
 ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^( *)```(\w*)\s*$")
 _FILE = re.compile(r"# ([\w./-]+\.py)\n")
-_NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")
+_FRACTION = re.compile(r"\d+(?:\.\d+)+(?:e[-+]\d+)?")
 _TIMEOUT_S = 120
 
 _INTERPRETER = """
@@ -146,7 +146,7 @@ def _require(shown: Sequence[str], printed: str, where: str) -> None:
 
 
 def _plain(line: str) -> str:
-    return " ".join(_NUMBER.sub("0", line).split())
+    return " ".join(_FRACTION.sub("0.0", line).split())
 
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:

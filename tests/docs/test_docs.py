@@ -136,7 +136,8 @@ def test_every_option_of_a_command_is_explained(command: str) -> None:
 @pytest.mark.parametrize(
     ("shown", "printed", "missing"),
     [
-        ("loss 0.178 after 5 steps", "begin\nloss  0.2 after 7 steps\n", None),
+        ("loss 0.178 after 5 steps", "begin\nloss  0.2 after 5 steps\n", None),
+        ("loss 0.178 after 5 steps", "loss 0.178 after 7 steps", "loss 0.178 after 5 steps"),
         ("run ... steps", "run one: 3 steps", None),
         ("accuracy 0.9", "loss 0.9", "accuracy 0.9"),
         ("b\na", "a\nb", "a"),
