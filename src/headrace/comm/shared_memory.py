@@ -26,7 +26,12 @@ from headrace.comm.segment import Segment
 
 __all__ = ["SharedMemory"]
 
-_SLOT_BYTES = 256 * 1024
+_SLOT_BYTES_OF_TWO = 256 * 1024
+"""Two slots of each of two ranks stay in the cache of a core."""
+
+_SLOT_BYTES_OF_MORE = 2 * 1024 * 1024
+"""More ranks than cores change places at every barrier, which costs more than a cache miss: fewer barriers."""
+
 _DIRECT_BYTES = 16 * 1024
 
 
@@ -47,6 +52,7 @@ class SharedMemory(SharedCollective):
         self._barrier = Barrier(page, rank, check)
         self._segments: list[Segment] = []
         self._turn = 0
+        self._slot_bytes = _SLOT_BYTES_OF_TWO if self.world <= 2 else _SLOT_BYTES_OF_MORE
         self._slots: tuple[tuple[Tensor, Tensor], ...] | None = None
 
     def barrier(self) -> None:
@@ -97,7 +103,7 @@ class SharedMemory(SharedCollective):
             return
         slots = self._ring()
         flat = tensor.view(-1)
-        length = _SLOT_BYTES // flat.element_size()
+        length = self._slot_bytes // flat.element_size()
         typed = [(a.view(flat.dtype), b.view(flat.dtype)) for a, b in slots]
         nbytes = flat.numel() * flat.element_size()
         add = _add_directly if self.world == 2 or nbytes <= _DIRECT_BYTES else self._add_in_parts
@@ -118,8 +124,8 @@ class SharedMemory(SharedCollective):
 
     def _ring(self) -> tuple[tuple[Tensor, Tensor], ...]:
         if self._slots is None:
-            regions = self.share(2 * _SLOT_BYTES)
-            self._slots = tuple((region[:_SLOT_BYTES], region[_SLOT_BYTES:]) for region in regions)
+            size = self._slot_bytes
+            self._slots = tuple((region[:size], region[size:]) for region in self.share(2 * size))
         return self._slots
 
     def _add_in_parts(self, piece: Tensor, sources: list[Tensor]) -> None:
