@@ -11,6 +11,7 @@ import io
 import mmap
 import os
 import pickle
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -68,9 +69,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, np.ndarray) and type(value) is np.ndarray and value.dtype.kind in "biuf":
-            if value.nbytes < _LARGE_BYTES or value.dtype.byteorder == ">":
+            if value.nbytes < _LARGE_BYTES or value.dtype.byteorder == ">" or value.dtype.itemsize > 8:
                 return None
-            return self._place("array", value, torch.from_numpy(np.ascontiguousarray(value)))
+            with warnings.catch_warnings():
+                # It warns of memory that must not be written to; it is only copied from here.
+                warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+                return self._place("array", value, torch.from_numpy(np.ascontiguousarray(value)))
         if type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided:
             if value.requires_grad or value.numel() * value.element_size() < _LARGE_BYTES:
                 return None
