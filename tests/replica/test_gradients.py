@@ -22,6 +22,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 4).flatmap(
         lambda world: st.lists(  # by round

@@ -80,10 +80,12 @@ def gradients_of(loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> list[Te
 def test_contributions_add_up_to_the_gradient_of_the_global_mean(cuts: tuple[int, ...], weighed: bool) -> None:
     loss: Callable[..., Any] = weighted if weighed else F.mse_loss
 
+    modules = [module() for _ in cuts[1:]]
+
     def act(host: InProcess) -> tuple[list[Tensor | None], float | None, float]:
         sink = Kept()
         share = part(cuts[host.rank], cuts[host.rank + 1])
-        computed = WholeModel(module(), Objective(loss, weighed=weighed), sink, host.sum).run(share)
+        computed = WholeModel(modules[host.rank], Objective(loss, weighed=weighed), sink, host.sum).run(share)
         assert sink.nothing == (share.examples == 0)
         return sink.gradients, None if computed.loss is None else float(computed.loss), computed.weight
 
