@@ -1,0 +1,62 @@
+"""What a run shows while it goes on, and the log that is followed for it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from headrace.report.events import LogTail
+from headrace.report.show import Show
+from headrace.spec.event import Evaluated, Notice
+
+
+def test_lines_that_are_worth_one() -> None:
+    stream = io.StringIO()
+    show = Show("mirrored", 10, plain=True, stream=stream)
+    show.event(Notice(-1, 0.0, "2 workers"))
+    show.event(Evaluated(0, 1.0, 5, 1, 100, {"loss": 0.25, "accuracy": 0.5}, 0.1))
+    show.event(Evaluated(0, 1.0, 1, 1, 100, {"loss": 0.25}, 0.1))
+    show.line("printed by rank 0")
+    show.close()
+    assert stream.getvalue().splitlines() == [
+        "mirrored: 2 workers",
+        "mirrored: loss 0.25, accuracy 0.5 after 5 steps",
+        "mirrored: loss 0.25 after 1 step",
+        "printed by rank 0",
+    ]
+
+
+def test_nothing_is_said_before_the_first_step() -> None:
+    stream = io.StringIO()
+    show = Show("mirrored", None, plain=True, stream=stream)
+    show.update(0, 0.0, 0)
+    show.close()
+    assert stream.getvalue() == ""
+
+
+def test_a_log_is_followed_by_whole_lines(tmp_path: Path) -> None:
+    file = tmp_path / "rank-0.log"
+    tail = LogTail(file, until="the end")
+    assert tail.read() == []
+    file.write_text("one\ntwo\nthr")
+    assert tail.read() == ["one", "two"]
+    assert tail.read() == []
+    with file.open("a") as stream:
+        stream.write("ee\n")
+    assert tail.read() == ["three"]
+
+
+def test_a_log_is_followed_until_the_rank_has_failed(tmp_path: Path) -> None:
+    file = tmp_path / "rank-0.log"
+    tail = LogTail(file, until="the end")
+    file.write_text("one\nthe end\nTraceback\n")
+    assert tail.read() == ["one"]
+    with file.open("a") as stream:
+        stream.write("more\n")
+    assert tail.read() == []
+
+
+def test_bytes_that_are_no_text_are_shown_all_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "rank-0.log"
+    file.write_bytes(b"\xff\xfe\n")
+    assert LogTail(file, until="x").read() == ["��"]
