@@ -132,6 +132,7 @@ def drive(
     stop: int,
     saved: Saved | None = None,
     wired: bool = False,
+    estranged: bool = False,
 ) -> list[Saved]:
     """Builds replicas and does the rounds `[start, stop)` verb by verb; returns what each rank holds at the end.
 
@@ -139,6 +140,7 @@ def drive(
         job, strategy, workers, start, stop: what to do.
         saved: what to begin from.
         wired: gives the replicas a wire, as if they were on devices of their own.
+        estranged: lets every rank but the first come with other weights and buffers.
     """
     prepared = prepare(job)
     plan = strategy.plan(prepared.model, CLUSTER)
@@ -160,6 +162,8 @@ def drive(
         assert isinstance(module, torch.nn.Module)
         if saved:
             module.load_state_dict(dict(saved.tensors))
+        for tensor in (*module.parameters(), *module.buffers()) if estranged and host.rank else ():
+            tensor.data.fill_(1)
         connect = (lambda: InProcess(meeting, host.rank)) if wired else None
         parts = Parts(module, prepared.model, objective, job.optimizer, job.options, host, connect)
         replica = strategy.replica(plan, host.rank, parts)

@@ -9,7 +9,7 @@ import torch
 
 from headrace.replica.exchange import StatePiece
 from headrace.strategies import STRATEGIES
-from strategies.contract_models import SGD, Case, Partial, dense, matrices
+from strategies.contract_models import MODELS, SGD, Case, Partial, dense, matrices
 from strategies.contract_runs import Saved, distance, drive
 from strategies.test_contract import DOUBLE, ROWS
 
@@ -69,6 +69,14 @@ def test_to_save_and_to_go_on_is_no_interruption(case: str, saver: tuple[str, in
 def test_the_state_of_all_ranks_is_that_of_one_device(case: str, name: str, workers: int) -> None:
     ours, reference = (run(CASES[case], *who, 0, MIDDLE) for who in ((name, workers), ("one_device", 1)))
     assert distance(whole(list(ours.pieces)), whole(list(reference.pieces))) <= DOUBLE
+
+
+@pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
+def test_a_run_begins_with_the_weights_and_buffers_of_rank_0(name: str, workers: int) -> None:
+    job, strategy = MODELS["buffers"].job(COUNT), ROWS[name].make(workers)
+    estranged = drive(job, strategy, workers, 0, END, estranged=True)
+    assert distance(estranged[0].tensors, drive(job, strategy, workers, 0, END)[0].tensors) == 0.0
+    assert torch.equal(estranged[-1].tensors["scale"], estranged[0].tensors["scale"])
 
 
 @pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
