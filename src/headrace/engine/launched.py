@@ -5,12 +5,15 @@ They say who it is in the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_POR
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -30,6 +33,9 @@ __all__ = ["Group", "LaunchedEngine", "launched_ranks"]
 
 _MEET_S = 120.0
 _BEAT_EVERY_S = 0.25
+
+_groups = itertools.count()
+"""A process may meet the same others again; every time needs words of its own in the store."""
 
 
 def launched_ranks() -> int | None:
@@ -65,7 +71,9 @@ class Group:
         self._hosts = [socket.gethostname()] * self.world
         self._vitals: dict[int, Vitals] = {}
         self._store: Any = None
+        self._words = f"headrace/{next(_groups)}"
         self._agreed = 0
+        self._deadline = monotonic() + _MEET_S
         if self.world == 1:
             self._segment = Segment.create(ControlPage.nbytes(1), "control")
         else:
@@ -87,7 +95,7 @@ class Group:
         if self._store is None:
             return text
         self._agreed += 1
-        key = f"headrace/agreed/{self._agreed}"
+        key = f"{self._words}/agreed/{self._agreed}"
         if self.rank == 0:
             self._store.set(key, text)
         agreed: str = self._store.get(key).decode()
@@ -97,12 +105,9 @@ class Group:
 
     def _meet(self) -> Segment:
         """Rank 0 makes the page and says where; the others open it."""
-        # Here, because a process without a launcher need not import it.
-        from torch.distributed import rendezvous  # type: ignore[attr-defined]
-
-        store, _, _ = next(rendezvous("env://", self.rank, self.world, timeout=timedelta(seconds=_MEET_S)))
-        store.set(f"headrace/host/{self.rank}", socket.gethostname())
-        self._hosts = [store.get(f"headrace/host/{rank}").decode() for rank in range(self.world)]
+        store = _store(self.rank, self.world)
+        store.set(f"{self._words}/host/{self.rank}", socket.gethostname())
+        self._hosts = [store.get(f"{self._words}/host/{rank}").decode() for rank in range(self.world)]
         if len(set(self._hosts)) > 1:
             raise InfeasiblePlan(
                 f"the launcher's {self.world} processes are on {len(set(self._hosts))} hosts "
@@ -110,9 +115,9 @@ class Group:
             )
         if self.rank == 0:
             segment = Segment.create(ControlPage.nbytes(self.world), "control")
-            store.set("headrace/page", json.dumps([os.getpid(), segment.descriptor, segment.nbytes]))
+            store.set(f"{self._words}/page", json.dumps([os.getpid(), segment.descriptor, segment.nbytes]))
         else:
-            segment = Segment.open(*json.loads(store.get("headrace/page")))
+            segment = Segment.open(*json.loads(store.get(f"{self._words}/page")))
         self._store = store
         return segment
 
@@ -128,8 +133,15 @@ class Group:
 
     def _check(self) -> None:
         """Looks at the others, because nobody watches them for us."""
+        if self.page.abort:
+            rank = self.page.abort - 1
+            raise PeerLost(rank, self._hosts[rank], "its part of the run has failed; its own output says why")
         for rank, beat in enumerate(self.page.beats):
-            if rank == self.rank or beat[3] == 0:
+            if rank == self.rank:
+                continue
+            if beat[3] == 0:
+                if monotonic() > self._deadline:
+                    raise PeerLost(rank, self._hosts[rank], f"had not begun after {_MEET_S:.0f} s")
                 continue
             vitals = self._vitals.setdefault(rank, Vitals(beat[3]))
             if vitals.is_gone():
@@ -137,6 +149,15 @@ class Group:
             silent_s = vitals.silent_s(beat[0])
             if silent_s > self._timeout_s:
                 raise PeerLost(rank, self._hosts[rank], f"gave no sign of life for {silent_s:.1f} s")
+
+
+@functools.cache
+def _store(rank: int, world: int) -> Any:
+    # Here, because a process without a launcher need not import it.
+    from torch.distributed import rendezvous  # type: ignore[attr-defined]
+
+    store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=_MEET_S)))
+    return store
 
 
 class LaunchedEngine(Engine):
@@ -162,7 +183,12 @@ class LaunchedEngine(Engine):
         torch.set_num_threads(threads_per_worker(cores(), group.world))
         page = group.page
         with orderly_interrupts(page):
-            work(order, group.rank, group.host, page)
+            try:
+                work(order, group.rank, group.host, page)
+            except BaseException as error:
+                # This process may live on, so that the others could not see it in its end.
+                page.abort = page.abort or 1 + (error.rank if isinstance(error, PeerLost) else group.rank)
+                raise
         progress(Progress(page.beats[group.rank][1], page.losses[group.rank][0], page.beats[group.rank][2]))
         return "interrupted" if page.stop else "ok"
 
