@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from headrace.report.page import write_page
 from headrace.report.references import References, verdict
 from headrace.report.summary import Summary
 from headrace.report.table import comparison_plain, comparison_table
-from headrace.run import Run
+from headrace.run import Keeper, Run
 from headrace.spec.event import Event
 from headrace.spec.job import Job
 from headrace.strategies import OneDevice, Strategy, Unconnected, resolve
@@ -43,7 +42,7 @@ class Comparison:
     run_dir: Path
     page: Path
     # Goes with the comparison that was given no directory of its own.
-    _keeper: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
+    _keeper: Keeper | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -84,8 +83,8 @@ def compare(
     chosen = [resolve(strategy) for strategy in strategies]
     if not chosen:
         raise UsageError("nothing to compare: name at least one strategy")
-    keeper = tempfile.TemporaryDirectory(prefix="headrace-") if run_dir is None else None
-    directory = Path(keeper.name if keeper is not None else run_dir or ".").absolute()
+    keeper = Keeper() if run_dir is None else None
+    directory = Path(keeper.path if keeper else run_dir or ".").absolute()
     if (directory / "comparison.json").exists():
         raise UsageError(f"{directory} holds a comparison already; name another run_dir, or delete it")
     own = LocalEngine() if engine is None else None

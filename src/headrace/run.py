@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
+import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +24,18 @@ from headrace.spec.event import Event
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 
-__all__ = ["Run"]
+__all__ = ["Keeper", "Run"]
+
+
+class Keeper:
+    """A temporary directory that goes with its holder.
+
+    Without the warning of `tempfile.TemporaryDirectory`: a run is not closed, only forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="headrace-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class Run:
     status: str
     template: nn.Module = field(repr=False)
     # Goes with the run that was given no directory of its own.
-    _keeper: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
+    _keeper: Keeper | None = field(default=None, repr=False)
 
     @property
     def interrupted(self) -> bool:

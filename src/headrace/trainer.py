@@ -27,7 +27,7 @@ from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UnfitMachi
 from headrace.policies.split import split
 from headrace.report.events import LogTail, Tail
 from headrace.report.show import Show
-from headrace.run import Run
+from headrace.run import Keeper, Run
 from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted
 from headrace.spec.job import Job
 from headrace.spec.plain import to_plain
@@ -133,8 +133,8 @@ def _run(
     own = None if engine else (LaunchedEngine(timeout_s) if ranks else LocalEngine())
     running = own or engine
     assert running is not None
-    keeper = tempfile.TemporaryDirectory(prefix="headrace-") if wanted is None else None
-    directory = wanted or Path(keeper.name if keeper else ".")
+    keeper = Keeper() if wanted is None else None
+    directory = wanted or Path(keeper.path if keeper else ".")
     order = Order(
         job, train, chosen, plan, prepared.model, prepared.weighed, directory, monotonic(), timeout_s, seconds
     )
