@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from headrace.engine.vitals import Vitals
-from headrace.errors import RunFailed, UnfitMachine
+from headrace.errors import RunFailed, UnfitMachine, UsageError
 
 __all__ = ["Nursery"]
 
@@ -58,12 +58,20 @@ class Nursery:
         self._ready = False
 
     def spawn(self, rank: int, order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Forks a process that does `order` (see `engine.process`) with copies of these descriptors."""
+        """Forks a process that does `order` (see `engine.process`) with copies of these descriptors.
+
+        Raises:
+            UsageError: the nursery is closed.
+            UnfitMachine: the zygote has gone, or never came.
+        """
         self._await_ready()
         message = json.dumps({"spawn": rank, **order}).encode()
         if len(message) > _MESSAGE_BYTES:
             raise UnfitMachine(f"the order for rank {rank} is {len(message)} bytes long, more than {_MESSAGE_BYTES}")
-        socket.send_fds(self._socket, [message], descriptors)
+        try:
+            socket.send_fds(self._socket, [message], descriptors)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._gone() from error
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Ends processes with SIGKILL."""
@@ -115,6 +123,8 @@ class Nursery:
             self._process.wait()
 
     def _await_ready(self) -> None:
+        if self._socket.fileno() < 0:
+            raise UsageError("this engine is closed; make another one, or use it inside its `with`")
         if self._ready:
             return
         deadline = monotonic() + _START_S
@@ -129,7 +139,10 @@ class Nursery:
         except ConnectionResetError:
             message = b""
         if not message:
-            code = self._process.wait(_CLOSE_S)
-            raise UnfitMachine(f"the process that starts the workers ended with code {code}; see above")
+            raise self._gone()
         received: dict[str, Any] = json.loads(message)
         return received
+
+    def _gone(self) -> UnfitMachine:
+        code = self._process.wait(_CLOSE_S)
+        return UnfitMachine(f"the process that starts the workers ended with code {code}; see above")
