@@ -7,8 +7,9 @@ A page's blocks run in order, in one folder that has the repository's `examples`
 - ```text right after a ```python block is what that block prints.
 - ```sh, ```toml and others are not run.
 
-Printed lines count as shown where decimal fractions and spaces differ at most, since those are measured; whole numbers
-must be the same, and `...` stands for anything. They must come in that order; lines between them may be left out.
+Printed lines count as shown where spaces differ at most, and `...` stands for anything. They must come in that order;
+lines between them may be left out. Decimal fractions may differ by 0.02, since machines round differently; those with a
+unit of time, or that are so many times (`1.2 x`) another, are measured and may differ by any amount.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ __all__ = ["ROOT", "Block", "blocks", "pages", "run_page", "unmatched"]
 ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^( *)```(\w*)\s*$")
 _FILE = re.compile(r"# ([\w./-]+\.py)\n")
-_FRACTION = re.compile(r"\d+(?:\.\d+)+(?:e[-+]\d+)?")
+_FRACTION = re.compile(r"\d+\.\d+")
+_MEASURED = re.compile(r"\d+(?:\.\d+)?(?= (?:s|ms|x)\b)")
+_TOLERANCE = 0.02
 _TIMEOUT_S = 120
 
 _INTERPRETER = """
@@ -132,21 +135,32 @@ def run_page(page: Path, folder: Path) -> int:
 
 def unmatched(shown: Sequence[str], printed: str) -> str | None:
     """Returns the first of `shown` that `printed` does not have in its place; None if it has all of them."""
-    lines = iter([_plain(line) for line in printed.splitlines()])
+    lines = iter(printed.splitlines())
     for wanted in shown:
-        pattern = re.compile(".*".join(re.escape(_plain(part)) for part in wanted.split("...")))
-        if wanted.strip() and not any(pattern.fullmatch(line) for line in lines):
+        if wanted.strip() and not any(_is_like(wanted, line) for line in lines):
             return wanted
     return None
+
+
+def _is_like(wanted: str, line: str) -> bool:
+    wanted, line = (" ".join(_MEASURED.sub("(measured)", text).split()) for text in (wanted, line))
+    pieces = [".*" if piece == "..." else _pattern(piece) for piece in re.split(r"(\.\.\.)", wanted)]
+    found = re.fullmatch("".join(pieces), line)
+    fractions = _FRACTION.findall(wanted)
+    return bool(found) and all(
+        abs(float(number) - float(given)) <= _TOLERANCE
+        for number, given in zip(fractions, found.groups() if found else (), strict=True)
+    )
+
+
+def _pattern(text: str) -> str:
+    """Returns the regular expression of a piece of a line, with a group for each fraction."""
+    return r"(\d+\.\d+)".join(re.escape(part) for part in _FRACTION.split(text))
 
 
 def _require(shown: Sequence[str], printed: str, where: str) -> None:
     missing = unmatched(shown, printed)
     assert missing is None, f"{where} shows\n    {missing}\nwhich is not there in\n{printed}"
-
-
-def _plain(line: str) -> str:
-    return " ".join(_FRACTION.sub("0.0", line).split())
 
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:

@@ -155,7 +155,10 @@ def test_every_option_of_a_command_is_explained(command: str) -> None:
 @pytest.mark.parametrize(
     ("shown", "printed", "missing"),
     [
-        ("loss 0.178 after 5 steps", "begin\nloss  0.2 after 5 steps\n", None),
+        ("loss 0.178 after 5 steps", "begin\nloss  0.18 after 5 steps\n", None),
+        ("loss 0.178 after 5 steps", "loss 0.2 after 5 steps", "loss 0.178 after 5 steps"),
+        ("it took 3.0 ms, 1.5 x", "it took 17 ms, 0.9 x", None),
+        ("0.5 ... 0.5", "0.5 and 7 and 0.51", None),
         ("loss 0.178 after 5 steps", "loss 0.178 after 7 steps", "loss 0.178 after 5 steps"),
         ("run ... steps", "run one: 3 steps", None),
         ("accuracy 0.9", "loss 0.9", "accuracy 0.9"),
