@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import runpy
@@ -9,7 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from select import select
 from time import monotonic
@@ -144,7 +145,7 @@ def _start_beating(page: ControlPage, rank: int, lifeline: int) -> None:
     def follow() -> None:
         while not select([lifeline], [], [], _BEAT_EVERY_S)[0]:
             beat[0] += 1
-        _end(zygote)
+        _end(zygote, [peer[3] for peer in page.beats if peer[3] not in (0, os.getpid())])
 
     threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
 
@@ -155,8 +156,12 @@ def _follow(lifeline: int, zygote: int) -> None:
     _end(zygote)
 
 
-def _end(zygote: int) -> None:
-    """Ends this process and all that it has started, and a zygote that is stopped and cannot end itself."""
+def _end(zygote: int, peers: Sequence[int] = ()) -> None:
+    """Ends this process and all that it has started; for a zygote that is stopped it does the same to the others."""
     if os.getppid() == zygote and Vitals(zygote).is_stopped():
+        for peer in peers:
+            # The zygote has reaped nobody meanwhile, so these are still their ids.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(peer, signal.SIGKILL)
         os.kill(zygote, signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)
