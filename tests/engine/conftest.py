@@ -1,0 +1,67 @@
+"""One engine for all, and a look at what processes leave behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.engine.local import LocalEngine
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[LocalEngine]:
+    # Whoever runs the tests may want unbuffered output; headrace's workers must do without.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONUNBUFFERED", raising=False)
+        engine = LocalEngine()
+    with engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def until(condition: Callable[[], bool], within_s: float) -> bool:
+    """Waits for a condition; returns whether it came true in time."""
+    deadline = time.monotonic() + within_s
+    while not (reached := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return reached
+
+
+def state(pid: int) -> str:
+    """The state of a process as /proc shows it: "S", "T", "Z", ...; "" if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def below(pid: int) -> list[int]:
+    """All processes that a process has started, and theirs."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended meanwhile
+    found: list[int] = []
+    generation = {pid}
+    while generation:
+        generation = {child for child, parent in parents.items() if parent in generation}
+        found += sorted(generation)
+    return found
+
+
+def zygotes() -> list[int]:
+    """The zygotes of this process."""
+    return [pid for pid in below(os.getpid()) if b"headrace.engine.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())]  # fmt: skip

@@ -1,0 +1,104 @@
+"""Ctrl-C: the run so far, with every event; at once, if pressed again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import headrace as hr
+from engine.conftest import until
+from engine.victims import EXAMPLES, INPUTS, TARGETS, long_job, make_job
+from headrace.comm.control import ControlPage
+from headrace.comm.segment import Segment
+from headrace.engine.interrupts import orderly_interrupts
+from headrace.engine.local import LocalEngine
+from headrace.engine.order import Engine
+from headrace.spec.event import Event
+
+ENGINES = ["processes", "threads"]
+
+
+@pytest.fixture(params=ENGINES)
+def any_engine(request: pytest.FixtureRequest, engine: LocalEngine) -> Engine:
+    return engine if request.param == "processes" else hr.ThreadEngine()
+
+
+def press(times: int, after: int = 3) -> tuple[list[Event], Callable[[Event], None]]:
+    """Returns what was seen, and a callback that presses Ctrl-C at its `after`-th step."""
+    seen: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        seen.append(event)
+        if sum(each.kind == "stepped" for each in seen) == after and event.kind == "stepped":
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return seen, on_event
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [hr.OneDevice(), hr.Mirrored(2), hr.CentralStorage(2)], ids=lambda s: s.name)
+def test_one_ends_the_run_in_order(any_engine: Engine, strategy: hr.Strategy) -> None:
+    seen, on_event = press(1)
+    run = hr.fit(long_job(), strategy, engine=any_engine, on_event=on_event)
+    assert run.interrupted
+    assert run.status == "interrupted"
+    assert torch.nn.functional.mse_loss(run.model(INPUTS), TARGETS) < torch.nn.functional.mse_loss(
+        torch.zeros(EXAMPLES, 1), TARGETS
+    )
+    steps = {event.rank: event.steps for event in run.events if event.kind == "worker_ended"}  # type: ignore[attr-defined]
+    assert len(steps) == run.plan.workers
+    assert len(set(steps.values())) == 1, "all in the same round"
+    assert seen[-1].kind == "run_ended"
+    for rank in range(-1, run.plan.workers):
+        assert [each for each in seen if each.rank == rank] == [each for each in run.events if each.rank == rank]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_two_end_it_at_once(any_engine: Engine) -> None:
+    _, on_event = press(2)
+    with pytest.raises(KeyboardInterrupt):
+        hr.fit(long_job(), hr.Mirrored(2), engine=any_engine, on_event=on_event)
+    assert until(lambda: not any(each.name.startswith("rank-") for each in threading.enumerate()), 5)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert hr.fit(make_job(), hr.Mirrored(2), engine=any_engine).status == "ok"
+
+
+@pytest.mark.slow
+def test_a_callback_that_raises_ends_the_run(any_engine: Engine) -> None:
+    def on_event(event: Event) -> None:
+        if event.kind == "stepped":
+            raise ZeroDivisionError("in the callback")
+
+    with pytest.raises(ZeroDivisionError, match="in the callback"):
+        hr.fit(long_job(), hr.Mirrored(2), engine=any_engine, on_event=on_event)
+    assert until(lambda: not any(each.name.startswith("rank-") for each in threading.enumerate()), 5)
+    assert hr.fit(make_job(), hr.Mirrored(2), engine=any_engine).status == "ok"
+
+
+@pytest.mark.slow
+def test_from_a_thread_other_than_main(any_engine: Engine) -> None:
+    runs = []
+    thread = threading.Thread(target=lambda: runs.append(hr.fit(make_job(), hr.Mirrored(2), engine=any_engine)))
+    thread.start()
+    thread.join()
+    assert [run.status for run in runs] == ["ok"]
+
+
+def test_somebody_elses_answer_to_sigint_stays() -> None:
+    page = ControlPage(Segment.create(ControlPage.nbytes(1), "control"), 1)
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        with orderly_interrupts(page):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (came, page.stop) == ([signal.SIGINT], 0)
+    page.segment.close()

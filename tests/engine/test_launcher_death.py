@@ -1,0 +1,80 @@
+"""The launcher dies by kill -9: everything that it has started goes, whatever state it is in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.conftest import below, state, until
+
+pytestmark = pytest.mark.slow
+
+GONE_WITHIN_S = 5.0
+TESTS = Path(__file__).resolve().parent.parent
+
+SCRIPT = """
+import subprocess
+import sys
+import torch
+import headrace as hr
+from engine.victims import EXAMPLES, INPUTS, TARGETS, long_job
+
+class Examples(torch.utils.data.Dataset):
+    def __len__(self): return EXAMPLES
+    def __getitem__(self, index): return INPUTS[index], TARGETS[index]
+
+def train(worker):
+    subprocess.Popen(["sleep", "60"])
+    for batch in worker.batches():
+        worker.step(batch)
+
+def tell(event):
+    if event.kind == "stepped" and event.rank == 0 and event.step == 2:
+        print("trains", flush=True)
+
+loader = torch.utils.data.DataLoader(Examples(), batch_size=8, num_workers=1)
+hr.launch(train, long_job(data=loader), hr.Mirrored(2), on_event=tell)
+"""
+
+
+@pytest.mark.parametrize(
+    "stopped", [(), ("worker",), ("zygote",), ("zygote", "worker")], ids=lambda names: "+".join(names) or "none"
+)
+def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    shared = set(os.listdir("/dev/shm"))
+    launcher = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert launcher.stdout is not None
+    with launcher.stdout:
+        assert launcher.stdout.readline() == "trains\n"
+        everything = below(launcher.pid)
+        zygote, *rest = everything
+        workers = [pid for pid in rest if parent(pid) == zygote]
+        assert len(workers) == 2
+        assert len(everything) >= 1 + 2 + 2 * 2, "each worker has a reader and a sleeper"
+        for name in stopped:
+            os.kill(zygote if name == "zygote" else workers[0], signal.SIGSTOP)
+        launcher.kill()
+        launcher.wait()
+    gone = until(lambda: all(state(pid) in ("", "Z") for pid in everything), GONE_WITHIN_S)
+    left = [pid for pid in everything if state(pid) not in ("", "Z")]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert gone, left
+    assert set(os.listdir("/dev/shm")) == shared
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,0 +1,202 @@
+"""Workers that fail: the right error, of the right rank, in time, and an engine that is as good as new."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace as hr
+from engine import victims
+from engine.conftest import below, until, zygotes
+from engine.victims import faulty, long_job, make_job, planted_at
+from headrace.engine.local import LocalEngine
+from headrace.errors import PeerLost, RunFailed, UnfitMachine, WorkerFailed
+from headrace.spec.event import Event
+
+pytestmark = pytest.mark.slow
+
+NOTICED_S = 2.0
+TIMEOUT_S = 1.0
+"""The least there is."""
+PAIR = hr.Mirrored(2)
+
+
+def lost(engine: LocalEngine, job: hr.Job, run_dir: Path, strategy: hr.Strategy = PAIR) -> tuple[PeerLost, float]:
+    """Trains; returns the error and the seconds since a rank had left its mark."""
+    with pytest.raises(PeerLost) as caught:
+        hr.fit(job, strategy, engine=engine, run_dir=run_dir, timeout_s=TIMEOUT_S)
+    return caught.value, time.monotonic() - min(float(mark.read_text()) for mark in run_dir.glob("logs/*.sent"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": faulty(victims.fail)},
+        {"data": victims.BadExample()},
+        {"optimizer": victims.BadStep},
+        {"task": None, "loss": victims.bad_loss},
+    ],
+    ids=["forward", "data set", "optimizer", "loss"],
+)
+@pytest.mark.parametrize("strategy", [PAIR, hr.CentralStorage(2)], ids=lambda strategy: strategy.name)
+def test_an_error_in_user_code(engine: LocalEngine, strategy: hr.Strategy, changes: dict[str, Any]) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        hr.fit(make_job(**changes), strategy, engine=engine)
+    error = caught.value
+    assert time.monotonic() - planted_at(str(error)) < NOTICED_S
+    assert str(error).startswith(f"rank {error.rank} on {socket.gethostname()} failed: {error.cause}")
+    assert "ValueError: planted at" in error.cause
+    lines = error.traceback.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert victims.__file__ in lines[1], "it begins with the user's frames"
+    assert lines[-1].startswith("ValueError: planted at")
+    assert error.worker_exit_code == (5 if "data" in changes else 1)
+
+
+def test_an_error_in_a_loop_of_ones_own_in_one_rank(engine: LocalEngine) -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 .* planted") as caught:
+        hr.launch(victims.bad_loop, make_job(), PAIR, engine=engine)
+    assert caught.value.rank == 1
+    assert "in bad_loop" in caught.value.traceback.splitlines()[1]
+
+
+def test_an_error_of_a_library_below_no_user_code(engine: LocalEngine) -> None:
+    targets = torch.arange(victims.EXAMPLES)
+    job = make_job(task=hr.tasks.multiclass(3), model=lambda: torch.nn.Linear(4, 3), data=(victims.INPUTS, targets))
+    with pytest.raises(WorkerFailed, match="IndexError: Target") as caught:
+        hr.fit(job, PAIR, engine=engine)
+    assert str(Path(hr.__file__).parent) not in caught.value.traceback
+
+
+@pytest.mark.parametrize("trial", range(5))
+def test_all_fail_at_once(engine: LocalEngine, trial: int) -> None:
+    with pytest.raises(WorkerFailed, match="planted at"):
+        hr.fit(make_job(model=faulty(victims.fail, None)), hr.Mirrored(3), engine=engine)
+
+
+@pytest.mark.parametrize("victim", [1, None], ids=["one", "all"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_signal_ends_a_worker(
+    engine: LocalEngine, tmp_path: Path, number: signal.Signals, victim: int | None
+) -> None:
+    job = make_job(model=faulty(lambda: victims.send(number), victim))
+    error, seconds = lost(engine, job, tmp_path)
+    assert seconds < NOTICED_S
+    assert error.exit_code == 4
+    assert victim in (error.rank, None)
+    assert str(error).endswith(f"was lost: killed by signal {int(number)} ({number.name})")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [make_job(model=lambda: victims.dies_when_built(9)), long_job(model=victims.DiesWhenEvaluated)],
+    ids=["start-up", "evaluation"],
+)
+def test_a_worker_is_killed_at_other_moments(engine: LocalEngine, tmp_path: Path, job: hr.Job) -> None:
+    error, seconds = lost(engine, job, tmp_path)
+    assert (error.rank, seconds < NOTICED_S) == (1, True)
+
+
+def test_a_worker_is_killed_while_the_other_waits_in_the_exchange(engine: LocalEngine, tmp_path: Path) -> None:
+    with pytest.raises(PeerLost, match=r"rank 1 .* killed by signal 9"):
+        hr.launch(victims.killed_between_meetings, make_job(), PAIR, engine=engine, run_dir=tmp_path)
+    assert time.monotonic() - float((tmp_path / "logs" / "rank-1.sent").read_text()) < NOTICED_S
+
+
+@pytest.mark.parametrize(("workers", "victim"), [(1, 0), (2, 1), (2, None)])
+@pytest.mark.parametrize("code", [0, 3])
+def test_os_exit_in_user_code_is_no_end(engine: LocalEngine, workers: int, victim: int | None, code: int) -> None:
+    def leave() -> None:
+        print("so long")  # noqa: T201
+        os._exit(code)
+
+    with pytest.raises(WorkerFailed, match=f"exit code {code} without an error of its own") as caught:
+        hr.fit(make_job(model=faulty(leave, victim)), hr.Mirrored(workers), engine=engine)
+    assert caught.value.exit_code == 1
+    assert caught.value.traceback == "so long\n"
+
+
+def test_sys_exit_in_user_code_is_an_error(engine: LocalEngine) -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 .* SystemExit: 0"):
+        hr.fit(make_job(model=faulty(lambda: sys.exit(0))), PAIR, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("model", "victim"),
+    [(faulty(lambda: victims.send(19)), 1), (faulty(lambda: victims.send(19), None), None),
+     (lambda: victims.dies_when_built(19), 1)],
+    ids=["one", "all", "start-up"],
+)  # fmt: skip
+def test_a_frozen_worker_is_lost(
+    engine: LocalEngine, tmp_path: Path, model: Callable[[], torch.nn.Module], victim: int | None
+) -> None:
+    error, seconds = lost(engine, make_job(model=model), tmp_path)
+    assert TIMEOUT_S - 0.1 < seconds < TIMEOUT_S + 1
+    assert victim in (error.rank, None)
+    assert "gave no sign of life for 1.0 s" in str(error)
+
+
+def holds_the_interpreter() -> None:
+    assert sum(range(100_000_000)) > 0
+
+
+def backtracks() -> None:
+    began = time.monotonic()
+    length = 20
+    while time.monotonic() - began < 2 * TIMEOUT_S:
+        assert re.fullmatch(r"(a+)+b", "a" * length) is None
+        length += 1
+
+
+@pytest.mark.parametrize("deed", [lambda: time.sleep(2.2 * TIMEOUT_S), holds_the_interpreter, backtracks])
+def test_a_step_may_take_as_long_as_it_takes(engine: LocalEngine, deed: Callable[[], None]) -> None:
+    assert hr.fit(make_job(model=faulty(deed), steps=3, epochs=None), PAIR, engine=engine, timeout_s=1).status == "ok"
+
+
+def test_the_engine_is_as_good_as_new(engine: LocalEngine) -> None:
+    """After all of the above."""
+    run = hr.fit(make_job(), PAIR, engine=engine)
+    assert run.status == "ok"
+    (zygote,) = zygotes()
+    assert below(zygote) == []
+
+
+def test_a_zygote_that_is_killed() -> None:
+    with LocalEngine() as engine:
+
+        def kill(event: Event) -> None:
+            if event.kind == "worker_started" and event.rank == 0:
+                os.kill(zygotes()[-1], signal.SIGKILL)
+
+        with pytest.raises((RunFailed, UnfitMachine), match="the process that starts the workers ended with code -9"):
+            hr.fit(long_job(), PAIR, engine=engine, on_event=kill)
+        with pytest.raises((RunFailed, UnfitMachine), match="the process that starts the workers"):
+            hr.fit(make_job(), PAIR, engine=engine)
+
+
+def test_a_zygote_that_is_stopped_while_a_worker_dies() -> None:
+    others = zygotes()
+    with LocalEngine() as engine:
+        workers: list[int] = []
+        hr.fit(make_job(), PAIR, engine=engine)
+        (zygote,) = set(zygotes()) - set(others)
+
+        def stop(event: Event) -> None:
+            if event.kind == "stepped" and not workers:
+                workers.extend(below(zygote))
+                os.kill(zygote, signal.SIGSTOP)
+                os.kill(workers[0], signal.SIGKILL)
+
+        with pytest.raises(RunFailed):
+            hr.fit(long_job(), PAIR, engine=engine, on_event=stop, timeout_s=TIMEOUT_S)
+        assert until(lambda: below(zygote) == [], 5)
