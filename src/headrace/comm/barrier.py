@@ -7,6 +7,7 @@ from time import perf_counter
 
 from headrace.comm import futex
 from headrace.comm.control import ControlPage
+from headrace.errors import UsageError
 
 __all__ = ["Barrier"]
 
@@ -28,6 +29,8 @@ class Barrier:
     """
 
     def __init__(self, page: ControlPage, rank: int, check: Callable[[], None]) -> None:
+        self._rank = rank
+        self._ends = page.ends
         self._counters = page.counters
         self._own = page.counters[rank]
         self._addresses = [page.counter_address(peer) for peer in range(page.ranks)]
@@ -45,10 +48,11 @@ class Barrier:
         for peer in self._peers:
             counter = self._counters[peer]
             if not _reached(counter[0], target):
-                self._await(counter, self._addresses[peer], target)
+                self._await(peer, target)
         futex.fence()
 
-    def _await(self, counter: memoryview, address: int, target: int) -> None:
+    def _await(self, peer: int, target: int) -> None:
+        counter, address = self._counters[peer], self._addresses[peer]
         began = perf_counter()
         give_up = began + self._spin_s
         while True:
@@ -63,8 +67,18 @@ class Barrier:
             seen = counter[0]
             if not _reached(seen, target) and perf_counter() - began > _SLICE_S:
                 self._check()
+                self._check_left(peer, target)
         short = perf_counter() - began < _SPIN_MOST_S
         self._spin_s = min(_SPIN_MOST_S, self._spin_s * 2) if short else max(_SPIN_LEAST_S, self._spin_s / 2)
+
+    def _check_left(self, peer: int, target: int) -> None:
+        rounds = self._ends[peer][0]
+        # Its end was written after its last coming, so the counter tells which of the two it was.
+        if rounds and not self._ends[self._rank][0] and not _reached(self._counters[peer][0], target):
+            raise UsageError(
+                f"the loop on rank {peer} ended after {rounds - 1} rounds and rank {self._rank} still waits for it; "
+                "a training loop must do the same rounds on every worker"
+            )
 
 
 def _reached(seen: int, target: int) -> bool:

@@ -51,6 +51,12 @@ class SharedCollective(Collective):
     """A group on one host, whose ranks can see the same memory."""
 
     @abstractmethod
+    def check(self) -> None:
+        """Raises:
+        PeerLost: another rank is known to be lost.
+        """
+
+    @abstractmethod
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         """Returns one zeroed region of `nbytes` a rank, by rank, as `(nbytes,)` uint8: everyone's to see.
 

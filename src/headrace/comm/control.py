@@ -5,7 +5,7 @@
 ├──────────────────────────────┤
 │ counter                      │  a rank's: barrier counter, on a cache line of its own
 │ beat, step, examples, pid    │           what the launcher watches,
-│ loss                         │           written by the rank
+│ loss, end                    │           written by the rank
 │ pid, descriptor, nbytes      │           a segment that it offers to the others
 │ 2 x 32 numbers               │           for sums, by turns
 └──────────────────────────────┘  x ranks
@@ -40,6 +40,7 @@ class ControlPage:
         counters: by rank, an int32 view of length 1.
         beats: by rank; [beat, step, examples, pid] as int64.
         losses: by rank, a float64 view of length 1.
+        ends: by rank, an int64 view of length 1: 1 + the rounds that a loop which has ended did; 0 before.
         offers: by rank; [pid, descriptor, nbytes] as int64.
         numbers: by rank, two float64 views of length `NUMBERS`.
     """
@@ -54,6 +55,7 @@ class ControlPage:
         self.counters = [memory[block : block + 4].cast("i") for block in blocks]
         self.beats = [memory[block + _WATCHED : block + _WATCHED + 32].cast("q") for block in blocks]
         self.losses = [memory[block + _WATCHED + 32 : block + _WATCHED + 40].cast("d") for block in blocks]
+        self.ends = [memory[block + _WATCHED + 40 : block + _WATCHED + 48].cast("q") for block in blocks]
         self.offers = [memory[block + _OFFERED : block + _OFFERED + 24].cast("q") for block in blocks]
         half = NUMBERS * 8
         self.numbers = [

@@ -56,6 +56,10 @@ class InProcess(SharedCollective):
         except threading.BrokenBarrierError:
             raise PeerLost(self._meeting.lost, "this process", "its thread has failed") from None
 
+    def check(self) -> None:
+        if self._meeting.barrier.broken:
+            raise PeerLost(self._meeting.lost, "this process", "its thread has failed")
+
     def all_reduce(self, tensor: Tensor) -> None:
         if self.world == 1:
             return

@@ -50,6 +50,7 @@ class SharedMemory(SharedCollective):
         self.moved_bytes = 0
         self._page = page
         self._barrier = Barrier(page, rank, check)
+        self._check = check
         self._segments: list[Segment] = []
         self._turn = 0
         self._slot_bytes = _SLOT_BYTES_OF_TWO if self.world <= 2 else _SLOT_BYTES_OF_MORE
@@ -57,6 +58,9 @@ class SharedMemory(SharedCollective):
 
     def barrier(self) -> None:
         self._barrier.meet()
+
+    def check(self) -> None:
+        self._check()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         if len(values) > NUMBERS:

@@ -13,7 +13,7 @@ from headrace.comm.segment import Segment
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.order import Engine, Order, Progress
 from headrace.engine.work import work
-from headrace.errors import HeadraceError, PeerLost, WorkerFailed
+from headrace.errors import HeadraceError, PeerLost, UsageError, WorkerFailed
 
 __all__ = ["ThreadEngine"]
 
@@ -51,6 +51,7 @@ class ThreadEngine(Engine):
                 while any(thread.is_alive() for thread in threads):
                     for thread in threads:
                         thread.join(_LOOK_EVERY_S / ranks)
+                    _check_parted(page, meeting)
                     progress(Progress(page.beats[0][1], page.losses[0][0], sum(beat[2] for beat in page.beats)))
             except BaseException:
                 # Nobody can end a thread; it ends itself, after the step that it is in or at the next meeting.
@@ -71,3 +72,13 @@ class ThreadEngine(Engine):
 
     def close(self) -> None:
         """Nothing is left when `run` returns."""
+
+
+def _check_parted(page: ControlPage, meeting: Meeting) -> None:
+    ended = [rank for rank, end in enumerate(page.ends) if end[0]]
+    waiting = meeting.barrier.n_waiting
+    if ended and waiting and len(ended) + waiting == page.ranks:
+        raise UsageError(
+            f"the loop on rank {ended[0]} ended after {page.ends[ended[0]][0] - 1} rounds and another rank still "
+            "waits for it; a training loop must do the same rounds on every worker"
+        )

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import sysconfig
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,7 @@ from headrace.strategies.strategy import Parts
 
 __all__ = ["build_module", "objective_of", "user_traceback", "work"]
 
+_LOOK_EVERY_S = 0.001
 _HEADRACE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -66,6 +68,7 @@ def work(
         torch.manual_seed((order.job.seed << 16) + 1 + rank)
         journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
         (order.train or train)(worker)
+        _end_together(page, rank, worker.round + 1, host)
         worker.finish()
         if rank == 0:
             _save(parts.module, order)
@@ -85,6 +88,14 @@ def work(
         raise
     finally:
         journal.close()
+
+
+def _end_together(page: ControlPage, rank: int, rounds: int, host: SharedCollective) -> None:
+    """Waits until every rank's loop has ended: what follows are meetings of those who have nothing else to do."""
+    page.ends[rank][0] = rounds + 1
+    while not all(end[0] for end in page.ends):
+        host.check()
+        time.sleep(_LOOK_EVERY_S)
 
 
 def build_module(job: Job) -> nn.Module:

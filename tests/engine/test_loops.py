@@ -1,0 +1,82 @@
+"""Loops of one's own: what they compute, and what happens where they part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import headrace as hr
+from headrace.engine.local import LocalEngine
+from headrace.engine.order import Engine
+from headrace.errors import HeadraceError
+
+
+@pytest.fixture(params=["threads", "processes"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "threads":
+        yield hr.ThreadEngine()
+    else:
+        with LocalEngine() as local:
+            yield local
+
+
+@pytest.fixture
+def job() -> hr.Job:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(203, 20, generator=generator, dtype=torch.float64)
+    return hr.Job(
+        model=lambda: nn.Linear(20, 3).double(),
+        task=hr.tasks.multiclass(3),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9),
+        data=(x, x[:, :3].argmax(1)),
+        eval_data=(x, x[:, :3].argmax(1)),
+        global_batch_size=32,
+        epochs=1,
+    )
+
+
+@pytest.mark.slow
+def test_the_verbs_one_by_one_are_a_step(job: hr.Job, engine: Engine) -> None:
+    def train(worker: hr.Worker) -> None:
+        for inputs, target in worker.batches():
+            worker.backward(F.cross_entropy(worker.model(inputs), target))
+            worker.update()
+        worker.evaluate()
+
+    run = hr.launch(train, job, hr.Mirrored(2), engine=engine)
+    whole = hr.fit(job, hr.OneDevice(), engine=hr.ThreadEngine())
+    assert run.metrics == pytest.approx(whole.metrics, abs=1e-9)
+    for ours, theirs in zip(run.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [hr.Mirrored(2), hr.CentralStorage(3)], ids=["mirrored", "central_storage"])
+def test_a_loop_that_ends_early_on_one_rank_is_named(job: hr.Job, engine: Engine, strategy: hr.Strategy) -> None:
+    def early(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            worker.step(batch)
+            if worker.rank == 0 and worker.round == 1:
+                break
+
+    with pytest.raises(HeadraceError, match="rank 0 ended after 2 rounds") as caught:
+        hr.launch(early, job, strategy, engine=engine)
+    assert "same rounds on every worker" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_loop_may_end_early_on_all_ranks(job: hr.Job, engine: Engine) -> None:
+    def short(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            worker.step(batch)
+            if worker.round == 2:
+                break
+
+    run = hr.launch(short, job, hr.Mirrored(2), engine=engine)
+    assert run.summary.steps == 3
+    assert run.status == "ok"
