@@ -1,0 +1,88 @@
+"""A process is alive while it computes or its beat goes on, and silent when it does neither."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.conftest import state, until
+from headrace.engine.vitals import Vitals
+
+
+@contextmanager
+def process(code: str) -> Iterator[int]:
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        yield child.pid
+    finally:
+        child.kill()
+        child.wait()
+
+
+def silence(pid: int, seconds: float, beats: bool) -> float:
+    """The longest silence that was seen within some time."""
+    vitals, beat, longest = Vitals(pid), 0, 0.0
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        beat += beats
+        longest = max(longest, vitals.silent_s(beat))
+        time.sleep(0.02)
+    return longest
+
+
+@pytest.mark.slow
+def test_a_process_that_computes_is_not_silent() -> None:
+    with process("while True: pass") as pid:
+        assert silence(pid, 0.6, beats=False) < 0.4
+
+
+@pytest.mark.slow
+def test_a_process_that_sleeps_shows_itself_by_its_beat() -> None:
+    with process("import time; time.sleep(60)") as pid:
+        assert until(lambda: state(pid) == "S", 5)
+        assert silence(pid, 0.5, beats=True) < 0.1
+        assert silence(pid, 0.6, beats=False) > 0.2
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_silent() -> None:
+    with process("while True: pass") as pid:
+        assert not Vitals(pid).is_stopped()
+        os.kill(pid, signal.SIGSTOP)
+        assert until(Vitals(pid).is_stopped, 5)
+        assert silence(pid, 0.5, beats=False) > 0.4
+        assert not Vitals(pid).is_gone()
+
+
+@pytest.mark.slow
+def test_a_process_that_ended_is_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    vitals = Vitals(child.pid)
+    assert until(vitals.is_gone, 5), "a zombie has gone"
+    assert state(child.pid) == "Z"
+    child.wait()
+    assert vitals.is_gone()
+    assert not vitals.is_stopped()
+
+
+def test_who_has_not_said_its_id_is_silent() -> None:
+    vitals = Vitals(0)
+    first = vitals.silent_s(0)
+    time.sleep(0.02)
+    assert (first, vitals.silent_s(0) > 0.01) == (0.0, True)
+
+
+def test_a_watcher_that_stood_still_accuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("headrace.engine.vitals.monotonic", lambda: clock[0])
+    vitals = Vitals(0)
+    vitals.silent_s(0)
+    clock[0] += 3600
+    assert vitals.silent_s(0) == 1.0
