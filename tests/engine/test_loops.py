@@ -80,3 +80,20 @@ def test_a_loop_may_end_early_on_all_ranks(job: hr.Job, engine: Engine) -> None:
     run = hr.launch(short, job, hr.Mirrored(2), engine=engine)
     assert run.summary.steps == 3
     assert run.status == "ok"
+
+
+def test_what_forward_moves_does_not_fall_behind_where_a_share_is_empty() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 6, generator=generator, dtype=torch.float64)
+    job = hr.Job(
+        model=lambda: nn.utils.spectral_norm(nn.Linear(6, 3).double()),
+        task=hr.tasks.multiclass(3),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.3),
+        data=(x, x[:, :3].argmax(1)),
+        global_batch_size=4,
+        epochs=4,
+    )
+    one = hr.fit(job, hr.OneDevice(), engine=hr.ThreadEngine()).model.state_dict()
+    two = hr.fit(job, hr.Mirrored(2), engine=hr.ThreadEngine()).model.state_dict()
+    for name, value in one.items():
+        assert torch.allclose(two[name], value, rtol=0, atol=1e-9), name

@@ -149,6 +149,8 @@ class Worker:
         self._replica.exchange.update(self.round)
         updated = perf_counter()
         self._times[2:] = synchronized - began, updated - synchronized
+        if self._share.of < self.world and self._order.strategy.synchronous:
+            self._catch_up()
         computed, self._computed = self._computed, None
         return self._record(computed)
 
@@ -184,6 +186,15 @@ class Worker:
     def finish(self) -> None:
         """Averages what a checkpoint holds as a mean over workers."""
         self._average(averaged_buffers(self.model))
+
+    def _catch_up(self) -> None:
+        """Brings rank 0's buffers to workers that had no example, so that what forward moves does not fall behind."""
+        own = {id(buffer) for buffer in averaged_buffers(self.model)}
+        for buffer in self.model.buffers():
+            if id(buffer) not in own:
+                near = buffer.cpu()
+                self._host.broadcast(near)
+                buffer.copy_(near)
 
     def _measure(self, share: Share, measures: Mapping[str, Any], sums: list[float]) -> None:
         output = self._replica.compute.predict(share.batch)
