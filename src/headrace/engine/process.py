@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -9,7 +10,6 @@ import runpy
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from select import select
@@ -53,16 +53,17 @@ def run(order: Mapping[str, Any], descriptors: list[int]) -> int:
         if "script" in order:
             return _run_script(order, descriptors)
         return _run_worker(order, descriptors)
-    except PeerLost as error:
-        _log(LAST_WORDS, error)
-        return error.exit_code
     except HeadraceError as error:
         _log(LAST_WORDS, error)
-        return 1
-    except BaseException:
-        _log(LAST_WORDS, traceback.format_exc())
+        return error.exit_code
+    except BaseException as error:
+        _log(LAST_WORDS, user_traceback(error))
         return 1
     finally:
+        if "script" in order:
+            # What the interpreter does at its end, which a fork of the zygote never comes to.
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
 

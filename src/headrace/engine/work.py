@@ -35,7 +35,7 @@ __all__ = ["build_module", "objective_of", "user_traceback", "work"]
 
 _LOOK_EVERY_S = 0.001
 _HEADRACE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
 
 
 def work(
