@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.engine.local import LocalEngine
+from headrace.engine.nursery import Nursery
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,13 @@ def engine() -> Iterator[LocalEngine]:
         engine = LocalEngine()
     with engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
 
 
 @pytest.fixture(autouse=True)

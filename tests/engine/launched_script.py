@@ -1,0 +1,96 @@
+"""What a rank does under a launcher: `launched_script.py DEED [VICTIM]`; prints facts as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import headrace as hr
+from engine.victims import long_job, make_job
+from headrace.errors import HeadraceError
+
+RANK = int(os.environ["RANK"])
+DEED, VICTIM = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else -1
+
+
+def say(**facts: object) -> None:
+    print(json.dumps({"at": time.monotonic(), **facts}))  # noqa: T201
+
+
+def total(model: torch.nn.Module) -> float:
+    return float(sum(tensor.double().sum() for tensor in model.state_dict().values()))
+
+
+def deeds(deed: Callable[[], None]) -> Callable[[hr.Worker], None]:
+    def train(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            if worker.round == 3 and worker.rank == VICTIM:
+                time.sleep(0.1)  # the others wait in the exchange
+                say(deed=DEED)
+                sys.stdout.flush()
+                deed()
+            worker.step(batch)
+            if worker.epoch_ended:
+                worker.evaluate()
+
+    return train
+
+
+def fail() -> None:
+    raise ValueError("planted")
+
+
+DEEDS: dict[str, Callable[[], None]] = {
+    "raise": fail,
+    "outlive": fail,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "leave": lambda: os._exit(0),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+}
+
+
+def train_under(strategy: str) -> None:
+    seen: list[str] = []
+    run = hr.fit(make_job(), strategy, on_event=lambda event: seen.append(event.kind))
+    say(
+        workers=run.plan.workers,
+        status=run.status,
+        total=total(run.model),
+        rate=run.throughput is not None,
+        events=len(run.events),
+        seen=len(seen),
+        files=sorted(os.listdir(run.run_dir)),
+    )
+
+
+def main() -> None:
+    if DEED == "fit":
+        train_under("mirrored")
+        train_under("central_storage")
+    elif DEED == "contradict":
+        hr.fit(make_job(), hr.Mirrored(3))
+    else:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run = hr.launch(deeds(DEEDS[DEED]), long_job(), "mirrored", timeout_s=1)
+        say(status=run.status, total=total(run.model))
+
+
+try:
+    main()
+except HeadraceError as error:
+    say(error=type(error).__name__, message=str(error))
+    raise
+except ValueError as error:
+    if DEED != "outlive":
+        raise
+    say(error="ValueError", message=str(error))
+    # Goes on with something else, and computes.
+    while time.monotonic() < float(sys.argv[3]):
+        pass

@@ -1,0 +1,158 @@
+"""Processes that somebody else has started: they find each other, agree, and hear of each other's end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace as hr
+from engine.victims import make_job
+from headrace.engine.nursery import Nursery
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).resolve().parent.parent
+SCRIPT = TESTS / "engine" / "launched_script.py"
+NOTICED_S = 2.0
+
+Said = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of the ranks: exit codes, what each said, what its log holds."""
+
+    codes: dict[int, int]
+    said: list[Said]
+    logs: list[str]
+
+    def one(self, rank: int, key: str) -> dict[str, Any]:
+        (found,) = [line for line in self.said[rank] if key in line]
+        return found
+
+
+Start = Callable[..., Ended]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def start(nursery: Nursery, tmp_path: Path) -> Start:
+    """Returns `start(*arguments, awaited=2)`: two ranks of the script, of which so many end by themselves."""
+
+    def start(*arguments: str, awaited: int = 2) -> Ended:
+        held, lifeline = os.pipe()
+        port = free_port()
+        logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+        try:
+            for rank in range(2):
+                names = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                order = {
+                    "script": str(SCRIPT),
+                    "arguments": arguments,
+                    "environment": {name: str(value) for name, value in names.items()},
+                    "threads": 1,
+                    "directory": str(tmp_path),
+                    "path": [str(TESTS), *sys.path],
+                    "log": str(logs[rank]),
+                }
+                nursery.spawn(rank, order, [held])
+            codes: dict[int, int] = {}
+            deadline = time.monotonic() + 30
+            while len(codes) < awaited and time.monotonic() < deadline:
+                codes.update(nursery.ended(0.1))
+            ended = dict(codes)
+            nursery.kill([rank for rank in range(2) if rank not in codes])
+            while len(codes) < 2:
+                codes.update(nursery.ended(0.1))
+        finally:
+            os.close(held)
+            os.close(lifeline)
+        texts = [log.read_text() for log in logs]
+        said = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in texts]
+        assert len(ended) == awaited, texts
+        return Ended(ended, said, texts)
+
+    return start
+
+
+def test_two_runs_one_after_the_other_are_those_of_one_process(start: Start) -> None:
+    ended = start("fit")
+    assert ended.codes == {0: 0, 1: 0}
+    ours = hr.fit(make_job(), engine=hr.ThreadEngine())
+    total = float(sum(tensor.double().sum() for tensor in ours.model.state_dict().values()))
+    for said in ended.said:
+        assert [line["workers"] for line in said] == [2, 2]
+        assert [line["status"] for line in said] == ["ok", "ok"]
+        assert [line["total"] for line in said] == pytest.approx([total, total], abs=1e-6)
+        assert all(line["rate"] and "model.safetensors" in line["files"] for line in said)
+        assert said[0]["events"] == ended.said[0][0]["events"] > 16
+    assert [line["seen"] == line["events"] for line in ended.said[0]] == [True, True], "rank 0 leads"
+
+
+def test_a_number_of_workers_that_contradicts_the_launcher(start: Start) -> None:
+    ended = start("contradict")
+    assert ended.codes == {0: 2, 1: 2}
+    for rank in range(2):
+        said = ended.one(rank, "error")
+        assert said["error"] == "InfeasiblePlan"
+        assert "asks for 3 workers and the launcher started 2 processes; leave workers out, or" in said["message"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("deed", "code", "reason", "within_s"),
+    [
+        ("kill", -signal.SIGKILL, "has ended", NOTICED_S),
+        ("leave", 0, "has ended", NOTICED_S),
+        ("raise", 1, "its part of the run has failed", NOTICED_S),
+        ("outlive", None, "its part of the run has failed", NOTICED_S),
+        ("stop", None, "gave no sign of life for 1.", 2.0),
+    ],
+)
+def test_a_rank_that_is_lost(
+    start: Start, deed: str, code: int | None, reason: str, within_s: float, victim: int
+) -> None:
+    ended = start(deed, str(victim), str(time.monotonic() + 20), awaited=1 if code is None else 2)
+    other = 1 - victim
+    said = ended.one(other, "error")
+    assert said["error"] == "PeerLost"
+    assert said["message"].startswith(f"rank {victim} on {socket.gethostname()} was lost: ")
+    assert reason in said["message"]
+    assert said["at"] - ended.one(victim, "deed")["at"] < within_s
+    assert ended.codes == {other: 4, **({} if code is None else {victim: code})}
+    if deed == "raise":
+        assert ended.logs[victim].rstrip().endswith("ValueError: planted")
+
+
+def test_an_interrupt_in_one_rank_ends_all_in_the_same_round(start: Start) -> None:
+    ended = start("interrupt", "0")
+    assert ended.codes == {0: 0, 1: 0}
+    assert [ended.one(rank, "status")["status"] for rank in range(2)] == ["interrupted"] * 2
+    assert ended.one(0, "total")["total"] == ended.one(1, "total")["total"]
+
+
+def test_under_torchrun() -> None:
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), "fit"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(line["workers"], line["status"]) for line in said] == [(2, "ok")] * 4

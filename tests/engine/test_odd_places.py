@@ -1,0 +1,101 @@
+"""`fit` from a command line, a prompt, a script without a guard, a notebook's cell."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headrace as hr
+from engine.victims import make_job
+from headrace.engine.local import LocalEngine
+
+pytestmark = pytest.mark.slow
+
+TEXT = """
+import torch
+import headrace as hr
+
+SCALE = 2.0
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+    def forward(self, inputs):
+        return scaled(self.layer(inputs))
+
+def scaled(tensor):
+    return SCALE * tensor
+
+class Examples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return torch.full((3,), float(index)), torch.full((1,), 2.0 * index)
+
+job = hr.Job(
+    model=Net, loss=lambda output, target: (output - target).square().mean(), data=Examples(),
+    optimizer=lambda named: torch.optim.SGD(named, lr=1e-3), global_batch_size=4, epochs=2,
+)
+run = hr.fit(job, hr.Mirrored(2))
+assert type(run.model) is Net
+print("trained by", run.plan.workers, "workers,", run.status)
+"""
+SAID = "trained by 2 workers, ok"
+
+
+def run(folder: Path, *arguments: str, typed: str | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], input=typed, capture_output=True, text=True, cwd=folder, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TEXT)
+    assert SAID in run(tmp_path, "script.py").splitlines()
+
+
+def test_a_prompt(tmp_path: Path) -> None:
+    """Classes that were typed have no file to be found in."""
+    statements = [ast.unparse(statement).splitlines() for statement in ast.parse(TEXT).body]
+    typed = "\n\n".join("\n".join(filter(None, lines)) for lines in statements) + "\n\n"
+    assert SAID in run(tmp_path, "-i", "-q", typed=typed)
+
+
+CELLS = """
+import sys, types
+cells = types.ModuleType("__main__")
+sys.modules["__main__"] = cells
+first, second = {text!r}.split("job = ")
+exec(compile(first, "<cell 1>", "exec"), vars(cells))
+exec(compile("job = " + second, "<cell 2>", "exec"), vars(cells))
+"""
+
+
+def test_cells_of_a_notebook(tmp_path: Path) -> None:
+    assert SAID in run(tmp_path, "-c", CELLS.format(text=TEXT)).splitlines()
+
+
+def test_what_lies_in_the_users_folder_does_not_stand_in_for_libraries(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise ImportError('the wrong queue')")
+    (tmp_path / "here.py").write_text("LR = 1e-3")
+    text = TEXT.replace("lr=1e-3", "lr=__import__('here').LR")
+    assert SAID in run(tmp_path, "-P", "-c", "import sys; import torch._dynamo; sys.path.insert(0, '')\n" + text)
+
+
+def test_many_engines_at_the_same_time(engine: LocalEngine) -> None:
+    with LocalEngine() as another:
+        seen: list[str] = []
+
+        def meanwhile(event: object) -> None:
+            if not seen:
+                seen.append(hr.fit(make_job(), hr.Mirrored(2), engine=another).status)
+
+        assert hr.fit(make_job(), hr.Mirrored(2), engine=engine, on_event=meanwhile).status == "ok"
+        assert seen == ["ok"]

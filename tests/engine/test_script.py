@@ -1,0 +1,82 @@
+"""`headrace launch`: a plain script in several processes."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from headrace.engine.nursery import Nursery
+from headrace.engine.script import launch_script
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import atexit, os, signal, sys, threading, time
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == (rank, world)
+assert os.path.basename(sys.argv[0]) == "script.py" and __name__ == "__main__"
+import beside
+atexit.register(print, "the end of", rank)
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread of", rank))).start()
+print("rank", rank, "of", world, sys.argv[1:])
+if rank == sys.argv[1]:
+    deed = sys.argv[2]
+    if deed == "raise": raise KeyError("lost")
+    if deed == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if deed == "leave": sys.exit(int(sys.argv[3]))
+    if deed == "words": sys.exit("I had enough")
+"""
+
+
+class Lent:
+    """A nursery that outlives its borrower."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self.spawn, self.ended, self.kill = nursery.spawn, nursery.ended, nursery.kill
+
+    def close(self) -> None:
+        """Everybody has ended."""
+
+
+@pytest.fixture(autouse=True)
+def _one_nursery(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.script.Nursery", lambda: Lent(nursery))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("")
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_rank_0_speaks_and_all_come_to_their_end(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch_script(script, ["-", "now"], 3) == 0
+    out, err = capfd.readouterr()
+    assert out == "rank 0 of 3 ['-', 'now']\na thread of 0\nthe end of 0\n"
+    assert err == ""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("deed", "code", "last"),
+    [
+        (["raise"], 1, "KeyError: 'lost'"),
+        (["kill"], 4, f"on {socket.gethostname()} was lost: killed by SIGKILL"),
+        (["leave", "7"], 7, ""),
+        (["words"], 1, "I had enough"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_who_fails_explains(
+    script: Path, capfd: pytest.CaptureFixture[str], rank: str, deed: list[str], code: int, last: str
+) -> None:
+    assert launch_script(script, [rank, *deed], 2) == code
+    out, err = capfd.readouterr()
+    shown = out + err
+    assert f"rank {rank} of 2" in shown
+    assert last in shown
+    assert "engine/process.py" not in shown, "the user's frames alone"
