@@ -7,7 +7,7 @@ cache when the others read it:
     slot A   write    .        write      while slot B of piece 1 is being read,
     slot B     .      write    .          slot A may be written again: one barrier a piece
 
-With two ranks each adds both slots itself. With more, rank r adds the r-th part of all slots into slot 0 and
+With two ranks each adds the other's slot to its own tensor. With more, rank r adds the r-th part of all slots into slot 0 and
 the others copy it from there, which costs a second barrier and saves world - 2 passes.
 """
 
@@ -26,7 +26,7 @@ from headrace.comm.segment import Segment
 
 __all__ = ["SharedMemory"]
 
-_SLOT_BYTES_OF_TWO = 256 * 1024
+_SLOT_BYTES_OF_TWO = 384 * 1024
 """Two slots of each of two ranks stay in the cache of a core."""
 
 _SLOT_BYTES_OF_MORE = 2 * 1024 * 1024
@@ -110,7 +110,7 @@ class SharedMemory(SharedCollective):
         length = self._slot_bytes // flat.element_size()
         typed = [(a.view(flat.dtype), b.view(flat.dtype)) for a, b in slots]
         nbytes = flat.numel() * flat.element_size()
-        add = _add_directly if self.world == 2 or nbytes <= _DIRECT_BYTES else self._add_in_parts
+        add = self._choose(nbytes)
         self.moved_bytes += nbytes * (2 if self.world == 2 else 3)
         for start in range(0, flat.numel(), length):
             self._turn ^= 1
@@ -131,6 +131,15 @@ class SharedMemory(SharedCollective):
             size = self._slot_bytes
             self._slots = tuple((region[:size], region[size:]) for region in self.share(2 * size))
         return self._slots
+
+    def _choose(self, nbytes: int) -> Callable[[Tensor, list[Tensor]], None]:
+        if self.world == 2:
+            return self._add_other
+        return _add_directly if nbytes <= _DIRECT_BYTES else self._add_in_parts
+
+    def _add_other(self, piece: Tensor, sources: list[Tensor]) -> None:
+        # One's own is still in the cache; a + b and b + a are the same bits.
+        piece.add_(sources[1 - self.rank])
 
     def _add_in_parts(self, piece: Tensor, sources: list[Tensor]) -> None:
         count = piece.numel()
