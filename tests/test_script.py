@@ -1,0 +1,150 @@
+"""setup: a plain loop in several processes does what it does in one, on the same global batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import headrace as hr
+from headrace.engine.script import launch_script
+from headrace.errors import UsageError
+
+WAYS = ["plain", "clip", "accumulate", "scheduler", "adamw", "in order", "unused", "batch of one"]
+
+TRAIN = '''
+import json, os, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import headrace as hr
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.unused = nn.Linear(6, 2)
+    def forward(self, inputs):
+        return self.body(inputs)
+
+def train(strategy, way):
+    """A training as anybody writes it, but for one line; returns all parameters."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(51, 6).double(), torch.randn(51, 2).double())
+    model = Net().double()
+    if way == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    size = {"batch of one": 17}.get(way, 10)
+    shuffled = torch.Generator().manual_seed(5)
+    loader = DataLoader(data, batch_size=size, shuffle=way != "in order", generator=shuffled)
+    model, optimizer, loader = hr.setup(model, optimizer, loader, strategy=strategy)
+    step = 0
+    for epoch in range(3):
+        for inputs, targets in loader:
+            if way != "accumulate" or step % 2 == 0:
+                optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            if way == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if way != "accumulate" or step % 2 == 1:
+                optimizer.step()
+                if way == "scheduler":
+                    scheduler.step()
+            step += 1
+    return [parameter.flatten().tolist() for parameter in model.parameters()], len(loader)
+'''
+SCRIPT = (
+    TRAIN
+    + """
+for strategy in ("mirrored", "central_storage"):
+    for way in json.loads(sys.argv[1]):
+        result = train(strategy, way)
+        with open(f"{sys.argv[2]}/{strategy}-{way}-{os.environ['RANK']}.json", "w") as file:
+            json.dump(result, file)
+"""
+)
+
+
+def alone(way: str) -> tuple[list[list[float]], int]:
+    space: dict[str, Any] = {"__name__": "alone"}
+    exec(TRAIN, space)
+    result: tuple[list[list[float]], int] = space["train"]("mirrored", way)
+    return result
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what every rank had in the end, under each strategy, each way."""
+    folder = tmp_path_factory.mktemp("launched")
+    (folder / "script.py").write_text(SCRIPT)
+    assert launch_script(folder / "script.py", [json.dumps(WAYS), str(folder)], 3) == 0
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+def test_three_processes_train_what_one_trains(launched: Path, strategy: str, way: str) -> None:
+    expected, rounds = alone(way)
+    for rank in range(3):
+        parameters, length = json.loads((launched / f"{strategy}-{way}-{rank}.json").read_text())
+        assert length == rounds
+        for got, wanted in zip(parameters, expected, strict=True):
+            assert got == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command, '["clip"]', str(tmp_path)], env=environment, timeout=120,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected, _ = alone("clip")
+    for strategy in ("mirrored", "central_storage"):
+        parameters, _ = json.loads((tmp_path / f"{strategy}-clip-1.json").read_text())
+        assert parameters == [pytest.approx(wanted, abs=1e-9) for wanted in expected]
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    model = nn.Linear(2, 1)
+    data = TensorDataset(torch.randn(10, 2), torch.randn(10, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+
+
+def test_one_process_gets_every_example_of_every_batch() -> None:
+    model, optimizer, loader = parts()
+    inputs = loader.dataset.tensors[0]  # type: ignore[attr-defined]
+    same_model, same_optimizer, shares = hr.setup(model, optimizer, loader)
+    assert same_model is model
+    assert same_optimizer is optimizer
+    assert len(shares) == 3
+    for _ in range(2):
+        assert [len(batch[0]) for batch in shares] == [4, 4, 2]
+        assert torch.equal(torch.cat([batch[0] for batch in shares]), inputs), (
+            "a loader without shuffling keeps its order"
+        )
+
+
+def test_a_strategy_that_setup_does_not_know() -> None:
+    with pytest.raises(UsageError, match="no strategy 'mirored'; did you mean 'mirrored'"):
+        hr.setup(*parts(), strategy="mirored")
+
+
+def test_a_loader_without_a_batch_size() -> None:
+    model, optimizer, loader = parts()
+    with pytest.raises(UsageError, match="the loader has no batch_size, so there is no global batch to split"):
+        hr.setup(model, optimizer, DataLoader(loader.dataset, batch_size=None))
