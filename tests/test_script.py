@@ -104,10 +104,20 @@ def test_three_processes_train_what_one_trains(launched: Path, strategy: str, wa
             assert got == pytest.approx(wanted, abs=1e-9)
 
 
+FIT = """
+data = torch.randn(20, 3), torch.randn(20, 1)
+optimizer = lambda named: torch.optim.SGD(named, lr=0.1)
+job = hr.Job(lambda: nn.Linear(3, 1), optimizer, data, 4, hr.tasks.regression(), epochs=1)
+run = hr.fit(job, "central_storage")
+assert (run.plan.workers, run.status, run.model.training) == (2, "ok", False)
+"""
+
+
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
+    """First setup under each strategy, then fit, in the same processes."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT + FIT)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command, '["clip"]', str(tmp_path)], env=environment, timeout=120,
@@ -140,7 +150,7 @@ def test_one_process_gets_every_example_of_every_batch() -> None:
 
 
 def test_a_strategy_that_setup_does_not_know() -> None:
-    with pytest.raises(UsageError, match="no strategy 'mirored'; did you mean 'mirrored'"):
+    with pytest.raises(UsageError, match="no strategy for plain scripts 'mirored'; did you mean 'mirrored'"):
         hr.setup(*parts(), strategy="mirored")
 
 

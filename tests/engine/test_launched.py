@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -146,13 +145,3 @@ def test_an_interrupt_in_one_rank_ends_all_in_the_same_round(start: Start) -> No
     assert ended.codes == {0: 0, 1: 0}
     assert [ended.one(rank, "status")["status"] for rank in range(2)] == ["interrupted"] * 2
     assert ended.one(0, "total")["total"] == ended.one(1, "total")["total"]
-
-
-def test_under_torchrun() -> None:
-    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), "fit"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [(line["workers"], line["status"]) for line in said] == [(2, "ok")] * 4

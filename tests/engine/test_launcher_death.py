@@ -43,7 +43,7 @@ hr.launch(train, long_job(data=loader), hr.Mirrored(2), on_event=tell)
 
 
 @pytest.mark.parametrize(
-    "stopped", [(), ("worker",), ("zygote",), ("zygote", "worker")], ids=lambda names: "+".join(names) or "none"
+    "stopped", [(), ("worker",), ("zygote", "worker")], ids=lambda names: "+".join(names) or "none"
 )
 def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
     script = tmp_path / "script.py"
