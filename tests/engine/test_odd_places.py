@@ -12,6 +12,7 @@ import pytest
 import headrace as hr
 from engine.victims import make_job
 from headrace.engine.local import LocalEngine
+from headrace.errors import UsageError
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +90,22 @@ def test_what_lies_in_the_users_folder_does_not_stand_in_for_libraries(
     monkeypatch.chdir(tmp_path)
     with LocalEngine() as engine:
         assert hr.fit(make_job(), engine=engine).status == "ok"
+
+
+def test_one_engine_runs_one_thing_at_a_time(engine: LocalEngine) -> None:
+    def meanwhile(event: object) -> None:
+        hr.fit(make_job(), hr.Mirrored(2), engine=engine)
+
+    with pytest.raises(UsageError, match="this engine runs something already; wait for its end, or give each run"):
+        hr.fit(make_job(), hr.Mirrored(2), engine=engine, on_event=meanwhile)
+    assert hr.fit(make_job(), hr.Mirrored(2), engine=engine).status == "ok"
+
+
+def test_an_engine_that_is_closed() -> None:
+    engine = LocalEngine()
+    engine.close()
+    with pytest.raises(UsageError, match="this engine is closed; make another one"):
+        hr.fit(make_job(), engine=engine)
 
 
 def test_many_engines_at_the_same_time(engine: LocalEngine) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from headrace.engine.nursery import Nursery
 from headrace.engine.order import Engine, Order, Progress
 from headrace.engine.vitals import Vitals
-from headrace.errors import PeerLost, WorkerFailed
+from headrace.errors import PeerLost, UsageError, WorkerFailed
 from headrace.spec.event import Failed, decode
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class LocalEngine(Engine):
 
     def __init__(self) -> None:
         self._nursery = Nursery()
+        self._busy = threading.Lock()
 
     def __enter__(self) -> LocalEngine:
         return self
@@ -52,6 +53,14 @@ class LocalEngine(Engine):
         self._nursery.close()
 
     def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("this engine runs something already; wait for its end, or give each run an engine")
+        try:
+            return self._run(order, progress)
+        finally:
+            self._busy.release()
+
+    def _run(self, order: Order, progress: Callable[[Progress], None]) -> str:
         # Not before, because they import torch.
         from headrace.comm.control import ControlPage
         from headrace.comm.segment import Segment
