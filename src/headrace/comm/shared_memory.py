@@ -7,8 +7,8 @@ cache when the others read it:
     slot A   write    .        write      while slot B of piece 1 is being read,
     slot B     .      write    .          slot A may be written again: one barrier a piece
 
-With two ranks each adds the other's slot to its own tensor. With more, rank r adds the r-th part of all slots into slot 0 and
-the others copy it from there, which costs a second barrier and saves world - 2 passes.
+With two ranks each adds the other's slot to its own tensor. With more, rank r adds the r-th part of all slots
+into slot 0 and the others copy it from there, which costs a second barrier and saves world - 2 passes.
 """
 
 from __future__ import annotations
