@@ -38,7 +38,7 @@ def tell(event):
         print("trains", flush=True)
 
 loader = torch.utils.data.DataLoader(Examples(), batch_size=8, num_workers=1)
-hr.launch(train, long_job(data=loader), hr.Mirrored(2), on_event=tell)
+hr.launch(train, long_job(data=loader), hr.Mirrored(2), on_event=tell, run_dir=sys.argv[1])
 """
 
 
@@ -50,7 +50,7 @@ def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
     script.write_text(SCRIPT)
     shared = set(os.listdir("/dev/shm"))
     launcher = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), str(tmp_path / "run")],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
