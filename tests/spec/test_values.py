@@ -77,10 +77,10 @@ def test_a_cluster_counts_the_accelerators_of_all_hosts() -> None:
 @pytest.mark.parametrize(
     ("given_options", "said"),
     [
-        ({"clip_norm": 0.0}, "clip_norm must be above 0, got 0.0"),
-        ({"clip_norm": float("nan")}, "clip_norm must be above 0, got nan"),
+        ({"clip_norm": 0.0}, "clip_norm must be a number above 0, got 0.0"),
+        ({"clip_norm": float("nan")}, "clip_norm must be a number above 0, got nan"),
         ({"batch_norm": "global"}, "batch_norm is 'local' or 'sync', got 'global'"),
-        ({"eval_batch_size": 0}, "eval_batch_size must be at least 1, got 0"),
+        ({"eval_batch_size": 0}, "eval_batch_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_options_that_cannot_be_meant(given_options: Mapping[str, object], said: str) -> None:
