@@ -1,4 +1,4 @@
-"""Prints a results file as Markdown: `tabulate.py RESULTS.json ...`."""
+"""Prints a results file as Markdown: `results_table.py RESULTS.json ...`."""
 
 from __future__ import annotations
 
