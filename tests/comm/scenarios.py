@@ -17,6 +17,7 @@ from headrace.comm.control import ControlPage
 from headrace.comm.distributed import Distributed
 from headrace.comm.shared_memory import SharedMemory
 from headrace.errors import PeerLost
+from headrace.replica.conditioning import squared_norm
 from headrace.replica.describe import describe
 from headrace.replica.gradients import Presence
 from headrace.replica.layout import FlatLayout
@@ -217,7 +218,7 @@ def reduce_both_ways(host: SharedMemory, page: ControlPage, store: str) -> list[
             way.reduce()
         host.barrier()
         sums = [[view.clone() for view in layout.views(way.result)] for way in ways]
-        norms = [way.squared_norm() for way in ways]
+        norms = [host.sum([squared_norm(way.measured)])[0] for way in ways]
         wrong += [
             f"{specs[index].name}, round {turn}"
             for other in sums[1:]
@@ -226,8 +227,8 @@ def reduce_both_ways(host: SharedMemory, page: ControlPage, store: str) -> list[
         ]
         if any(abs(norm - norms[0]) > 1e-12 * norms[0] for norm in norms) or not norms[0] > 0:
             wrong.append(f"norm, round {turn}")
-        for way in ways:
-            way.scale(0.5)
+        for tensor in {id(tensor): tensor for way in ways for tensor in way.held}.values():
+            tensor.mul_(0.5)
         host.barrier()
         if not all(
             torch.equal(view, whole / 2)

@@ -14,6 +14,7 @@ from headrace.errors import UsageError
 from headrace.replica.exchange import StatePiece
 from headrace.replica.optimizer import build, build_over, is_elementwise, load_state, state_bytes, state_pieces
 from headrace.replica.update import Updater
+from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 
 optim = torch.optim
@@ -211,7 +212,7 @@ def stepped(
     for segment, piece in owned:
         by_name.setdefault(segment.parameter, []).append(piece)
     optimizer = build_over(template, by_name)
-    updater = Updater(optimizer, owned)
+    updater = Updater(optimizer, owned, Options(), 1)
     if pieces is not None:
         updater.load(pieces)
     for step in range(start, stop):

@@ -62,7 +62,8 @@ def work(
         role = order.plan.roles[rank]
         with building or nullcontext():
             module = build_module(order.job)
-        parts = _parts(order, role, host, module)
+        rounds = -(-len(as_pipeline(order.job.data)[0]) // order.job.global_batch_size)
+        parts = _parts(order, role, host, module, rounds)
         replica = order.strategy.replica(order.plan, rank, parts)
         worker = _worker(order, role, replica, host, page, journal)
         torch.manual_seed((order.job.seed << 16) + 1 + rank)
@@ -111,7 +112,7 @@ def objective_of(job: Job, weighed: bool = False) -> Objective:
     return Objective(loss, job.inputs, job.target, weighed)
 
 
-def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module) -> Parts:
+def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module, rounds_per_epoch: int) -> Parts:
     connect: Callable[[], Collective] | None = None
     if role.device != "cpu":
         torch.cuda.set_device(role.device)
@@ -125,6 +126,7 @@ def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module) 
         options=order.job.options,
         host=host,
         connect=connect,
+        rounds_per_epoch=rounds_per_epoch,
     )
 
 

@@ -77,6 +77,10 @@ class Worker:
         self.device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         self.rounds = order.job.steps or (order.job.epochs or 0) * loader.rounds_per_epoch
         self.round = -1
+        options = order.job.options
+        self._reads_at_once = (
+            self.device.type == "cpu" or options.on_nonfinite != "raise" or options.precision == "fp16"
+        )
         self._order = order
         self._replica = replica
         self._loader = loader
@@ -144,15 +148,19 @@ class Worker:
         if self._computed is None:
             raise UsageError("worker.update() without a worker.backward(loss) before it")
         began = perf_counter()
-        self._replica.exchange.synchronize()
+        computed, self._computed = self._computed, None
+        loss = computed.loss.item() if computed.loss is not None and self._reads_at_once else None
+        verdict = self._replica.exchange.synchronize(loss is None or math.isfinite(loss))
         synchronized = perf_counter()
-        self._replica.exchange.update(self.round)
+        if verdict.apply:
+            self._replica.exchange.update(self.round)
+        else:
+            self._replica.exchange.skip(self.round)
         updated = perf_counter()
         self._times[2:] = synchronized - began, updated - synchronized
         if self._share.of < self.world and self._order.strategy.synchronous:
             self._catch_up()
-        computed, self._computed = self._computed, None
-        return self._record(computed)
+        return self._record(computed, loss)
 
     def evaluate(self) -> dict[str, float]:
         """Computes the loss and the metrics over the whole evaluation set, each example once.
@@ -228,17 +236,16 @@ class Worker:
         if self.rank == 0 and (self._page.stop or monotonic() > self._deadline) and not self._page.stop_after:
             self._page.stop_after = self.round + 1
 
-    def _record(self, computed: Computed) -> float | None:
+    def _record(self, computed: Computed, loss: float | None) -> float | None:
         self._examples += self._share.examples
         beat = self._page.beats[self.rank]
         beat[1], beat[2] = self.round + 1, self._examples
         head = (self.round, self._share.epoch, self._share.examples)
-        if computed.loss is not None and computed.loss.device.type != "cpu":
+        if computed.loss is not None and loss is None:
             self._unread.append(((*head, computed.weight), computed.loss, self._times[:]))
             if monotonic() - self._read > _READ_LOSSES_EVERY_S:
                 self._read_losses()
             return None
-        loss = None if computed.loss is None else computed.loss.item()
         self._note(*head, loss, computed.weight, self._times)
         return loss
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from headrace.replica.compute import Compute
+from headrace.replica.conditioning import Verdict
 
 __all__ = ["Exchange", "Replica", "StatePiece"]
 
@@ -30,6 +32,17 @@ class StatePiece:
     start: int
     value: Tensor
 
+    def copy_to(self, target: Tensor, start: int) -> None:
+        """Fills what this piece covers of the elements from `start` on of its parameter.
+
+        Args:
+            target: contiguous, in any shape.
+            start: the parameter's element that `target` begins with.
+        """
+        low, high = max(start, self.start), min(start + target.numel(), self.start + self.value.numel())
+        if low < high:
+            target.view(-1)[low - start : high - start].copy_(self.value[low - self.start : high - self.start])
+
 
 class Exchange(ABC):
     """Brings the workers' gradients together and moves the parameters."""
@@ -39,20 +52,39 @@ class Exchange(ABC):
         """Before compute: parameters are fetched and membership changes here, where a strategy has that."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """After compute: every worker's contribution is brought to whoever updates."""
+    def synchronize(self, finite: bool = True) -> Verdict:
+        """After compute: every worker's contribution is brought to whoever updates, and looked at.
+
+        Args:
+            finite: whether this worker's loss is.
+
+        Returns:
+            Whether to update: the same on all workers.
+        """
 
     @abstractmethod
     def update(self, round_: int) -> None:
         """Applies the optimizer. When it returns, the next round's compute may begin."""
 
     @abstractmethod
+    def skip(self, round_: int) -> None:
+        """Ends a round without an update."""
+
+    @abstractmethod
+    def swap_average(self) -> None:
+        """Lets parameters and their moving averages change places. Every rank calls it, twice in all."""
+
+    @abstractmethod
     def state(self) -> tuple[StatePiece, ...]:
         """Returns the optimizer state that this rank holds."""
 
     @abstractmethod
-    def load(self, pieces: Iterable[StatePiece]) -> None:
-        """Takes up what of `pieces` (all ranks' together) belongs to this rank."""
+    def settings(self) -> dict[str, Any]:
+        """Returns the rest of the state, the same on every rank, as JSON values: groups, schedule, loss scale."""
+
+    @abstractmethod
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        """Takes up what of `pieces` (all ranks' together) belongs to this rank, and the settings if given."""
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:

@@ -157,10 +157,7 @@ def load_state(
             target = state.setdefault(
                 piece.key, torch.zeros(tensor.shape, dtype=piece.value.dtype, device=tensor.device)
             )
-            low, high = max(segment.start, piece.start), min(segment.stop, piece.start + piece.value.numel())
-            if low < high:
-                source = piece.value[low - piece.start : high - piece.start]
-                target.view(-1)[low - segment.start : high - segment.start].copy_(source)
+            piece.copy_to(target, segment.start)
         if state:
             optimizer.state[tensor] = state
 

@@ -11,7 +11,6 @@ from headrace.comm.collective import Collective, SharedCollective
 from headrace.replica.gradients import FlatGradients, GradientSink, Presence
 from headrace.replica.layout import FlatLayout
 from headrace.replica.overlap import OverlappedGradients
-from headrace.replica.update import squared_norm
 
 __all__ = ["HostReduction", "OverlappedReduction", "Reduction", "WireReduction", "shared_traffic"]
 
@@ -31,22 +30,18 @@ class Reduction(ABC):
     Attributes:
         sink: takes this worker's.
         result: where the sum appears, `(nbytes,)` uint8.
+        held: what this rank changes of the sum, where it is to be changed on all.
+        measured: what this rank looks at; all ranks together look at every element once.
     """
 
     sink: GradientSink
     result: Tensor
+    held: list[Tensor]
+    measured: list[Tensor]
 
     @abstractmethod
     def reduce(self) -> None:
         """Sums; all workers' gradients are there."""
-
-    @abstractmethod
-    def squared_norm(self) -> float:
-        """Returns the squared norm of the whole sum: the same number on every worker."""
-
-    @abstractmethod
-    def scale(self, factor: float) -> None:
-        """Multiplies the sum, once for all who share it."""
 
 
 class HostReduction(Reduction):
@@ -65,24 +60,17 @@ class HostReduction(Reduction):
         self.sink = FlatGradients(layout, own, presence)
         self.result = own if host.world == 1 else host.share(0 if host.rank else layout.nbytes)[0]
         parts = [span.part(host.rank, host.world) for span in layout.spans]
-        self._totals = [part.of(self.result) for part in parts]
+        self.held = self.measured = [part.of(self.result) for part in parts]
         self._sources = [[part.of(region) for region in regions] for part in parts]
         self._traffic = shared_traffic(layout.nbytes, host.world)
 
     def reduce(self) -> None:
         if self._host.world > 1:
-            for total, sources in zip(self._totals, self._sources, strict=True):
+            for total, sources in zip(self.held, self._sources, strict=True):
                 torch.add(sources[0], sources[1], out=total)
                 for source in sources[2:]:
                     total.add_(source)
         self._host.moved_bytes += self._traffic
-
-    def squared_norm(self) -> float:
-        return self._host.sum([squared_norm(self._totals)])[0]
-
-    def scale(self, factor: float) -> None:
-        for total in self._totals:
-            total.mul_(factor)
 
 
 class WireReduction(Reduction):
@@ -99,18 +87,12 @@ class WireReduction(Reduction):
         self._wire = wire
         self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         self.sink = FlatGradients(layout, self.result, presence)
-        self._totals = [span.of(self.result) for span in layout.spans]
+        self.held = [span.of(self.result) for span in layout.spans]
+        self.measured = [] if wire.rank else self.held
 
     def reduce(self) -> None:
-        for total in self._totals:
+        for total in self.held:
             self._wire.all_reduce(total)
-
-    def squared_norm(self) -> float:
-        return squared_norm(self._totals)
-
-    def scale(self, factor: float) -> None:
-        for total in self._totals:
-            total.mul_(factor)
 
 
 class OverlappedReduction(Reduction):
@@ -127,14 +109,8 @@ class OverlappedReduction(Reduction):
         device = next(module.parameters()).device
         self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         self.sink = self._sink = OverlappedGradients(module, layout, self.result, presence, wire)
-        self._totals = [span.of(self.result) for span in layout.spans]
+        self.held = [span.of(self.result) for span in layout.spans]
+        self.measured = [] if wire.rank else self.held
 
     def reduce(self) -> None:
         self._sink.wait()
-
-    def squared_norm(self) -> float:
-        return squared_norm(self._totals)
-
-    def scale(self, factor: float) -> None:
-        for total in self._totals:
-            total.mul_(factor)

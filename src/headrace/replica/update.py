@@ -1,18 +1,23 @@
-"""Parts of the update verb that the exchanges of several strategies share."""
+"""The update verb, as the exchanges of all strategies share it: optimizer, schedule, moving average."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.replica.exchange import StatePiece
 from headrace.replica.optimizer import load_state, state_bytes, state_pieces
+from headrace.replica.schedule import Schedule
+from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 
-__all__ = ["Updater", "clip_coefficient", "squared_norm"]
+__all__ = ["AVERAGE", "Updater"]
+
+AVERAGE = "headrace.average"
+"""Key of the pieces that hold the moving average of the weights."""
 
 
 class Updater:
@@ -21,32 +26,79 @@ class Updater:
     Args:
         optimizer: built over the tensors of `owned`.
         owned: the pieces, in the plan's order.
+        options: schedule, warm-up and moving average.
+        rounds_per_epoch: for schedules that go by epochs.
+        template: over whole parameters, where `optimizer` is over pieces.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        owned: Sequence[tuple[Segment, Tensor]],
+        options: Options,
+        rounds_per_epoch: int,
+        template: torch.optim.Optimizer | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self._owned = tuple(owned)
+        self._schedule = Schedule(options, template or optimizer, optimizer, rounds_per_epoch)
+        self._tensors = [tensor.detach() for _, tensor in owned]
+        self._decay = options.ema_decay
+        self._averages: list[Tensor] = []
+
+    def step(self, round_: int) -> None:
+        """Applies the optimizer once."""
+        with self._schedule.warmed(round_):
+            self.optimizer.step()
+        if self._decay is not None:
+            if self._averages:
+                torch._foreach_lerp_(self._averages, self._tensors, 1 - self._decay)
+            else:
+                # As torch's AveragedModel: the average begins with the first update's result.
+                self._averages = [tensor.clone() for tensor in self._tensors]
+        self._schedule.advance(round_)
+
+    def skip(self, round_: int) -> None:
+        """Goes on without an update: the schedule counts rounds."""
+        self._schedule.advance(round_)
+
+    def swap_average(self) -> None:
+        """Lets parameters and their moving averages change places; nothing where there are none."""
+        for tensor, average in zip(self._tensors, self._averages, strict=bool(self._averages)):
+            kept = tensor.clone()
+            tensor.copy_(average)
+            average.copy_(kept)
 
     def state(self) -> tuple[StatePiece, ...]:
-        """Returns the optimizer's state, piece by piece."""
-        return state_pieces(self.optimizer, self._owned)
+        """Returns the optimizer's state, piece by piece, and the moving averages."""
+        averages = (
+            StatePiece(segment.parameter, AVERAGE, segment.start, average.detach().flatten().clone())
+            for (segment, _), average in zip(self._owned, self._averages, strict=bool(self._averages))
+        )
+        return (*state_pieces(self.optimizer, self._owned), *averages)
 
-    def load(self, pieces: Iterable[StatePiece]) -> None:
-        """Takes up what belongs to the owned pieces."""
-        load_state(self.optimizer, self._owned, pieces)
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        """Takes up what belongs to the owned pieces, and `settings` if there are some."""
+        every = tuple(pieces)
+        load_state(self.optimizer, self._owned, (piece for piece in every if piece.key != AVERAGE))
+        self._load_averages([piece for piece in every if piece.key == AVERAGE])
+        if settings is not None:
+            self._schedule.load(dict(settings))
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the state that is no tensor, the same on every rank, as JSON values."""
+        return self._schedule.settings()
 
     def state_bytes(self) -> int:
-        """Returns the bytes of the optimizer's state."""
-        return state_bytes(self.optimizer)
+        """Returns the bytes of the optimizer's state and of the averages."""
+        averages = sum(average.numel() * average.element_size() for average in self._averages)
+        return state_bytes(self.optimizer) + averages
 
-
-def squared_norm(tensors: Iterable[Tensor]) -> float:
-    """Returns the sum of squares of all elements, in double precision."""
-    return sum(
-        float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 for tensor in tensors if tensor.numel()
-    )
-
-
-def clip_coefficient(clip_norm: float, squared: float) -> float:
-    """Returns what gradients of a squared norm are multiplied by, as torch's `clip_grad_norm_` does."""
-    return min(1.0, clip_norm / (math.sqrt(squared) + 1e-6))
+    def _load_averages(self, pieces: Sequence[StatePiece]) -> None:
+        if self._decay is None or not pieces:
+            return
+        self._averages = [tensor.clone() for tensor in self._tensors]
+        for (segment, _), average in zip(self._owned, self._averages, strict=True):
+            for piece in pieces:
+                if piece.parameter == segment.parameter:
+                    piece.copy_to(average, segment.start)

@@ -2,32 +2,120 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.errors import UsageError
 
-__all__ = ["Options"]
+__all__ = ["EarlyStopping", "Options"]
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Ends a run when evaluations get no better.
+
+    Attributes:
+        metric: which number of an evaluation: "loss", or the name of a metric.
+        patience: evaluations without an improvement after which the run ends.
+        mode: "min" if less is better, "max" if more is.
+        min_delta: what counts as an improvement must be more than this.
+    """
+
+    metric: str = "loss"
+    patience: int = 3
+    mode: str = "min"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_choice("mode", self.mode, ("min", "max"))
+        _check_count("patience", self.patience)
+        if not (isinstance(self.min_delta, int | float) and 0 <= self.min_delta < math.inf):
+            raise UsageError(f"min_delta must be a number of at least 0, got {self.min_delta!r}")
 
 
 @dataclass(frozen=True)
 class Options:
     """Attributes:
     clip_norm: largest norm of the gradient of the whole model (2-norm, as `clip_grad_norm_`); None for none.
+    clip_value: largest absolute value of an element of the gradient, applied before `clip_norm`; None for none.
+    accumulate: micro-batches that a worker's share is cut into, one forward and backward each, one update for
+        all: as many examples a round as before, less memory for activations.
+    schedule: takes the optimizer, returns a `torch.optim.lr_scheduler.LRScheduler`:
+        `functools.partial(StepLR, step_size=10)`; None for a constant learning rate.
+    schedule_every: "step" lets the schedule go on after each round, "epoch" after each epoch.
+    warmup: rounds during which the learning rate, whatever the schedule gives, rises linearly from 1/warmup of
+        it to the whole.
+    precision: "fp32" computes in the types of the parameters; "bf16" and "fp16" compute forward under autocast,
+        fp16 (CUDA alone) with a loss scale. Parameters and updates keep their types.
+    compile: compiles the model (`torch.compile`).
     batch_norm: "local" normalises by a worker's own share of the batch; "sync" by the global batch, and then
         N workers equal one device.
+    ema_decay: keeps an exponential moving average of the weights, with this decay a round; evaluations and the
+        trained model use it. None for none.
+    eval_every: rounds between evaluations; None for one after each epoch.
     eval_batch_size: examples of one evaluation batch a worker; None for its share of the global batch.
+    early_stopping: see there; None to go on to the end.
+    on_nonfinite: what a loss or gradient that is NaN or infinite leads to, on all workers alike: "raise" ends
+        the run, "skip" leaves out the update, "rollback" also brings back the last checkpoint's parameters and
+        optimizer. Whatever it is, it never reaches the parameters.
     """
 
     clip_norm: float | None = None
+    clip_value: float | None = None
+    accumulate: int = 1
+    schedule: Callable[..., Any] | None = None
+    schedule_every: str = "step"
+    warmup: int = 0
+    precision: str = "fp32"
+    compile: bool = False
     batch_norm: str = "local"
+    ema_decay: float | None = None
+    eval_every: int | None = None
     eval_batch_size: int | None = None
+    early_stopping: EarlyStopping | None = None
+    on_nonfinite: str = "raise"
 
     def __post_init__(self) -> None:
-        clip_norm = self.clip_norm
-        if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
-            raise UsageError(f"clip_norm must be a number above 0, got {clip_norm!r}; None switches it off")
-        if self.batch_norm not in ("local", "sync"):
-            raise UsageError(f"batch_norm is 'local' or 'sync', got {self.batch_norm!r}")
-        size = self.eval_batch_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise UsageError(f"eval_batch_size must be a whole number of at least 1, got {size!r}")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise UsageError(f"{name} must be a number above 0, got {value!r}; None switches it off")
+        _check_choice("batch_norm", self.batch_norm, ("local", "sync"))
+        _check_choice("precision", self.precision, ("fp32", "bf16", "fp16"))
+        _check_choice("schedule_every", self.schedule_every, ("step", "epoch"))
+        _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))
+        _check_count("accumulate", self.accumulate)
+        if self.warmup != 0 or isinstance(self.warmup, bool):
+            _check_count("warmup", self.warmup)
+        for name in ("eval_every", "eval_batch_size"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        if not isinstance(self.compile, bool):
+            raise UsageError(f"compile must be True or False, got {self.compile!r}")
+        if self.schedule is not None and not callable(self.schedule):
+            raise UsageError(
+                f"schedule must take an optimizer and return a scheduler, got {self.schedule!r:.60}; "
+                "for example functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"
+            )
+        decay = self.ema_decay
+        if decay is not None and not (isinstance(decay, int | float) and 0 < decay < 1):
+            raise UsageError(f"ema_decay must be a number between 0 and 1, got {decay!r}; None switches it off")
+        if self.early_stopping is not None and not isinstance(self.early_stopping, EarlyStopping):
+            raise UsageError(f"early_stopping must be hr.EarlyStopping(...), got {self.early_stopping!r:.60}")
+        if self.accumulate > 1 and self.batch_norm == "sync":
+            raise UsageError(
+                f"batch_norm='sync' with accumulate={self.accumulate}: layers would see micro-batches, which depend "
+                "on the number of workers, so N workers would not equal one device; use accumulate=1, or 'local'"
+            )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} is {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -14,8 +14,9 @@ copy before it computes and brings its gradients to host memory after.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,13 @@ from torch import Tensor, nn
 from headrace.comm.collective import SharedCollective
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import slices, whole
+from headrace.replica.conditioning import Verdict
 from headrace.replica.exchange import Exchange, Replica, StatePiece
 from headrace.replica.gradients import FlatGradients, Presence
 from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build, build_over
 from headrace.replica.reduction import shared_traffic
-from headrace.replica.update import Updater, clip_coefficient, squared_norm
+from headrace.replica.update import Updater
 from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -160,7 +162,7 @@ class CentralStorageExchange(Exchange):
         self._host = parts.host
         self._storage = storage
         self._presence = presence
-        self._clip_norm = parts.options.clip_norm
+        self._conditioner = parts.conditioner()
         self._own_segments = [segment for segment in plan.segments if segment.owner == rank]
         shapes = {parameter.name: parameter.shape for parameter in parts.model.parameters}
         elements = {parameter.name: parameter.elements for parameter in parts.model.parameters}
@@ -183,8 +185,9 @@ class CentralStorageExchange(Exchange):
         by_name: dict[str, list[Tensor]] = {}
         for segment, piece in zip(self._own_segments, self._pieces, strict=True):
             by_name.setdefault(segment.parameter, []).append(piece)
-        self._optimizer = build_over(template, by_name)
-        self._updater = Updater(self._optimizer, list(zip(self._own_segments, self._pieces, strict=True)))
+        optimizer = build_over(template, by_name)
+        owned = list(zip(self._own_segments, self._pieces, strict=True))
+        self._updater = Updater(optimizer, owned, parts.options, parts.rounds_per_epoch, template)
         self._names = [parameter.name for parameter in parts.model.trainable]
         self._missing: tuple[int, ...] = ()
         self._assign(())
@@ -194,31 +197,41 @@ class CentralStorageExchange(Exchange):
     def begin(self, round_: int) -> None:
         self._storage.fetch()
 
-    def synchronize(self) -> None:
+    def synchronize(self, finite: bool = True) -> Verdict:
         self._storage.bring()
         self._host.barrier()
         missing = self._presence.missing()
         if self._sums:
             for pieces in self._others:
                 torch._foreach_add_(self._sums, pieces)
-        if self._clip_norm is not None:
-            (squared,) = self._host.sum([squared_norm(self._sums)])
-            factor = clip_coefficient(self._clip_norm, squared)
-            if factor < 1 and self._sums:
-                torch._foreach_mul_(self._sums, factor)
+        verdict = self._conditioner.condition(self._sums, self._sums, finite)
         if missing != self._missing:
             self._assign(missing)
         self._host.moved_bytes += self._traffic
+        return verdict
 
     def update(self, round_: int) -> None:
-        self._optimizer.step()
+        self._updater.step(round_)
         self._host.barrier()
+
+    def skip(self, round_: int) -> None:
+        self._updater.skip(round_)
+
+    def swap_average(self) -> None:
+        # Nobody may still read what is changed, nor read on before all of it is.
+        self._host.barrier()
+        self._updater.swap_average()
+        self._host.barrier()
+        self._storage.fetch()
 
     def state(self) -> tuple[StatePiece, ...]:
         return self._updater.state()
 
-    def load(self, pieces: Iterable[StatePiece]) -> None:
-        self._updater.load(pieces)
+    def settings(self) -> dict[str, Any]:
+        return self._updater.settings()
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self._updater.load(pieces, settings)
 
     def memory(self) -> tuple[int, int]:
         return self._bytes, self._updater.state_bytes()

@@ -14,13 +14,15 @@ workers' gradients into one result that everybody's optimizer reads in place:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
+from headrace.replica.conditioning import Verdict
 from headrace.replica.exchange import Exchange, Replica, StatePiece
 from headrace.replica.gradients import Presence, assign
 from headrace.replica.layout import FlatLayout
@@ -32,7 +34,7 @@ from headrace.replica.reduction import (
     WireReduction,
     shared_traffic,
 )
-from headrace.replica.update import Updater, clip_coefficient
+from headrace.replica.update import Updater
 from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -114,15 +116,16 @@ class MirroredExchange(Exchange):
         self._host = parts.host
         self._reduction = reduction
         self._presence = presence
-        self._clip_norm = parts.options.clip_norm
-        self._optimizer = build(parts.optimizer, named.items())
-        self._updater = Updater(self._optimizer, [(s, named[s.parameter]) for s in plan.segments])
+        self._conditioner = parts.conditioner()
+        optimizer = build(parts.optimizer, named.items())
+        owned = [(segment, named[segment.parameter]) for segment in plan.segments]
+        self._updater = Updater(optimizer, owned, parts.options, parts.rounds_per_epoch)
         self._parameters = [named[parameter.name] for parameter in parts.model.trainable]
         self._views = layout.views(reduction.result)
         # torch's own optimizers only read gradients, those of foreach=True aside (SGD with nesterov writes). Another
         # might write too, and the result is everybody's.
-        reads = type(self._optimizer).__module__.startswith("torch.optim")
-        reads = reads and not any(group.get("foreach") for group in self._optimizer.param_groups)
+        reads = type(optimizer).__module__.startswith("torch.optim")
+        reads = reads and not any(group.get("foreach") for group in optimizer.param_groups)
         shared = parts.wire is None and parts.host.world > 1
         self._private = [view.clone() for view in self._views] if shared and not reads else []
         self._missing: tuple[int, ...] = ()
@@ -132,29 +135,35 @@ class MirroredExchange(Exchange):
     def begin(self, round_: int) -> None:
         """Mirrors are always up to date."""
 
-    def synchronize(self) -> None:
+    def synchronize(self, finite: bool = True) -> Verdict:
         self._host.barrier()
         missing = self._presence.missing()
         self._reduction.reduce()
-        if self._clip_norm is not None:
-            factor = clip_coefficient(self._clip_norm, self._reduction.squared_norm())
-            if factor < 1:
-                self._reduction.scale(factor)
-        self._host.barrier()
+        verdict = self._conditioner.condition(self._reduction.measured, self._reduction.held, finite)
         if missing != self._missing:
             assign(self._parameters, self._private or self._views, missing)
             self._missing = missing
+        return verdict
 
     def update(self, round_: int) -> None:
         if self._private:
             torch._foreach_copy_(self._private, self._views)
-        self._optimizer.step()
+        self._updater.step(round_)
+
+    def skip(self, round_: int) -> None:
+        self._updater.skip(round_)
+
+    def swap_average(self) -> None:
+        self._updater.swap_average()
 
     def state(self) -> tuple[StatePiece, ...]:
         return self._updater.state()
 
-    def load(self, pieces: Iterable[StatePiece]) -> None:
-        self._updater.load(pieces)
+    def settings(self) -> dict[str, Any]:
+        return self._updater.settings()
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self._updater.load(pieces, settings)
 
     def memory(self) -> tuple[int, int]:
         return self._bytes, self._updater.state_bytes()

@@ -6,13 +6,16 @@ forward, backward    nothing         optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
+from headrace.comm.in_process import InProcess, Meeting
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
+from headrace.replica.conditioning import Conditioner, Verdict
 from headrace.replica.exchange import Exchange, Replica, StatePiece
 from headrace.replica.optimizer import build
 from headrace.replica.update import Updater
@@ -72,26 +75,44 @@ class LocalExchange(Exchange):
         named = dict(parts.module.named_parameters())
         optimizer = build(parts.optimizer, named.items())
         self._parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-        self._clip_norm = parts.options.clip_norm
-        self._optimizer = optimizer
-        self._updater = Updater(optimizer, [(segment, named[segment.parameter]) for segment in segments])
+        self._options = parts.options
+        # Only to look: clipping one's own gradients is torch's.
+        looking = replace(parts.options, clip_norm=None, clip_value=None)
+        immediate = parts.device.type == "cpu"
+        self._conditioner = Conditioner(looking, InProcess(Meeting(1), 0), parts.scale, immediate)
+        owned = [(segment, named[segment.parameter]) for segment in segments]
+        self._updater = Updater(optimizer, owned, parts.options, parts.rounds_per_epoch)
         self._bytes = sum(parameter.bytes for parameter in parts.model.parameters)
 
     def begin(self, round_: int) -> None:
-        self._optimizer.zero_grad()
+        self._updater.optimizer.zero_grad()
 
-    def synchronize(self) -> None:
-        if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+    def synchronize(self, finite: bool = True) -> Verdict:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        verdict = self._conditioner.condition(gradients, gradients, finite)
+        if verdict.apply and self._options.clip_value is not None:
+            nn.utils.clip_grad_value_(self._parameters, self._options.clip_value)
+        if verdict.apply and self._options.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm)
+        return verdict
 
     def update(self, round_: int) -> None:
-        self._optimizer.step()
+        self._updater.step(round_)
+
+    def skip(self, round_: int) -> None:
+        self._updater.skip(round_)
+
+    def swap_average(self) -> None:
+        self._updater.swap_average()
 
     def state(self) -> tuple[StatePiece, ...]:
         return self._updater.state()
 
-    def load(self, pieces: Iterable[StatePiece]) -> None:
-        self._updater.load(pieces)
+    def settings(self) -> dict[str, Any]:
+        return self._updater.settings()
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self._updater.load(pieces, settings)
 
     def memory(self) -> tuple[int, int]:
         return self._bytes, self._updater.state_bytes()

@@ -15,7 +15,9 @@ from torch import nn
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.errors import UsageError
 from headrace.replica.batch_norm import synchronise_batch_norm
+from headrace.replica.conditioning import Conditioner
 from headrace.replica.exchange import Replica
+from headrace.replica.loss_scale import LossScale
 from headrace.replica.whole_model import Objective
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -44,6 +46,7 @@ class Parts:
         options: the job's.
         host: the workers of this host.
         connect: opens a collective that carries the devices' own tensors; None where they live in host memory.
+        rounds_per_epoch: of the training data.
     """
 
     module: nn.Module
@@ -53,6 +56,7 @@ class Parts:
     options: Options
     host: SharedCollective
     connect: Callable[[], Collective] | None = None
+    rounds_per_epoch: int = 1
 
     @cached_property
     def wire(self) -> Collective | None:
@@ -63,6 +67,15 @@ class Parts:
     def device(self) -> torch.device:
         """Where the module lives."""
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+
+    @cached_property
+    def scale(self) -> LossScale | None:
+        """What fp16 multiplies the loss by; one object for compute and exchange, None without fp16."""
+        return LossScale() if self.options.precision == "fp16" else None
+
+    def conditioner(self) -> Conditioner:
+        """Returns what decides over summed gradients."""
+        return Conditioner(self.options, self.host, self.scale, immediate=self.device.type == "cpu")
 
     def synchronise_batch_norm(self) -> bool:
         """Makes BatchNorm global if the options ask for it; returns whether layers now talk to each other."""

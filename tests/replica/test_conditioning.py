@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.replica.update import clip_coefficient, squared_norm
+from headrace.replica.conditioning import clip_coefficient, squared_norm
 
 
 def tensors() -> list[Tensor]:

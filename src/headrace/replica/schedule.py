@@ -1,0 +1,169 @@
+"""The learning rate's way through a run: any torch scheduler, stepped by rounds or epochs, after a warm-up."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from headrace.errors import UsageError
+from headrace.spec.options import Options
+
+__all__ = ["Schedule", "group_settings", "plain"]
+
+
+class Schedule:
+    """Drives the options of an optimizer's groups, and copies them to the optimizer that owns the pieces.
+
+    A scheduler wants every group of the job; an owner of some pieces may have some groups only. So it drives
+    the whole one, `template`, whose groups carry names.
+
+    Args:
+        options: schedule, its unit, and warm-up.
+        template: over the whole parameters.
+        optimizer: over this process's pieces; may be the template itself.
+        rounds_per_epoch: how many rounds there are between two steps of a schedule that goes by epochs.
+
+    Raises:
+        UsageError: the schedule is none, or one that needs a metric.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        template: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer,
+        rounds_per_epoch: int,
+    ) -> None:
+        self._template = template
+        self._optimizer = optimizer
+        self._warmup = options.warmup
+        self._every = rounds_per_epoch if options.schedule_every == "epoch" else 1
+        self._scheduler = make(options.schedule, template) if options.schedule else None
+        self._spread()
+
+    def advance(self, round_: int) -> None:
+        """Goes on after a round, whether or not its update was made."""
+        if self._scheduler is None or (round_ + 1) % self._every:
+            return
+        with warnings.catch_warnings():
+            # It looks for an optimizer.step() before its own; the owner's is another one, and may be left out.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step", category=UserWarning)
+            self._scheduler.step()
+        self._spread()
+
+    @contextmanager
+    def warmed(self, round_: int) -> Iterator[None]:
+        """Holds the learning rates of one round at their share during warm-up."""
+        if round_ >= self._warmup:
+            yield
+            return
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * ((round_ + 1) / self._warmup)
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the groups and the scheduler's state as JSON values."""
+        state = None if self._scheduler is None else plain(self._scheduler.state_dict(), "the schedule's state")
+        return {"groups": group_settings(self._template), "schedule": state}
+
+    def load(self, settings: dict[str, Any]) -> None:
+        """Takes up what `settings` returned in a run with the same groups."""
+        for group, saved in zip(self._template.param_groups, settings["groups"], strict=True):
+            group.update({key: _restored(value) for key, value in saved["options"].items()})
+        if self._scheduler is not None and settings["schedule"] is not None:
+            self._scheduler.load_state_dict(_restored(settings["schedule"]))
+        self._spread()
+
+    def _spread(self) -> None:
+        if self._optimizer is self._template:
+            return
+        by_names = {tuple(group["param_names"]): group for group in self._template.param_groups}
+        for group in self._optimizer.param_groups:
+            source = by_names.get(tuple(group.get("param_names", ())))
+            if source is not None:
+                group.update({key: source[key] for key in source if key not in ("params", "param_names")})
+
+
+def make(factory: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Calls the job's schedule with an optimizer.
+
+    Raises:
+        UsageError: what it returned is no torch scheduler, or one that needs a metric.
+    """
+    scheduler = factory(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau follows a metric, not rounds or epochs; use a schedule that does (CosineAnnealingLR, "
+            "StepLR), or Options(early_stopping=...)"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise UsageError(
+            f"the schedule must return a torch.optim.lr_scheduler.LRScheduler, got {type(scheduler).__name__}; "
+            "for example schedule=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"
+        )
+    return scheduler
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Returns an optimizer's groups, their parameters' names and options, as JSON values."""
+    return [
+        {
+            "names": list(group["param_names"]),
+            "options": {
+                key: plain(value, f"the optimizer's option {key!r}")
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def plain(value: Any, what: str) -> Any:
+    """Returns a value of a scheduler or optimizer as JSON values that `load` restores exactly.
+
+    Raises:
+        UsageError: it holds something that is no number, text or collection of them.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        # As text, because infinity is no JSON number.
+        return {"float": repr(float(value))}
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return {"tensor": plain(value.item(), what), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [plain(item, what) for item in value]}
+    if isinstance(value, dict):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[plain(key, what), plain(item, what)] for key, item in value.items()]}
+    raise UsageError(f"{what} holds a {type(value).__name__}, which a checkpoint cannot keep; use plain numbers")
+
+
+def _restored(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = ((key, item) for key, item in value.items() if key != "dtype")
+    if kind == "float":
+        return float(inner)
+    if kind == "tensor":
+        return torch.tensor(_restored(inner), dtype=getattr(torch, value["dtype"]))
+    if kind in ("list", "tuple"):
+        return {"list": list, "tuple": tuple}[kind](_restored(item) for item in inner)
+    pairs = {_restored(key): _restored(item) for key, item in inner}
+    return Counter(pairs) if kind == "counter" else pairs

@@ -1,0 +1,35 @@
+"""When a run saves its state, and how much of it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.errors import UsageError
+
+__all__ = ["Checkpoints"]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """A run saves when either interval is over, when it is asked to end (SIGTERM, SIGINT), and at its end.
+
+    Attributes:
+        every_steps: rounds between two saves; None for no such interval.
+        every_s: seconds between two saves; None for no such interval.
+        keep: how many of the last checkpoints stay.
+    """
+
+    every_steps: int | None = None
+    every_s: float | None = 600.0
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "keep"):
+            value = getattr(self, name)
+            if name == "every_steps" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        seconds = self.every_s
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            raise UsageError(f"every_s must be a number of seconds above 0, got {seconds!r}; None switches it off")
