@@ -7,6 +7,7 @@
     │   └── InfeasiblePlan        a cluster that cannot hold the plan, with the numbers
     ├── UnfitMachine              the machine lacks something: exit code 3
     ├── DataError                 the data set is empty, ragged or of the wrong form: exit code 5
+    ├── CorruptCheckpoint         a checkpoint is not what was saved: exit code 5
     └── RunFailed                 the run began and failed: exit code 1
         ├── WorkerFailed          a worker raised; carries rank, host and the worker's own traceback
         ├── NonFiniteLoss         the loss of a step is NaN or infinite
@@ -19,9 +20,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar
 
 __all__ = [
+    "CorruptCheckpoint",
     "DataError",
     "HeadraceError",
     "InfeasiblePlan",
@@ -82,6 +85,25 @@ class DataError(HeadraceError, ValueError):
     """The data set is empty, ragged or of the wrong form."""
 
     exit_code = 5
+
+
+class CorruptCheckpoint(HeadraceError):
+    """A checkpoint is not what was saved: damaged, incomplete, exchanged, of another version, or hostile.
+
+    Args:
+        path: the file or folder that is wrong.
+        reason: what is wrong with it, with the numbers.
+        remedy: what to do.
+    """
+
+    exit_code = 5
+
+    def __init__(
+        self, path: Path, reason: str, remedy: str = "resume from an older checkpoint, or restore it from a copy"
+    ) -> None:
+        super().__init__(f"{path}: {reason}; {remedy}")
+        self.path = path
+        self.reason = reason
 
 
 class RunFailed(HeadraceError):
