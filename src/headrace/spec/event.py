@@ -19,9 +19,11 @@ __all__ = [
     "Evaluated",
     "Event",
     "Failed",
+    "NonFinite",
     "Notice",
     "RunEnded",
     "RunStarted",
+    "Saved",
     "Stepped",
     "WorkerEnded",
     "WorkerStarted",
@@ -60,6 +62,8 @@ class RunStarted(Event):
         plan: the plan as JSON values.
         versions: "headrace", "torch", "python" to version.
         clock_s: the run's begin on the host's monotonic clock.
+        resumed_step: rounds that an earlier attempt had done; what it did beyond them is done again. The events of
+            all attempts follow each other in the same files, on one clock.
     """
 
     kind: ClassVar[str] = "run_started"
@@ -73,6 +77,7 @@ class RunStarted(Event):
     plan: Mapping[str, object]
     versions: Mapping[str, str]
     clock_s: float = 0.0
+    resumed_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,40 @@ class Evaluated(Event):
     examples: int
     metrics: Mapping[str, float]
     seconds: float
+
+
+@dataclass(frozen=True)
+class Saved(Event):
+    """By rank 0, when a checkpoint is on the disk.
+
+    Attributes:
+        step: rounds that it holds.
+        bytes: of all its files.
+        stall_s: how long training stood still on rank 0, for the copy.
+        write_s: how long writing took, while training went on.
+    """
+
+    kind: ClassVar[str] = "saved"
+    step: int
+    bytes: int
+    stall_s: float
+    write_s: float
+
+
+@dataclass(frozen=True)
+class NonFinite(Event):
+    """By rank 0: a loss or gradient was NaN or infinite, and nothing of it reached the parameters.
+
+    Attributes:
+        step: of the round, counted from 0.
+        ranks: whose loss it was; empty if only the gradient was.
+        action: "raise", "skip" or "rollback".
+    """
+
+    kind: ClassVar[str] = "non_finite"
+    step: int
+    ranks: tuple[int, ...]
+    action: str
 
 
 @dataclass(frozen=True)
@@ -190,7 +229,8 @@ class RunEnded(Event):
 
 
 _KINDS: dict[str, type[Event]] = {
-    kind.kind: kind for kind in (RunStarted, WorkerStarted, Stepped, Evaluated, Notice, Failed, WorkerEnded, RunEnded)
+    kind.kind: kind
+    for kind in (RunStarted, WorkerStarted, Stepped, Evaluated, Saved, NonFinite, Notice, Failed, WorkerEnded, RunEnded)
 }
 
 
