@@ -1,0 +1,180 @@
+"""A run's folder of checkpoints: writing one aside, committing it, finding the newest that is sound."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.checkpoint import manifest
+from headrace.checkpoint.manifest import FileRecord, Manifest
+from headrace.checkpoint.saved import Checkpoint, blaming
+from headrace.checkpoint.storage import LocalStorage, Storage
+from headrace.errors import CorruptCheckpoint, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CheckpointFolder"]
+
+_NAME = re.compile(r"step-([0-9]{8,18})(\.part|\.old)?")
+_MOST_ENTRIES = 100_000
+
+
+class CheckpointFolder:
+    """The checkpoints of one run, `<run>/checkpoints/`; need not exist.
+
+    One process begins, commits and abandons; every rank writes its own file, in its own process, between.
+
+    Args:
+        path: the folder.
+        storage: what reads and writes it; the operating system, if not given.
+    """
+
+    def __init__(self, path: Path, storage: Storage | None = None) -> None:
+        self.path = path
+        self._storage = storage or LocalStorage(path)
+
+    def begin(self, step: int) -> None:
+        """Deletes what a crash has left and makes room for a checkpoint, aside.
+
+        Raises:
+            OSError: the disk does not do it.
+        """
+        self._storage.prepare()
+        if leftovers := [*self._named(".part"), *self._named(".old")]:
+            # A renaming that the disk may still forget must not bring back a half-deleted checkpoint.
+            self._storage.sync("")
+            for name in leftovers:
+                self._delete(name)
+        self._storage.make_folder(_name(step, ".part"))
+
+    def write(self, step: int, rank: int, tensors: Mapping[str, Tensor]) -> FileRecord:
+        """Writes and syncs a rank's file; the record belongs into `commit`.
+
+        Raises:
+            UsageError: a tensor is of a kind that safetensors does not have.
+            OSError: the disk does not take it.
+        """
+        from headrace.checkpoint.tensors import write
+
+        name = manifest.file_name(rank)
+        with self._storage.create(f"{_name(step, '.part')}/{name}") as file:
+            return write(file, name, tensors)
+
+    def commit(self, step: int, files: Sequence[FileRecord], description: Mapping[str, Any], keep: int) -> bool:
+        """Makes what was written the newest checkpoint, to last, and deletes all but the last `keep`.
+
+        Newer ones belong to a history that the run has left (it went on from an older checkpoint), and are deleted,
+        too. One of the same step stays if it is sound and the same, else it gives way; only then may a crash in
+        between leave neither, and the one before is the newest.
+
+        Returns:
+            False if the same was there already and nothing was replaced.
+
+        Raises:
+            UsageError: the description is not made of JSON values, or is too long.
+            OSError: the disk does not do it; the checkpoints that were there are still there.
+        """
+        if keep < 1:
+            raise UsageError(f"cannot keep the last {keep} checkpoints; keep 1 or more")
+        content = manifest.encode(Manifest(step, tuple(files), description))
+        part, final = _name(step, ".part"), _name(step)
+        fresh = not self._holds(step, content)
+        if fresh:
+            with self._storage.create(f"{part}/{manifest.NAME}") as file:
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                file.sync()
+            self._storage.sync(part)
+            if step in self.steps():
+                self._storage.rename(final, _name(step, ".old"))
+            self._storage.rename(part, final)
+            self._storage.sync("")
+        else:
+            self._delete(part)
+        self._prune(step, keep)
+        return fresh
+
+    def abandon(self, step: int) -> None:
+        """Deletes what was written aside, as far as the disk does it; `begin` deletes the rest."""
+        with suppress(OSError):
+            self._delete(_name(step, ".part"))
+
+    def steps(self) -> tuple[int, ...]:
+        """Returns the steps of the committed checkpoints, ascending; whether they are sound, `open` and `latest` say.
+
+        Raises:
+            CorruptCheckpoint: the folder is none, or is stuffed with entries.
+        """
+        return tuple(sorted(int(name.partition("-")[2]) for name in self._named("")))
+
+    def open(self, step: int) -> Checkpoint:
+        """Returns a checkpoint whose manifest is sound and whose files have their sizes.
+
+        Raises:
+            CorruptCheckpoint: it is missing, or not so.
+        """
+        return Checkpoint(self.path / _name(step), self._storage, step)
+
+    def latest(self) -> tuple[Checkpoint | None, tuple[CorruptCheckpoint, ...]]:
+        """Returns the newest checkpoint that is wholly sound, and what is wrong with the newer ones."""
+        wrong: list[CorruptCheckpoint] = []
+        for step in reversed(self.steps()):
+            try:
+                checkpoint = self.open(step)
+                checkpoint.verify()
+                return checkpoint, tuple(wrong)
+            except CorruptCheckpoint as error:
+                wrong.append(error)
+        return None, tuple(wrong)
+
+    def _holds(self, step: int, content: bytes) -> bool:
+        """Whether a sound checkpoint of this step with this manifest is there."""
+        if step not in self.steps():
+            return False
+        try:
+            checkpoint = self.open(step)
+            checkpoint.verify()
+        except CorruptCheckpoint:
+            return False
+        return manifest.encode(checkpoint.manifest) == content
+
+    def _prune(self, step: int, keep: int) -> None:
+        steps = self.steps()
+        kept = [older for older in steps if older <= step][-keep:]
+        doomed = [other for other in steps if other not in kept]
+        for other in doomed:
+            self._storage.rename(_name(other), _name(other, ".old"))
+        if doomed:
+            self._storage.sync("")
+        for name in self._named(".old"):
+            self._delete(name)
+
+    def _named(self, ending: str) -> list[str]:
+        """Returns the names of steps with this ending."""
+        found = []
+        with blaming(self.path), suppress(FileNotFoundError):
+            for count, name in enumerate(self._storage.entries("")):
+                if count == _MOST_ENTRIES:
+                    raise ValueError(f"it holds more than {_MOST_ENTRIES:,} entries")
+                match = _NAME.fullmatch(name)
+                if match and name == _name(int(match[1]), ending):
+                    found.append(name)
+        return found
+
+    def _delete(self, name: str) -> None:
+        try:
+            for entry in list(self._storage.entries(name)):
+                self._storage.delete_file(f"{name}/{entry}")
+        except NotADirectoryError:
+            self._storage.delete_file(name)
+        else:
+            self._storage.delete_folder(name)
+
+
+def _name(step: int, ending: str = "") -> str:
+    return f"step-{step:08d}{ending}"

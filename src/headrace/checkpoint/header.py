@@ -1,0 +1,140 @@
+r"""The front of a safetensors file: names, types, shapes and places of its tensors.
+
+    8 bytes      length of the header, little-endian
+    header       {"weight":{"dtype":"F32","shape":[10,4],"data_offsets":[0,160]},"bias":...}, padded with spaces
+    data         the tensors, one after the other, without gaps
+
+What is read must be in this form: the fields in this order, no other space, the tensors in the order of their places,
+as the safetensors library writes it, too. So a grammar of one line reads it, with no JSON to be nested, repeated or
+mistyped, and memory stays in proportion to the count of tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["BYTES", "MOST_BYTES", "PREFIX", "Entry", "encode", "length", "parse"]
+
+PREFIX: Final = 8
+MOST_BYTES = 16 << 20
+MOST_ENTRIES = 100_000
+MOST_DIMS = 64
+BYTES = {
+    **{name: 8 for name in ("F64", "C64", "I64", "U64")},
+    **{name: 4 for name in ("F32", "I32", "U32")},
+    **{name: 2 for name in ("F16", "BF16", "I16", "U16")},
+    **{name: 1 for name in ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")},
+}
+"""Of one element, by dtype."""
+
+_NUMBER = rb"(?:0|[1-9][0-9]{0,18}+)"
+_ENTRY = re.compile(
+    # Possessive, so that no header makes the search go back.
+    rb'("(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+"):\{"dtype":"([A-Z0-9_]{1,16})",'
+    rb'"shape":\[((?:%(n)s(?:,%(n)s){0,63})?)\],"data_offsets":\[(%(n)s),(%(n)s)\]\}' % {b"n": _NUMBER}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor.
+
+    Attributes:
+        name: unique in the file.
+        dtype: a key of `BYTES`.
+        shape: lengths of its dimensions.
+        begin: where its bytes begin, counted from the first tensor's.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + math.prod(self.shape) * BYTES[self.dtype]
+
+
+def encode(entries: Sequence[Entry]) -> bytes:
+    """Returns length and header; `entries` stand in the order of their data.
+
+    Raises:
+        ValueError: there are too many, or their names are too long.
+    """
+    fields = (
+        f'{json.dumps(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
+        f'"data_offsets":[{entry.begin},{entry.end}]}}'
+        for entry in entries
+    )
+    text = f"{{{','.join(fields)}}}".encode()
+    text += b" " * (-len(text) % PREFIX)
+    if len(entries) > MOST_ENTRIES or len(text) > MOST_BYTES:
+        raise ValueError(
+            f"{len(entries):,} tensors with a header of {len(text):,} bytes; "
+            f"at most {MOST_ENTRIES:,} with {MOST_BYTES:,} go into one file"
+        )
+    return len(text).to_bytes(PREFIX, "little") + text
+
+
+def length(prefix: bytes, file_bytes: int) -> int:
+    """Returns the header's length.
+
+    Raises:
+        ValueError: there is no room for it in the file, or it is too long.
+    """
+    told = int.from_bytes(prefix, "little")
+    if told > min(MOST_BYTES, file_bytes - PREFIX):
+        raise ValueError(
+            f"its header would have {told:,} bytes; the file has {file_bytes:,}, at most {MOST_BYTES:,} are allowed"
+        )
+    return told
+
+
+def parse(header: bytes, data_bytes: int) -> tuple[Entry, ...]:
+    """Returns the tensors of a file whose data have `data_bytes`, all of which belong to exactly one of them.
+
+    Raises:
+        ValueError: the header is not that of such a file.
+    """
+    text = header.rstrip(b" ")
+    if not (text.startswith(b"{") and text.endswith(b"}")) or len(header) - len(text) >= PREFIX:
+        raise ValueError("its header is no object, or not padded to 8 bytes")
+    entries: dict[str, Entry] = {}
+    at, place = 1, 0
+    while at < len(text) - 1:
+        match = _ENTRY.match(text, at)
+        if match is None or len(entries) == MOST_ENTRIES:
+            raise ValueError(f"its header is malformed at byte {at}, after {len(entries):,} tensors")
+        entry = _entry(match, place)
+        if entry.name in entries:
+            raise ValueError(f"two of its tensors are named {entry.name[:100]!r}")
+        entries[entry.name] = entry
+        at, place = match.end(), entry.end
+        # A comma must stand between two and nowhere else.
+        if at < len(text) - 1:
+            if text[at : at + 1] != b"," or at == len(text) - 2:
+                raise ValueError(f"its header is malformed at byte {at}, after {len(entries):,} tensors")
+            at += 1
+    if place != data_bytes:
+        raise ValueError(f"its tensors have {place:,} bytes, its data {data_bytes:,}")
+    return tuple(entries.values())
+
+
+def _entry(match: re.Match[bytes], place: int) -> Entry:
+    quoted, dtype, shape, begin, end = match.groups()
+    name = json.loads(quoted.decode())
+    entry = Entry(name, dtype.decode(), tuple(map(int, shape.split(b","))) if shape else (), place)
+    if entry.dtype not in BYTES:
+        raise ValueError(f"its tensor {name[:100]!r} is of the unknown type {entry.dtype}")
+    if (int(begin), int(end)) != (place, entry.end) or place % BYTES[entry.dtype]:
+        raise ValueError(
+            f"its tensor {name[:100]!r} stands at bytes {int(begin)} to {int(end)}; "
+            f"its shape, its type and the tensors before it make {place} to {entry.end}"
+        )
+    return entry

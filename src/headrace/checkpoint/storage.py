@@ -1,0 +1,198 @@
+"""The one seam to the disk: a folder of folders of files, and the few things that are done to them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["File", "LocalStorage", "Storage"]
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+# Without O_NONBLOCK, opening a FIFO would wait for a writer that never comes.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+
+
+class File(ABC):
+    """An open file; a context that closes it. Every method raises OSError where the disk does not do it."""
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def size(self) -> int:
+        """Returns the file's length, bytes."""
+
+    @abstractmethod
+    def read(self, buffer: memoryview) -> int:
+        """Fills the front of `buffer` with what comes next; returns how many bytes, 0 at the file's end."""
+
+    @abstractmethod
+    def write(self, data: memoryview) -> int:
+        """Appends the front of `data`; returns how many bytes, maybe fewer than there are."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Returns when the file's bytes would survive a power cut."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the file back."""
+
+
+class Storage(ABC):
+    """One folder on a disk. Places in it are "folder" or "folder/file", the folder itself is "".
+
+    Every method raises OSError where the disk does not do it.
+    """
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Makes the folder itself where it is missing, to last."""
+
+    @abstractmethod
+    def entries(self, folder: str) -> Iterator[str]:
+        """Yields the names in a folder, in no order."""
+
+    @abstractmethod
+    def make_folder(self, folder: str) -> None:
+        """Makes a folder that does not exist."""
+
+    @abstractmethod
+    def create(self, place: str) -> File:
+        """Makes a file that does not exist, open for writing."""
+
+    @abstractmethod
+    def open(self, place: str) -> File:
+        """Opens a file for reading: a regular one, with this as its only name."""
+
+    @abstractmethod
+    def rename(self, old: str, new: str) -> None:
+        """Renames a folder, in one step that happens or does not."""
+
+    @abstractmethod
+    def sync(self, folder: str) -> None:
+        """Returns when the names in a folder would survive a power cut."""
+
+    @abstractmethod
+    def delete_file(self, place: str) -> None:
+        """Deletes a file or a link."""
+
+    @abstractmethod
+    def delete_folder(self, folder: str) -> None:
+        """Deletes an empty folder."""
+
+
+class LocalStorage(Storage):
+    """A folder that the operating system mounts; no link in it, and none that stands for it, is followed.
+
+    Args:
+        root: the folder; need not exist.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def prepare(self) -> None:
+        missing = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+        # Whoever made the folders that were there already may not have synced the last of them.
+        for parent in {self._root.parent, *(folder.parent for folder in missing)}:
+            with _opened(parent, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+                os.fsync(descriptor)
+
+    def entries(self, folder: str) -> Iterator[str]:
+        with self._folder(folder) as descriptor, os.scandir(descriptor) as found:
+            for entry in found:
+                yield entry.name
+
+    def make_folder(self, folder: str) -> None:
+        with self._folder("") as root:
+            os.mkdir(folder, dir_fd=root)
+
+    def create(self, place: str) -> File:
+        with self._parent(place) as (parent, name):
+            return _LocalFile(os.open(name, _NEW, 0o666, dir_fd=parent))
+
+    def open(self, place: str) -> File:
+        with self._parent(place) as (parent, name):
+            descriptor = os.open(name, _READ, dir_fd=parent)
+        state = os.fstat(descriptor)
+        if stat.S_ISREG(state.st_mode) and state.st_nlink == 1:
+            return _LocalFile(descriptor)
+        os.close(descriptor)
+        if stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EMLINK, f"it has {state.st_nlink} names (hard links), 1 is allowed", place)
+        raise OSError(errno.EINVAL, f"it is no regular file (mode {state.st_mode:#o})", place)
+
+    def rename(self, old: str, new: str) -> None:
+        with self._folder("") as root:
+            os.rename(old, new, src_dir_fd=root, dst_dir_fd=root)
+
+    def sync(self, folder: str) -> None:
+        with self._folder(folder) as descriptor:
+            os.fsync(descriptor)
+
+    def delete_file(self, place: str) -> None:
+        with self._parent(place) as (parent, name):
+            os.unlink(name, dir_fd=parent)
+
+    def delete_folder(self, folder: str) -> None:
+        with self._folder("") as root:
+            os.rmdir(folder, dir_fd=root)
+
+    @contextmanager
+    def _folder(self, folder: str) -> Iterator[int]:
+        with _opened(self._root, _FOLDER) as root:
+            if not folder:
+                yield root
+                return
+            with _opened(folder, _FOLDER, root) as descriptor:
+                yield descriptor
+
+    @contextmanager
+    def _parent(self, place: str) -> Iterator[tuple[int, str]]:
+        folder, _, name = place.rpartition("/")
+        with self._folder(folder) as descriptor:
+            yield descriptor, name
+
+
+class _LocalFile(File):
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, buffer: memoryview) -> int:
+        return os.readv(self._descriptor, [buffer])
+
+    def write(self, data: memoryview) -> int:
+        return os.write(self._descriptor, data)
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+@contextmanager
+def _opened(path: Path | str, flags: int, parent: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, flags, dir_fd=parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

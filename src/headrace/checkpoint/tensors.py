@@ -1,0 +1,126 @@
+"""Tensors to and from a file's bytes; what the room does with torch is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.checkpoint.digest import CHUNK, Digest
+from headrace.checkpoint.header import BYTES, Entry, encode
+from headrace.checkpoint.manifest import FileRecord
+from headrace.checkpoint.storage import File
+from headrace.errors import UsageError
+
+__all__ = ["allocate", "views", "write"]
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+
+def write(file: File, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Writes a safetensors file and syncs it; of the tensors' memory at most a few chunks exist twice.
+
+    Args:
+        file: new.
+        name: what the record shall call it.
+        tensors: by name; views, of any strides and on any device.
+
+    Raises:
+        UsageError: a tensor is of a kind that the format does not have.
+        OSError: the disk does not take it.
+    """
+    # The widest elements first, so that every tensor is aligned in the file and in what is read from it.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    try:
+        front = encode(_entries(ordered))
+    except ValueError as error:
+        raise UsageError(f"cannot save {name}: {error}") from None
+    size = 0
+    with Digest() as digest:
+        for piece in _bytes(front, ordered):
+            digest.feed(piece)
+            size += len(piece)
+            while piece:
+                piece = piece[file.write(piece) :]
+        file.sync()
+        return FileRecord(name, size, digest.hexdigest())
+
+
+def allocate(count: int) -> tuple[Tensor, memoryview]:
+    """Returns `count` bytes of memory that nothing has touched yet, and the same as a view to write to.
+
+    Raises:
+        MemoryError: there are not as many.
+    """
+    try:
+        buffer = torch.empty(count, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise MemoryError(f"{count:,} bytes for the tensors of a checkpoint are not to be had") from error
+    return buffer, buffer.numpy().data
+
+
+def views(buffer: Tensor, entries: Sequence[Entry]) -> dict[str, Tensor]:
+    """Returns the tensors that lie in a buffer of bytes, without copying."""
+    return {
+        entry.name: buffer[entry.begin : entry.end].view(_TYPES[entry.dtype]).view(entry.shape) for entry in entries
+    }
+
+
+def _entries(tensors: Sequence[tuple[str, Tensor]]) -> list[Entry]:
+    entries: list[Entry] = []
+    for name, tensor in tensors:
+        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise UsageError(
+                f"tensor {name!r} is {tensor.layout} of {tensor.dtype} on {tensor.device}; "
+                f"a checkpoint holds dense ones of {', '.join(sorted(BYTES))}"
+            )
+        if name == "__metadata__":
+            raise UsageError("a tensor cannot be named '__metadata__', which safetensors keeps for itself")
+        place = entries[-1].end if entries else 0
+        entries.append(Entry(name, _NAMES[tensor.dtype], tuple(tensor.shape), place))
+    return entries
+
+
+def _bytes(front: bytes, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
+    yield memoryview(front)
+    for _, tensor in tensors:
+        for chunk in _chunks(tensor.detach()):
+            dense = chunk.resolve_conj().resolve_neg().contiguous().cpu()
+            yield dense.view(torch.uint8).numpy().data
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields flat pieces of about `CHUNK` bytes in row-major order; a contiguous tensor's own memory."""
+    most = CHUNK // tensor.element_size()
+    if tensor.is_contiguous() or tensor.numel() <= most:
+        flat = tensor.reshape(-1)
+        yield from (flat[at : at + most] for at in range(0, len(flat), most))
+        return
+    rows = most * len(tensor) // tensor.numel()
+    if rows == 0:
+        for row in tensor:
+            yield from _chunks(row)
+    else:
+        for part in tensor.split(rows):
+            yield part.reshape(-1)
