@@ -14,10 +14,12 @@ from headrace.replica.schedule import Schedule
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 
-__all__ = ["AVERAGE", "Updater"]
+__all__ = ["AVERAGE", "PARAMETER", "Updater"]
 
 AVERAGE = "headrace.average"
 """Key of the pieces that hold the moving average of the weights."""
+PARAMETER = "headrace.parameter"
+"""Key of the pieces that hold the weights themselves: they are loaded, never part of `state`."""
 
 
 class Updater:
@@ -80,8 +82,9 @@ class Updater:
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         """Takes up what belongs to the owned pieces, and `settings` if there are some."""
         every = tuple(pieces)
-        load_state(self.optimizer, self._owned, (piece for piece in every if piece.key != AVERAGE))
+        load_state(self.optimizer, self._owned, (piece for piece in every if piece.key not in (AVERAGE, PARAMETER)))
         self._load_averages([piece for piece in every if piece.key == AVERAGE])
+        self._fill(self._tensors, [piece for piece in every if piece.key == PARAMETER])
         if settings is not None:
             self._schedule.load(dict(settings))
 
@@ -98,7 +101,12 @@ class Updater:
         if self._decay is None or not pieces:
             return
         self._averages = [tensor.clone() for tensor in self._tensors]
-        for (segment, _), average in zip(self._owned, self._averages, strict=True):
-            for piece in pieces:
-                if piece.parameter == segment.parameter:
-                    piece.copy_to(average, segment.start)
+        self._fill(self._averages, pieces)
+
+    def _fill(self, tensors: Sequence[Tensor], pieces: Sequence[StatePiece]) -> None:
+        by_parameter: dict[str, list[StatePiece]] = {}
+        for piece in pieces:
+            by_parameter.setdefault(piece.parameter, []).append(piece)
+        for (segment, _), tensor in zip(self._owned, tensors, strict=True):
+            for piece in by_parameter.get(segment.parameter, ()):
+                piece.copy_to(tensor, segment.start)
