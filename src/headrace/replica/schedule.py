@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -118,10 +119,12 @@ def make(factory: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRSch
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns an optimizer's groups, their parameters' names and options, as JSON values."""
+    """Returns an optimizer's groups, a digest of their parameters' names and their options, as JSON values."""
     return [
         {
-            "names": list(group["param_names"]),
+            "parameters": len(group["param_names"]),
+            # A large model's names would fill the manifest of a checkpoint.
+            "names": hashlib.sha256("\n".join(group["param_names"]).encode()).hexdigest()[:16],
             "options": {
                 key: plain(value, f"the optimizer's option {key!r}")
                 for key, value in group.items()
