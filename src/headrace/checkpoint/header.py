@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["BYTES", "MOST_BYTES", "PREFIX", "Entry", "encode", "length", "parse"]
+__all__ = ["BYTES", "MOST_BYTES", "NAMES", "PREFIX", "Entry", "encode", "length", "parse"]
 
 PREFIX: Final = 8
 MOST_BYTES = 16 << 20
@@ -31,6 +31,12 @@ BYTES = {
     **{name: 1 for name in ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")},
 }
 """Of one element, by dtype."""
+NAMES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool"},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+"""torch's names, by dtype."""
 
 _NUMBER = rb"(?:0|[1-9][0-9]{0,18}+)"
 _ENTRY = re.compile(

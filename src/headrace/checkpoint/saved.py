@@ -103,14 +103,29 @@ class Checkpoint:
         """
         from headrace.checkpoint import tensors
 
+        record = self._record(rank)
+        with self._opened(record.name) as file, Digest() as digest:
+            entries, count = _front(file, record, digest)
+            buffer, memory = tensors.allocate(count)
+            _pass(file, record, digest, (memory[at : at + CHUNK] for at in range(0, count, CHUNK)))
+        return tensors.views(buffer, entries)
+
+    def shapes(self, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Returns the shapes and types ("float32") of a rank's tensors, from the front of its file alone.
+
+        Raises:
+            CorruptCheckpoint: the front is damaged, or the rank saved none.
+        """
+        record = self._record(rank)
+        with self._opened(record.name) as file, Digest() as digest:
+            entries, _ = _front(file, record, digest)
+        return {entry.name: (entry.shape, header.NAMES.get(entry.dtype, entry.dtype)) for entry in entries}
+
+    def _record(self, rank: int) -> FileRecord:
         found = [record for record in self.manifest.files if record.rank == rank]
         if not found:
             raise CorruptCheckpoint(self.path, f"rank {rank} has no file in it, only ranks {self.ranks}")
-        with self._opened(found[0].name) as file, Digest() as digest:
-            entries, count = _front(file, found[0], digest)
-            buffer, memory = tensors.allocate(count)
-            _pass(file, found[0], digest, (memory[at : at + CHUNK] for at in range(0, count, CHUNK)))
-        return tensors.views(buffer, entries)
+        return found[0]
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[File]:
