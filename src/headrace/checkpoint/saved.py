@@ -87,12 +87,13 @@ class Checkpoint:
         Raises:
             CorruptCheckpoint: a file is not what was saved; names it.
         """
-        pair = tuple(memoryview(bytearray(CHUNK)) for _ in range(2))
+        chunk = min(CHUNK, max((record.bytes for record in self.manifest.files), default=1))
+        # By turns, because the one is digested while the other is filled.
+        pair = tuple(memoryview(bytearray(chunk)) for _ in range(2))
         for record in self.manifest.files:
             with self._opened(record.name) as file, Digest() as digest:
                 _, count = _front(file, record, digest)
-                # By turns, because the one is digested while the other is filled.
-                sizes = itertools.chain(itertools.repeat(CHUNK, count // CHUNK), [count % CHUNK])
+                sizes = (min(chunk, count - at) for at in range(0, count, chunk))
                 _pass(file, record, digest, (half[:size] for half, size in zip(itertools.cycle(pair), sizes)))
 
     def read(self, rank: int) -> dict[str, Tensor]:

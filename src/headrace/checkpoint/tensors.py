@@ -107,7 +107,8 @@ def _bytes(front: bytes, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[memo
     for _, tensor in tensors:
         for chunk in _chunks(tensor.detach()):
             dense = chunk.resolve_conj().resolve_neg().contiguous().cpu()
-            yield dense.view(torch.uint8).numpy().data
+            # A lone element counts as contiguous whatever its stride is, and cannot be viewed as bytes then.
+            yield dense.as_strided(dense.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
