@@ -64,4 +64,4 @@ def save(folder: CheckpointFolder, step: int, ranks: int = 2, keep: int = 2, num
     folder.begin(step)
     files = [folder.write(step, rank, small_state(step, rank, numbers)) for rank in range(ranks)]
     folder.commit(step, files, {"step": step}, keep)
-    return folder.open(step).path
+    return folder.path / f"step-{step:08d}"

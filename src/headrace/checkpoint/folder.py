@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -90,7 +91,7 @@ class CheckpointFolder:
                     rest = rest[file.write(rest) :]
                 file.sync()
             self._storage.sync(part)
-            if step in self.steps():
+            if step in self._steps():
                 self._storage.rename(final, _name(step, ".old"))
             self._storage.rename(part, final)
             self._storage.sync("")
@@ -110,7 +111,8 @@ class CheckpointFolder:
         Raises:
             CorruptCheckpoint: the folder is none, or is stuffed with entries.
         """
-        return tuple(sorted(int(name.partition("-")[2]) for name in self._named("")))
+        with blaming(self.path):
+            return self._steps()
 
     def open(self, step: int) -> Checkpoint:
         """Returns a checkpoint whose manifest is sound and whose files have their sizes.
@@ -134,7 +136,7 @@ class CheckpointFolder:
 
     def _holds(self, step: int, content: bytes) -> bool:
         """Whether a sound checkpoint of this step with this manifest is there."""
-        if step not in self.steps():
+        if step not in self._steps():
             return False
         try:
             checkpoint = self.open(step)
@@ -144,7 +146,7 @@ class CheckpointFolder:
         return manifest.encode(checkpoint.manifest) == content
 
     def _prune(self, step: int, keep: int) -> None:
-        steps = self.steps()
+        steps = self._steps()
         kept = [older for older in steps if older <= step][-keep:]
         doomed = [other for other in steps if other not in kept]
         for other in doomed:
@@ -154,13 +156,16 @@ class CheckpointFolder:
         for name in self._named(".old"):
             self._delete(name)
 
+    def _steps(self) -> tuple[int, ...]:
+        return tuple(sorted(int(name.partition("-")[2]) for name in self._named("")))
+
     def _named(self, ending: str) -> list[str]:
         """Returns the names of steps with this ending."""
         found = []
-        with blaming(self.path), suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             for count, name in enumerate(self._storage.entries("")):
                 if count == _MOST_ENTRIES:
-                    raise ValueError(f"it holds more than {_MOST_ENTRIES:,} entries")
+                    raise OSError(errno.E2BIG, f"it holds more than {_MOST_ENTRIES:,} entries", str(self.path))
                 match = _NAME.fullmatch(name)
                 if match and name == _name(int(match[1]), ending):
                     found.append(name)

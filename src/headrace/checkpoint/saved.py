@@ -23,7 +23,7 @@ __all__ = ["Checkpoint", "blaming"]
 # Not EACCES, EMFILE and their like: what is wrong there is not the checkpoint.
 _WRONG = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.EINVAL),
-    *(errno.ENXIO, errno.ENODEV, errno.EIO),
+    *(errno.ENXIO, errno.ENODEV, errno.EIO, errno.E2BIG),
 }
 
 
