@@ -13,7 +13,7 @@ __all__ = ["RULES"]
 
 FLOORS = (
     {"spec", "errors"},
-    {"policies", "comm", "tasks", "metrics"},
+    {"policies", "comm", "tasks", "metrics", "trees"},
     {"replica", "data", "models", "ps", "pipelining", "checkpoint"},
     {"strategies"},
     {"engine", "planner", "report"},
@@ -21,7 +21,7 @@ FLOORS = (
     {"cli", "serving", ""},
 )
 FLOOR = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
-LOOSE = {"tasks", "metrics", "trainer", "run", "comparison", "script"}
+LOOSE = {"tasks", "metrics", "trees", "trainer", "run", "comparison", "script"}
 """Files that stand in no folder: those of one floor are one room."""
 SIDEWAYS = {("data", "headrace.replica.compute")}
 """Room and module: the loader makes the `Share` that the compute takes."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from headrace.errors import DataError
+from headrace.trees import map_tensors
 
 __all__ = ["ArraySource", "DatasetSource", "Source", "as_tensor", "emptied", "unreadable"]
 
@@ -191,12 +192,4 @@ def _collate(examples: Sequence[Any]) -> Any:
 
 def emptied(batch: Any) -> Any:
     """Returns the batch with tensors of length 0."""
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return {key: emptied(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and type(batch) is not tuple:
-        return type(batch)(*map(emptied, batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(map(emptied, batch))
-    return batch
+    return map_tensors(lambda tensor: tensor[:0], batch)

@@ -113,9 +113,11 @@ class Conditioner:
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Tells whether every element is finite."""
-    sums = [tensor.sum().abs().double() for tensor in tensors if tensor.numel()]
+    sums = [tensor.sum() for tensor in tensors if tensor.numel()]
+    if sums and sums[0].device.type != "cpu":
+        sums = [torch.stack(sums).sum()]  # to wait for the device once
     # One pass over memory. The sum of huge numbers may be infinite though none of them is, so then a second look.
-    if not sums or math.isfinite(torch.stack(sums).sum().item()):
+    if math.isfinite(sum(total.item() for total in sums)):
         return True
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 

@@ -6,6 +6,8 @@ own decides per process; here all ranks take the same decision from the same sum
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = ["LossScale"]
 
 _START, _GROWTH, _BACKOFF, _GROWTH_EVERY = 2.0**16, 2.0, 0.5, 2000
@@ -39,6 +41,6 @@ class LossScale:
         """Returns the state as JSON values."""
         return {"value": self.value, "good": self._good}
 
-    def load(self, settings: dict[str, float]) -> None:
+    def load(self, settings: Mapping[str, float]) -> None:
         """Takes up a state."""
         self.value, self._good = float(settings["value"]), int(settings["good"])

@@ -62,10 +62,11 @@ def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Te
     Raises:
         UsageError: the optimizer's class cannot be built from its own defaults.
     """
-    groups = []
+    groups, names = [], []
     for group in template.param_groups:
         tensors = [piece for name in group["param_names"] for piece in pieces.get(name, ())]
         if tensors:
+            names.append(group["param_names"])
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({**options, "params": tensors})
     kind = type(template)
@@ -75,12 +76,16 @@ def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Te
         # A matrix, because some optimizers (Muon) take nothing else.
         groups = [{"params": [torch.zeros(0, 0, requires_grad=True)]}]
     try:
-        return kind(groups, **defaults)
+        optimizer = kind(groups, **defaults)
     except TypeError as error:
         raise UsageError(
             f"{kind.__name__} cannot be built again over pieces of the parameters from its defaults {defaults}: "
             f"{error}; use a strategy that keeps parameters whole (mirrored), or give the class's own arguments"
         ) from error
+    for group, whole in zip(optimizer.param_groups, names, strict=False):
+        # Says which of the template's groups it is; an owner of nothing has a group without a name.
+        group["param_names"] = whole
+    return optimizer
 
 
 def is_elementwise(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,7 +80,7 @@ class Schedule:
         state = None if self._scheduler is None else plain(self._scheduler.state_dict(), "the schedule's state")
         return {"groups": group_settings(self._template), "schedule": state}
 
-    def load(self, settings: dict[str, Any]) -> None:
+    def load(self, settings: Mapping[str, Any]) -> None:
         """Takes up what `settings` returned in a run with the same groups."""
         for group, saved in zip(self._template.param_groups, settings["groups"], strict=True):
             group.update({key: _restored(value) for key, value in saved["options"].items()})

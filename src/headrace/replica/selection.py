@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace.errors import JobError
 
 __all__ = ["call", "examples_of", "select_target"]
 
 
-def call(module: nn.Module, batch: Any, inputs: Any) -> Any:
+def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:
     """Runs the model on its part of a batch.
 
     Args:
-        module: the model.
+        module: the model, or a compiled form of it.
         batch: what the data gave.
         inputs: `Job.inputs`.
     """

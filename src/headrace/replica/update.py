@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.replica.exchange import StatePiece
+from headrace.replica.loss_scale import LossScale
 from headrace.replica.optimizer import load_state, state_bytes, state_pieces
 from headrace.replica.schedule import Schedule
 from headrace.spec.options import Options
@@ -31,6 +32,7 @@ class Updater:
         options: schedule, warm-up and moving average.
         rounds_per_epoch: for schedules that go by epochs.
         template: over whole parameters, where `optimizer` is over pieces.
+        scale: of the loss, kept with the rest of the state; None for none.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Updater:
         options: Options,
         rounds_per_epoch: int,
         template: torch.optim.Optimizer | None = None,
+        scale: LossScale | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._owned = tuple(owned)
         self._schedule = Schedule(options, template or optimizer, optimizer, rounds_per_epoch)
         self._tensors = [tensor.detach() for _, tensor in owned]
+        self._scale = scale
         self._decay = options.ema_decay
         self._averages: list[Tensor] = []
 
@@ -86,11 +90,13 @@ class Updater:
         self._load_averages([piece for piece in every if piece.key == AVERAGE])
         self._fill(self._tensors, [piece for piece in every if piece.key == PARAMETER])
         if settings is not None:
-            self._schedule.load(dict(settings))
+            self._schedule.load(settings)
+            if self._scale is not None and settings["scale"] is not None:
+                self._scale.load(settings["scale"])
 
     def settings(self) -> dict[str, Any]:
         """Returns the state that is no tensor, the same on every rank, as JSON values."""
-        return self._schedule.settings()
+        return {**self._schedule.settings(), "scale": None if self._scale is None else self._scale.settings()}
 
     def state_bytes(self) -> int:
         """Returns the bytes of the optimizer's state and of the averages."""

@@ -30,8 +30,6 @@ from headrace.replica.gradients import FlatGradients, Presence
 from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build, build_over
 from headrace.replica.reduction import shared_traffic
-from headrace.replica.update import Updater
-from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
@@ -87,8 +85,7 @@ class CentralStorage(Strategy):
         storage = Storage(parts)
         presence = Presence(parts.host, len(parts.model.trainable))
         sink = FlatGradients(storage.gradient_layout, storage.local_gradients, presence)
-        compute = WholeModel(parts.module, parts.objective, sink, parts.host.sum, always)
-        return Replica(compute, CentralStorageExchange(plan, rank, parts, storage, presence))
+        return Replica(parts.whole_model(sink, always), CentralStorageExchange(plan, rank, parts, storage, presence))
 
 
 class Storage:
@@ -187,7 +184,7 @@ class CentralStorageExchange(Exchange):
             by_name.setdefault(segment.parameter, []).append(piece)
         optimizer = build_over(template, by_name)
         owned = list(zip(self._own_segments, self._pieces, strict=True))
-        self._updater = Updater(optimizer, owned, parts.options, parts.rounds_per_epoch, template)
+        self._updater = parts.updater(optimizer, owned, template)
         self._names = [parameter.name for parameter in parts.model.trainable]
         self._missing: tuple[int, ...] = ()
         self._assign(())

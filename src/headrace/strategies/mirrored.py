@@ -34,8 +34,6 @@ from headrace.replica.reduction import (
     WireReduction,
     shared_traffic,
 )
-from headrace.replica.update import Updater
-from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
@@ -93,12 +91,13 @@ class Mirrored(Strategy):
         reduction: Reduction
         if parts.wire is None:
             reduction = HostReduction(layout, presence, parts.host)
-        elif self.overlap and not always:
+        elif self.overlap and not always and parts.options.accumulate == 1 and not parts.options.compile:
             # Where layers talk during backward, a bucket that lacks a gradient on one worker would meet their sums.
+            # Of micro-batches only the sum leaves, and a compiled backward gives all gradients at its end.
             reduction = OverlappedReduction(layout, presence, parts.wire, parts.module)
         else:
             reduction = WireReduction(layout, presence, parts.wire, parts.device)
-        compute = WholeModel(parts.module, parts.objective, reduction.sink, parts.host.sum, always)
+        compute = parts.whole_model(reduction.sink, always)
         return Replica(compute, MirroredExchange(plan, parts, layout, reduction, presence))
 
 
@@ -119,7 +118,7 @@ class MirroredExchange(Exchange):
         self._conditioner = parts.conditioner()
         optimizer = build(parts.optimizer, named.items())
         owned = [(segment, named[segment.parameter]) for segment in plan.segments]
-        self._updater = Updater(optimizer, owned, parts.options, parts.rounds_per_epoch)
+        self._updater = parts.updater(optimizer, owned)
         self._parameters = [named[parameter.name] for parameter in parts.model.trainable]
         self._views = layout.views(reduction.result)
         # torch's own optimizers only read gradients, those of foreach=True aside (SGD with nesterov writes). Another

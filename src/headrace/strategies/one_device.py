@@ -18,8 +18,6 @@ from headrace.policies.sharding import everywhere
 from headrace.replica.conditioning import Conditioner, Verdict
 from headrace.replica.exchange import Exchange, Replica, StatePiece
 from headrace.replica.optimizer import build
-from headrace.replica.update import Updater
-from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan, Segment
@@ -60,7 +58,7 @@ class OneDevice(Strategy):
         return step_ops(plan)
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
-        return Replica(WholeModel(parts.module, parts.objective), LocalExchange(plan.segments, parts))
+        return Replica(parts.whole_model(), LocalExchange(plan.segments, parts))
 
 
 class LocalExchange(Exchange):
@@ -81,7 +79,7 @@ class LocalExchange(Exchange):
         immediate = parts.device.type == "cpu"
         self._conditioner = Conditioner(looking, InProcess(Meeting(1), 0), parts.scale, immediate)
         owned = [(segment, named[segment.parameter]) for segment in segments]
-        self._updater = Updater(optimizer, owned, parts.options, parts.rounds_per_epoch)
+        self._updater = parts.updater(optimizer, owned)
         self._bytes = sum(parameter.bytes for parameter in parts.model.parameters)
 
     def begin(self, round_: int) -> None:

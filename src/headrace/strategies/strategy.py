@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.errors import UsageError
 from headrace.replica.batch_norm import synchronise_batch_norm
 from headrace.replica.conditioning import Conditioner
 from headrace.replica.exchange import Replica
+from headrace.replica.gradients import GradientSink
 from headrace.replica.loss_scale import LossScale
-from headrace.replica.whole_model import Objective
+from headrace.replica.update import Updater
+from headrace.replica.whole_model import Objective, WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import EVERY_WORKER, Op, Plan
+from headrace.spec.plan import EVERY_WORKER, Op, Plan, Segment
 
 __all__ = [
     "Parts",
@@ -73,9 +75,22 @@ class Parts:
         """What fp16 multiplies the loss by; one object for compute and exchange, None without fp16."""
         return LossScale() if self.options.precision == "fp16" else None
 
+    def whole_model(self, sink: GradientSink | None = None, always: bool = False) -> WholeModel:
+        """Returns the compute of a strategy whose workers have the whole model."""
+        return WholeModel(self.module, self.objective, sink, self.host.sum, always, self.options, self.scale)
+
     def conditioner(self) -> Conditioner:
         """Returns what decides over summed gradients."""
         return Conditioner(self.options, self.host, self.scale, immediate=self.device.type == "cpu")
+
+    def updater(
+        self,
+        optimizer: torch.optim.Optimizer,
+        owned: Sequence[tuple[Segment, Tensor]],
+        template: torch.optim.Optimizer | None = None,
+    ) -> Updater:
+        """Returns what moves the pieces that this worker owns; for `template` see there."""
+        return Updater(optimizer, owned, self.options, self.rounds_per_epoch, template, self.scale)
 
     def synchronise_batch_norm(self) -> bool:
         """Makes BatchNorm global if the options ask for it; returns whether layers now talk to each other."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.replica.exchange import Replica
-from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
@@ -56,4 +55,4 @@ class Unconnected(Strategy):
         return step_ops(plan)
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
-        return Replica(WholeModel(parts.module, parts.objective), LocalExchange(plan.segments, parts))
+        return Replica(parts.whole_model(), LocalExchange(plan.segments, parts))

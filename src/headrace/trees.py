@@ -1,0 +1,44 @@
+"""Batches and outputs: tensors in any tree of dicts, tuples, named tuples and lists."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["map_leaves", "map_tensors"]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Returns the tree with `function(tensor)` in the place of every tensor."""
+    return map_leaves(lambda _, leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "batch") -> Any:
+    """Returns the tree with `function(name, leaf)` in the place of every leaf, whatever it is.
+
+    Args:
+        function: told where the leaf is, `batch['image'][0]`.
+        tree: dicts keep their kind, where they can be written to, and named tuples too.
+        name: of the tree.
+    """
+    if isinstance(tree, Mapping):
+        mapped = {key: map_leaves(function, value, f"{name}[{key!r}]") for key, value in tree.items()}
+        return _like(tree, mapped)
+    if isinstance(tree, tuple | list):
+        items = [map_leaves(function, value, f"{name}[{index}]") for index, value in enumerate(tree)]
+        make: Callable[[Any], Any] = getattr(type(tree), "_make", type(tree))
+        return make(items)
+    return function(name, tree)
+
+
+def _like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Mapping[Any, Any]:
+    if type(tree) is dict or not isinstance(tree, MutableMapping):
+        return mapped
+    # Outputs that are dicts with attributes (Hugging Face's) are copied, since their constructors differ.
+    made = copy.copy(tree)
+    for key, value in mapped.items():
+        made[key] = value
+    return made
