@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import DataError
 from headrace.report import summarize
-from headrace.report.summary import CURVE_POINTS
+from headrace.report.curves import CURVE_POINTS
 from headrace.spec.event import LAUNCHER, Evaluated, Failed, Notice, RunStarted, Stepped, WorkerEnded
 from headrace.spec.plain import from_plain, to_plain
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.report.curves import LossPoint
 from headrace.report.drawing import DASHES, Bar, Curve, Mark, draw_bars, draw_curves
 from headrace.report.palette import PARTS, colours_of
 from headrace.report.quantities import byte_count, fixed, ratio, short
 from headrace.report.references import References
-from headrace.report.summary import LossPoint, Summary
+from headrace.report.summary import Summary
 from headrace.report.training_clock import StepTimes
 
 __all__ = ["Look", "Picture", "looks", "pictures"]

@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from headrace.errors import DataError
-from headrace.report.events import EventLog, read_log
+from headrace.report.attempts import Attempt, attempts, of_kind
+from headrace.report.curves import Curves, curves_of
+from headrace.report.events import read_log
 from headrace.report.training_clock import StepTimes, TrainingClock
 from headrace.spec.event import (
     Evaluated,
     Event,
     Failed,
+    NonFinite,
     Notice,
     RunEnded,
     RunStarted,
+    Saved,
     Stepped,
     WorkerEnded,
     WorkerStarted,
 )
 
-__all__ = [
-    "CURVE_POINTS",
-    "Cost",
-    "Curves",
-    "EvaluationPoint",
-    "LossPoint",
-    "Outcome",
-    "Summary",
-    "Training",
-    "summarize",
-]
-
-CURVE_POINTS = 400
-"""Most points of a loss curve."""
-
-E = TypeVar("E", bound=Event)
+__all__ = ["Cost", "NonFiniteRounds", "Outcome", "Saves", "Summary", "Training", "summarize"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended.
+    """How the run ended: its last attempt, where it was resumed.
 
     Attributes:
         status: "ok", "failed", "interrupted"; "unfinished" where the launcher did not live to say (or the run
@@ -55,6 +40,7 @@ class Outcome:
         notices: lines for the user, each once.
         hosts: names of the machines, in the order of their first rank.
         torn_lines: event files that end in half a line.
+        attempts: how often it was begun; all but the last were interrupted, failed or died.
     """
 
     status: str
@@ -62,21 +48,22 @@ class Outcome:
     notices: tuple[str, ...]
     hosts: tuple[str, ...]
     torn_lines: int
+    attempts: int = 1
 
 
 @dataclass(frozen=True)
 class Training:
-    """How much was trained, and how fast.
+    """How much was trained, and how fast, by all attempts together; what was done again counts once.
 
     Attributes:
         steps: rounds of which at least one worker finished its step.
         epochs: `examples` over the length of the training set.
         examples: of all workers' steps.
-        seconds: from the begin of the first step to the end of the last, without evaluations.
-        examples_per_s: steady state. The window opens when the last worker has finished its warm-up
+        seconds: from the begin of each attempt's first step to the end of its last, without evaluations.
+        examples_per_s: steady state. An attempt's window opens when the last worker has finished its warm-up
             (`WARM_UP_STEPS` steps, or half of the fewest steps of any worker if that is less) and closes with
-            the last step of all. The rate is the examples of all workers' steps that ended inside the window,
-            over its length without the evaluations in it. None where no step is in it.
+            its last step of all. The rate is the examples of all workers' steps that ended inside a window,
+            over the windows' length without the evaluations in them. None where no step is in one.
     """
 
     steps: int
@@ -88,7 +75,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the run took of the machine; None where not every worker lived to say.
+    """What the last attempt took of the machine; None where not every worker lived to say.
 
     Attributes:
         moved_bytes_per_step: sent, or written for others to read, and received, all workers together.
@@ -103,46 +90,36 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class LossPoint:
-    """Attributes:
-    examples: seen by all workers so far.
-    seconds: trained so far, without evaluations.
-    loss: weighted mean over the workers, and over the consecutive steps that the point stands for.
-    """
-
-    examples: int
-    seconds: float
-    loss: float
-
-
-@dataclass(frozen=True)
-class EvaluationPoint:
-    """Attributes:
-    step: steps done when it was made.
-    epochs: visits of the training set by then.
-    seconds: trained by then, without evaluations.
-    metrics: name to value.
-    took_s: how long it took.
-    """
-
-    step: int
-    epochs: float
-    seconds: float
-    metrics: Mapping[str, float]
-    took_s: float
-
-
-@dataclass(frozen=True)
-class Curves:
-    """What changed over the run.
+class Saves:
+    """The checkpoints that were written.
 
     Attributes:
-        loss: at most `CURVE_POINTS` points; a step whose loss is not finite is left out.
-        evaluations: in the order in which they were made.
+        count: how many.
+        last_step: rounds that the last holds.
+        bytes: of the last.
+        mean_stall_s, longest_stall_s: how long training stood still for one.
+        share: of the training time, the part in which training stood still for them.
     """
 
-    loss: tuple[LossPoint, ...]
-    evaluations: tuple[EvaluationPoint, ...]
+    count: int
+    last_step: int
+    bytes: int
+    mean_stall_s: float
+    longest_stall_s: float
+    share: float
+
+
+@dataclass(frozen=True)
+class NonFiniteRounds:
+    """Rounds whose loss or gradient was NaN or infinite; nothing of them reached the parameters.
+
+    Attributes:
+        skipped: left out.
+        rolled_back: left out, and the last checkpoint brought back.
+    """
+
+    skipped: int
+    rolled_back: int
 
 
 @dataclass(frozen=True)
@@ -151,13 +128,15 @@ class Summary:
 
     Attributes:
         label: the name of its directory.
-        started: what was asked for.
+        started: what was asked for, the last time where the run was resumed.
         outcome: how it ended.
         training: how much was trained, how fast.
         times: the mean step of all workers; None where no step was done.
         times_by_rank: the mean step of each.
         cost: bytes and memory.
         curves: loss and evaluations.
+        saves: checkpoints; None where none was written.
+        non_finite: rounds that were left out; None where all were finite.
     """
 
     label: str
@@ -168,6 +147,8 @@ class Summary:
     times_by_rank: Mapping[int, StepTimes]
     cost: Cost
     curves: Curves
+    saves: Saves | None = None
+    non_finite: NonFiniteRounds | None = None
 
     @property
     def name(self) -> str:
@@ -229,77 +210,60 @@ def summarize(run_dir: Path | str) -> Summary:
     """
     run_dir = Path(run_dir)
     log = read_log(run_dir)
-    started = next(_of(RunStarted, log.events), None)
-    if started is None:
+    begun = attempts(log.events)
+    if not begun:
         raise DataError(f"{run_dir} holds no run_started event: its launcher was killed before the run began")
-    evaluated = tuple(_of(Evaluated, log.events))
-    by_rank: dict[int, list[Stepped]] = defaultdict(list)
-    for step in _of(Stepped, log.events):
-        by_rank[step.rank].append(step)
-    clock = TrainingClock(by_rank, evaluated)
-    times = {rank: clock.times(steps) for rank, steps in sorted(by_rank.items())}
+    last = begun[-1]
+    events = [event for attempt in begun for event in attempt.events]
+    steps, evaluated = list(of_kind(Stepped, events)), list(of_kind(Evaluated, events))
+    clock = TrainingClock((attempt.steps for attempt in begun), evaluated)
+    ranks = sorted({step.rank for step in steps})
+    examples_per_epoch = last.started.examples_per_epoch
+    training = _training(steps, clock, examples_per_epoch)
     return Summary(
         label=run_dir.resolve().name,
-        started=started,
-        outcome=_outcome(log),
-        training=_training(by_rank, clock, started.examples_per_epoch),
-        times=_mean_times(times, by_rank, clock),
-        times_by_rank=times,
-        cost=_cost(tuple(_of(WorkerEnded, log.events)), started.workers),
-        curves=_curves(by_rank, evaluated, clock, started.examples_per_epoch),
+        started=last.started,
+        outcome=_outcome(last, len(begun), log.torn_lines),
+        training=training,
+        times=clock.times(*ranks) if ranks else None,
+        times_by_rank={rank: clock.times(rank) for rank in ranks},
+        cost=_cost(last),
+        curves=curves_of(steps, evaluated, clock, examples_per_epoch),
+        saves=_saves(list(of_kind(Saved, events)), clock, training.seconds),
+        non_finite=_non_finite(events),
     )
 
 
-def _of(kind: type[E], events: Iterable[Event]) -> Iterator[E]:
-    return (event for event in events if isinstance(event, kind))
-
-
-def _outcome(log: EventLog) -> Outcome:
-    ended = next(_of(RunEnded, log.events), None)
-    hosts = {event.rank: event.host for event in _of(WorkerStarted, log.events)}
+def _outcome(last: Attempt, count: int, torn_lines: int) -> Outcome:
+    ended = next(of_kind(RunEnded, last.events), None)
+    hosts = {event.rank: event.host for event in of_kind(WorkerStarted, last.events)}
     return Outcome(
         status=ended.status if ended else "unfinished",
-        failure=next(_of(Failed, log.events), None),
-        notices=tuple(dict.fromkeys(event.text for event in _of(Notice, log.events))),
+        failure=next(of_kind(Failed, last.events), None),
+        notices=tuple(dict.fromkeys(event.text for event in of_kind(Notice, last.events))),
         hosts=tuple(dict.fromkeys(host for _, host in sorted(hosts.items()))),
-        torn_lines=log.torn_lines,
+        torn_lines=torn_lines,
+        attempts=count,
     )
 
 
-def _training(by_rank: Mapping[int, Sequence[Stepped]], clock: TrainingClock, examples_per_epoch: int) -> Training:
-    every = [step for steps in by_rank.values() for step in steps]
-    examples = sum(step.examples for step in every)
-    window_s = clock.between(clock.opens, clock.end)
-    inside = clock.inside(every)
+def _training(steps: Sequence[Stepped], clock: TrainingClock, examples_per_epoch: int) -> Training:
+    examples = sum(step.examples for step in steps)
     return Training(
-        steps=len({step.step for step in every}),
+        steps=len({step.step for step in steps}),
         epochs=examples / examples_per_epoch if examples_per_epoch else 0.0,
         examples=examples,
-        seconds=clock.between(clock.begin, clock.end),
-        examples_per_s=sum(step.examples for step in inside) / window_s if inside and window_s > 0 else None,
+        seconds=clock.seconds,
+        examples_per_s=clock.rate(),
     )
 
 
-def _mean_times(
-    times: Mapping[int, StepTimes], by_rank: Mapping[int, Sequence[Stepped]], clock: TrainingClock
-) -> StepTimes | None:
-    if not times:
-        return None
-    counts = {rank: len(clock.inside(steps)) or 1 for rank, steps in by_rank.items()}
-    total = sum(counts.values())
-    return StepTimes(
-        *(
-            math.fsum(getattr(times[rank], field.name) * count for rank, count in counts.items()) / total
-            for field in fields(StepTimes)
-        )
-    )
-
-
-def _cost(ended: Sequence[WorkerEnded], workers: int) -> Cost:
+def _cost(last: Attempt) -> Cost:
+    ended = tuple(of_kind(WorkerEnded, last.events))
     peak = max((event.peak_memory_bytes for event in ended), default=None)
-    steps = max((event.steps for event in ended), default=0)
+    steps = len({step.step for steps in last.steps.values() for step in steps})
     # A sum over some of the workers would look like a cheaper run.
-    if len(ended) < workers:
+    if len(ended) < last.started.workers:
         return Cost(None, peak, None, None)
     return Cost(
         moved_bytes_per_step=sum(event.moved_bytes for event in ended) / steps if steps else None,
@@ -309,56 +273,25 @@ def _cost(ended: Sequence[WorkerEnded], workers: int) -> Cost:
     )
 
 
-@dataclass
-class _Round:
-    """The steps of one index, of all workers, added up."""
-
-    examples: int = 0
-    time_s: float = 0.0
-    loss: float = 0.0
-    weight: float = 0.0
-
-    def add(self, step: Stepped) -> None:
-        self.examples += step.examples
-        self.time_s = max(self.time_s, step.time_s)
-        if step.loss is not None and math.isfinite(step.loss):
-            self.loss += step.loss * step.weight
-            self.weight += step.weight
-
-
-def _curves(
-    by_rank: Mapping[int, Sequence[Stepped]],
-    evaluated: Iterable[Evaluated],
-    clock: TrainingClock,
-    examples_per_epoch: int,
-) -> Curves:
-    rounds: dict[int, _Round] = defaultdict(_Round)
-    for steps in by_rank.values():
-        for step in steps:
-            rounds[step.step].add(step)
-    order = sorted(rounds)
-    seen = list(accumulate((rounds[step].examples for step in order), initial=0))
-    # Workers that run ahead finish a later step before others an earlier one; the curve goes forward only.
-    times = list(accumulate((rounds[step].time_s for step in order), max))
-    width = max(1, math.ceil(len(order) / CURVE_POINTS))
-    loss = []
-    for start in range(0, len(order), width):
-        stop = min(start + width, len(order))
-        piece = [rounds[step] for step in order[start:stop]]
-        weight = math.fsum(each.weight for each in piece)
-        if weight > 0:
-            mean = math.fsum(each.loss for each in piece) / weight
-            loss.append(LossPoint(seen[stop], clock.between(clock.begin, times[stop - 1]), mean))
-    return Curves(
-        loss=tuple(loss),
-        evaluations=tuple(
-            EvaluationPoint(
-                step=event.step,
-                epochs=seen[bisect_left(order, event.step)] / examples_per_epoch if examples_per_epoch else 0.0,
-                seconds=max(0.0, clock.between(clock.begin, event.time_s)),
-                metrics=event.metrics,
-                took_s=event.seconds,
-            )
-            for event in evaluated
-        ),
+def _saves(saved: Sequence[Saved], clock: TrainingClock, seconds: float) -> Saves | None:
+    if not saved:
+        return None
+    stalls = [event.stall_s for event in saved]
+    # The stall of an attempt's last save comes after its last step, and no training waits for it.
+    ends = (event.time_s - event.write_s for event in saved)
+    stalled = sum(clock.between(end - stall, end) for end, stall in zip(ends, stalls, strict=True))
+    return Saves(
+        count=len(saved),
+        last_step=saved[-1].step,
+        bytes=saved[-1].bytes,
+        mean_stall_s=sum(stalls) / len(stalls),
+        longest_stall_s=max(stalls),
+        share=stalled / seconds if seconds > 0 else 0.0,
     )
+
+
+def _non_finite(events: Sequence[Event]) -> NonFiniteRounds | None:
+    actions = Counter(event.action for event in of_kind(NonFinite, events))
+    # The one that ended the run is its failure.
+    found = NonFiniteRounds(actions["skip"], actions["rollback"])
+    return found if found.skipped or found.rolled_back else None

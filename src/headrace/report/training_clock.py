@@ -36,34 +36,87 @@ class StepTimes:
 
 
 class TrainingClock:
-    """Training time: wall time from the first step on, evaluations cut out."""
+    """Training time: from the first step of an attempt to its last, evaluations cut out, all attempts together.
 
-    def __init__(self, by_rank: Mapping[int, Sequence[Stepped]], evaluated: Iterable[Evaluated]) -> None:
-        self._pauses = tuple((event.time_s - event.seconds, event.time_s) for event in evaluated)
-        self.begin = min((_began(steps[0]) for steps in by_rank.values()), default=0.0)
-        self.end = max((steps[-1].time_s for steps in by_rank.values()), default=0.0)
-        warm_up = min((WARM_UP_STEPS, *(len(steps) // 2 for steps in by_rank.values())))
-        self.opens = max(steps[warm_up - 1].time_s for steps in by_rank.values()) if by_rank and warm_up else self.begin
+    Args:
+        attempts: each attempt's steps, by rank.
+        evaluated: of all attempts, by time.
+    """
+
+    def __init__(self, attempts: Iterable[Mapping[int, Sequence[Stepped]]], evaluated: Sequence[Evaluated]) -> None:
+        self._windows = tuple(_Window(by_rank) for by_rank in attempts if by_rank)
+        self._spans = tuple(span for window in self._windows for span in _without(evaluated, window.begin, window.end))
 
     def between(self, start: float, stop: float) -> float:
-        """Seconds from `start` to `stop` without evaluations."""
-        pauses = (min(until, stop) - max(since, start) for since, until in self._pauses)
-        return stop - start - sum(pause for pause in pauses if pause > 0)
+        """Seconds of training from `start` to `stop`."""
+        overlaps = (min(end, stop) - max(begin, start) for begin, end in self._spans)
+        return math.fsum(overlap for overlap in overlaps if overlap > 0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training in all."""
+        return self.until(math.inf)
+
+    def until(self, time_s: float) -> float:
+        """Seconds of training before a time."""
+        return self.between(-math.inf, time_s)
+
+    def rate(self) -> float | None:
+        """Examples of all workers' steps that ended inside the windows, over their length; None without a step."""
+        seconds = sum(self.between(window.opens, window.end) for window in self._windows)
+        inside = [
+            step for window in self._windows for steps in window.by_rank.values() for step in window.inside(steps)
+        ]
+        return sum(step.examples for step in inside) / seconds if inside and seconds > 0 else None
+
+    def times(self, *ranks: int) -> StepTimes:
+        """Returns the mean step of these workers, each of which has done one."""
+        steps: list[Stepped] = []
+        wall = 0.0
+        for window in self._windows:
+            for rank in (rank for rank in ranks if rank in window.by_rank):
+                start, inside = window.measured(rank)
+                wall += self.between(start, inside[-1].time_s)
+                steps += inside
+        wait, compute, exchange, update = (
+            math.fsum(getattr(step, part) for step in steps) / len(steps)
+            for part in ("wait_s", "compute_s", "exchange_s", "update_s")
+        )
+        return StepTimes(
+            wait, compute, exchange, update, max(0.0, wall / len(steps) - wait - compute - exchange - update)
+        )
+
+
+class _Window:
+    """One attempt's steps; the window opens when the last worker is warm, and closes with the last step of all."""
+
+    def __init__(self, by_rank: Mapping[int, Sequence[Stepped]]) -> None:
+        self.by_rank = by_rank
+        self.begin = min(_began(steps[0]) for steps in by_rank.values())
+        self.end = max(steps[-1].time_s for steps in by_rank.values())
+        warm_up = min(WARM_UP_STEPS, *(len(steps) // 2 for steps in by_rank.values()))
+        self.opens = max(steps[warm_up - 1].time_s for steps in by_rank.values()) if warm_up else self.begin
 
     def inside(self, steps: Iterable[Stepped]) -> list[Stepped]:
         """Those of the steps that ended after the warm-up."""
         return [step for step in steps if step.time_s > self.opens]
 
-    def times(self, steps: Sequence[Stepped]) -> StepTimes:
+    def measured(self, rank: int) -> tuple[float, Sequence[Stepped]]:
+        """Returns a worker's steps inside the window, its last if none is, and when the first of them began."""
+        steps = self.by_rank[rank]
         inside = self.inside(steps) or steps[-1:]
-        before = steps[len(steps) - len(inside) - 1] if len(inside) < len(steps) else None
-        start = before.time_s if before else _began(steps[0])
-        wall = self.between(start, inside[-1].time_s) / len(inside)
-        wait, compute, exchange, update = (
-            math.fsum(getattr(step, part) for step in inside) / len(inside)
-            for part in ("wait_s", "compute_s", "exchange_s", "update_s")
-        )
-        return StepTimes(wait, compute, exchange, update, max(0.0, wall - wait - compute - exchange - update))
+        before = len(steps) - len(inside)
+        return (steps[before - 1].time_s if before else _began(steps[0])), inside
+
+
+def _without(evaluated: Iterable[Evaluated], begin: float, end: float) -> list[tuple[float, float]]:
+    """Returns the pieces of the time from `begin` to `end` in which nothing was evaluated."""
+    pieces = []
+    for event in evaluated:
+        if begin < event.time_s and event.time_s - event.seconds < end:
+            pieces.append((begin, event.time_s - event.seconds))
+            begin = event.time_s
+    return [*pieces, (begin, end)]
 
 
 def _began(step: Stepped) -> float:
