@@ -15,13 +15,16 @@ from headrace.engine.work import build_module, objective_of
 from headrace.errors import HeadraceError, JobError, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.replica.describe import describe
-from headrace.replica.optimizer import is_elementwise
+from headrace.replica.optimizer import build, is_elementwise
+from headrace.replica.schedule import make, plain
 from headrace.replica.selection import call, select_target
+from headrace.replica.whole_model import cut
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
 from headrace.tasks import Task
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "check_options", "prepare"]
 
 _TRIED_EXAMPLES = 2
 
@@ -75,7 +78,9 @@ def prepare(job: Job) -> Prepared:
         named = list(module.named_parameters())
         if not any(parameter.requires_grad for _, parameter in named):
             raise JobError("the model has no parameter to train: all are frozen, or there is none")
+        _check_precision(job.options, module)
         sliceable = _guarded("the optimizer cannot be made", lambda: is_elementwise(job.optimizer, named))
+        _try_schedule(job, module)
     return Prepared(module, describe(module, sliceable), weighed, len(pipeline), notices)
 
 
@@ -84,6 +89,8 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> bool:
     pipeline, _ = as_pipeline(data)
     count = min(_TRIED_EXAMPLES, len(pipeline))
     share = next(Loader(pipeline, job.seed, count, (1,), 0, ordered=True).sweep())
+    if job.options.accumulate > 1 and what == "data" and share.examples > 1:
+        cut(share.batch, 0, 1, share.examples)
     training = module.training
     try:
         with torch.no_grad():
@@ -104,6 +111,41 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> bool:
     finally:
         module.train(training)
     return isinstance(loss, Mean)
+
+
+def check_options(options: Options, device: str) -> None:
+    """Refuses what cannot be done on a kind of device.
+
+    Args:
+        options: the job's.
+        device: "cpu" or "cuda".
+
+    Raises:
+        UsageError: with the remedy.
+    """
+    if options.precision == "fp16" and device == "cpu":
+        raise UsageError(
+            "precision='fp16' is for GPUs, and the device is the CPU; use precision='bf16', which needs no loss scale, "
+            "or 'fp32'"
+        )
+
+
+def _check_precision(options: Options, module: nn.Module) -> None:
+    types = {parameter.dtype for parameter in module.parameters()}
+    if options.precision != "fp32" and torch.float32 not in types:
+        named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
+        raise UsageError(
+            f"precision={options.precision!r} changes how float32 parameters are computed with, and the model's are "
+            f"{named}; use precision='fp32', which leaves all types as they are, or make the model of float32"
+        )
+
+
+def _try_schedule(job: Job, module: nn.Module) -> None:
+    factory = job.options.schedule
+    if factory is not None:
+        optimizer = build(job.optimizer, module.named_parameters())
+        scheduler = _guarded("the schedule cannot be made", lambda: make(factory, optimizer))
+        plain(scheduler.state_dict(), "the schedule's state")
 
 
 def _refuse_what_cannot_be_exchanged(module: nn.Module) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def make(factory: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRSch
     """Calls the job's schedule with an optimizer.
 
     Raises:
-        UsageError: what it returned is no torch scheduler, or one that needs a metric.
+        UsageError: what it returned is no torch scheduler, one that needs a metric, or one of another optimizer.
     """
     scheduler = factory(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -115,24 +115,32 @@ def make(factory: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRSch
             f"the schedule must return a torch.optim.lr_scheduler.LRScheduler, got {type(scheduler).__name__}; "
             "for example schedule=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"
         )
+    if scheduler.optimizer is not optimizer:
+        raise UsageError("the schedule drives another optimizer than the one that it was given; make it from that one")
     return scheduler
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns an optimizer's groups, a digest of their parameters' names and their options, as JSON values."""
+    """Returns an optimizer's groups, a digest of their parameters' names and their options, as JSON values.
+
+    An option that is no such value is left to the job's optimizer factory.
+    """
     return [
         {
             "parameters": len(group["param_names"]),
             # A large model's names would fill the manifest of a checkpoint.
             "names": hashlib.sha256("\n".join(group["param_names"]).encode()).hexdigest()[:16],
-            "options": {
-                key: plain(value, f"the optimizer's option {key!r}")
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            },
+            "options": dict(_options(group)),
         }
         for group in optimizer.param_groups
     ]
+
+
+def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in group.items():
+        if key not in ("params", "param_names"):
+            with suppress(UsageError):
+                yield key, plain(value, key)
 
 
 def plain(value: Any, what: str) -> Any:

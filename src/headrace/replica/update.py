@@ -114,5 +114,9 @@ class Updater:
         for piece in pieces:
             by_parameter.setdefault(piece.parameter, []).append(piece)
         for (segment, _), tensor in zip(self._owned, tensors, strict=True):
-            for piece in by_parameter.get(segment.parameter, ()):
-                piece.copy_to(tensor, segment.start)
+            if segment.parameter in by_parameter:
+                dense = tensor.contiguous()  # a model in channels-last order has others
+                for piece in by_parameter[segment.parameter]:
+                    piece.copy_to(dense, segment.start)
+                if dense is not tensor:
+                    tensor.copy_(dense)

@@ -104,6 +104,11 @@ class Options:
             raise UsageError(f"ema_decay must be a number between 0 and 1, got {decay!r}; None switches it off")
         if self.early_stopping is not None and not isinstance(self.early_stopping, EarlyStopping):
             raise UsageError(f"early_stopping must be hr.EarlyStopping(...), got {self.early_stopping!r:.60}")
+        if self.compile and self.batch_norm == "sync":
+            raise UsageError(
+                "batch_norm='sync' with compile=True: layers that talk to other workers cut the model into pieces that "
+                "are too small to gain by graph mode; use one of the two"
+            )
         if self.accumulate > 1 and self.batch_norm == "sync":
             raise UsageError(
                 f"batch_norm='sync' with accumulate={self.accumulate}: layers would see micro-batches, which depend "
