@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from headrace.errors import UsageError
 from headrace.report import References, summarize, write_page
 from headrace.report.drawing import Bar, Curve, Mark, draw_bars, draw_curves
 from headrace.report.palette import STAND_INS, colours_of
-from headrace.spec.event import LAUNCHER, Failed, Notice, RunEnded
+from headrace.spec.event import LAUNCHER, Failed, Notice, RunEnded, Saved
 
 HOSTILE = "<script>alert('1')</script>$\\bad$ &amp; \x00 中 😀"
 XHTML = "{http://www.w3.org/1999/xhtml}"
@@ -136,6 +137,18 @@ def test_one_run_has_a_page_of_its_own(tmp_path, make_run):
     assert "examples/s 120 in steady state" in text
     assert "Loss by examples" in text
     assert root.find(f".//{XHTML}table") is None
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_a_page_without_the_failure_before(tmp_path, make_run, write_events):
+    failed = [Saved(0, 2.5, 7, 4000, 0.01, 0.1), Failed(1, 3.35, 9, "ValueError: bad", "Traceback\n  bad")]
+    run_dir = make_run(tmp_path / "mirrored", status="failed", extra=failed)
+    started = summarize(run_dir).started
+    write_events(run_dir, [dataclasses.replace(started, time_s=4.0, resumed_step=7), RunEnded(LAUNCHER, 5.0, "ok")])
+    text = _words(_parse(write_page(tmp_path / "report.html", [summarize(run_dir)]).read_text()))
+    assert "attempts 2, resumed at step 7" in text
+    assert "checkpoints 1, the last at step 7" in text
+    assert "ValueError" not in text
 
 
 @pytest.mark.slow

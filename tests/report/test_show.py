@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.report.events import LogTail
 from headrace.report.show import Show
-from headrace.spec.event import Evaluated, Notice
+from headrace.spec.event import Evaluated, NonFinite, Notice, Saved
 
 
 def test_lines_that_are_worth_one() -> None:
@@ -23,6 +23,39 @@ def test_lines_that_are_worth_one() -> None:
         "mirrored: loss 0.25, accuracy 0.5 after 5 steps",
         "mirrored: loss 0.25 after 1 step",
         "printed by rank 0",
+    ]
+
+
+def test_a_save_has_a_line_where_there_is_no_bar() -> None:
+    saved = Saved(0, 1.0, 120, 84_000_000, 0.01, 0.2)
+    stream = io.StringIO()
+    show = Show("mirrored", 10, plain=True, stream=stream)
+    show.event(saved)
+    show.close()
+    assert stream.getvalue() == "mirrored: saved step 120, 84.0 MB\n"
+    stream = io.StringIO()
+    show = Show("mirrored", 10, plain=False, stream=stream)
+    show.event(saved)
+    show.close()
+    assert "saved" not in stream.getvalue()
+
+
+def test_rounds_that_are_not_finite_do_not_fill_the_screen() -> None:
+    stream = io.StringIO()
+    show = Show("mirrored", 2000, plain=True, stream=stream)
+    for step, ranks in ((3, (1,)), (4, (0, 1)), (5, ())):
+        show.event(NonFinite(0, 1.0, step, ranks, "rollback" if not ranks else "skip"))
+    for step in range(6, 1206):
+        show.event(NonFinite(0, 1.0, step, (0,), "skip"))
+    show.event(NonFinite(0, 1.0, 1206, (0,), "raise"))
+    show.close()
+    assert stream.getvalue().splitlines() == [
+        "mirrored: the loss of rank 1 is not finite at step 3: the round is left out",
+        "mirrored: the loss of 2 ranks is not finite at step 4: the round is left out",
+        "mirrored: the gradient is not finite at step 5: the round is left out, the last checkpoint comes back",
+        "mirrored: 10 rounds were not finite so far, the last at step 12",
+        "mirrored: 100 rounds were not finite so far, the last at step 102",
+        "mirrored: 1000 rounds were not finite so far, the last at step 1002",
     ]
 
 

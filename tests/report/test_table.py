@@ -15,7 +15,8 @@ from headrace.report import (
     run_table,
     summarize,
 )
-from headrace.spec.event import Failed
+from headrace.report.table import run_rows
+from headrace.spec.event import LAUNCHER, Failed, NonFinite, RunEnded, Saved
 
 HOSTILE = "[red]a-very-long-name-of-a-strategy-\x1b[31m-that-does-not-end"
 
@@ -113,3 +114,28 @@ def test_what_is_not_finite_is_null(runs):
         runs[0].curves, evaluations=(dataclasses.replace(last, metrics={"loss": float("nan")}),)
     )
     assert run_plain(dataclasses.replace(runs[0], curves=curves))["metrics"] == {"loss": None}
+
+
+def test_a_run_says_of_checkpoints_and_attempts_only_where_there_are_some(tmp_path, make_run, write_events, runs):
+    names = ("attempts", "resumed", "checkpoints", "not finite")
+    assert not [name for name, _ in run_rows(runs[0]) if name in names]
+    plain = run_plain(runs[0])
+    assert [plain[key] for key in ("attempts", "resumed_step", "saves", "non_finite")] == [1, 0, None, None]
+    skipped = [NonFinite(0, 1.7, step, (1,), action) for step, action in ((6, "skip"), (7, "rollback"))]
+    # The stall ends at 1.4 s, and lasts 11 ms of 1.1 s of training.
+    saves = [Saved(0, 1.5, 3, 40, 0.011, 0.1), Saved(0, 3.35, 10, 84_000_000, 0.031, 0.1)]
+    run_dir = make_run(tmp_path / "saved", status="failed", extra=[*saves, *skipped])
+    rows = dict(run_rows(summarize(run_dir)))
+    assert rows["checkpoints"] == (
+        "2, the last at step 10, 84.0 MB; training stood still: mean 21.0 ms, longest 31.0 ms, 1.0 % of its time"
+    )
+    assert rows["not finite"] == "2 rounds left out, 1 of them with a rollback"
+    again = dataclasses.replace(runs[0].started, time_s=4.0, resumed_step=10)
+    resumed = summarize(write_events(run_dir, [again, RunEnded(LAUNCHER, 5.0, "ok")]))
+    rows = dict(run_rows(resumed))
+    assert (rows["status"], rows["attempts"]) == ("ok", "2, resumed at step 10")
+    plain = run_plain(resumed)
+    assert (plain["attempts"], plain["resumed_step"], plain["non_finite"]["rolled_back"]) == (2, 10, 1)
+    assert plain["saves"]["bytes"] == 84_000_000
+    other = summarize(write_events(tmp_path / "other", [dataclasses.replace(again, time_s=0.0)]))
+    assert dict(run_rows(other))["resumed"] == "at step 10, which another run had reached"

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import UnfitMachine
 from headrace.report import TensorBoard, read_events
-from headrace.spec.event import Stepped
+from headrace.spec.event import LAUNCHER, Evaluated, NonFinite, RunStarted, Saved, Stepped
 
 
 @pytest.mark.slow
@@ -32,6 +32,39 @@ def test_a_run_read_back_with_tensorboards_own_reader(tmp_path, make_run):
         (10, 0.7),
     ]
     assert [point.value for point in read.Scalars("seconds/exchange/rank-1")] == pytest.approx([0.04] * 5 + [0.02] * 5)
+
+
+def _started(time_s, started_at, resumed_step=0):
+    return RunStarted(LAUNCHER, time_s, "one_device", 1, "cpu", 1, 8, 80, started_at, {}, {}, resumed_step=resumed_step)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
+    first = [Stepped(0, 1.0 + step, step, 0, 8, 10.0 + step, 8.0, 0.0, 0.1, 0.0, 0.0) for step in range(6)]
+    done_at = [Evaluated(0, 5.0, step, 1, 5, {"loss": float(step)}, 0.1) for step in (4, 6)]
+    again = [Stepped(0, 20.0 + step, step, 0, 8, 20.0 + step, 8.0, 0.0, 0.1, 0.0, 0.0) for step in range(4, 8)]
+    for events in (
+        [_started(0.0, "2026-10-03T14:00:00+00:00"), *first, Saved(0, 4.5, 4, 500, 0.25, 0.1), *done_at],
+        # In another process, as it is when the first was killed.
+        [_started(20.0, "2026-10-03T15:00:00+00:00", 4), *again, NonFinite(0, 30.0, 8, (), "skip")],
+    ):
+        with TensorBoard(tmp_path / "board") as board:
+            for event in events:
+                board(event)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(tmp_path / "board"))
+    read.Reload()
+    loss = {point.step: point for point in read.Scalars("loss")}
+    assert {step: point.value for step, point in loss.items()} == {
+        **{step: 10.0 + step for step in range(4)},
+        **{step: 20.0 + step for step in range(4, 8)},
+    }
+    began = datetime.fromisoformat("2026-10-03T15:00:00+00:00").timestamp()
+    assert loss[4].wall_time == pytest.approx(began + 4.0)
+    assert [point.step for point in read.Scalars("evaluation/loss")] == [4]
+    assert [(point.step, point.value) for point in read.Scalars("checkpoints/stall_s")] == [(4, 0.25)]
+    assert "not finite/text_summary" in read.Tags()["tensors"]
 
 
 def test_without_tensorboard_the_remedy_is_named(tmp_path, monkeypatch):

@@ -7,9 +7,24 @@ from time import monotonic
 from typing import TextIO
 
 from headrace.report.progress import Progress
-from headrace.spec.event import Evaluated, Event, Notice
+from headrace.report.quantities import byte_count
+from headrace.spec.event import Evaluated, Event, NonFinite, Notice, Saved
 
-__all__ = ["Show"]
+__all__ = ["Show", "whose"]
+
+_TOLD_ONE_BY_ONE = 3
+_ACTIONS = {
+    "skip": "the round is left out",
+    "rollback": "the round is left out, the last checkpoint comes back",
+}
+
+
+def whose(event: NonFinite) -> str:
+    """Returns what was not finite: "the loss of rank 1 is not finite"."""
+    if not event.ranks:
+        return "the gradient is not finite"
+    ranks = f"rank {event.ranks[0]}" if len(event.ranks) == 1 else f"{len(event.ranks)} ranks"
+    return f"the loss of {ranks} is not finite"
 
 
 class Show:
@@ -24,8 +39,10 @@ class Show:
 
     def __init__(self, label: str, rounds: int | None, plain: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._progress = Progress(rounds, label, self._stream, plain)
+        self._plain = not self._stream.isatty() if plain is None else plain
+        self._progress = Progress(rounds, label, self._stream, self._plain)
         self._label = label
+        self._non_finite = 0
         self._began: tuple[float, int] | None = None
 
     def update(self, step: int, loss: float, examples: int) -> None:
@@ -49,8 +66,20 @@ class Show:
             case Evaluated():
                 values = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
                 self._progress.line(f"{self._label}: {values} after {event.step} step{'s' * (event.step != 1)}")
+            case Saved() if self._plain:
+                self._progress.line(f"{self._label}: saved step {event.step}, {byte_count(event.bytes)}")
+            case NonFinite() if event.action in _ACTIONS:
+                self._count(event)
             case Notice():
                 self._progress.line(f"{self._label}: {event.text}")
+
+    def _count(self, event: NonFinite) -> None:
+        self._non_finite += 1
+        count = self._non_finite
+        if count <= _TOLD_ONE_BY_ONE:
+            self._progress.line(f"{self._label}: {whose(event)} at step {event.step}: {_ACTIONS[event.action]}")
+        elif str(count).strip("0") == "1":  # 10, 100, 1000: however many there are, they fit on a screen
+            self._progress.line(f"{self._label}: {count} rounds were not finite so far, the last at step {event.step}")
 
     def line(self, text: str) -> None:
         """Shows a line of rank 0's output."""

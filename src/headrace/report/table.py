@@ -11,6 +11,7 @@ from headrace.report.quantities import MISSING, byte_count, clean, duration, fix
 from headrace.report.references import References, verdict
 from headrace.report.summary import Summary
 from headrace.report.training_clock import StepTimes
+from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
     # Importing rich takes 40 ms, which `headrace --help` does not have.
@@ -140,6 +141,7 @@ def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
     rows = [
         ("run", summary.name),
         ("status", ending(summary) or "ok"),
+        *_attempts(summary),
         ("processes", _processes(summary)),
         ("steps", steps),
         ("training time", duration(training.seconds)),
@@ -161,9 +163,32 @@ def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
         )
         if value is not None
     ]
+    rows += _saves(summary)
     if summary.outcome.torn_lines:
         rows.append(("torn lines", f"{summary.outcome.torn_lines} event files end in half a line"))
     return tuple(rows) + tuple(("notice", notice) for notice in summary.outcome.notices)
+
+
+def _attempts(summary: Summary) -> list[tuple[str, str]]:
+    count, resumed = summary.outcome.attempts, summary.started.resumed_step
+    if count == 1:
+        return [("resumed", f"at step {resumed}, which another run had reached")] if resumed else []
+    return [("attempts", f"{count}, resumed at step {resumed}")]
+
+
+def _saves(summary: Summary) -> list[tuple[str, str]]:
+    """What there is to say of checkpoints, and of rounds that were left out."""
+    rows = []
+    saves, bad = summary.saves, summary.non_finite
+    if saves is not None:
+        count = f"{saves.count}, the last at step {saves.last_step}, {byte_count(saves.bytes)}"
+        stall = f"mean {duration(saves.mean_stall_s)}, longest {duration(saves.longest_stall_s)}"
+        rows.append(("checkpoints", f"{count}; training stood still: {stall}, {percent(saves.share)} of its time"))
+    if bad is not None:
+        left_out = bad.skipped + bad.rolled_back
+        back = f", {bad.rolled_back} of them with a rollback" if bad.rolled_back else ""
+        rows.append(("not finite", f"{left_out} round{'s' * (left_out != 1)} left out{back}"))
+    return rows
 
 
 def step_words(times: StepTimes) -> str:
@@ -200,6 +225,8 @@ def run_plain(summary: Summary) -> dict[str, Any]:
         "device": summary.device,
         "threads": summary.threads,
         "status": summary.status,
+        "attempts": summary.outcome.attempts,
+        "resumed_step": summary.started.resumed_step,
         "steps": training.steps,
         "epochs": training.epochs,
         "examples": training.examples,
@@ -212,6 +239,8 @@ def run_plain(summary: Summary) -> dict[str, Any]:
         "peak_memory_bytes": cost.peak_memory_bytes,
         "parameter_bytes": cost.parameter_bytes,
         "optimizer_bytes": cost.optimizer_bytes,
+        "saves": None if summary.saves is None else to_plain(summary.saves),
+        "non_finite": None if summary.non_finite is None else to_plain(summary.non_finite),
         "notices": list(summary.outcome.notices),
         "failure": failure
         and {"rank": failure.rank, "step": failure.step, "cause": failure.cause, "traceback": failure.traceback},

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from headrace.errors import UnfitMachine
-from headrace.spec.event import Evaluated, Event, Failed, Notice, RunStarted, Stepped
+from headrace.report.show import whose
+from headrace.spec.event import Evaluated, Event, Failed, NonFinite, Notice, RunStarted, Saved, Stepped
 
 __all__ = ["TensorBoard"]
 
@@ -20,7 +22,9 @@ class TensorBoard:
     """Takes events (`fit(..., on_event=TensorBoard("runs/a/tensorboard"))`) and writes them as scalars.
 
     `loss` by step is the weighted mean over the workers, written when the last of them has reported the step;
-    `seconds/<part>/rank-<n>` where each worker's step went; `evaluation/<metric>`; notices and failures as text.
+    `seconds/<part>/rank-<n>` where each worker's step went; `evaluation/<metric>`; `checkpoints/stall_s` and
+    `checkpoints/bytes` by step; notices, failures and rounds that were not finite as text. A resumed run goes on in
+    the same curves.
 
     Args:
         log_dir: where to; made if missing.
@@ -37,10 +41,11 @@ class TensorBoard:
             raise UnfitMachine(
                 f"TensorBoard cannot be written ({error}); remedy: pip install headrace[tensorboard]"
             ) from error
-        self._writer = SummaryWriter(str(log_dir))
+        self._open_writer = partial(SummaryWriter, str(log_dir))
+        self._writer = self._open_writer()
         self._workers = 1
         self._began = 0.0
-        self._open: dict[int, list[Stepped]] = defaultdict(list)
+        self._waiting: dict[int, list[Stepped]] = defaultdict(list)
 
     def __enter__(self) -> Self:
         return self
@@ -56,17 +61,24 @@ class TensorBoard:
         match event:
             case RunStarted():
                 self._workers = event.workers
-                self._began = _wall_time(event.started_at)
+                self._began = _wall_time(event.started_at) - event.time_s
+                if event.resumed_step:
+                    self._go_on(event.resumed_step)
             case Stepped():
                 for part in _PARTS:
                     tag = f"seconds/{part.removesuffix('_s')}/rank-{event.rank}"
                     self._writer.add_scalar(tag, getattr(event, part), event.step, time_s)
-                self._open[event.step].append(event)
-                if len(self._open[event.step]) == self._workers:
+                self._waiting[event.step].append(event)
+                if len(self._waiting[event.step]) == self._workers:
                     self._write_loss(event.step)
             case Evaluated():
                 for name, value in event.metrics.items():
                     self._writer.add_scalar(f"evaluation/{name}", value, event.step, time_s)
+            case Saved():
+                self._writer.add_scalar("checkpoints/stall_s", event.stall_s, event.step, time_s)
+                self._writer.add_scalar("checkpoints/bytes", event.bytes, event.step, time_s)
+            case NonFinite():
+                self._writer.add_text("not finite", f"{event.action}, {whose(event)}", event.step, time_s)
             case Notice():
                 self._writer.add_text("notice", event.text, 0, time_s)
             case Failed():
@@ -74,12 +86,19 @@ class TensorBoard:
 
     def close(self) -> None:
         """Writes what is left, the steps too that not every worker has finished; may be called twice."""
-        for step in sorted(self._open):
+        for step in sorted(self._waiting):
             self._write_loss(step)
         self._writer.close()
 
+    def _go_on(self, step: int) -> None:
+        """Has TensorBoard forget what an earlier attempt wrote of the rounds that are done again."""
+        self._waiting.clear()
+        self._writer.close()
+        # Not from `step` on: the evaluation after `step` rounds stays, and the loss of round `step` is the same again.
+        self._writer = self._open_writer(purge_step=step + 1)
+
     def _write_loss(self, step: int) -> None:
-        parts = [event for event in self._open.pop(step) if event.loss is not None]
+        parts = [event for event in self._waiting.pop(step) if event.loss is not None]
         weight = sum(event.weight for event in parts)
         if weight > 0:
             loss = sum((event.loss or 0.0) * event.weight for event in parts) / weight
