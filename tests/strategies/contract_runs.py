@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import headrace as hr
 from comm.seats import together
@@ -80,22 +81,62 @@ def by_hand(job: hr.Job) -> Outcome:
     assert isinstance(module, torch.nn.Module)
     assert job.loss is not None
     named = list(module.named_parameters())
+    options = job.options
     optimizer = job.optimizer(named)
+    scheduler = options.schedule(optimizer) if options.schedule else None
+    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay or 0))
     loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, (1,), 0)
+    every = loader.rounds_per_epoch if options.schedule_every == "epoch" else 1
     losses = []
-    for share in islice(loader.rounds(), (job.epochs or 0) * loader.rounds_per_epoch):
-        inputs, target = share.batch
+    for round_, share in enumerate(islice(loader.rounds(), (job.epochs or 0) * loader.rounds_per_epoch)):
         optimizer.zero_grad()
-        loss = job.loss(module(inputs), target)
-        if isinstance(loss, hr.Mean):
-            # A batch that weighs nothing says nothing.
-            loss = loss.total / loss.weight if loss.weight else loss.total * 0
-        loss.backward()
-        if job.options.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), job.options.clip_norm)
+        losses.append(float(differentiated(job, module, *share.batch)))
+        if options.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(module.parameters(), options.clip_value)
+        if options.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), options.clip_norm)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if round_ < options.warmup:
+            for group in optimizer.param_groups:
+                group["lr"] *= (round_ + 1) / options.warmup
         optimizer.step()
-        losses.append(float(loss.detach()))
-    return Outcome(module.state_dict(), losses, {})
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        averaged.update_parameters(module)
+        if scheduler and (round_ + 1) % every == 0:
+            scheduler.step()
+    return Outcome((averaged.module if options.ema_decay else module).state_dict(), losses, {})
+
+
+def differentiated(job: hr.Job, module: torch.nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
+    """Leaves the gradients of one global batch in `.grad`, micro-batch by micro-batch; returns its mean loss."""
+    assert job.loss is not None
+    pieces = min(job.options.accumulate, len(inputs))
+    totals, weights = [], []
+    for x, y in zip(inputs.tensor_split(pieces), target.tensor_split(pieces), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.options.precision == "bf16"):
+            loss = job.loss(module(x), y)
+        if not isinstance(loss, hr.Mean):
+            if pieces == 1:
+                loss.backward()
+                return loss.detach()
+            (loss * len(x) / len(inputs)).backward()
+            totals.append(loss.detach() * len(x))
+            weights.append(len(x))
+            continue
+        # What weighs nothing says nothing.
+        part = loss.total / loss.weight if loss.weight else loss.total * 0
+        (loss.total if pieces > 1 else part).backward()
+        totals.append(loss.total.detach())
+        weights.append(float(loss.weight))
+    weight = sum(weights)
+    if pieces == 1:
+        return totals[0] / weight if weight else totals[0] * 0
+    if isinstance(loss, hr.Mean):
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(weight).nan_to_num_()
+    return torch.stack(totals).sum() / weight if weight else totals[0] * 0
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

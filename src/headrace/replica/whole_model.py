@@ -180,7 +180,9 @@ class WholeModel(Compute):
         gradients = [parameter.grad for parameter in self._trained]
         if means:
             (all_weight,) = self._total([own])
-            torch._foreach_mul_([g for g in gradients if g is not None], 1 / all_weight if all_weight else 0.0)
+            present = [gradient for gradient in gradients if gradient is not None]
+            # Micro-batches that weigh nothing together say nothing.
+            torch._foreach_div_(present, all_weight) if all_weight else torch._foreach_zero_(present)
         if self._sink is not None:
             self._sink.store(gradients)
             self._hold(held)
