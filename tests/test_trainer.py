@@ -33,7 +33,11 @@ def test_a_run_directory_holds_everything(tmp_path: Path) -> None:
     run = hr.fit(make_job(), hr.Mirrored(2), engine=THREADS, run_dir=tmp_path / "deep" / "run")
     assert run.run_dir == tmp_path / "deep" / "run"
     files = {str(file.relative_to(run.run_dir)) for file in run.run_dir.rglob("*") if file.is_file()}
-    assert files == {"events/launcher.jsonl", "events/rank-0.jsonl", "events/rank-1.jsonl", "model.safetensors"}
+    saved = {
+        f"checkpoints/step-00000008/{name}" for name in ("manifest.json", "rank-0.safetensors", "rank-1.safetensors")
+    }
+    events = {f"events/{name}.jsonl" for name in ("launcher", "rank-0", "rank-1")}
+    assert files == {*events, *saved, "lock", "model.safetensors"}
 
 
 def test_the_launcher_says_what_is_done() -> None:

@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from headrace.report.tensorboard import TensorBoard
     from headrace.run import Run
     from headrace.script import setup
+    from headrace.spec.checkpoints import Checkpoints
     from headrace.spec.job import Job
-    from headrace.spec.options import Options
+    from headrace.spec.options import EarlyStopping, Options
     from headrace.strategies import CentralStorage, Mirrored, OneDevice, Strategy, Unconnected
     from headrace.trainer import fit, launch
 
 __all__ = [
     "CentralStorage",
+    "Checkpoints",
     "Comparison",
+    "EarlyStopping",
     "Job",
     "Mean",
     "Mirrored",
@@ -45,7 +48,9 @@ __all__ = [
 # What is imported when it is first asked for: `import headrace` alone does not import torch.
 _HOMES = {
     "CentralStorage": "headrace.strategies",
+    "Checkpoints": "headrace.spec.checkpoints",
     "Comparison": "headrace.comparison",
+    "EarlyStopping": "headrace.spec.options",
     "Job": "headrace.spec.job",
     "Mean": "headrace.metrics",
     "Mirrored": "headrace.strategies",

@@ -3,6 +3,7 @@
     HeadraceError
     ├── UsageError                what was asked for cannot be meant: exit code 2
     │   ├── UnknownName           a strategy, option or key that does not exist, with a suggestion
+    │   ├── CheckpointMismatch    a checkpoint of another job, with what differs
     │   ├── JobError              a job that cannot be loaded, built or sent
     │   └── InfeasiblePlan        a cluster that cannot hold the plan, with the numbers
     ├── UnfitMachine              the machine lacks something: exit code 3
@@ -11,6 +12,7 @@
     └── RunFailed                 the run began and failed: exit code 1
         ├── WorkerFailed          a worker raised; carries rank, host and the worker's own traceback
         ├── NonFiniteLoss         the loss of a step is NaN or infinite
+        ├── NonFiniteGradient     the loss is finite, its gradient is not
         └── PeerLost              a process was killed, vanished or froze: exit code 4
 
 Every message says what happened, the numbers, and the remedy.
@@ -24,11 +26,13 @@ from pathlib import Path
 from typing import ClassVar
 
 __all__ = [
+    "CheckpointMismatch",
     "CorruptCheckpoint",
     "DataError",
     "HeadraceError",
     "InfeasiblePlan",
     "JobError",
+    "NonFiniteGradient",
     "NonFiniteLoss",
     "PeerLost",
     "RunFailed",
@@ -69,6 +73,23 @@ class UnknownName(UsageError):
 
 class JobError(UsageError):
     """A job that cannot be loaded, built or sent to a worker."""
+
+
+class CheckpointMismatch(UsageError):
+    """A checkpoint is of another job.
+
+    Args:
+        path: the checkpoint.
+        differences: one line each.
+    """
+
+    def __init__(self, path: Path, differences: tuple[str, ...]) -> None:
+        shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+        super().__init__(
+            f"{path} is of another job: {shown}. Resume the job that saved it, or begin a new run in another run_dir"
+        )
+        self.path = path
+        self.differences = differences
 
 
 class InfeasiblePlan(UsageError):
@@ -140,16 +161,39 @@ class NonFiniteLoss(RunFailed):
         rank: the worker that found it.
         step: the step, counted from 0.
         loss: what the loss was.
+        row: how many rounds in a row were bad.
     """
 
-    def __init__(self, rank: int, step: int, loss: float) -> None:
+    def __init__(self, rank: int, step: int, loss: float, row: int = 1) -> None:
         super().__init__(
-            f"the loss is {loss} on rank {rank} at step {step}; "
-            "lower the learning rate, clip the gradients (Options(clip_norm=1.0)) or look at that batch"
+            f"the loss is {loss} on rank {rank} at step {step}{_in_a_row(row)}; "
+            "lower the learning rate, clip the gradients (Options(clip_norm=1.0)) or look at that batch; "
+            "Options(on_nonfinite='skip') leaves such rounds out"
         )
         self.rank = rank
         self.step = step
         self.loss = loss
+
+
+class NonFiniteGradient(RunFailed):
+    """The loss of a step is finite, but not its gradient.
+
+    Args:
+        step: the step, counted from 0.
+        row: how many rounds in a row were bad.
+    """
+
+    def __init__(self, step: int, row: int = 1) -> None:
+        super().__init__(
+            f"the gradient is not finite at step {step}{_in_a_row(row)}, though every loss is; "
+            "lower the learning rate, look for a division by zero or a root of zero in the model's backward pass; "
+            "Options(on_nonfinite='skip') leaves such rounds out"
+        )
+        self.step = step
+
+
+def _in_a_row(row: int) -> str:
+    return f", the {row}th bad round in a row" if row > 3 else ""
 
 
 class PeerLost(RunFailed):

@@ -5,8 +5,8 @@ import sys
 import pytest
 import typer
 
-from headrace.cli.errors import Terminated
 from headrace.cli.output import answering, write_document
+from headrace.engine.termination import Terminated
 from headrace.errors import DataError
 
 

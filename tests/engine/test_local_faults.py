@@ -85,7 +85,7 @@ def test_all_fail_at_once(engine: LocalEngine, trial: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [1, None], ids=["one", "all"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS])
 def test_a_signal_ends_a_worker(
     engine: LocalEngine, tmp_path: Path, number: signal.Signals, victim: int | None
 ) -> None:

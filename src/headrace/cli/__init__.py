@@ -5,19 +5,20 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from headrace.cli.checkpoint import checkpoint
 from headrace.cli.compare import compare
 from headrace.cli.doctor import doctor
-from headrace.cli.errors import ExitCode, Terminated
+from headrace.cli.errors import ExitCode
 from headrace.cli.launch import launch
 from headrace.cli.options import help_option
 from headrace.cli.output import write_document
 from headrace.cli.report import report
 from headrace.cli.train import train
+from headrace.engine.termination import Terminated, terminate
 
 __all__ = ["COMMANDS", "app", "main", "run"]
 
@@ -26,6 +27,7 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --workers 2
   headrace compare job.py --strategies one_device,mirrored --workers 2
   headrace report runs/a
+  headrace checkpoint list runs/a
   headrace launch script.py --workers 2
 """
 
@@ -33,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "compare": compare,
     "report": report,
+    "checkpoint": checkpoint,
     "launch": launch,
     "doctor": doctor,
 }
@@ -104,12 +107,8 @@ def _refuse(error: Any, as_json: bool) -> int:
     return ExitCode.USAGE
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
-
-
 def main() -> NoReturn:
     """The console script: runs `sys.argv` and exits."""
     # So that processes and segments are given back before this one ends.
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     sys.exit(run(sys.argv[1:]))

@@ -9,11 +9,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, TextIO
 
+from headrace.engine.termination import Terminated
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 
 __all__ = [
     "ExitCode",
-    "Terminated",
     "error_document",
     "exit_code",
     "user_place",
@@ -36,10 +36,6 @@ class ExitCode(IntEnum):
     DATA = 5
     INTERRUPTED = 130
     TERMINATED = 143
-
-
-class Terminated(BaseException):
-    """SIGTERM came: like KeyboardInterrupt, and unlike SystemExit, nothing that user code may raise or catch."""
 
 
 def exit_code(error: HeadraceError) -> int:

@@ -12,18 +12,25 @@ from typing import Annotated, Any
 import typer
 
 from headrace.errors import UnknownName, UsageError
+from headrace.spec.checkpoints import Checkpoints
 
 __all__ = [
+    "CheckpointEveryOption",
     "Device",
     "DeviceOption",
     "JobFile",
     "JsonOption",
+    "KeepOption",
+    "ResetOptimizerOption",
+    "ResumeFromOption",
+    "ResumeOption",
     "RunDirOption",
     "SettingsOption",
     "TensorBoardOption",
     "TimeoutOption",
     "WorkersOption",
     "check_strategies",
+    "checkpoints_of",
     "complete_strategies",
     "complete_strategy",
     "help_option",
@@ -91,6 +98,37 @@ RunDirOption = Annotated[
     ),
 ]
 """The directory of a run."""
+CheckpointEveryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint-every",
+        metavar="N|SECONDSs",
+        show_default=False,
+        help="Save every N steps (100) or seconds (30s); 0 for never. Default: 600s, and at the end.",
+    ),
+]
+"""An interval between checkpoints."""
+KeepOption = Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many of the last checkpoints stay.")]
+"""A number of checkpoints."""
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on from the last checkpoint of --run-dir, under any strategy.")
+]
+"""Whether to go on."""
+ResumeFromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume-from",
+        metavar="DIR",
+        show_default=False,
+        help="Go on from another run's last checkpoint, or from one checkpoint.",
+    ),
+]
+"""Where to go on from."""
+ResetOptimizerOption = Annotated[
+    bool,
+    typer.Option("--reset-optimizer", help="Leave the checkpoint's optimizer state behind; it may be another class."),
+]
+"""Whether to begin with a fresh optimizer."""
 TensorBoardOption = Annotated[
     Path | None,
     typer.Option("--tensorboard", metavar="DIR", show_default=False, help="Write curves for TensorBoard there, too."),
@@ -141,6 +179,26 @@ def check_strategies(names: Sequence[str]) -> None:
     for name in names:
         if known and name not in known:
             raise UnknownName("strategy", name, known)
+
+
+def checkpoints_of(every: str | None, keep: int) -> Checkpoints | None:
+    """Returns what "100" (steps), "30s" (seconds) or "0" (never) means; the usual for None.
+
+    Raises:
+        UsageError: it means nothing.
+    """
+    if every is None:
+        return Checkpoints(keep=keep)
+    seconds = every.removesuffix("s")
+    try:
+        number = float(seconds) if seconds != every else int(every)
+    except ValueError:
+        raise UsageError(f"--checkpoint-every takes steps (100) or seconds (30s), got {every!r}") from None
+    if number == 0:
+        return None
+    if seconds != every:
+        return Checkpoints(every_s=number, keep=keep)
+    return Checkpoints(every_steps=int(number), every_s=None, keep=keep)
 
 
 def split_names(text: str) -> tuple[str, ...]:

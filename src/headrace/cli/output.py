@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from headrace.cli.errors import ExitCode, Terminated, error_document, exit_code, write_error
+from headrace.cli.errors import ExitCode, error_document, exit_code, write_error
+from headrace.engine.termination import Terminated
 from headrace.errors import HeadraceError
 
 if TYPE_CHECKING:

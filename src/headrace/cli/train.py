@@ -11,16 +11,22 @@ from headrace.cli.errors import ExitCode
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.launcher import launched_rank, own_engine
 from headrace.cli.options import (
+    CheckpointEveryOption,
     Device,
     DeviceOption,
     JobFile,
     JsonOption,
+    KeepOption,
+    ResetOptimizerOption,
+    ResumeFromOption,
+    ResumeOption,
     RunDirOption,
     SettingsOption,
     TensorBoardOption,
     TimeoutOption,
     WorkersOption,
     check_strategies,
+    checkpoints_of,
     complete_strategy,
     help_option,
 )
@@ -36,6 +42,8 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --workers 2
   headrace train job.py --set lr=0.05 --set epochs=1 --run-dir runs/a
   headrace train job.py --strategy mirrored --json | jq .metrics
+  headrace train job.py --run-dir runs/a --checkpoint-every 100
+  headrace train job.py --run-dir runs/a --resume
 """
 
 
@@ -50,6 +58,11 @@ def train(
     run_dir: RunDirOption = None,
     settings: SettingsOption = None,
     timeout_s: TimeoutOption = 10.0,
+    checkpoint_every: CheckpointEveryOption = None,
+    keep: KeepOption = 3,
+    resume: ResumeOption = False,
+    resume_from: ResumeFromOption = None,
+    reset_optimizer: ResetOptimizerOption = False,
     tensorboard: TensorBoardOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
@@ -62,6 +75,11 @@ def train(
         check_strategies([strategy])
         find_job(path)
         check_tensorboard(tensorboard)
+        checkpoints = checkpoints_of(checkpoint_every, keep)
+        if resume and run_dir is None:
+            raise UsageError("--resume goes on with a run: name it by --run-dir, or another one by --resume-from")
+        if resume and resume_from:
+            raise UsageError("--resume goes on with --run-dir, --resume-from with another run; give one of them")
         where = run_dir or default_run_dir(f"{job_name(path)}-{strategy}")
         # In this order: the engine starts a process that imports torch at the same time as this one does, for
         # the job file and the trainer.
@@ -82,6 +100,9 @@ def train(
                     on_event=on_event,
                     timeout_s=timeout_s,
                     engine=engine,
+                    checkpoints=(checkpoints or False) if chosen.synchronous else None,
+                    resume=resume_from or resume,
+                    reset_optimizer=reset_optimizer,
                 )
         if launched_rank() in (None, 0):
             show_run(answer, where)

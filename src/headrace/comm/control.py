@@ -1,12 +1,14 @@
 """The page that the processes of a run on one host share: counters, signs of life, a few numbers.
 
 ┌──────────────────────────────┐
-│ abort │ stop │ stop_after    │  the run's
+│ abort │ stop │ stop, save    │  the run's
+│              │ after a round │
 ├──────────────────────────────┤
 │ counter                      │  a rank's: barrier counter, on a cache line of its own
 │ beat, step, examples, pid    │           what the launcher watches,
 │ loss, end                    │           written by the rank
 │ pid, descriptor, nbytes      │           a segment that it offers to the others
+│ saved, bytes, error, digest  │           its part of a checkpoint
 │ 2 x 32 numbers               │           for sums, by turns
 └──────────────────────────────┘  x ranks
 """
@@ -25,7 +27,8 @@ NUMBERS = 32
 _LINE = 64
 _WATCHED = _LINE
 _OFFERED = 2 * _LINE
-_NUMBERS = 3 * _LINE
+_SAVED = 3 * _LINE
+_NUMBERS = 4 * _LINE
 _BLOCK = _NUMBERS + 2 * NUMBERS * 8
 
 
@@ -42,6 +45,9 @@ class ControlPage:
         losses: by rank, a float64 view of length 1.
         ends: by rank, an int64 view of length 1: 1 + the rounds that a loop which has ended did; 0 before.
         offers: by rank; [pid, descriptor, nbytes] as int64.
+        saves: by rank; [1 + rounds, bytes, error] as int64 of the last part of a checkpoint that it has written;
+            error is 0, or the system's number.
+        digests: by rank, 32 bytes: the SHA-256 of that part.
         numbers: by rank, two float64 views of length `NUMBERS`.
     """
 
@@ -57,6 +63,8 @@ class ControlPage:
         self.losses = [memory[block + _WATCHED + 32 : block + _WATCHED + 40].cast("d") for block in blocks]
         self.ends = [memory[block + _WATCHED + 40 : block + _WATCHED + 48].cast("q") for block in blocks]
         self.offers = [memory[block + _OFFERED : block + _OFFERED + 24].cast("q") for block in blocks]
+        self.saves = [memory[block + _SAVED : block + _SAVED + 24].cast("q") for block in blocks]
+        self.digests = [memory[block + _SAVED + 24 : block + _SAVED + 56] for block in blocks]
         half = NUMBERS * 8
         self.numbers = [
             tuple(memory[block + _NUMBERS + i * half : block + _NUMBERS + (i + 1) * half].cast("d") for i in (0, 1))
@@ -98,3 +106,12 @@ class ControlPage:
     @stop_after.setter
     def stop_after(self, value: int) -> None:
         self._run[2] = value
+
+    @property
+    def save_after(self) -> int:
+        """1 + the last round to save after; written by rank 0 in that round, before its barrier."""
+        return self._run[3]
+
+    @save_after.setter
+    def save_after(self, value: int) -> None:
+        self._run[3] = value

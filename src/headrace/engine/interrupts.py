@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: the first ends it in order, the second at once."""
+"""Ctrl-C and SIGTERM during a run: the first ends it in order, with a checkpoint; the second at once."""
 
 from __future__ import annotations
 
@@ -6,30 +6,57 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from headrace.comm.control import ControlPage
+from headrace.engine.termination import terminate
 
-__all__ = ["orderly_interrupts"]
+__all__ = ["TERMINATED", "Interrupts", "orderly_interrupts"]
+
+_REPLACED = (signal.default_int_handler, signal.SIG_DFL, terminate)
+
+
+TERMINATED = "terminated"
+"""The status of a run that SIGTERM has ended in order; who ran it ends next."""
+
+
+class Interrupts:
+    """Attributes:
+    terminated: whether SIGTERM came.
+    """
+
+    def __init__(self) -> None:
+        self.terminated = False
+
+    def status(self, page: ControlPage) -> str:
+        """Returns how a run ended whose workers have all done their work."""
+        if self.terminated:
+            return TERMINATED
+        return "interrupted" if page.stop else "ok"
 
 
 @contextmanager
-def orderly_interrupts(page: ControlPage) -> Iterator[None]:
-    """Lets this process's first SIGINT set `page.stop` instead of breaking off whatever the engine is doing.
+def orderly_interrupts(page: ControlPage) -> Iterator[Interrupts]:
+    """Lets this process's first SIGINT or SIGTERM set `page.stop` instead of breaking off what the engine is doing.
 
-    Outside the main thread, and where somebody else answers SIGINT, everything stays as it is.
+    Outside the main thread, and where somebody else answers a signal, everything stays as it is.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield
-        return
+    interrupts = Interrupts()
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = {number: handler for number, handler in before.items() if handler in _REPLACED}
 
     def stop(number: int, frame: object) -> None:
         # From now on as before; not by looking at the page, which others' interrupts may have marked.
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, ours[number])
+        interrupts.terminated |= number == signal.SIGTERM
         page.stop = 1
 
-    signal.signal(signal.SIGINT, stop)
+    for number in ours:
+        signal.signal(number, stop)
     try:
-        yield
+        yield interrupts
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in ours.items():
+            signal.signal(number, handler)

@@ -29,7 +29,8 @@ class Journal:
     def __init__(self, run_dir: Path, rank: int, started: float) -> None:
         path = events_path(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        # A run that goes on after an interruption appends.
+        self._file = path.open("a", encoding="utf-8")
         self._rank = rank
         self._started = started
         self._lines: list[str] = []

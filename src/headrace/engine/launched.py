@@ -182,7 +182,7 @@ class LaunchedEngine(Engine):
         group = self._group
         torch.set_num_threads(threads_per_worker(cores(), group.world))
         page = group.page
-        with orderly_interrupts(page):
+        with orderly_interrupts(page) as interrupts:
             try:
                 work(order, group.rank, group.host, page)
             except BaseException as error:
@@ -190,7 +190,7 @@ class LaunchedEngine(Engine):
                 page.abort = page.abort or 1 + (error.rank if isinstance(error, PeerLost) else group.rank)
                 raise
         progress(Progress(page.beats[group.rank][1], page.losses[group.rank][0], page.beats[group.rank][2]))
-        return "interrupted" if page.stop else "ok"
+        return interrupts.status(page)
 
     def close(self) -> None:
         self._group.close()

@@ -71,9 +71,10 @@ class LocalEngine(Engine):
         page = ControlPage(segment, ranks)
         watched_end, lifeline = os.pipe()
         try:
-            with orderly_interrupts(page):
+            with orderly_interrupts(page) as interrupts:
                 self._spawn(order, segment.descriptor, watched_end)
-                return _Watch(order, page, self._nursery, progress).follow()
+                _Watch(order, page, self._nursery, progress).follow()
+            return interrupts.status(page)
         finally:
             for descriptor in (watched_end, lifeline):
                 os.close(descriptor)
@@ -96,8 +97,9 @@ class LocalEngine(Engine):
                 "log": str(log_path(order.run_dir, role.rank)),
                 "data_bytes": length,
             }
-            data = [memory] if memory >= 0 else []
-            self._nursery.spawn(role.rank, message, [control, watched_end, read_end, *data])
+            # The lock is not read there; it holds the run's directory until the last worker has ended.
+            further = [descriptor for descriptor in (memory, order.lock) if descriptor >= 0]
+            self._nursery.spawn(role.rank, message, [control, watched_end, read_end, *further])
             os.close(read_end)
             pipes.append(write_end)
         if memory >= 0:
@@ -125,7 +127,7 @@ class _Watch:
         self._running = {role.rank for role in order.plan.roles}
         self._vitals: dict[int, Vitals] = {}
 
-    def follow(self) -> str:
+    def follow(self) -> None:
         """Returns when all have ended; raises for the first that failed."""
         try:
             while self._running:
@@ -135,7 +137,6 @@ class _Watch:
                     if self._page.stop:
                         raise
                     self._page.stop = 1
-            return "interrupted" if self._page.stop else "ok"
         finally:
             self._kill()
 
@@ -201,7 +202,7 @@ class _Watch:
 
     def _failures(self, rank: int) -> list[Failed]:
         events = [decode(line) for line in self._lines(rank) if line.startswith('{"kind":"failed"')]
-        return [event for event in events if isinstance(event, Failed)]
+        return [event for event in events if isinstance(event, Failed) and event.time_s >= self._order.attempt_s]
 
     def _said_goodbye(self, rank: int) -> bool:
         """Whether a rank that ended without an error had done its work; os._exit(0) in user code has no error."""

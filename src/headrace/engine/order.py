@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.spec.checkpoints import Checkpoints
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
@@ -16,7 +17,24 @@ if TYPE_CHECKING:
     # For the type alone: strategies import torch, and an engine starts before that.
     from headrace.strategies.strategy import Strategy
 
-__all__ = ["Engine", "Order", "Progress"]
+__all__ = ["Engine", "Order", "Progress", "Resumption"]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a run goes on from.
+
+    Attributes:
+        folder: the checkpoints' folder.
+        step: which of them: rounds that are done.
+        same: whether strategy and workers are the saver's, so that each rank takes up what was its own.
+        reset_optimizer: leave the optimizer's state and the schedule behind.
+    """
+
+    folder: Path
+    step: int
+    same: bool
+    reset_optimizer: bool
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,11 @@ class Order:
         started: the run's begin on the host's monotonic clock, seconds.
         timeout_s: after this time without a sign of life a process counts as lost.
         seconds: end in order after this time; None for the job's own end.
+        checkpoints: when to save; None for never.
+        resume: what to go on from; None to begin.
+        description: what every checkpoint says of the job.
+        attempt_s: seconds on the run's clock at which this attempt began.
+        lock: a descriptor whose holders keep others out of the run's directory; -1 for none.
     """
 
     job: Job
@@ -44,6 +67,11 @@ class Order:
     started: float
     timeout_s: float
     seconds: float | None = None
+    checkpoints: Checkpoints | None = None
+    resume: Resumption | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
+    attempt_s: float = 0.0
+    lock: int = -1
 
 
 @dataclass(frozen=True)

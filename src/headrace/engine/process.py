@@ -77,6 +77,8 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     rank: int = order["spawn"]
     page = ControlPage(Segment(control, ControlPage.nbytes(order["ranks"])), order["ranks"])
     _start_beating(page, rank, lifeline)
+    # Whoever asks one worker to end asks the run, which ends in order and saves.
+    signal.signal(signal.SIGTERM, lambda *_: setattr(page, "stop", 1))
     with os.fdopen(code, "rb") as pipe:
         packed = pipe.read()
     assignment = _unpack(packed, data[0] if data else -1, order)
@@ -89,7 +91,7 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
 
 def _unpack(packed: bytes, memory: int, order: Mapping[str, Any]) -> Order:
     try:
-        assignment: Order = unpack(packed, memory, order["data_bytes"])
+        assignment: Order = unpack(packed, memory if order["data_bytes"] else -1, order["data_bytes"])
     except Exception as error:
         # Only what was unpacked would say where the run's directory is; the log lies in it.
         journal = Journal(Path(order["log"]).parents[1], order["spawn"], monotonic())

@@ -12,6 +12,7 @@ from headrace.comm.in_process import InProcess, Meeting
 from headrace.comm.segment import Segment
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.snapshot import random_states, restore_random_states
 from headrace.engine.work import work
 from headrace.errors import HeadraceError, PeerLost, UsageError, WorkerFailed
 
@@ -43,8 +44,8 @@ class ThreadEngine(Engine):
                 meeting.abort(rank)
 
         threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}") for rank in range(ranks)]
-        state = torch.random.get_rng_state()
-        with orderly_interrupts(page):
+        states = random_states(torch.device("cpu"))
+        with orderly_interrupts(page) as interrupts:
             for thread in threads:
                 thread.start()
             try:
@@ -59,7 +60,7 @@ class ThreadEngine(Engine):
                 meeting.abort(0)
                 raise
             finally:
-                torch.random.set_rng_state(state)
+                restore_random_states(states, torch.device("cpu"))
                 segment.close()
         for rank, error in sorted(errors.items()):
             if isinstance(error, PeerLost):
@@ -68,7 +69,7 @@ class ThreadEngine(Engine):
                 raise error
             cause = f"{type(error).__name__}: {error}"
             raise WorkerFailed(rank, order.plan.roles[rank].host, cause) from error
-        return "interrupted" if page.stop else "ok"
+        return interrupts.status(page)
 
     def close(self) -> None:
         """Nothing is left when `run` returns."""

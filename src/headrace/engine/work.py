@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.checkpoint import CheckpointFolder
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
+from headrace.engine.evaluation import Evaluation
 from headrace.engine.journal import Journal
-from headrace.engine.order import Order
+from headrace.engine.order import Order, Resumption
+from headrace.engine.snapshot import Stored, seed_random
 from headrace.engine.worker import Worker, train
 from headrace.errors import HeadraceError, PeerLost
 from headrace.replica.exchange import Replica
@@ -60,13 +63,22 @@ def work(
     worker: Worker | None = None
     try:
         role = order.plan.roles[rank]
+        stored = _stored(order.resume) if order.resume else None
         with building or nullcontext():
             module = build_module(order.job)
+        if stored:
+            stored.load_module(module)
         rounds = -(-len(as_pipeline(order.job.data)[0]) // order.job.global_batch_size)
         parts = _parts(order, role, host, module, rounds)
         replica = order.strategy.replica(order.plan, rank, parts)
         worker = _worker(order, role, replica, host, page, journal)
-        torch.manual_seed((order.job.seed << 16) + 1 + rank)
+        seed_random((order.job.seed << 16) + 1 + rank)
+        if stored:
+            if order.resume and not order.resume.same:
+                # Nobody's own state fits, and that of the run's begin has been drawn from already.
+                seed_random(hash((order.job.seed, rank, stored.step)) % 2**63)
+            worker.resume(stored)
+            del stored
         journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
         (order.train or train)(worker)
         _end_together(page, rank, worker.round + 1, host)
@@ -97,6 +109,10 @@ def _end_together(page: ControlPage, rank: int, rounds: int, host: SharedCollect
     while not all(end[0] for end in page.ends):
         host.check()
         time.sleep(_LOOK_EVERY_S)
+
+
+def _stored(resume: Resumption) -> Stored:
+    return Stored(CheckpointFolder(resume.folder).open(resume.step))
 
 
 def build_module(job: Job) -> nn.Module:
@@ -149,13 +165,14 @@ def _worker(
     job, shares = order.job, order.plan.shares
     pipeline, _ = as_pipeline(job.data)
     loader = Loader(pipeline, job.seed, job.global_batch_size, shares, role.data_rank)
-    eval_loader = None
+    evaluation = None
     if job.eval_data is not None:
         batch = job.options.eval_batch_size
         size = batch * len(shares) if batch else max(job.global_batch_size, len(shares))
         eval_pipeline, _ = as_pipeline(job.eval_data)
-        eval_loader = Loader(eval_pipeline, job.seed, size, shares, role.data_rank, ordered=True)
-    return Worker(order, role.rank, replica, loader, eval_loader, host, page, journal)
+        swept = Loader(eval_pipeline, job.seed, size, shares, role.data_rank, ordered=True)
+        evaluation = Evaluation(job, replica, swept, host)
+    return Worker(order, role.rank, replica, loader, evaluation, host, page, journal)
 
 
 def _save(module: nn.Module, order: Order) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from datetime import datetime
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -14,16 +14,25 @@ from torch import Tensor, nn
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.data import Loader
+from headrace.engine.evaluation import Evaluation, Stopper, average
 from headrace.engine.journal import Journal
 from headrace.engine.order import Order
-from headrace.errors import NonFiniteLoss, UsageError
-from headrace.metrics import Mean, weigh
+from headrace.engine.recovery import Recovery
+from headrace.engine.saver import Saver
+from headrace.engine.snapshot import (
+    Stored,
+    owned_pieces,
+    parameters_and_buffers,
+    random_states,
+    restore_random_states,
+)
+from headrace.errors import NonFiniteLoss, RunFailed, UsageError
+from headrace.metrics import Mean
 from headrace.replica.batch_norm import averaged_buffers
 from headrace.replica.compute import Computed
 from headrace.replica.exchange import Replica
-from headrace.replica.selection import select_target
 from headrace.replica.whole_model import WholeModel
-from headrace.spec.event import Evaluated
+from headrace.spec.event import Evaluated, Notice
 from headrace.spec.share import Share
 
 __all__ = ["Worker", "train"]
@@ -35,7 +44,7 @@ def train(worker: Worker) -> None:
     """The usual loop."""
     for batch in worker.batches():
         worker.step(batch)
-        if worker.epoch_ended:
+        if worker.evaluation_due:
             worker.evaluate()
 
 
@@ -47,7 +56,7 @@ class Worker:
         rank: index in the run.
         replica: the model and its three verbs.
         loader: of the training data.
-        eval_loader: of the evaluation data, if there is any.
+        evaluation: of the evaluation data, if there is any.
         host: the workers of this host.
         page: the run's signals.
         journal: of this process.
@@ -57,7 +66,7 @@ class Worker:
         model: this worker's copy.
         device: where it lives.
         rounds: how many there are in the whole run.
-        round: the one that is being done, from 0.
+        round: the one that is being done, from 0; the last of them in a run that goes on from a checkpoint.
     """
 
     def __init__(
@@ -66,7 +75,7 @@ class Worker:
         rank: int,
         replica: Replica,
         loader: Loader,
-        eval_loader: Loader | None,
+        evaluation: Evaluation | None,
         host: SharedCollective,
         page: ControlPage,
         journal: Journal,
@@ -76,7 +85,7 @@ class Worker:
         self.model: nn.Module = replica.compute.module
         self.device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         self.rounds = order.job.steps or (order.job.epochs or 0) * loader.rounds_per_epoch
-        self.round = -1
+        self.round = order.resume.step - 1 if order.resume else -1
         options = order.job.options
         self._reads_at_once = (
             self.device.type == "cpu" or options.on_nonfinite != "raise" or options.precision == "fp16"
@@ -84,10 +93,14 @@ class Worker:
         self._order = order
         self._replica = replica
         self._loader = loader
-        self._eval_loader = eval_loader
+        self._evaluation = evaluation
         self._host = host
         self._page = page
         self._journal = journal
+        self._saver = Saver(order, rank, host, page, journal)
+        self._stopper = Stopper(options.early_stopping)
+        teller = None if rank else journal
+        self._recovery = Recovery(options.on_nonfinite, self.model, page, teller, self._roll_back)
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
@@ -98,21 +111,36 @@ class Worker:
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether the round just done was the last of its epoch or of the run."""
-        return (self.round + 1) % self._loader.rounds_per_epoch == 0 or self._is_last()
+        """Whether the round just done was the last of its epoch or of the run; not where the run was asked to end."""
+        done = self.round + 1
+        return done % self._loader.rounds_per_epoch == 0 or done >= self.rounds
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the options want an evaluation after the round just done."""
+        every = self._order.job.options.eval_every
+        return self.epoch_ended if every is None else (self.round + 1) % every == 0 or self.round + 1 >= self.rounds
 
     def batches(self) -> Iterator[Any]:
         """Yields this worker's share of every global batch of the run, on its device."""
-        shares = self._loader.rounds()
+        first = self.round + 1
+        shares = self._loader.rounds(first)
+        if self._order.job.options.on_nonfinite == "rollback" and self._order.resume is None:
+            self._save()  # the first round may already be one to roll back from
         try:
-            for round_ in range(self.rounds):
+            for round_ in range(first, self.rounds):
+                if self._stopper.over:
+                    return
                 self.round = round_
-                self._ask_for_stop()
+                self._ask()
                 began = perf_counter()
                 self._share = next(shares)
                 batch = self._replica.compute.place(self._share.batch)
                 self._times[0] = perf_counter() - began
                 yield batch
+                # Now, when whoever asks for the next batch has done with this one, its evaluation too.
+                if self._saver.wanted(self.round + 1) and not self._is_last():
+                    self._save()
                 if self._is_last():
                     return
         finally:
@@ -123,11 +151,12 @@ class Worker:
     def step(self, batch: Any) -> float | None:
         """Computes, synchronizes, updates; returns this worker's mean loss.
 
-        None where this worker had no part of the last batch, and on devices whose losses are read later, many
-        at a time, so as not to wait for each.
+        None where this worker had no part of the last batch or its loss is not finite, and on devices whose
+        losses are read later, many at a time, so as not to wait for each.
         """
         share = self._share
         began = perf_counter()
+        self._recovery.before()
         self._replica.exchange.begin(self.round)
         self._computed = self._replica.compute.run(Share(batch, share.examples, share.of, share.epoch))
         self._times[1] = perf_counter() - began
@@ -139,6 +168,7 @@ class Worker:
         if not isinstance(compute, WholeModel):
             raise UsageError(f"{self._order.plan.strategy} computes whole steps; use worker.step(batch)")
         began = perf_counter()
+        self._recovery.before()
         self._replica.exchange.begin(self.round)
         self._computed = compute.backward(loss, self._share)
         self._times[1] = perf_counter() - began
@@ -147,53 +177,98 @@ class Worker:
         """Synchronizes and updates: the second half of `step`."""
         if self._computed is None:
             raise UsageError("worker.update() without a worker.backward(loss) before it")
-        began = perf_counter()
         computed, self._computed = self._computed, None
+        began = perf_counter()
         loss = computed.loss.item() if computed.loss is not None and self._reads_at_once else None
-        verdict = self._replica.exchange.synchronize(loss is None or math.isfinite(loss))
+        finite = loss is None or math.isfinite(loss)
+        if loss is not None and not finite:
+            self._recovery.tell(self.rank, loss)
+        verdict = self._replica.exchange.synchronize(finite)
         synchronized = perf_counter()
         if verdict.apply:
             self._replica.exchange.update(self.round)
+            self._recovery.good()
         else:
             self._replica.exchange.skip(self.round)
-        updated = perf_counter()
-        self._times[2:] = synchronized - began, updated - synchronized
+            self._recovery.bad(verdict, self.round)
+        self._times[2:] = synchronized - began, perf_counter() - synchronized
         if self._share.of < self.world and self._order.strategy.synchronous:
             self._catch_up()
-        return self._record(computed, loss)
+        return self._record(computed, loss if finite else None)
 
     def evaluate(self) -> dict[str, float]:
         """Computes the loss and the metrics over the whole evaluation set, each example once.
 
         Every worker calls it and gets the same numbers; {} where the job has no evaluation data.
         """
-        if self._eval_loader is None:
+        if self._evaluation is None:
             return {}
         began = monotonic()
-        job = self._order.job
-        task = job.task
-        measures = {"loss": task.loss if task else job.loss, **(task.metrics if task else {}), **(job.metrics or {})}
-        sums = [0.0] * (2 * len(measures) + 1)
-        training = self.model.training
-        with self._averaged_statistics():
-            self.model.eval()
-            for share in self._eval_loader.sweep():
-                if share.examples:
-                    self._measure(share, measures, sums)
-        self.model.train(training)
-        totals = self._host.sum(sums)
-        metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(measures) if totals[2 * i + 1]}
+        metrics, examples = self._evaluation.run()
+        done = self.round + 1
+        ending = self._stopper.see(metrics, done)
         if self.rank == 0:
-            done = self.round + 1
-            epochs = done // self._loader.rounds_per_epoch
-            took = monotonic() - began
             now = self._journal.now()
-            self._journal.write(Evaluated(0, now, done, epochs, int(totals[-1]), metrics, took))
+            epochs = done // self._loader.rounds_per_epoch
+            self._journal.write(Evaluated(0, now, done, epochs, examples, metrics, monotonic() - began))
+            if ending:
+                self._journal.write(Notice(0, now, ending))
         return metrics
 
+    def resume(self, stored: Stored) -> None:
+        """Takes up what a checkpoint says of this worker, when its replica stands."""
+        resume = self._order.resume
+        assert resume is not None
+        if not resume.reset_optimizer:
+            self._replica.exchange.load(stored.pieces(), stored.description["settings"])
+            self._stopper.load(stored.description["early_stopping"])
+        if resume.same:
+            stored.load_local(self.model, self.rank)
+            restore_random_states(stored.random(self.rank), self.device)
+
     def finish(self) -> None:
-        """Averages what a checkpoint holds as a mean over workers."""
-        self._average(averaged_buffers(self.model))
+        """Saves a last time, and leaves in the model what a trained one is: averaged weights and statistics."""
+        if self._order.checkpoints and self._saver.saved != self.round + 1:
+            self._save()
+        self._saver.wait()
+        average(averaged_buffers(self.model), self._host)
+        if self._order.job.options.ema_decay is not None:
+            self._replica.exchange.swap_average()
+
+    def _save(self) -> None:
+        began = monotonic()
+        tensors = {
+            **owned_pieces(self._replica.exchange.state(), self._order.plan, self.rank),
+            **random_states(self.device),
+        }
+        averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self.model)}
+        average(list(averaged.values()), self._host)
+        if self.rank == 0:
+            for name, tensor in parameters_and_buffers(self.model):
+                # Copied, because training changes it while it is written.
+                tensors[name] = averaged[id(tensor)] if id(tensor) in averaged else tensor.detach().clone()
+        if self.world > 1:
+            tensors |= {f"local/{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
+        description = {
+            **self._order.description,
+            "epoch": (self.round + 1) // self._loader.rounds_per_epoch,
+            "settings": self._replica.exchange.settings(),
+            "early_stopping": self._stopper.state(),
+            "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        self._saver.save(self.round + 1, tensors, description, began)
+
+    def _roll_back(self) -> None:
+        self._saver.wait()
+        # Rank 0's has ended, and with it the checkpoint is there for all.
+        self._host.barrier()
+        checkpoint, _ = self._saver.folder.latest()
+        if checkpoint is None:
+            raise RunFailed(f"there is no sound checkpoint in {self._saver.folder.path} to roll back to")
+        stored = Stored(checkpoint)
+        self._replica.exchange.load([*stored.pieces(), *stored.parameter_pieces()])
+        if stored.ranks == self.world:
+            stored.load_local(self.model, self.rank)
 
     def _catch_up(self) -> None:
         """Brings rank 0's buffers to workers that had no example, so that what forward moves does not fall behind."""
@@ -204,44 +279,21 @@ class Worker:
                 self._host.broadcast(near)
                 buffer.copy_(near)
 
-    def _measure(self, share: Share, measures: Mapping[str, Any], sums: list[float]) -> None:
-        output = self._replica.compute.predict(share.batch)
-        target = self._replica.compute.place(select_target(share.batch, self._order.job.target))
-        for index, (name, measure) in enumerate(measures.items()):
-            total, weight = weigh(measure(output, target), share.examples, name)
-            sums[2 * index] += float(total)
-            sums[2 * index + 1] += float(weight)
-        sums[-1] += share.examples
-
-    @contextmanager
-    def _averaged_statistics(self) -> Iterator[None]:
-        buffers = averaged_buffers(self.model) if self.world > 1 else []
-        own = [buffer.clone() for buffer in buffers]
-        self._average(buffers)
-        yield
-        for buffer, saved in zip(buffers, own, strict=True):
-            buffer.copy_(saved)
-
-    def _average(self, buffers: list[Tensor]) -> None:
-        for buffer in buffers if self.world > 1 else ():
-            near = buffer.cpu()
-            self._host.all_reduce(near)
-            buffer.copy_(near / self.world)
-
     def _is_last(self) -> bool:
-        return self.round + 1 >= self.rounds or 0 < self._page.stop_after <= self.round + 1
+        return self.round + 1 >= self.rounds or self._stopper.over or 0 < self._page.stop_after <= self.round + 1
 
-    def _ask_for_stop(self) -> None:
+    def _ask(self) -> None:
         # Rank 0 decides before this round's first barrier, so that everybody knows after it.
         if self.rank == 0 and (self._page.stop or monotonic() > self._deadline) and not self._page.stop_after:
             self._page.stop_after = self.round + 1
+        self._saver.ask(self.round + 1)
 
     def _record(self, computed: Computed, loss: float | None) -> float | None:
         self._examples += self._share.examples
         beat = self._page.beats[self.rank]
         beat[1], beat[2] = self.round + 1, self._examples
         head = (self.round, self._share.epoch, self._share.examples)
-        if computed.loss is not None and loss is None:
+        if computed.loss is not None and not self._reads_at_once:
             self._unread.append(((*head, computed.weight), computed.loss, self._times[:]))
             if monotonic() - self._read > _READ_LOSSES_EVERY_S:
                 self._read_losses()

@@ -70,12 +70,13 @@ class Tail:
     Args:
         run_dir: the run directory; need not exist yet.
         skip: kinds of events to leave out, unread.
+        new_only: leave out what is there already, of an earlier attempt.
     """
 
-    def __init__(self, run_dir: Path | str, skip: Iterable[str] = ()) -> None:
+    def __init__(self, run_dir: Path | str, skip: Iterable[str] = (), new_only: bool = False) -> None:
         self._run_dir = Path(run_dir)
         self._skip = tuple(f'{{"kind":"{kind}"'.encode() for kind in skip)
-        self._places: dict[Path, _Place] = {}
+        self._places = {file: _Place.end(file) for file in _files(self._run_dir)} if new_only else {}
 
     def read(self) -> tuple[Event, ...]:
         """Returns the events that have become complete since the last call, by time.
@@ -97,12 +98,13 @@ class LogTail:
     Args:
         file: need not exist yet.
         until: a line at which it stops following.
+        new_only: leave out what is there already, of an earlier attempt.
     """
 
-    def __init__(self, file: Path, until: str) -> None:
+    def __init__(self, file: Path, until: str, new_only: bool = False) -> None:
         self._file = file
         self._until = until
-        self._offset = 0
+        self._offset = file.stat().st_size if new_only and file.exists() else 0
         self._over = False
 
     def read(self) -> list[str]:
@@ -124,6 +126,11 @@ class LogTail:
 class _Place:
     offset: int = field(default=0)
     lines: int = field(default=0)
+
+    @staticmethod
+    def end(file: Path) -> _Place:
+        content = file.read_bytes()
+        return _Place(content.rfind(b"\n") + 1, content.count(b"\n"))
 
     def advance(self, file: Path, skip: tuple[bytes, ...]) -> list[Event]:
         with file.open("rb") as stream:

@@ -1,0 +1,147 @@
+"""Evaluations over the whole evaluation set, each example once; and when they say that training has gone on enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.comm.collective import SharedCollective
+from headrace.data import Loader
+from headrace.errors import UsageError
+from headrace.metrics import weigh
+from headrace.replica.batch_norm import averaged_buffers
+from headrace.replica.exchange import Replica
+from headrace.replica.selection import select_target
+from headrace.spec.job import Job
+from headrace.spec.options import EarlyStopping
+from headrace.spec.share import Share
+
+__all__ = ["Evaluation", "Stopper", "average"]
+
+
+class Evaluation:
+    """Computes the loss and the metrics, on the averaged weights and statistics where there are such.
+
+    Args:
+        job: says which.
+        replica: of this worker.
+        loader: of the evaluation data.
+        host: the workers.
+    """
+
+    def __init__(self, job: Job, replica: Replica, loader: Loader, host: SharedCollective) -> None:
+        self._job = job
+        self._replica = replica
+        self._loader = loader
+        self._host = host
+
+    def run(self) -> tuple[dict[str, float], int]:
+        """Returns the metrics, the same on every worker, and how many examples were counted."""
+        job = self._job
+        task = job.task
+        measures = {"loss": task.loss if task else job.loss, **(task.metrics if task else {}), **(job.metrics or {})}
+        sums = [0.0] * (2 * len(measures) + 1)
+        module = self._replica.compute.module
+        training = module.training
+        with self._averaged():
+            module.eval()
+            for share in self._loader.sweep():
+                if share.examples:
+                    self._measure(share, measures, sums)
+        module.train(training)
+        totals = self._host.sum(sums)
+        metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(measures) if totals[2 * i + 1]}
+        return metrics, int(totals[-1])
+
+    def _measure(self, share: Share, measures: Mapping[str, Any], sums: list[float]) -> None:
+        output = self._replica.compute.predict(share.batch)
+        target = self._replica.compute.place(select_target(share.batch, self._job.target))
+        for index, (name, measure) in enumerate(measures.items()):
+            total, weight = weigh(measure(output, target), share.examples, name)
+            sums[2 * index] += float(total)
+            sums[2 * index + 1] += float(weight)
+        sums[-1] += share.examples
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        buffers = averaged_buffers(self._replica.compute.module) if self._host.world > 1 else []
+        own = [buffer.clone() for buffer in buffers]
+        average(buffers, self._host)
+        averages = self._job.options.ema_decay is not None
+        if averages:
+            self._replica.exchange.swap_average()
+        yield
+        if averages:
+            self._replica.exchange.swap_average()
+        with torch.no_grad():
+            for buffer, saved in zip(buffers, own, strict=True):
+                buffer.copy_(saved)
+
+
+def average(buffers: list[Tensor], host: SharedCollective) -> None:
+    """Replaces running statistics by their means over the workers."""
+    for buffer in buffers if host.world > 1 else ():
+        near = buffer.cpu()
+        host.all_reduce(near)
+        buffer.copy_(near / host.world)
+
+
+class Stopper:
+    """Counts the evaluations that got no better.
+
+    Args:
+        wish: what counts; None to go on for ever.
+    """
+
+    def __init__(self, wish: EarlyStopping | None) -> None:
+        self._wish = wish
+        self._best = math.inf
+        self._best_step = 0
+        self._waited = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether patience is at an end."""
+        return self._wish is not None and self._waited >= self._wish.patience
+
+    def see(self, metrics: Mapping[str, float], step: int) -> str | None:
+        """Takes an evaluation; returns a line for the user when patience has just come to its end.
+
+        Raises:
+            UsageError: the evaluation has no such metric.
+        """
+        wish = self._wish
+        if wish is None:
+            return None
+        if wish.metric not in metrics:
+            raise UsageError(
+                f"early stopping follows {wish.metric!r}, and the evaluation has {', '.join(metrics)} alone"
+            )
+        value = metrics[wish.metric] if wish.mode == "min" else -metrics[wish.metric]
+        # Whatever is no number is no improvement.
+        if value < self._best - wish.min_delta:
+            self._best, self._best_step, self._waited = value, step, 0
+            return None
+        self._waited += 1
+        if not self.over:
+            return None
+        best = self._best if wish.mode == "min" else -self._best
+        return (
+            f"ends early: {wish.metric} has got no better for {wish.patience} evaluations; "
+            f"best {best:.4g} after {self._best_step} steps"
+        )
+
+    def state(self) -> dict[str, float | None]:
+        """Returns the state as JSON values."""
+        best = self._best if math.isfinite(self._best) else None
+        return {"best": best, "best_step": self._best_step, "waited": self._waited}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` returned."""
+        self._best = math.inf if state["best"] is None else float(state["best"])
+        self._best_step, self._waited = int(state["best_step"]), int(state["waited"])

@@ -1,0 +1,82 @@
+"""What a loss or gradient that is NaN or infinite leads to: the same on every rank, for all know the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from headrace.comm.control import ControlPage
+from headrace.engine.journal import Journal
+from headrace.errors import NonFiniteGradient, NonFiniteLoss
+from headrace.replica.conditioning import Verdict
+from headrace.spec.event import NonFinite
+
+__all__ = ["MOST_IN_A_ROW", "Recovery"]
+
+MOST_IN_A_ROW = {"skip": 10, "rollback": 3}
+"""After so many bad rounds without a good one between them, the run ends: it would go on for ever."""
+
+
+class Recovery:
+    """Args:
+    action: "raise", "skip" or "rollback".
+    module: whose buffers a bad forward pass may have spoilt.
+    page: where losses are told.
+    journal: of this process; None where another rank's tells.
+    roll_back: brings back the last checkpoint.
+    """
+
+    def __init__(
+        self, action: str, module: nn.Module, page: ControlPage, journal: Journal | None, roll_back: Callable[[], None]
+    ) -> None:
+        self._action = action
+        self._page = page
+        self._journal = journal
+        self._roll_back = roll_back
+        self._row = 0
+        self._buffers = list(module.buffers()) if action != "raise" else []
+        self._kept: list[Tensor] = []
+
+    def before(self) -> None:
+        """Keeps what a round's forward pass may change beside the gradients."""
+        if not self._buffers:
+            return
+        if self._row == 0 or not self._kept:
+            with torch.no_grad():
+                self._kept = [buffer.clone() for buffer in self._buffers]
+
+    def good(self) -> None:
+        """Notes a round whose update was made."""
+        self._row = 0
+
+    def bad(self, verdict: Verdict, step: int) -> None:
+        """Does what was asked for.
+
+        Raises:
+            NonFiniteLoss, NonFiniteGradient: that was to raise, or it has happened too often in a row.
+        """
+        if verdict.overflow:
+            return
+        self._row += 1
+        gives_up = self._row > MOST_IN_A_ROW.get(self._action, 0)
+        if self._journal:
+            action = "raise" if gives_up else self._action
+            self._journal.write(NonFinite(0, self._journal.now(), step, verdict.bad_losses, action))
+        if gives_up:
+            if verdict.bad_losses:
+                rank = verdict.bad_losses[0]
+                raise NonFiniteLoss(rank, step, self._page.losses[rank][0], self._row)
+            raise NonFiniteGradient(step, self._row)
+        with torch.no_grad():
+            for buffer, kept in zip(self._buffers, self._kept, strict=True):
+                buffer.copy_(kept)
+        if self._action == "rollback":
+            self._roll_back()
+
+    def tell(self, rank: int, loss: float) -> None:
+        """Lets the others know a loss that is not finite, before they ask who it was."""
+        if not math.isfinite(loss):
+            self._page.losses[rank][0] = loss

@@ -1,0 +1,176 @@
+"""Checkpoints while training goes on: it stops for the copy alone.
+
+rank 0   copy ─► training goes on ───────────────────────────────────────────────►
+             └─► write rank-0 ─► wait for the others' digests ─► manifest, rename
+rank 1   copy ─► training goes on ───────────────────────────────────────────────►
+             └─► write rank-1, its digest to the control page
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+from torch import Tensor
+
+from headrace.checkpoint import CheckpointFolder, FileRecord
+from headrace.checkpoint.manifest import file_name
+from headrace.comm.collective import SharedCollective
+from headrace.comm.control import ControlPage
+from headrace.engine.journal import Journal
+from headrace.engine.order import Order
+from headrace.errors import HeadraceError, PeerLost
+from headrace.spec.event import Event, Notice, Saved
+
+__all__ = ["Saver"]
+
+_LOOK_EVERY_S = 0.002
+
+
+class Saver:
+    """One rank's part in the run's checkpoints; every rank calls the same verbs in the same order.
+
+    A disk that fails does not end a run: the checkpoints that there are stay, and rank 0 says what happened.
+
+    Args:
+        order: when to save, how much to keep.
+        rank: this worker's.
+        host: the workers of this host.
+        page: where they tell each other what they have written.
+        journal: of this process.
+    """
+
+    def __init__(self, order: Order, rank: int, host: SharedCollective, page: ControlPage, journal: Journal) -> None:
+        self.folder = CheckpointFolder(order.run_dir / "checkpoints")
+        self._wish = order.checkpoints
+        self._rank = rank
+        self._host = host
+        self._page = page
+        self._journal = journal
+        self._thread: threading.Thread | None = None
+        self._news: deque[Event] = deque()
+        self._failure: HeadraceError | None = None
+        self._last_s = monotonic()
+        self.saved = order.resume.step if order.resume else 0
+
+    def ask(self, done: int) -> None:
+        """Rank 0 decides whether to save when `done` rounds will be done, before that round's barrier."""
+        self._tell()
+        wish = self._wish
+        if self._rank or wish is None:
+            return
+        by_steps = wish.every_steps is not None and done % wish.every_steps == 0
+        by_time = wish.every_s is not None and monotonic() - self._last_s >= wish.every_s and not self._writes()
+        if by_steps or by_time:
+            self._page.save_after = done
+
+    def wanted(self, done: int) -> bool:
+        """Whether rank 0 has decided so."""
+        return self._page.save_after == done
+
+    def save(self, done: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any], began: float) -> None:
+        """Lets a thread write this rank's part; waits for the one before.
+
+        Args:
+            done: rounds.
+            tensors: copies, which nobody changes any more.
+            description: of the whole; rank 0's counts.
+            began: when training stopped for it, on the monotonic clock.
+        """
+        self.wait()
+        self._last_s = began
+        self.saved = done
+        problem: OSError | None = None
+        if self._rank == 0:
+            try:
+                self.folder.begin(done)
+            except OSError as error:
+                problem = error
+        # Nobody writes into a folder that rank 0 has not made.
+        (unmade,) = self._host.sum([float(problem is not None)])
+        stall_s = monotonic() - began
+        if unmade:
+            if problem:
+                self._news.append(self._warning(done, problem.strerror or str(problem)))
+            return
+        arguments = (done, tensors, description, stall_s)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="headrace-saver", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when this rank's thread has ended; on rank 0 the checkpoint is on the disk then, or given up."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._tell()
+
+    def _writes(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _tell(self) -> None:
+        # Events are written, and errors raised, by the worker's own thread alone.
+        while self._news:
+            self._journal.write(self._news.popleft())
+        if self._failure:
+            raise self._failure
+
+    def _write(self, done: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any], stall_s: float) -> None:
+        began = monotonic()
+        saves, digest = self._page.saves[self._rank], self._page.digests[self._rank]
+        error = 0
+        try:
+            record = self.folder.write(done, self._rank, tensors)
+            digest[:] = bytes.fromhex(record.sha256)
+            saves[1] = record.bytes
+        except OSError as failure:
+            error = failure.errno or -1
+        except HeadraceError as failure:
+            self._failure = failure
+            return
+        saves[2] = error
+        # Last, because it says that the rest is there.
+        saves[0] = done + 1
+        if self._rank == 0:
+            self._commit(done, description, stall_s, began)
+
+    def _commit(self, done: int, description: Mapping[str, Any], stall_s: float, began: float) -> None:
+        saves = self._page.saves
+        try:
+            while not all(save[0] == done + 1 for save in saves):
+                self._host.check()
+                time.sleep(_LOOK_EVERY_S)
+        except PeerLost:
+            return  # whose loss the worker's own thread finds, too
+        errors = [save[2] for save in saves if save[2]]
+        if errors:
+            self.folder.abandon(done)
+            self._news.append(self._warning(done, os.strerror(errors[0])))
+            return
+        files = [
+            FileRecord(file_name(rank), save[1], bytes(self._page.digests[rank]).hex())
+            for rank, save in enumerate(saves)
+        ]
+        assert self._wish is not None
+        try:
+            self.folder.commit(done, files, description, self._wish.keep)
+        except OSError as error:
+            self.folder.abandon(done)
+            self._news.append(self._warning(done, error.strerror or str(error)))
+            return
+        except HeadraceError as error:
+            self._failure = error
+            return
+        size = sum(record.bytes for record in files)
+        self._news.append(Saved(0, self._journal.now(), done, size, stall_s, monotonic() - began))
+
+    def _warning(self, done: int, problem: str) -> Notice:
+        text = (
+            f"no checkpoint at step {done}: {problem} in {self.folder.path}; training goes on, and the checkpoints "
+            "before it are untouched"
+        )
+        return Notice(0, self._journal.now(), text)

@@ -1,0 +1,142 @@
+"""A worker's part of the run's state, as named tensors: taken for a checkpoint, put back from one.
+
+parameter/NAME       every parameter                                     rank 0
+buffer/NAME          every buffer, running statistics averaged           rank 0
+state/NAME/KEY@START a piece of the optimizer's state or of the average  who updates it
+local/NAME           a worker's own buffer                               every rank of several
+random/KIND          the generators' states                              every rank
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headrace.checkpoint import Checkpoint
+from headrace.replica.exchange import StatePiece
+from headrace.replica.update import PARAMETER
+from headrace.spec.plan import EVERY_WORKER, Plan
+
+__all__ = ["Stored", "owned_pieces", "parameters_and_buffers", "random_states", "restore_random_states", "seed_random"]
+
+
+def parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields every parameter once and every buffer that belongs to the model's state, by checkpoint name."""
+    for name, parameter in module.named_parameters():
+        yield f"parameter/{name}", parameter.detach()
+    kept = module.state_dict(keep_vars=True)
+    for name, buffer in module.named_buffers():
+        if name in kept:
+            yield f"buffer/{name}", buffer
+
+
+def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[str, Tensor]:
+    """Returns the pieces that this rank saves: what all ranks hold is saved by rank 0."""
+    shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
+    return {
+        f"state/{piece.parameter}/{piece.key}@{piece.start}": piece.value
+        for piece in pieces
+        if rank == 0 or piece.parameter not in shared
+    }
+
+
+def seed_random(seed: int) -> None:
+    """Seeds this process's generators: torch's, numpy's and Python's."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Returns the states of this process's generators: torch's, numpy's and Python's."""
+    _, words, normal = random.getstate()
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
+    states = {
+        "random/torch": torch.get_rng_state(),
+        "random/python": torch.tensor(words, dtype=torch.int64),
+        "random/python-normal": torch.tensor([] if normal is None else [normal], dtype=torch.float64),
+        "random/numpy": torch.tensor(
+            [*numpy["state"]["key"].tolist(), numpy["state"]["pos"], numpy["has_gauss"]], dtype=torch.int64
+        ),
+        "random/numpy-normal": torch.tensor([numpy["gauss"]], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        states["random/cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Puts back what `random_states` returned."""
+    torch.set_rng_state(states["random/torch"].clone())
+    normal = states["random/python-normal"].tolist()
+    random.setstate((3, tuple(states["random/python"].tolist()), normal[0] if normal else None))
+    *keys, position, has_normal = states["random/numpy"].tolist()
+    cached = states["random/numpy-normal"].item()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_normal, cached))
+    if device.type == "cuda" and "random/cuda" in states:
+        torch.cuda.set_rng_state(states["random/cuda"].clone(), device)
+
+
+class Stored:
+    """What a checkpoint holds, read and verified.
+
+    Args:
+        checkpoint: whose files are read.
+
+    Attributes:
+        step: rounds that it holds.
+        description: what its saver said of it.
+        ranks: how many saved it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.step = checkpoint.step
+        self.description = checkpoint.description
+        self.ranks = len(checkpoint.ranks)
+        self._by_rank = {rank: checkpoint.read(rank) for rank in checkpoint.ranks}
+
+    def load_module(self, module: nn.Module) -> None:
+        """Gives a module the parameters, and the buffers as rank 0 saved them."""
+        with torch.no_grad():
+            for name, tensor in parameters_and_buffers(module):
+                tensor.copy_(self._by_rank[0][name])
+
+    def load_local(self, module: nn.Module, rank: int) -> None:
+        """Gives a module this rank's own buffers, where it has saved some."""
+        own = {name: tensor for name, tensor in self._by_rank[rank].items() if name.startswith("local/")}
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if f"local/{name}" in own:
+                    buffer.copy_(own[f"local/{name}"])
+
+    def random(self, rank: int) -> dict[str, Tensor]:
+        """Returns the states of a rank's generators."""
+        return {name: tensor for name, tensor in self._by_rank[rank].items() if name.startswith("random/")}
+
+    def pieces(self) -> list[StatePiece]:
+        """Returns the optimizer's state and the averages, of all ranks."""
+        return [
+            _piece(name, tensor)
+            for tensors in self._by_rank.values()
+            for name, tensor in tensors.items()
+            if name.startswith("state/")
+        ]
+
+    def parameter_pieces(self) -> list[StatePiece]:
+        """Returns the parameters in the form of state, for those who update them."""
+        return [
+            StatePiece(name.removeprefix("parameter/"), PARAMETER, 0, tensor.flatten())
+            for name, tensor in self._by_rank[0].items()
+            if name.startswith("parameter/")
+        ]
+
+
+def _piece(name: str, tensor: Tensor) -> StatePiece:
+    head, _, start = name.removeprefix("state/").rpartition("@")
+    parameter, _, key = head.rpartition("/")
+    return StatePiece(parameter, key, int(start), tensor)
