@@ -114,12 +114,12 @@ def parse(header: bytes, data_bytes: int) -> tuple[Entry, ...]:
         ValueError: the header is not that of such a file.
     """
     text = header.rstrip(b" ")
-    if not (text.startswith(b"{") and text.endswith(b"}")) or len(header) - len(text) >= PREFIX:
+    if len(text) < 2 or not (text.startswith(b"{") and text.endswith(b"}")) or len(header) - len(text) >= PREFIX:
         raise ValueError("its header is no object, or not padded to 8 bytes")
     entries: dict[str, Entry] = {}
-    at, place = 1, 0
-    while at < len(text) - 1:
-        match = _ENTRY.match(text, at)
+    at, place, last = 1, 0, len(text) - 1
+    while at < last:
+        match = _ENTRY.match(text, at, last)
         if match is None or len(entries) == MOST_ENTRIES:
             raise ValueError(f"its header is malformed at byte {at}, after {len(entries):,} tensors")
         entry = _entry(match, place)
@@ -128,8 +128,8 @@ def parse(header: bytes, data_bytes: int) -> tuple[Entry, ...]:
         entries[entry.name] = entry
         at, place = match.end(), entry.end
         # A comma must stand between two and nowhere else.
-        if at < len(text) - 1:
-            if text[at : at + 1] != b"," or at == len(text) - 2:
+        if at < last:
+            if text[at : at + 1] != b"," or at == last - 1:
                 raise ValueError(f"its header is malformed at byte {at}, after {len(entries):,} tensors")
             at += 1
     if place != data_bytes:
