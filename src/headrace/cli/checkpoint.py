@@ -112,8 +112,8 @@ def _found(path: Path) -> tuple[CheckpointFolder, tuple[int, ...]]:
     steps = folder.steps()
     if not steps:
         raise UsageError(
-            f"{place} holds no checkpoint (no folder step-<number>); give a run directory, its checkpoints, or one "
-            "of them; a run saves where it has a run_dir, for the first time after 10 minutes or at its end"
+            f"{place} holds no checkpoint, that is, no folder step-<number>; a run saves where it has a run directory, "
+            "at its end, and every 10 minutes or as --checkpoint-every says"
         )
     return folder, steps
 
@@ -135,7 +135,7 @@ def _look(folder: CheckpointFolder, step: int) -> dict[str, Any]:
     try:
         found = folder.open(step)
     except CorruptCheckpoint as error:
-        return {"step": step, **row, "wrong": f"{error.path}: {error.reason}"}
+        return {"step": step, **row, "wrong": f"{error.path.name}: {error.reason}"}
     said = {key: found.description.get(key) for key in ("strategy", "workers", "saved_at")}
     return {"step": step, **row, **said, "bytes": _size(found)}
 
@@ -147,7 +147,7 @@ def _cell(key: str, value: Any) -> str:
         case "bytes":
             return byte_count(value)
         case "saved_at":
-            return _word(value, 19).replace("T", " ")
+            return _word(value)[:19].replace("T", " ")
     return _word(value)
 
 
