@@ -10,7 +10,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from headrace.cli.checkpoint import checkpoint
-from headrace.cli.checkpoint import checkpoint
 from headrace.cli.compare import compare
 from headrace.cli.doctor import doctor
 from headrace.cli.errors import ExitCode
@@ -36,7 +35,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "compare": compare,
     "report": report,
-    "checkpoint": checkpoint,
     "checkpoint": checkpoint,
     "launch": launch,
     "doctor": doctor,
