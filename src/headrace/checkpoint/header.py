@@ -139,11 +139,13 @@ def parse(header: bytes, data_bytes: int) -> tuple[Entry, ...]:
 
 def _entry(match: re.Match[bytes], place: int) -> Entry:
     quoted, dtype, shape, begin, end = match.groups()
-    name = json.loads(quoted.decode())
+    name = json.loads(quoted) if b"\\" in quoted else quoted[1:-1].decode()
     entry = Entry(name, dtype.decode(), tuple(map(int, shape.split(b","))) if shape else (), place)
     if entry.dtype not in BYTES:
         raise ValueError(f"its tensor {name[:100]!r} is of the unknown type {entry.dtype}")
-    if (int(begin), int(end)) != (place, entry.end) or place % BYTES[entry.dtype]:
+    if place % BYTES[entry.dtype]:
+        raise ValueError(f"its tensor {name[:100]!r} of {entry.dtype} stands at byte {place}, which is not aligned")
+    if (int(begin), int(end)) != (place, entry.end):
         raise ValueError(
             f"its tensor {name[:100]!r} stands at bytes {int(begin)} to {int(end)}; "
             f"its shape, its type and the tensors before it make {place} to {entry.end}"
