@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,16 +22,33 @@ from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
 from headrace.engine.order import Engine
 from headrace.engine.preparation import prepare
-from headrace.replica.exchange import StatePiece
+from headrace.replica.conditioning import Verdict
+from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.whole_model import Objective
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.event import Stepped
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
+from headrace.spec.share import Share
 from headrace.strategies import Parts, Strategy
 
-__all__ = ["CLUSTER", "MODEL", "Outcome", "Saved", "by_hand", "carried", "distance", "drive", "train"]
+__all__ = [
+    "CLUSTER",
+    "MODEL",
+    "Outcome",
+    "Saved",
+    "by_hand",
+    "carried",
+    "distance",
+    "drive",
+    "held",
+    "step",
+    "train",
+    "with_replicas",
+]
+
+T = TypeVar("T")
 
 GIGABYTE = 2**30
 CLUSTER = Cluster((Host("here", cores=4, memory_bytes=GIGABYTE),))
@@ -159,10 +177,30 @@ class Saved:
     Attributes:
         tensors: parameters and buffers of rank 0.
         pieces: optimizer state of all ranks.
+        settings: the rest of the state, the same on all ranks, after its way through JSON.
     """
 
     tensors: Mapping[str, Tensor]
     pieces: Sequence[StatePiece]
+    settings: Mapping[str, Any]
+
+
+def step(replica: Replica, share: Share, round_: int) -> Verdict:
+    """Does one round as a worker does."""
+    replica.exchange.begin(round_)
+    loss = replica.compute.run(share).loss
+    verdict = replica.exchange.synchronize(loss is None or bool(loss.isfinite()))
+    if verdict.apply:
+        replica.exchange.update(round_)
+    else:
+        replica.exchange.skip(round_)
+    return verdict
+
+
+def held(replica: Replica) -> Saved:
+    """Returns a copy of what a rank holds."""
+    tensors = {name: tensor.detach().clone() for name, tensor in replica.compute.module.state_dict().items()}
+    return Saved(tensors, replica.exchange.state(), json.loads(json.dumps(replica.exchange.settings())))
 
 
 def drive(
@@ -175,7 +213,7 @@ def drive(
     wired: bool = False,
     estranged: bool = False,
 ) -> list[Saved]:
-    """Builds replicas and does the rounds `[start, stop)` verb by verb; returns what each rank holds at the end.
+    """Does the rounds `[start, stop)` verb by verb; returns what each rank holds at the end.
 
     Args:
         job, strategy, workers, start, stop: what to do.
@@ -183,6 +221,27 @@ def drive(
         wired: gives the replicas a wire, as if they were on devices of their own.
         estranged: lets every rank but the first come with other weights and buffers.
     """
+
+    def rounds(_: int, replica: Replica, loader: Loader) -> Saved:
+        if saved:
+            replica.exchange.load(saved.pieces, saved.settings)
+        for round_, share in enumerate(islice(loader.rounds(start), stop - start), start):
+            step(replica, share, round_)
+        return held(replica)
+
+    return with_replicas(job, strategy, workers, rounds, saved, wired, estranged)
+
+
+def with_replicas(
+    job: hr.Job,
+    strategy: Strategy,
+    workers: int,
+    act: Callable[[int, Replica, Loader], T],
+    saved: Saved | None = None,
+    wired: bool = False,
+    estranged: bool = False,
+) -> list[T]:
+    """Builds a replica a worker, and lets each act in a thread of its own; returns what they returned, by rank."""
     prepared = prepare(job)
     plan = strategy.plan(prepared.model, CLUSTER)
     assert plan.workers == workers
@@ -191,14 +250,14 @@ def drive(
 
     meeting = Meeting(workers)
 
-    def act(host: InProcess) -> Saved:
+    def body(host: InProcess) -> T:
         try:
-            return steps(host)
+            return build(host)
         except BaseException:
             meeting.abort(host.rank)
             raise
 
-    def steps(host: InProcess) -> Saved:
+    def build(host: InProcess) -> T:
         module = copy.deepcopy(job.model)
         assert isinstance(module, torch.nn.Module)
         if saved:
@@ -206,17 +265,9 @@ def drive(
         for tensor in (*module.parameters(), *module.buffers()) if estranged and host.rank else ():
             tensor.data.fill_(1)
         connect = (lambda: InProcess(meeting, host.rank)) if wired else None
-        parts = Parts(module, prepared.model, objective, job.optimizer, job.options, host, connect)
-        replica = strategy.replica(plan, host.rank, parts)
-        if saved:
-            replica.exchange.load(saved.pieces)
         loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, plan.shares, host.rank)
-        for round_, share in enumerate(islice(loader.rounds(start), stop - start), start):
-            replica.exchange.begin(round_)
-            replica.compute.run(share)
-            replica.exchange.synchronize()
-            replica.exchange.update(round_)
-        tensors = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-        return Saved(tensors, replica.exchange.state())
+        epoch = loader.rounds_per_epoch
+        parts = Parts(module, prepared.model, objective, job.optimizer, job.options, host, connect, epoch)
+        return act(host.rank, strategy.replica(plan, host.rank, parts), loader)
 
-    return together(workers, act)
+    return together(workers, body)

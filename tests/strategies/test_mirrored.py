@@ -10,6 +10,7 @@ import headrace as hr
 from headrace.replica import reduction
 from headrace.replica.overlap import OverlappedGradients
 from strategies.contract_models import COUNTS, MODELS, VARIANTS
+from strategies.contract_options import OPTIONS
 from strategies.contract_runs import distance, drive
 from strategies.test_contract import DOUBLE
 
@@ -24,7 +25,7 @@ def bucket_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def assert_one_device(model: str, strategy: hr.Mirrored, workers: int) -> None:
-    case = {**MODELS, **VARIANTS}[model]
+    case = {**MODELS, **VARIANTS, **OPTIONS}[model]
     job = case.job(COUNTS["tiny"])
     (reference,) = drive(job, hr.OneDevice(), 1, 0, ROUNDS)
     ranks = drive(job, strategy, workers, 0, ROUNDS, wired=True)
@@ -32,6 +33,12 @@ def assert_one_device(model: str, strategy: hr.Mirrored, workers: int) -> None:
     trained = dict(case.model().named_parameters())
     for rank in ranks[1:]:
         assert all((rank.tensors[name] == ranks[0].tensors[name]).all() for name in trained)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("option", ["accumulate-tokens", "all-together", "average-partial", "clip-value-and-norm"])
+def test_options_by_a_wire_are_those_of_one_device(option: str, overlap: bool) -> None:
+    assert_one_device(option, hr.Mirrored(2, overlap=overlap), 2)
 
 
 @pytest.mark.parametrize("model", sorted({**MODELS, **VARIANTS}))

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+import headrace as hr
 from headrace.replica.exchange import StatePiece
 from headrace.strategies import STRATEGIES
-from strategies.contract_models import MODELS, SGD, Case, Partial, dense, matrices
+from strategies.contract_models import ADAM, MODELS, SGD, Case, Partial, by_name, dense, matrices
+from strategies.contract_options import OPTIONS, SCHEDULES
 from strategies.contract_runs import Saved, distance, drive
 from strategies.test_contract import DOUBLE, ROWS
 
 COUNT, MIDDLE, END = 9, 4, 9
+
+
+def _scheduled(name: str, **options: Any) -> Case:
+    return Case(dense, options=hr.Options(schedule=SCHEDULES[name], **options))
+
 
 CASES = {
     "sgd": Case(dense),
@@ -25,6 +33,12 @@ CASES = {
     "rprop": Case(dense, optimizer=partial(torch.optim.Rprop, lr=0.01)),
     "adafactor": Case(dense, optimizer=partial(torch.optim.Adafactor, lr=0.05)),
     "muon": Case(matrices, optimizer=partial(torch.optim.Muon, lr=0.02)),
+    "average-partial": Case(Partial, options=hr.Options(ema_decay=0.8)),
+    "adam-one-cycle": Case(dense, optimizer=ADAM, options=hr.Options(schedule=SCHEDULES["one-cycle"])),
+    "groups-warm-up": Case(dense, optimizer=by_name, options=hr.Options(schedule=SCHEDULES["step"], warmup=6)),
+    "epochs-sequential": _scheduled("sequential", schedule_every="epoch"),
+    **{f"schedule-{name}": _scheduled(name) for name in SCHEDULES},
+    "all-together": OPTIONS["all-together"],
 }
 
 SYNCHRONOUS = [(name, workers) for name, row in ROWS.items() if STRATEGIES[name].synchronous for workers in row.workers]
@@ -38,7 +52,8 @@ WAYS = [
 
 
 def all_ranks(saved: list[Saved]) -> Saved:
-    return Saved(saved[0].tensors, [piece for each in saved for piece in each.pieces])
+    assert all(each.settings == saved[0].settings for each in saved)
+    return Saved(saved[0].tensors, [piece for each in saved for piece in each.pieces], saved[0].settings)
 
 
 def run(case: Case, name: str, workers: int, start: int, stop: int, saved: Saved | None = None) -> Saved:

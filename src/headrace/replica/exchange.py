@@ -84,7 +84,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        """Takes up what of `pieces` (all ranks' together) belongs to this rank, and the settings if given."""
+        """Takes up what of `pieces` (all ranks' together) belongs to this rank, and the settings if given.
+
+        Every rank calls it.
+        """
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
