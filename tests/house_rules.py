@@ -17,11 +17,11 @@ FLOORS = (
     {"replica", "data", "models", "ps", "pipelining", "checkpoint"},
     {"strategies"},
     {"engine", "planner", "report"},
-    {"trainer", "run", "comparison", "script", "export"},
+    {"trainer", "run", "comparison", "script", "supervision", "export"},
     {"cli", "serving", ""},
 )
 FLOOR = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
-LOOSE = {"tasks", "metrics", "trees", "trainer", "run", "comparison", "script"}
+LOOSE = {"tasks", "metrics", "trees", "trainer", "run", "comparison", "script", "supervision"}
 """Files that stand in no folder: those of one floor are one room."""
 SIDEWAYS = {("data", "headrace.replica.compute")}
 """Room and module: the loader makes the `Share` that the compute takes."""

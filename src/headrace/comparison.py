@@ -100,6 +100,7 @@ def compare(
                 timeout_s=timeout_s,
                 engine=own or engine,
                 seconds=seconds,
+                checkpoints=False,
             )
 
         runs = []

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 import signal
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from datetime import datetime
-from importlib.metadata import version
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
-import torch
-
-from headrace.engine.claim import Claim, refuse_living
+from headrace.engine.attempt import Going
 from headrace.engine.interrupts import TERMINATED
-from headrace.engine.journal import Journal
 from headrace.engine.launched import LaunchedEngine, launched_ranks
 from headrace.engine.local import LocalEngine
-from headrace.engine.machine import can_paint, detect
-from headrace.engine.order import Engine, Order, Progress, Resumption
+from headrace.engine.machine import detect
+from headrace.engine.order import Engine, Order
 from headrace.engine.preparation import Prepared, prepare
-from headrace.engine.process import LAST_WORDS, log_path
-from headrace.engine.resumption import describe_run, find, resumption
+from headrace.engine.resumption import describe_run
 from headrace.engine.worker import Worker
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
-from headrace.policies.split import split
-from headrace.report.events import LogTail, Tail
-from headrace.report.show import Show
 from headrace.run import Keeper, Run
 from headrace.spec.checkpoints import Checkpoints
-from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted
 from headrace.spec.job import Job
-from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
+from headrace.supervision import OnEvent, supervise
 
 __all__ = ["fit", "launch"]
-
-OnEvent = Callable[[Event], None]
 
 # A process shows itself four times a second.
 _LEAST_TIMEOUT_S = 1.0
@@ -148,6 +132,8 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     timeout_s = wish.timeout_s
     if not (isinstance(timeout_s, int | float) and timeout_s >= _LEAST_TIMEOUT_S):
         raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
+    if wish.resume and wish.run_dir is None:
+        raise UsageError("resume needs the run_dir of the run that goes on")
     if train is not None and not callable(train):
         raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
     # Now, because building the user's model may change the working directory.
@@ -162,33 +148,25 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     keeper = Keeper() if wanted is None else None
     directory = wanted or Path(keeper.path if keeper else ".")
     description = describe_run(job, prepared, plan) if checkpoints or wish.resume else {}
-    resume = None
-    if wish.resume:
-        resume, notices = _resume(prepared, description, directory, wish)
-        prepared = replace(prepared, notices=(*prepared.notices, *notices))
     own = None if wish.engine else (LaunchedEngine(timeout_s) if ranks else LocalEngine())
     running = own or wish.engine
     assert running is not None
     order = Order(
-        job,
-        train,
-        chosen,
-        plan,
-        prepared.model,
-        prepared.weighed,
-        directory,
-        monotonic(),
-        timeout_s,
-        wish.seconds,
-        checkpoints,
-        resume,
-        description,
+        job=job,
+        train=train,
+        strategy=chosen,
+        plan=plan,
+        model=prepared.model,
+        weighed=prepared.weighed,
+        run_dir=directory,
+        started=monotonic(),
+        timeout_s=timeout_s,
+        seconds=wish.seconds,
+        checkpoints=checkpoints,
+        description=description,
     )
     try:
-        if isinstance(running, LaunchedEngine):
-            status = _supervise_together(order, prepared, running, wish.on_event)
-        else:
-            status = _supervise(order, prepared, running, wish.on_event)
+        status = supervise(order, prepared, running, Going(wish.resume, wish.reset_optimizer), wish.on_event)
     finally:
         if own:
             own.close()
@@ -213,120 +191,6 @@ def _checkpoints(job: Job, strategy: Strategy, wish: _Wish) -> Checkpoints | Non
             "checkpoints=hr.Checkpoints(every_steps=100)"
         )
     return chosen
-
-
-def _resume(
-    prepared: Prepared, description: Mapping[str, Any], directory: Path, wish: _Wish
-) -> tuple[Resumption, tuple[str, ...]]:
-    if wish.run_dir is None:
-        raise UsageError("resume needs the run_dir of the run that goes on")
-    refuse_living(directory)
-    checkpoint, wrong = find(directory, True if isinstance(wish.resume, bool) else wish.resume)
-    notices = (
-        *(f"damaged, left out: {error.path}: {error.reason}" for error in wrong),
-        f"goes on from {checkpoint.path}",
-    )
-    return resumption(checkpoint, description, prepared, wish.reset_optimizer), notices
-
-
-def _supervise_together(order: Order, prepared: Prepared, engine: LaunchedEngine, on_event: OnEvent | None) -> str:
-    """Runs as one of the launcher's processes: rank 0 leads, all write to its directory."""
-    shared = Path(engine.agree(str(order.run_dir)))
-    together = replace(order, run_dir=shared)
-    leads = engine.rank == 0
-    status = _supervise(together, prepared, engine, on_event) if leads else engine.run(together, lambda _: None)
-    engine.agree("written")
-    if shared != order.run_dir:
-        # Rank 0's may be a temporary one, which goes when rank 0 does.
-        shutil.copytree(shared, order.run_dir, dirs_exist_ok=True)
-    engine.agree("read")
-    return status
-
-
-def _supervise(order: Order, prepared: Prepared, engine: Engine, on_event: OnEvent | None) -> str:
-    continues = order.resume is not None and order.resume.folder.parent == order.run_dir
-    claim = Claim(order.run_dir, continues, _checkpoint_bytes(prepared) if order.checkpoints else 0)
-    try:
-        began = order.started - claim.attempt_s
-        held = replace(order, started=began, attempt_s=claim.attempt_s, lock=claim.lock)
-        return _follow(held, prepared, engine, on_event)
-    finally:
-        claim.close()
-
-
-def _checkpoint_bytes(prepared: Prepared) -> int:
-    """Returns about how much: the weights, and as much again for what an optimizer keeps."""
-    return 2 * sum(parameter.bytes for parameter in prepared.model.parameters)
-
-
-def _follow(order: Order, prepared: Prepared, engine: Engine, on_event: OnEvent | None) -> str:
-    journal = Journal(order.run_dir, LAUNCHER, order.started)
-    # Whoever wants no steps need not pay for reading them.
-    tail = Tail(order.run_dir, skip=() if on_event else ("stepped",), new_only=True)
-    show = Show(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
-
-    log = LogTail(log_path(order.run_dir, 0), until=LAST_WORDS, new_only=True)
-
-    def follow(progress: Progress | None = None) -> None:
-        if progress:
-            show.update(progress.step, progress.loss, progress.examples)
-        for line in log.read():
-            show.line(line)
-        for event in tail.read():
-            show.event(event)
-            if on_event:
-                on_event(event)
-
-    status = "failed"
-    try:
-        journal.write(_started(order, prepared))
-        for line in (_first_line(order, prepared), *prepared.notices):
-            journal.write(Notice(LAUNCHER, journal.now(), line))
-        status = engine.run(order, follow)
-        return status
-    finally:
-        journal.write(RunEnded(LAUNCHER, journal.now(), "interrupted" if status == TERMINATED else status))
-        journal.close()
-        follow()
-        show.close()
-
-
-def _rounds(order: Order, prepared: Prepared) -> int | None:
-    job = order.job
-    if order.train is not None or order.seconds is not None:
-        return None
-    return job.steps or (job.epochs or 0) * -(-prepared.examples // job.global_batch_size)
-
-
-def _started(order: Order, prepared: Prepared) -> RunStarted:
-    role = order.plan.roles[0]
-    return RunStarted(
-        rank=LAUNCHER,
-        time_s=order.attempt_s,
-        strategy=order.plan.strategy,
-        workers=order.plan.workers,
-        device=role.device.partition(":")[0],
-        threads=role.threads,
-        global_batch_size=order.job.global_batch_size,
-        examples_per_epoch=prepared.examples,
-        started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
-        plan=to_plain(order.plan),
-        versions={"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()},
-        clock_s=order.started,
-        resumed_step=order.resume.step if order.resume else 0,
-    )
-
-
-def _first_line(order: Order, prepared: Prepared) -> str:
-    plan, role = order.plan, order.plan.roles[0]
-    parts = split(order.job.global_batch_size, plan.shares)
-    batch = " + ".join(map(str, parts)) if len(parts) <= 8 else f"{len(parts)} x {parts[-1]}..{parts[0]}"
-    devices = ", ".join(dict.fromkeys(role.device for role in plan.roles))
-    return (
-        f"{plan.workers} worker{'s' * (plan.workers > 1)} on {role.host}, {devices}, {role.threads} "
-        f"thread{'s' * (role.threads > 1)} each; batch of {order.job.global_batch_size} = {batch}; "
-        f"{prepared.examples:,} examples"
-    )
 
 
 def _check_split(job: Job, prepared: Prepared, plan: Plan) -> None:

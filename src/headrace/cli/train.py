@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -76,10 +77,7 @@ def train(
         find_job(path)
         check_tensorboard(tensorboard)
         checkpoints = checkpoints_of(checkpoint_every, keep)
-        if resume and run_dir is None:
-            raise UsageError("--resume goes on with a run: name it by --run-dir, or another one by --resume-from")
-        if resume and resume_from:
-            raise UsageError("--resume goes on with --run-dir, --resume-from with another run; give one of them")
+        going = _going(resume, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{strategy}")
         # In this order: the engine starts a process that imports torch at the same time as this one does, for
         # the job file and the trainer.
@@ -101,10 +99,18 @@ def train(
                     timeout_s=timeout_s,
                     engine=engine,
                     checkpoints=(checkpoints or False) if chosen.synchronous else None,
-                    resume=resume_from or resume,
+                    resume=going,
                     reset_optimizer=reset_optimizer,
                 )
         if launched_rank() in (None, 0):
             show_run(answer, where)
     if run.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _going(resume: bool, resume_from: Path | None, run_dir: Path | None) -> bool | Path:
+    if resume and run_dir is None:
+        raise UsageError("--resume goes on with a run: name it by --run-dir, or another one by --resume-from")
+    if resume and resume_from:
+        raise UsageError("--resume goes on with --run-dir, --resume-from with another run; give one of them")
+    return resume_from or resume

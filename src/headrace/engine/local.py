@@ -98,7 +98,7 @@ class LocalEngine(Engine):
                 "data_bytes": length,
             }
             # The lock is not read there; it holds the run's directory until the last worker has ended.
-            further = [descriptor for descriptor in (memory, order.lock) if descriptor >= 0]
+            further = [descriptor for descriptor in (memory, order.attempt.lock) if descriptor >= 0]
             self._nursery.spawn(role.rank, message, [control, watched_end, read_end, *further])
             os.close(read_end)
             pipes.append(write_end)
@@ -202,7 +202,7 @@ class _Watch:
 
     def _failures(self, rank: int) -> list[Failed]:
         events = [decode(line) for line in self._lines(rank) if line.startswith('{"kind":"failed"')]
-        return [event for event in events if isinstance(event, Failed) and event.time_s >= self._order.attempt_s]
+        return [event for event in events if isinstance(event, Failed) and event.time_s >= self._order.attempt.began_s]
 
     def _said_goodbye(self, rank: int) -> bool:
         """Whether a rank that ended without an error had done its work; os._exit(0) in user code has no error."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     # For the type alone: strategies import torch, and an engine starts before that.
     from headrace.strategies.strategy import Strategy
 
-__all__ = ["Engine", "Order", "Progress", "Resumption"]
+__all__ = ["Attempt", "Engine", "Order", "Progress", "Resumption"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,19 @@ class Resumption:
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """One of several at a run that was interrupted, in one directory.
+
+    Attributes:
+        began_s: on the run's clock, seconds.
+        lock: a descriptor whose holders keep others out of the directory; -1 for none.
+    """
+
+    began_s: float = 0.0
+    lock: int = -1
+
+
+@dataclass(frozen=True)
 class Order:
     """One run.
 
@@ -53,8 +66,7 @@ class Order:
         checkpoints: when to save; None for never.
         resume: what to go on from; None to begin.
         description: what every checkpoint says of the job.
-        attempt_s: seconds on the run's clock at which this attempt began.
-        lock: a descriptor whose holders keep others out of the run's directory; -1 for none.
+        attempt: which of the attempts at this run it is.
     """
 
     job: Job
@@ -70,8 +82,7 @@ class Order:
     checkpoints: Checkpoints | None = None
     resume: Resumption | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
-    attempt_s: float = 0.0
-    lock: int = -1
+    attempt: Attempt = Attempt()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,159 @@
+"""A run from its claim of a directory to its last event: who runs it, and what its caller sees of it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from headrace.engine.attempt import Going, begin
+from headrace.engine.interrupts import TERMINATED
+from headrace.engine.journal import Journal
+from headrace.engine.launched import LaunchedEngine
+from headrace.engine.machine import can_paint
+from headrace.engine.order import Attempt, Engine, Order, Progress, Resumption
+from headrace.engine.preparation import Prepared
+from headrace.engine.process import LAST_WORDS, log_path
+from headrace.errors import HeadraceError, RunFailed
+from headrace.policies.split import split
+from headrace.report.events import LogTail, Tail
+from headrace.report.show import Show
+from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted
+from headrace.spec.plain import to_plain
+
+__all__ = ["OnEvent", "supervise"]
+
+OnEvent = Callable[[Event], None]
+
+
+def supervise(order: Order, prepared: Prepared, engine: Engine, going: Going, on_event: OnEvent | None) -> str:
+    """Runs an order; returns how it ended: "ok", "interrupted" or "terminated".
+
+    Args:
+        order: what to run.
+        prepared: its job, looked at.
+        engine: who runs it.
+        going: what it goes on from.
+        on_event: called with every event.
+    """
+    if isinstance(engine, LaunchedEngine):
+        return _together(order, prepared, engine, going, on_event)
+    with begin(order, prepared, going) as (begun, notices):
+        return _follow(begun, prepared, notices, engine, on_event)
+
+
+def _together(order: Order, prepared: Prepared, engine: LaunchedEngine, going: Going, on_event: OnEvent | None) -> str:
+    """Runs as one of the launcher's processes: rank 0 leads, all write to its directory."""
+    if engine.rank == 0:
+        status = _lead(order, prepared, engine, going, on_event)
+    else:
+        told = json.loads(engine.agree(""))
+        if "refused" in told:
+            raise RunFailed(f"rank 0 refused to begin: {told['refused']}")
+        found = told["resume"]
+        resume = Resumption(**{**found, "folder": Path(found["folder"])}) if found else None
+        shared = Path(told["run_dir"])
+        begun = replace(order, run_dir=shared, resume=resume, started=told["started"], attempt=Attempt(told["began_s"]))
+        status = engine.run(begun, lambda _: None)
+        engine.agree("written")
+        if shared != order.run_dir:
+            # Rank 0's may be a temporary one, which goes when rank 0 does.
+            shutil.copytree(shared, order.run_dir, dirs_exist_ok=True)
+    engine.agree("read")
+    return status
+
+
+def _lead(order: Order, prepared: Prepared, engine: LaunchedEngine, going: Going, on_event: OnEvent | None) -> str:
+    with ExitStack() as stack:
+        try:
+            begun, notices = stack.enter_context(begin(order, prepared, going))
+        except HeadraceError as error:
+            engine.agree(json.dumps({"refused": str(error)}))
+            raise
+        resume = {**asdict(begun.resume), "folder": str(begun.resume.folder)} if begun.resume else None
+        told = {"started": begun.started, "began_s": begun.attempt.began_s, "resume": resume}
+        engine.agree(json.dumps({**told, "run_dir": str(begun.run_dir)}))
+        status = _follow(begun, prepared, notices, engine, on_event)
+        engine.agree("written")
+        return status
+
+
+def _follow(
+    order: Order, prepared: Prepared, notices: tuple[str, ...], engine: Engine, on_event: OnEvent | None
+) -> str:
+    journal = Journal(order.run_dir, LAUNCHER, order.started)
+    # Whoever wants no steps need not pay for reading them.
+    tail = Tail(order.run_dir, skip=() if on_event else ("stepped",), new_only=True)
+    show = Show(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
+
+    log = LogTail(log_path(order.run_dir, 0), until=LAST_WORDS, new_only=True)
+
+    def follow(progress: Progress | None = None) -> None:
+        if progress:
+            show.update(progress.step, progress.loss, progress.examples)
+        for line in log.read():
+            show.line(line)
+        for event in tail.read():
+            show.event(event)
+            if on_event:
+                on_event(event)
+
+    status = "failed"
+    try:
+        journal.write(_started(order, prepared))
+        for line in (_first_line(order, prepared), *prepared.notices, *notices):
+            journal.write(Notice(LAUNCHER, journal.now(), line))
+        status = engine.run(order, follow)
+        return status
+    finally:
+        journal.write(RunEnded(LAUNCHER, journal.now(), "interrupted" if status == TERMINATED else status))
+        journal.close()
+        follow()
+        show.close()
+
+
+def _rounds(order: Order, prepared: Prepared) -> int | None:
+    job = order.job
+    if order.train is not None or order.seconds is not None:
+        return None
+    return job.steps or (job.epochs or 0) * -(-prepared.examples // job.global_batch_size)
+
+
+def _started(order: Order, prepared: Prepared) -> RunStarted:
+    role = order.plan.roles[0]
+    return RunStarted(
+        rank=LAUNCHER,
+        time_s=order.attempt.began_s,
+        strategy=order.plan.strategy,
+        workers=order.plan.workers,
+        device=role.device.partition(":")[0],
+        threads=role.threads,
+        global_batch_size=order.job.global_batch_size,
+        examples_per_epoch=prepared.examples,
+        started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        plan=to_plain(order.plan),
+        versions={"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()},
+        clock_s=order.started,
+        resumed_step=order.resume.step if order.resume else 0,
+    )
+
+
+def _first_line(order: Order, prepared: Prepared) -> str:
+    plan, role = order.plan, order.plan.roles[0]
+    parts = split(order.job.global_batch_size, plan.shares)
+    batch = " + ".join(map(str, parts)) if len(parts) <= 8 else f"{len(parts)} x {parts[-1]}..{parts[0]}"
+    devices = ", ".join(dict.fromkeys(role.device for role in plan.roles))
+    return (
+        f"{plan.workers} worker{'s' * (plan.workers > 1)} on {role.host}, {devices}, {role.threads} "
+        f"thread{'s' * (role.threads > 1)} each; batch of {order.job.global_batch_size} = {batch}; "
+        f"{prepared.examples:,} examples"
+    )
