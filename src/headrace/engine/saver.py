@@ -83,6 +83,8 @@ class Saver:
             began: when training stopped for it, on the monotonic clock.
         """
         self.wait()
+        # What a checkpoint holds has its events, whoever is killed next.
+        self._journal.flush()
         self._last_s = began
         self.saved = done
         problem: OSError | None = None
