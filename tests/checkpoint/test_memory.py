@@ -20,9 +20,9 @@ def peak():
 
 state = {"contiguous": torch.ones(25_000_000), "transposed": torch.ones(5_000, 5_000).t()}
 folder = CheckpointFolder(Path(sys.argv[1]))
-# Once with little, so that what is imported at the first use has been.
+# Once with little, so that what the first use imports and allocates for good has been.
 folder.begin(1)
-folder.commit(1, [folder.write(1, 0, {"a": torch.ones(2_000_000)})], {}, 1)
+folder.commit(1, [folder.write(1, 0, {"a": torch.ones(2_000_000), "b": torch.ones(2_000, 2_000).t()})], {}, 1)
 folder.open(1).read(0)
 size = sum(tensor.nbytes for tensor in state.values())
 before = peak()
