@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.engine.journal import Journal
 from headrace.errors import NonFiniteGradient, NonFiniteLoss
@@ -24,15 +25,23 @@ class Recovery:
     """Args:
     action: "raise", "skip" or "rollback".
     module: whose buffers a bad forward pass may have spoilt.
+    host: the workers.
     page: where losses are told.
-    journal: of this process; None where another rank's tells.
+    journal: of this process.
     roll_back: brings back the last checkpoint.
     """
 
     def __init__(
-        self, action: str, module: nn.Module, page: ControlPage, journal: Journal | None, roll_back: Callable[[], None]
+        self,
+        action: str,
+        module: nn.Module,
+        host: SharedCollective,
+        page: ControlPage,
+        journal: Journal,
+        roll_back: Callable[[], None],
     ) -> None:
         self._action = action
+        self._host = host
         self._page = page
         self._journal = journal
         self._roll_back = roll_back
@@ -62,13 +71,17 @@ class Recovery:
             return
         self._row += 1
         gives_up = self._row > MOST_IN_A_ROW.get(self._action, 0)
-        if self._journal:
+        speaker = verdict.bad_losses[0] if gives_up and verdict.bad_losses else 0
+        rank = self._host.rank
+        if rank == speaker:
             action = "raise" if gives_up else self._action
-            self._journal.write(NonFinite(0, self._journal.now(), step, verdict.bad_losses, action))
+            self._journal.write(NonFinite(rank, self._journal.now(), step, verdict.bad_losses, action))
         if gives_up:
+            if rank != speaker:
+                # One error is enough; the others end with its rank.
+                self._host.barrier()
             if verdict.bad_losses:
-                rank = verdict.bad_losses[0]
-                raise NonFiniteLoss(rank, step, self._page.losses[rank][0], self._row)
+                raise NonFiniteLoss(speaker, step, self._page.losses[speaker][0], self._row)
             raise NonFiniteGradient(step, self._row)
         with torch.no_grad():
             for buffer, kept in zip(self._buffers, self._kept, strict=True):

@@ -99,8 +99,7 @@ class Worker:
         self._journal = journal
         self._saver = Saver(order, rank, host, page, journal)
         self._stopper = Stopper(options.early_stopping)
-        teller = None if rank else journal
-        self._recovery = Recovery(options.on_nonfinite, self.model, page, teller, self._roll_back)
+        self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back)
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]

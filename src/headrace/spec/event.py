@@ -156,7 +156,9 @@ class Saved(Event):
 
 @dataclass(frozen=True)
 class NonFinite(Event):
-    """By rank 0: a loss or gradient was NaN or infinite, and nothing of it reached the parameters.
+    """By rank 0, or by the rank whose loss ends the run: a loss or gradient was NaN or infinite.
+
+    Nothing of it has reached the parameters.
 
     Attributes:
         step: of the round, counted from 0.
