@@ -24,30 +24,30 @@ PREFIX: Final = 8
 MOST_BYTES = 16 << 20
 MOST_ENTRIES = 100_000
 MOST_DIMS = 64
-BYTES = {
-    **{name: 8 for name in ("F64", "C64", "I64", "U64")},
-    **{name: 4 for name in ("F32", "I32", "U32")},
-    **{name: 2 for name in ("F16", "BF16", "I16", "U16")},
-    **{name: 1 for name in ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")},
-}
-"""Of one element, by dtype."""
 NAMES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "C64": "complex64",
     "BOOL": "bool",
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
 """torch's names, by dtype."""
+BYTES = {name: int("".join(filter(str.isdigit, name.partition("_")[0])) or 8) // 8 for name in NAMES}
+"""Of one element, by dtype: their names say bits."""
 
 _NUMBER = rb"(?:0|[1-9][0-9]{0,18}+)"
 _ENTRY = re.compile(
     # Possessive, so that no header makes the search go back.
     rb'("(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+"):\{"dtype":"([A-Z0-9_]{1,16})",'
-    rb'"shape":\[((?:%(n)s(?:,%(n)s){0,63})?)\],"data_offsets":\[(%(n)s),(%(n)s)\]\}' % {b"n": _NUMBER}
+    rb'"shape":\[((?:%(n)s(?:,%(n)s){0,%(d)d})?)\],"data_offsets":\[(%(n)s),(%(n)s)\]\}'
+    % {b"n": _NUMBER, b"d": MOST_DIMS - 1}
 )
 
 

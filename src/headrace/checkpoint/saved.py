@@ -120,7 +120,7 @@ class Checkpoint:
         record = self._record(rank)
         with self._opened(record.name) as file, Digest() as digest:
             entries, _ = _front(file, record, digest)
-        return {entry.name: (entry.shape, header.NAMES.get(entry.dtype, entry.dtype)) for entry in entries}
+        return {entry.name: (entry.shape, header.NAMES[entry.dtype]) for entry in entries}
 
     def _record(self, rank: int) -> FileRecord:
         found = [record for record in self.manifest.files if record.rank == rank]

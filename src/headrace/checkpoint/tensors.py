@@ -8,33 +8,14 @@ import torch
 from torch import Tensor
 
 from headrace.checkpoint.digest import CHUNK, Digest
-from headrace.checkpoint.header import BYTES, Entry, encode
+from headrace.checkpoint.header import NAMES, Entry, encode
 from headrace.checkpoint.manifest import FileRecord
 from headrace.checkpoint.storage import File
 from headrace.errors import UsageError
 
 __all__ = ["allocate", "views", "write"]
 
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_TYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in NAMES.items()}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
@@ -93,7 +74,7 @@ def _entries(tensors: Sequence[tuple[str, Tensor]]) -> list[Entry]:
         if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise UsageError(
                 f"tensor {name!r} is {tensor.layout} of {tensor.dtype} on {tensor.device}; "
-                f"a checkpoint holds dense ones of {', '.join(sorted(BYTES))}"
+                f"a checkpoint holds dense ones of {', '.join(sorted(NAMES.values()))}"
             )
         if name == "__metadata__":
             raise UsageError("a tensor cannot be named '__metadata__', which safetensors keeps for itself")
