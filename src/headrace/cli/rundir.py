@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from headrace.engine.termination import Terminated
 from headrace.errors import RunFailed
 
 __all__ = ["default_run_dir", "job_name", "saying_where"]
@@ -32,10 +33,14 @@ def default_run_dir(name: str, now: datetime | None = None) -> Path:
 
 @contextlib.contextmanager
 def saying_where(run_dir: Path) -> Iterator[None]:
-    """Adds to a failure where its events and logs lie."""
+    """Adds to a failure where its events and logs lie, and to a termination how to go on."""
     try:
         yield
     except RunFailed as error:
         if run_dir.is_dir():
             error.add_note(f"events and logs: {run_dir}")
+        raise
+    except Terminated as error:
+        if (run_dir / "checkpoints").is_dir():
+            error.add_note(f"to go on: --run-dir {run_dir} --resume")
         raise

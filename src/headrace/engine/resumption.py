@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UsageError
 from headrace.replica.optimizer import build
 from headrace.replica.schedule import group_settings
 from headrace.spec.job import Job
+from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
 
 __all__ = ["describe_run", "find", "resumption"]
@@ -30,6 +32,8 @@ def describe_run(job: Job, prepared: Prepared, plan: Plan) -> dict[str, Any]:
         "strategy": plan.strategy,
         "workers": plan.workers,
         "options": dict(plan.options),
+        # Without its segments: who owned what is seen in who saved what, and a large model has many.
+        "plan": to_plain(replace(plan, segments=())),
         "job": {
             "seed": job.seed,
             "global_batch_size": job.global_batch_size,

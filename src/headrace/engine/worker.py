@@ -251,6 +251,7 @@ class Worker:
         description = {
             **self._order.description,
             "epoch": (self.round + 1) // self._loader.rounds_per_epoch,
+            "round_of_epoch": (self.round + 1) % self._loader.rounds_per_epoch,
             "settings": self._replica.exchange.settings(),
             "early_stopping": self._stopper.state(),
             "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
