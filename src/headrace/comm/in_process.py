@@ -82,6 +82,8 @@ class InProcess(SharedCollective):
         self.barrier()
 
     def sum(self, values: Sequence[float]) -> list[float]:
+        if self.world == 1:
+            return list(values)
         every: list[Sequence[float]] = self._exchange(values)
         totals = [sum(row) for row in zip(*every, strict=True)]
         self.barrier()

@@ -117,7 +117,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     if sums and sums[0].device.type != "cpu":
         sums = [torch.stack(sums).sum()]  # to wait for the device once
     # One pass over memory. The sum of huge numbers may be infinite though none of them is, so then a second look.
-    if math.isfinite(sum(total.item() for total in sums)):
+    if math.isfinite(sum(abs(total.item()) for total in sums)):
         return True
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
