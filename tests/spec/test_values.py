@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from headrace.errors import UsageError
 from headrace.spec import Cluster, Host, Job, ModelSpec, Op, Options, ParameterSpec, Plan, Role, Segment
 from headrace.spec.model import ITEM_BYTES
+from headrace.spec.options import EarlyStopping
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import EVERY_WORKER
 
@@ -40,6 +41,7 @@ PLAN = Plan(
         ModelSpec((ParameterSpec("weight", (2, 3)),), (ParameterSpec("mean", (), "float64", False),), sliceable=False),
         Cluster((Host("a", 2, 2**33), Host("b", 8, 2**36, ("cuda:0",))), ranks=4, device="cuda"),
         Options(clip_norm=1.0, batch_norm="sync"),
+        Options(accumulate=2, warmup=3, precision="bf16", ema_decay=0.9, on_nonfinite="rollback", eval_every=7),
     ],
 )
 def test_values_survive_json(value: object) -> None:
@@ -80,12 +82,43 @@ def test_a_cluster_counts_the_accelerators_of_all_hosts() -> None:
         ({"clip_norm": 0.0}, "clip_norm must be a number above 0, got 0.0"),
         ({"clip_norm": float("nan")}, "clip_norm must be a number above 0, got nan"),
         ({"batch_norm": "global"}, "batch_norm is 'local' or 'sync', got 'global'"),
+        ({"clip_value": -1}, "clip_value must be a number above 0, got -1; None switches it off"),
+        ({"clip_value": "1"}, "clip_value must be a number above 0, got '1'"),
+        ({"accumulate": 0}, "accumulate must be a whole number of at least 1, got 0"),
+        ({"accumulate": True}, "accumulate must be a whole number of at least 1, got True"),
+        ({"warmup": -1}, "warmup must be a whole number of at least 1, got -1"),
+        ({"warmup": 2.5}, "warmup must be a whole number of at least 1, got 2.5"),
+        ({"schedule": 0.1}, "schedule must take an optimizer and return a scheduler, got 0.1; for example functools"),
+        ({"schedule_every": "batch"}, "schedule_every is 'step' or 'epoch', got 'batch'"),
+        ({"precision": "half"}, "precision is 'fp32' or 'bf16' or 'fp16', got 'half'"),
+        ({"compile": "yes"}, "compile must be True or False, got 'yes'"),
+        ({"ema_decay": 1}, "ema_decay must be a number between 0 and 1, got 1; None switches it off"),
+        ({"ema_decay": float("nan")}, "ema_decay must be a number between 0 and 1, got nan"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite is 'raise' or 'skip' or 'rollback', got 'ignore'"),
         ({"eval_batch_size": 0}, "eval_batch_size must be a whole number of at least 1, got 0"),
+        ({"eval_every": 0}, "eval_every must be a whole number of at least 1, got 0"),
+        ({"early_stopping": 3}, r"early_stopping must be hr.EarlyStopping\(...\), got 3"),
+        ({"accumulate": 2, "batch_norm": "sync"}, "micro-batches, .* use accumulate=1, or 'local'"),
+        ({"compile": True, "batch_norm": "sync"}, "cut the model into pieces .* use one of the two"),
     ],
 )
 def test_options_that_cannot_be_meant(given_options: Mapping[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Options(**given_options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given_options", "said"),
+    [
+        ({"mode": "most"}, "mode is 'min' or 'max', got 'most'"),
+        ({"patience": 0}, "patience must be a whole number of at least 1, got 0"),
+        ({"min_delta": -0.1}, "min_delta must be a number of at least 0, got -0.1"),
+        ({"min_delta": float("inf")}, "min_delta must be a number of at least 0, got inf"),
+    ],
+)
+def test_early_stopping_that_cannot_be_meant(given_options: Mapping[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        EarlyStopping(**given_options)  # type: ignore[arg-type]
 
 
 SOUND: dict[str, object] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +26,10 @@ class Graph:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        import torch._inductor.config as inductor
-
+        with warnings.catch_warnings():
+            # It imports what torch itself has deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            inductor = importlib.import_module("torch._inductor.compile_fx").config
         # By default it keeps a pool of processes, which would outlive a worker that is killed.
         inductor.compile_threads = 1
         self._module = module
@@ -51,6 +55,7 @@ class Graph:
         try:
             yield
         except (TorchDynamoException, CppCompileError, InvalidCxxCompiler, OperatorIssue) as error:
+            said = " ".join(str(error).partition("\n\n")[0].split())
             raise JobError(
-                f"the model cannot be compiled: {type(error).__name__}: {error!s:.400}; use compile=False"
+                f"the model cannot be compiled: {type(error).__name__}: {said:.400}; use compile=False"
             ) from error
