@@ -138,6 +138,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
     # Now, because building the user's model may change the working directory.
     wanted = None if wish.run_dir is None else Path(wish.run_dir).absolute()
+    resume = wish.resume if isinstance(wish.resume, bool) else Path(wish.resume).absolute()
     chosen = resolve(strategy)
     ranks = launched_ranks() if wish.engine is None else None
     cluster = detect(wish.device, ranks)
@@ -166,7 +167,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         description=description,
     )
     try:
-        status = supervise(order, prepared, running, Going(wish.resume, wish.reset_optimizer), wish.on_event)
+        status = supervise(order, prepared, running, Going(resume, wish.reset_optimizer), wish.on_event)
     finally:
         if own:
             own.close()

@@ -38,7 +38,7 @@ def begin(order: Order, prepared: Prepared, going: Going) -> Iterator[tuple[Orde
         UnfitMachine: the directory cannot be written to.
     """
     resume, notices = _resume(order, prepared, going) if going.resume else (None, ())
-    continues = resume is not None and resume.folder.parent == order.run_dir
+    continues = resume is not None and resume.folder.parent.resolve() == order.run_dir.resolve()
     claim = Claim(order.run_dir, continues, _checkpoint_bytes(prepared) if order.checkpoints else 0)
     try:
         began = order.started - claim.attempt_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -23,6 +24,8 @@ from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
 
 __all__ = ["describe_run", "find", "resumption"]
+
+_CHECKPOINT = re.compile("step-[0-9]{8,18}")
 
 
 def describe_run(job: Job, prepared: Prepared, plan: Plan) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint,
         CorruptCheckpoint: there are some, and none is sound.
     """
     where = run_dir if resume is True else Path(resume)
-    if where.name.startswith("step-") and where.is_dir():
+    if _CHECKPOINT.fullmatch(where.name) and not (where / "checkpoints").exists():
         checkpoint = CheckpointFolder(where.parent).open(int(where.name.removeprefix("step-")))
         checkpoint.verify()
         return checkpoint, ()
