@@ -24,7 +24,6 @@ from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.engine.journal import Journal
 from headrace.engine.order import Order
-from headrace.errors import HeadraceError, PeerLost
 from headrace.spec.event import Event, Notice, Saved
 
 __all__ = ["Saver"]
@@ -43,6 +42,10 @@ class Saver:
         host: the workers of this host.
         page: where they tell each other what they have written.
         journal: of this process.
+
+    Attributes:
+        folder: this run's checkpoints.
+        saved: rounds in the last one of this history; -1 if there is none.
     """
 
     def __init__(self, order: Order, rank: int, host: SharedCollective, page: ControlPage, journal: Journal) -> None:
@@ -54,9 +57,11 @@ class Saver:
         self._journal = journal
         self._thread: threading.Thread | None = None
         self._news: deque[Event] = deque()
-        self._failure: HeadraceError | None = None
+        self._failure: Exception | None = None
         self._last_s = monotonic()
-        self.saved = order.resume.step if order.resume else 0
+        resume = order.resume
+        own = resume is not None and resume.folder == self.folder.path and not resume.reset_optimizer
+        self.saved = resume.step if resume and own else -1
 
     def ask(self, done: int) -> None:
         """Rank 0 decides whether to save when `done` rounds will be done, before that round's barrier."""
@@ -123,6 +128,14 @@ class Saver:
 
     def _write(self, done: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any], stall_s: float) -> None:
         began = monotonic()
+        try:
+            self._write_part(done, tensors)
+            if self._rank == 0:
+                self._commit(done, description, stall_s, began)
+        except Exception as failure:  # raised again by the worker's own thread, which would wait for ever
+            self._failure = failure
+
+    def _write_part(self, done: int, tensors: Mapping[str, Tensor]) -> None:
         saves, digest = self._page.saves[self._rank], self._page.digests[self._rank]
         error = 0
         try:
@@ -131,23 +144,15 @@ class Saver:
             saves[1] = record.bytes
         except OSError as failure:
             error = failure.errno or -1
-        except HeadraceError as failure:
-            self._failure = failure
-            return
         saves[2] = error
         # Last, because it says that the rest is there.
         saves[0] = done + 1
-        if self._rank == 0:
-            self._commit(done, description, stall_s, began)
 
     def _commit(self, done: int, description: Mapping[str, Any], stall_s: float, began: float) -> None:
         saves = self._page.saves
-        try:
-            while not all(save[0] == done + 1 for save in saves):
-                self._host.check()
-                time.sleep(_LOOK_EVERY_S)
-        except PeerLost:
-            return  # whose loss the worker's own thread finds, too
+        while not all(save[0] == done + 1 for save in saves):
+            self._host.check()
+            time.sleep(_LOOK_EVERY_S)
         errors = [save[2] for save in saves if save[2]]
         if errors:
             self.folder.abandon(done)
@@ -163,9 +168,6 @@ class Saver:
         except OSError as error:
             self.folder.abandon(done)
             self._news.append(self._warning(done, error.strerror or str(error)))
-            return
-        except HeadraceError as error:
-            self._failure = error
             return
         size = sum(record.bytes for record in files)
         self._news.append(Saved(0, self._journal.now(), done, size, stall_s, monotonic() - began))

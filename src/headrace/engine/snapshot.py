@@ -106,13 +106,14 @@ class Stored:
             for name, tensor in parameters_and_buffers(module):
                 tensor.copy_(self._by_rank[0][name])
 
-    def load_local(self, module: nn.Module, rank: int) -> None:
-        """Gives a module this rank's own buffers, where it has saved some."""
-        own = {name: tensor for name, tensor in self._by_rank[rank].items() if name.startswith("local/")}
+    def load_buffers(self, module: nn.Module, rank: int, world: int) -> None:
+        """Gives a module this rank's own buffers, or what rank 0 saved of them for all where it has none."""
+        own = self._by_rank[rank] if self.ranks == world else {}
         with torch.no_grad():
             for name, buffer in module.named_buffers():
-                if f"local/{name}" in own:
-                    buffer.copy_(own[f"local/{name}"])
+                saved = own.get(f"local/{name}", self._by_rank[0].get(f"buffer/{name}"))
+                if saved is not None:
+                    buffer.copy_(saved)
 
     def random(self, rank: int) -> dict[str, Tensor]:
         """Returns the states of a rank's generators."""

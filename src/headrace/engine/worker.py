@@ -124,7 +124,7 @@ class Worker:
         """Yields this worker's share of every global batch of the run, on its device."""
         first = self.round + 1
         shares = self._loader.rounds(first)
-        if self._order.job.options.on_nonfinite == "rollback" and self._order.resume is None:
+        if self._order.job.options.on_nonfinite == "rollback" and self._saver.saved != first:
             self._save()  # the first round may already be one to roll back from
         try:
             for round_ in range(first, self.rounds):
@@ -222,7 +222,7 @@ class Worker:
             self._replica.exchange.load(stored.pieces(), stored.description["settings"])
             self._stopper.load(stored.description["early_stopping"])
         if resume.same:
-            stored.load_local(self.model, self.rank)
+            stored.load_buffers(self.model, self.rank, self.world)
             restore_random_states(stored.random(self.rank), self.device)
 
     def finish(self) -> None:
@@ -267,8 +267,7 @@ class Worker:
             raise RunFailed(f"there is no sound checkpoint in {self._saver.folder.path} to roll back to")
         stored = Stored(checkpoint)
         self._replica.exchange.load([*stored.pieces(), *stored.parameter_pieces()])
-        if stored.ranks == self.world:
-            stored.load_local(self.model, self.rank)
+        stored.load_buffers(self.model, self.rank, self.world)
 
     def _catch_up(self) -> None:
         """Brings rank 0's buffers to workers that had no example, so that what forward moves does not fall behind."""
