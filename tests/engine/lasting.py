@@ -1,0 +1,148 @@
+"""Trainings that are broken off, and what they leave. Workers import this module by its name."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.checkpoint import CheckpointFolder
+
+EXAMPLES = 50
+"""Five rounds of twelve an epoch, the last of two."""
+ROUNDS = 15
+OFTEN = hr.Checkpoints(every_steps=4, every_s=None, keep=2)
+STRATEGIES = (hr.OneDevice(threads=1), hr.Mirrored(2), hr.CentralStorage(2))
+
+
+class Recurrent(nn.Module):
+    """Two layers of LSTM with dropout between and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(4, 8, 2, dropout=0.3, batch_first=True)
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(inputs)[0][:, -1])
+        return logits
+
+
+def convolutional() -> nn.Module:
+    """A layer of convolution, statistics of its own, dropout."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(4 * 16, 4)
+    )
+
+
+def plain() -> nn.Module:
+    """Nothing that depends on the number of workers, in double precision."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+_GENERATOR = torch.Generator().manual_seed(0)
+_CLASSES = torch.randint(4, (EXAMPLES,), generator=_GENERATOR)
+MODELS: dict[str, Callable[[], nn.Module]] = {"cnn": convolutional, "lstm": Recurrent, "plain": plain}
+DATA = {
+    "cnn": (torch.randn(EXAMPLES, 1, 6, 6, generator=_GENERATOR), _CLASSES),
+    "lstm": (torch.randn(EXAMPLES, 5, 4, generator=_GENERATOR), _CLASSES),
+    "plain": (torch.randn(EXAMPLES, 4, generator=_GENERATOR, dtype=torch.float64), _CLASSES),
+}
+
+
+def jittered(example: tuple[Any, Any], rng: np.random.Generator) -> tuple[Any, Any]:
+    """Adds noise that depends on seed, epoch and index."""
+    inputs, target = example
+    return inputs + 0.1 * float(rng.standard_normal()), target
+
+
+def lasting_job(kind: str = "cnn", options: dict[str, Any] | None = None, **changes: Any) -> hr.Job:
+    """A job that has state of every kind, 15 rounds long."""
+    plain: dict[str, Any] = {
+        "model": MODELS[kind],
+        "task": hr.tasks.multiclass(4),
+        "optimizer": functools.partial(torch.optim.Adam, lr=0.01),
+        "data": hr.data.from_arrays(*DATA[kind]).shuffle().map(jittered),
+        "eval_data": DATA[kind],
+        "global_batch_size": 12,
+        "epochs": 3,
+        "options": hr.Options(
+            **{
+                "schedule": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=4),
+                "warmup": 3,
+                "clip_norm": 1.0,
+                "ema_decay": 0.9,
+                **(options or {}),
+            }
+        ),
+    }
+    return hr.Job(**{**plain, **changes})
+
+
+def broken_off(deed: Callable[[], object], at: int, who: int, worker: hr.Worker) -> None:
+    """The usual loop, but for a deed after round `at` of rank `who`."""
+    for batch in worker.batches():
+        worker.step(batch)
+        if worker.evaluation_due:
+            worker.evaluate()
+        if worker.round == at and worker.rank == who:
+            deed()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise ValueError("planted")
+
+
+def files_of(run_dir: Path) -> tuple[int, dict[str, str]]:
+    """The last checkpoint: its step, and the digests of its files."""
+    checkpoint, wrong = CheckpointFolder(run_dir / "checkpoints").latest()
+    assert checkpoint is not None
+    assert wrong == ()
+    return checkpoint.step, {record.name: record.sha256 for record in checkpoint.manifest.files}
+
+
+def left_by(run: hr.Run) -> tuple[int, dict[str, str], bytes, dict[str, float]]:
+    """All that must be equal: the last checkpoint, the model's file, the metrics."""
+    return *files_of(run.run_dir), (run.run_dir / "model.safetensors").read_bytes(), run.metrics
+
+
+def main() -> None:
+    """`lasting.py KIND STRATEGY RUN_DIR RESUME DEED AT`: a training in a process of its own."""
+    kind, strategy, run_dir, resume, deed, at = sys.argv[1:]
+    workers: dict[str, hr.Strategy] = {each.name: each for each in STRATEGIES}
+    deeds = {"none": int, "kill": kill, "terminate": terminate, "fail": fail}
+
+    def on_event(event: Any) -> None:
+        if event.kind == "stepped" and event.rank == 0 and event.step == int(at):
+            deeds[deed]()
+
+    run = hr.fit(
+        lasting_job(kind),
+        workers[strategy] if "RANK" not in os.environ else strategy,
+        run_dir=run_dir,
+        resume=resume == "resume",
+        checkpoints=OFTEN,
+        on_event=on_event,
+    )
+    print(run.status)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
