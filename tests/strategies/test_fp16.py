@@ -18,8 +18,8 @@ from strategies.contract_models import COUNTS, Case, Partial, dense
 from strategies.contract_runs import Saved, distance, drive, held, step, with_replicas
 from strategies.test_contract import ROWS
 from strategies.test_nonfinite import Poison, Syringe, same
+from strategies.test_state import SYNCHRONOUS
 
-WORKERS = [("one_device", 1), *[(name, workers) for name in ("central_storage", "mirrored") for workers in (2, 3)]]
 ROUNDS = 9
 START = 2.0**16
 
@@ -38,7 +38,7 @@ def scaled(saved: Saved, value: float) -> Saved:
     return Saved(saved.tensors, saved.pieces, {**saved.settings, "scale": {"value": value, "good": 0}})
 
 
-@pytest.mark.parametrize(("name", "workers"), WORKERS)
+@pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_it_trains_as_full_precision_does(name: str, workers: int, case: str) -> None:
     job, options = CASES[case].job(COUNTS["uneven"], torch.float32), CASES[case].options
@@ -52,7 +52,7 @@ def test_it_trains_as_full_precision_does(name: str, workers: int, case: str) ->
     assert all(rank.settings["scale"] == {"value": 2.0**10, "good": ROUNDS} for rank in ranks)
 
 
-@pytest.mark.parametrize(("name", "workers"), WORKERS)
+@pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_overflow_is_decided_alike_skips_the_update_and_halves_the_scale(name: str, workers: int, case: str) -> None:
     def act(rank: int, replica: Replica, loader: Loader) -> list[float]:
@@ -75,7 +75,7 @@ def test_overflow_is_decided_alike_skips_the_update_and_halves_the_scale(name: s
     assert ranks[0][-1] < 2.0**24
 
 
-@pytest.mark.parametrize(("name", "workers"), WORKERS)
+@pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_a_gradient_that_overflows_on_one_rank_does_so_for_all(name: str, workers: int, case: str) -> None:
     def act(rank: int, replica: Replica, loader: Loader) -> list[Verdict]:
@@ -96,7 +96,9 @@ def test_a_gradient_that_overflows_on_one_rank_does_so_for_all(name: str, worker
     assert ranks == [[Verdict(False, (), overflow=True), Verdict(False, (workers - 1,))]] * workers
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(one, one) for one in WORKERS] + [(WORKERS[1], WORKERS[4])], ids=str)
+@pytest.mark.parametrize(
+    ("saver", "loader"), [(one, one) for one in SYNCHRONOUS] + [(("central_storage", 2), ("mirrored", 3))], ids=str
+)
 def test_the_scale_is_saved_and_goes_on(saver: tuple[str, int], loader: tuple[str, int]) -> None:
     job = CASES["clip-norm"].job(COUNTS["uneven"], torch.float32)
 

@@ -23,6 +23,7 @@ from headrace.spec.share import Share
 from strategies.contract_models import Case, Partial, dense
 from strategies.contract_runs import Saved, held, step, with_replicas
 from strategies.test_contract import ROWS
+from strategies.test_state import SYNCHRONOUS
 
 COUNT = 12
 """Three rounds of four examples an epoch: every worker has its share of each."""
@@ -43,7 +44,6 @@ CASES = {
     "clip-value": Case(dense, options=hr.Options(clip_value=0.1)),
     "clip-both": Case(Partial, options=hr.Options(clip_value=0.1, clip_norm=0.2, accumulate=2)),
 }
-WORKERS = [(name, workers) for name in ("central_storage", "mirrored") for workers in (2, 3)] + [("one_device", 1)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def poisoned(case: Case, name: str, workers: int, every: Sequence[Poison]) -> li
     return with_replicas(case.job(COUNT), ROWS[name].make(workers), workers, partial(suffer, every))
 
 
-@pytest.mark.parametrize(("name", "workers"), WORKERS)
+@pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_what_is_not_finite_is_found_by_all_and_changes_nothing(name: str, workers: int, case: str) -> None:
     every = poisons(12, workers, seed=7)
@@ -155,7 +155,7 @@ def test_what_is_not_finite_is_found_by_all_and_changes_nothing(name: str, worke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "workers"), WORKERS)
+@pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 def test_of_two_thousand_poisons_none_reaches_a_parameter(name: str, workers: int) -> None:
     every = poisons(400, workers, seed=workers)
     assert sum(not poison.verdict.apply for poison in every) > 250
