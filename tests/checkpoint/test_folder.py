@@ -66,6 +66,19 @@ def test_beginning_clears_what_a_crash_left(folder: CheckpointFolder) -> None:
     folder.open(1).verify()
 
 
+def test_what_others_put_into_an_old_one_goes_with_it_but_not_what_it_links_to(folder: CheckpointFolder) -> None:
+    path = save(folder, 1)
+    elsewhere = folder.path.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (path / "notes" / "deeper").mkdir(parents=True)
+    (path / "notes" / "deeper" / "link").symlink_to(elsewhere)
+    (path / "link").symlink_to(elsewhere)
+    save(folder, 2, keep=1)
+    assert os.listdir(folder.path) == ["step-00000002"]
+    assert os.listdir(elsewhere) == ["kept"]
+
+
 def test_the_same_again_replaces_nothing_and_says_so(folder: CheckpointFolder) -> None:
     inode = save(folder, 3).stat().st_ino
     folder.begin(3)

@@ -171,14 +171,19 @@ class CheckpointFolder:
                     found.append(name)
         return found
 
-    def _delete(self, name: str) -> None:
+    def _delete(self, place: str) -> None:
+        """Deletes a folder and what is in it, that others have put there, too; of links, the links."""
         try:
-            for entry in list(self._storage.entries(name)):
-                self._storage.delete_file(f"{name}/{entry}")
+            entries = list(self._storage.entries(place))
         except NotADirectoryError:
-            self._storage.delete_file(name)
-        else:
-            self._storage.delete_folder(name)
+            self._storage.delete_file(place)
+            return
+        for entry in entries:
+            try:
+                self._storage.delete_file(f"{place}/{entry}")
+            except IsADirectoryError:
+                self._delete(f"{place}/{entry}")
+        self._storage.delete_folder(place)
 
 
 def _name(step: int, ending: str = "") -> str:

@@ -52,7 +52,7 @@ class File(ABC):
 
 
 class Storage(ABC):
-    """One folder on a disk. Places in it are "folder" or "folder/file", the folder itself is "".
+    """One folder on a disk. Places in it are relative, "folder/file"; the folder itself is "".
 
     Every method raises OSError where the disk does not do it.
     """
@@ -119,8 +119,8 @@ class LocalStorage(Storage):
                 yield entry.name
 
     def make_folder(self, folder: str) -> None:
-        with self._folder("") as root:
-            os.mkdir(folder, dir_fd=root)
+        with self._parent(folder) as (parent, name):
+            os.mkdir(name, dir_fd=parent)
 
     def create(self, place: str) -> File:
         with self._parent(place) as (parent, name):
@@ -150,17 +150,18 @@ class LocalStorage(Storage):
             os.unlink(name, dir_fd=parent)
 
     def delete_folder(self, folder: str) -> None:
-        with self._folder("") as root:
-            os.rmdir(folder, dir_fd=root)
+        with self._parent(folder) as (parent, name):
+            os.rmdir(name, dir_fd=parent)
 
     @contextmanager
     def _folder(self, folder: str) -> Iterator[int]:
-        with _opened(self._root, _FOLDER) as root:
-            if not folder:
-                yield root
-                return
-            with _opened(folder, _FOLDER, root) as descriptor:
+        if not folder:
+            with _opened(self._root, _FOLDER) as descriptor:
                 yield descriptor
+            return
+        # One by one, because O_NOFOLLOW is about the last part of a path only.
+        with self._parent(folder) as (parent, name), _opened(name, _FOLDER, parent) as descriptor:
+            yield descriptor
 
     @contextmanager
     def _parent(self, place: str) -> Iterator[tuple[int, str]]:
