@@ -137,5 +137,8 @@ def _optimizer_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
                 )
 
 
-def _readable(value: Any) -> Any:
-    return next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
+def _readable(value: Any) -> str:
+    """Returns what `group_settings` has made fit for JSON as the user wrote it, more or less."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_readable, value))}]"
+    return _readable(*value.values()) if isinstance(value, dict) and len(value) == 1 else str(value)
