@@ -68,9 +68,10 @@ def answer(capsys: Capture, *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("place", ["a", "a/checkpoints", "link"])
+@pytest.mark.parametrize("place", ["a", "a/checkpoints", "link", "another link"])
 def test_a_list(run_dir: Path, capsys: Capture, place: str) -> None:
     Path("link").symlink_to(run_dir)
+    Path("another link").symlink_to(run_dir / "checkpoints")
     assert run(["checkpoint", "list", place]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["step", "size", "strategy", "workers", "saved", "manifest,", "sizes"]
@@ -166,12 +167,12 @@ def test_json_has_all_and_readable_numbers(run_dir: Path, capsys: Capture) -> No
 
 
 def test_a_newer_one_that_is_damaged_is_passed_over_and_named(run_dir: Path, capsys: Capture) -> None:
-    damage(run_dir / "checkpoints" / "step-00000120" / "manifest.json", 20)
+    save(CheckpointFolder(run_dir / "checkpoints"), 140, DESCRIPTION)
+    damage(run_dir / "checkpoints" / "step-00000140" / "manifest.json", 20)
     assert run(["checkpoint", "show", "a"]) == 0
     said = capsys.readouterr()
-    assert "step 100" not in said.err
-    assert "step-00000120/manifest.json" in said.err
-    assert "a/checkpoints/step-00000100" in said.out
+    assert "step-00000140/manifest.json" in said.err
+    assert "a/checkpoints/step-00000120" in said.out
 
 
 @pytest.mark.parametrize(

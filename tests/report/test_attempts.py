@@ -44,7 +44,7 @@ KILLED = [
     Evaluated(0, 2.05, 10, 1, 5, {"loss": 3.0}, 0.05),
     Saved(0, 2.2, 10, 500, 0.02, 0.01),
     NonFinite(0, 2.25, 12, (0,), "skip"),
-    Saved(0, 3.2, 20, 600, 0.04, 0.01),
+    Saved(0, 3.2, 20, 600, 0.04, 0.3),
     Evaluated(0, 3.05, 20, 2, 5, {"loss": 2.0}, 0.05),
     NonFinite(0, 3.3, 22, (0,), "skip"),
     Saved(0, 3.6, 25, 700, 5.0, 0.01),
@@ -128,8 +128,8 @@ def test_saves_and_rounds_that_were_not_finite(resumed):
     saves = resumed.saves
     assert (saves.count, saves.last_step, saves.bytes) == (3, 40, 800)
     assert (saves.mean_stall_s, saves.longest_stall_s) == (pytest.approx(0.04), 0.06)
-    # That of the first save lies in the training; the others' came after an attempt's last step that counts.
-    assert saves.share == pytest.approx(0.02 / 2.95)
+    # The last save came after the last step: no training waited for it.
+    assert saves.share == pytest.approx((0.02 + 0.04) / 2.95)
     assert (resumed.non_finite.skipped, resumed.non_finite.rolled_back) == (1, 0)
 
 
