@@ -126,7 +126,7 @@ def test_what_cannot_be_cut_is_named(batch: Any, named: str) -> None:
     [
         (Options(accumulate=2), r"Options\(accumulate=2\)"),
         (Options(precision="bf16"), r"Options\(precision='bf16'\)"),
-        (Options(compile=True), r"Options\(compile=True\)"),
+        pytest.param(Options(compile=True), r"Options\(compile=True\)", marks=pytest.mark.slow),
     ],
 )
 def test_a_loop_that_runs_forward_itself_is_told_what_that_leaves_out(options: Options, said: str) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
 import headrace as hr
-from headrace.replica.exchange import StatePiece
+from headrace.data import Loader
+from headrace.replica.exchange import Replica, StatePiece
 from headrace.strategies import STRATEGIES
 from strategies.contract_models import ADAM, MODELS, SGD, Case, Partial, by_name, dense, matrices
 from strategies.contract_options import OPTIONS, SCHEDULES
-from strategies.contract_runs import Saved, distance, drive
+from strategies.contract_runs import Saved, by_hand, distance, drive, held, step, with_replicas
 from strategies.test_contract import DOUBLE, ROWS
 
 COUNT, MIDDLE, END = 9, 4, 9
@@ -98,3 +100,24 @@ def test_a_run_begins_with_the_weights_and_buffers_of_rank_0(name: str, workers:
 def test_every_rank_ends_with_the_same_bits(name: str, workers: int) -> None:
     ranks = drive(Case(Partial, optimizer=SGD).job(COUNT), ROWS[name].make(workers), workers, 0, END)
     assert all(distance(rank.tensors, ranks[0].tensors) == 0.0 for rank in ranks)
+
+
+@pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
+@pytest.mark.parametrize("case", ["average-partial", "sgd", "all-together"])
+def test_weights_and_their_averages_change_places_and_back(name: str, workers: int, case: str) -> None:
+    def act(_: int, replica: Replica, loader: Loader) -> list[Saved]:
+        for round_, share in enumerate(islice(loader.rounds(), END)):
+            step(replica, share, round_)
+        seen = [held(replica)]
+        for _ in range(2):
+            replica.exchange.swap_average()
+            seen.append(held(replica))
+        return seen
+
+    job = CASES[case].job(COUNT)
+    for weights, averages, again in with_replicas(job, ROWS[name].make(workers), workers, act):
+        assert distance(weights.tensors, again.tensors) == 0.0
+        assert all(torch.equal(a.value, b.value) for a, b in zip(weights.pieces, again.pieces, strict=True))
+        reference = by_hand(job).tensors
+        assert distance(averages.tensors, reference) <= DOUBLE
+        assert (distance(weights.tensors, reference) > 1e-4) == (job.options.ema_decay is not None)
