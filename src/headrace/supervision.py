@@ -33,6 +33,7 @@ from headrace.spec.plain import to_plain
 __all__ = ["OnEvent", "supervise"]
 
 OnEvent = Callable[[Event], None]
+"""Is called with every event of a run."""
 
 
 def supervise(order: Order, prepared: Prepared, engine: Engine, going: Going, on_event: OnEvent | None) -> str:
