@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from time import monotonic
 
@@ -10,6 +12,7 @@ from headrace.spec.event import Event, encode
 __all__ = ["Journal", "events_path"]
 
 _FLUSH_EVERY_S = 0.25
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def events_path(run_dir: Path, rank: int) -> Path:
@@ -18,7 +21,7 @@ def events_path(run_dir: Path, rank: int) -> Path:
 
 
 class Journal:
-    """Appends events to one file, a few times a second.
+    """Appends events to one file, a few times a second; on a disk that is full they wait until it is not.
 
     Args:
         run_dir: of the run.
@@ -30,10 +33,11 @@ class Journal:
         path = events_path(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         # A run that goes on after an interruption appends.
-        self._file = path.open("a", encoding="utf-8")
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._rank = rank
         self._started = started
         self._lines: list[str] = []
+        self._waiting = b""
         self._flushed = monotonic()
 
     def now(self) -> float:
@@ -60,13 +64,19 @@ class Journal:
 
     def flush(self) -> None:
         """Hands what waits to the operating system."""
-        if self._lines:
-            self._file.write("\n".join(self._lines) + "\n")
-            self._file.flush()
-            self._lines.clear()
         self._flushed = monotonic()
+        if self._lines:
+            self._waiting += "\n".join([*self._lines, ""]).encode()
+            self._lines.clear()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+        except OSError as error:
+            # Not worth a training: somebody may delete something, and a save says that there is no room.
+            if error.errno not in _FULL:
+                raise
 
     def close(self) -> None:
         """Flushes and closes the file."""
         self.flush()
-        self._file.close()
+        os.close(self._file)

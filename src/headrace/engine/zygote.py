@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from typing import Any
 
 __all__ = ["main"]
@@ -85,8 +86,15 @@ def _become_worker(order: dict[str, Any], descriptors: list[int], own: list[int]
         os.close(descriptor)
     from headrace.engine.process import run
 
-    # Not back into the zygote's frames, and not through its interpreter's end: both belong to the parent.
-    os._exit(run(order, descriptors))
+    code = 1
+    try:
+        code = run(order, descriptors)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Not back into the zygote's frames, and not through its interpreter's end: both belong to the parent. Not by
+        # an error either, such as that of a log on a full disk.
+        os._exit(code)
 
 
 def _report(launcher: socket.socket, workers: dict[int, int]) -> None:
