@@ -56,7 +56,10 @@ def test_a_new_directory_is_made_and_held(tmp_path: Path) -> None:
 
 def test_a_lock_is_not_inherited_by_whatever_is_started(tmp_path: Path) -> None:
     claim = Claim(tmp_path, continues=False)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as process:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it is itself now, and no copy of this process any more
         claim.close()
         Claim(tmp_path, continues=False).close()
         process.communicate(b"\n")

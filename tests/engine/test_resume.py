@@ -143,6 +143,7 @@ def test_in_another_directory_from_one_checkpoint(tmp_path: Path, steps: int) ->
     assert CheckpointFolder(tmp_path / "b" / "checkpoints").steps() == tuple(range(steps + 1, 10))
 
 
+@pytest.mark.slow
 def test_a_relative_path_to_its_own_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     threads = hr.ThreadEngine()
@@ -152,6 +153,7 @@ def test_a_relative_path_to_its_own_checkpoint(tmp_path: Path, monkeypatch: pyte
         assert left_by(run) == left_by(first)
 
 
+@pytest.mark.slow
 def test_more_epochs_than_before(tmp_path: Path) -> None:
     threads = hr.ThreadEngine()
     hr.fit(lasting_job(epochs=1), run_dir=tmp_path / "a", engine=threads)
@@ -160,6 +162,7 @@ def test_more_epochs_than_before(tmp_path: Path) -> None:
     assert left_by(run) == left_by(hr.fit(lasting_job(epochs=3), run_dir=tmp_path / "b", engine=threads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_run_that_is_complete(tmp_path: Path, elsewhere: bool) -> None:
     threads = hr.ThreadEngine()

@@ -49,6 +49,7 @@ def steps(run_dir: Path) -> tuple[int, ...]:
     return CheckpointFolder(run_dir / "checkpoints").steps()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize(
     ("every", "keep", "at"),
@@ -65,6 +66,7 @@ def test_by_steps(tmp_path: Path, strategy: hr.Strategy, every: int | None, keep
             assert event.bytes > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_by_the_clock(tmp_path: Path, strategy: hr.Strategy) -> None:
     often = hr.Checkpoints(every_s=0.05)
