@@ -149,7 +149,7 @@ def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment
 def load_state(
     optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]], pieces: Iterable[StatePiece]
 ) -> None:
-    """Takes up the state of the pieces that this process updates, however it was cut before."""
+    """Takes up the state of the pieces that this process updates, however it was cut before; there is no other then."""
     by_parameter: dict[str, list[StatePiece]] = {}
     for piece in pieces:
         by_parameter.setdefault(piece.parameter, []).append(piece)
@@ -165,6 +165,8 @@ def load_state(
             piece.copy_to(target, segment.start)
         if state:
             optimizer.state[tensor] = state
+        else:
+            optimizer.state.pop(tensor, None)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -104,10 +104,12 @@ class Updater:
         return state_bytes(self.optimizer) + averages
 
     def _load_averages(self, pieces: Sequence[StatePiece]) -> None:
-        if self._decay is None or not pieces:
+        if self._decay is None:
             return
-        self._averages = [tensor.clone() for tensor in self._tensors]
-        self._fill(self._averages, pieces)
+        # Before the first update there is none.
+        self._averages = [tensor.clone() for tensor in self._tensors] if pieces else []
+        if pieces:
+            self._fill(self._averages, pieces)
 
     def _fill(self, tensors: Sequence[Tensor], pieces: Sequence[StatePiece]) -> None:
         by_parameter: dict[str, list[StatePiece]] = {}
