@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import headrace as hr
 from engine.lasting import DATA, OFTEN, files_of, jittered, lasting_job, plain
+from headrace.checkpoint import CheckpointFolder
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UsageError
 from headrace.spec.event import Notice
 
@@ -100,8 +102,14 @@ FEWER = hr.data.from_arrays(INPUTS[:-1], CLASSES[:-1]).shuffle().map(jittered)
         ({"global_batch_size": 10}, ["global_batch_size was 12, is 10"]),
         ({"seed": 1}, ["seed was 0, is 1"]),
         ({"data": FEWER}, ["examples was 50, is 49"]),
-        ({"options": {"accumulate": 2}}, ["accumulate was 1, is 2"]),
-        ({"options": {"ema_decay": None}}, ["ema_decay was 0.9, is None"]),
+        (
+            {"options": {"schedule": functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)}},
+            ["the schedule was torch.optim.lr_scheduler.StepLR, is torch.optim.lr_scheduler.ExponentialLR (reset_"],
+        ),
+        (
+            {"options": {"schedule": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=7)}},
+            ["step_size of the schedule was 4, is 7 (reset_optimizer=True takes the new one)"],
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -218,3 +226,45 @@ def test_a_directory_that_holds_another_run(saved: Path, tmp_path: Path) -> None
     fit(short_job(), tmp_path / "b")
     with pytest.raises(UsageError, match=r"/b holds a run already; name another run_dir, or delete it; resume=True"):
         fit(short_job(), tmp_path / "b", resume=saved)
+
+
+def test_what_may_be_changed_is_changed_and_said(saved: Path) -> None:
+    run = fit(short_job(options={"clip_norm": 0.5, "accumulate": 2}, steps=STEPS + 1), saved, resume=True)
+    told = [event.text for event in run.events if isinstance(event, Notice)]
+    assert "since it was saved: clip_norm was 1.0, is 0.5" in told
+    assert "since it was saved: accumulate was 1, is 2" in told
+    assert not any("warmup" in text for text in told)
+
+
+def forge(run_dir: Path, spoil: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
+    """Puts a newer checkpoint there, whole by all its digests."""
+    folder = CheckpointFolder(run_dir / "checkpoints")
+    latest, _ = folder.latest()
+    assert latest is not None
+    description, tensors = json.loads(json.dumps(latest.description)), latest.read(0)
+    spoil(description, tensors)
+    folder.begin(10)
+    folder.commit(10, [folder.write(10, 0, tensors)], description, 3)
+
+
+SENSELESS: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
+    "no job": lambda said, _: said.pop("job"),
+    "no optimizer": lambda said, _: said["job"].update(optimizer=[1, 2]),
+    "no settings": lambda said, _: said.pop("settings"),
+    "groups": lambda said, _: said["settings"].update(groups=7),
+    "options": lambda said, _: said["settings"]["groups"][0].update(options={"lr": {"tensor": 1, "dtype": "load"}}),
+    "schedule": lambda said, _: said["settings"].update(schedule=[1]),
+    "early stopping": lambda said, _: said.update(early_stopping={"best": "x"}),
+    "state": lambda _, tensors: tensors.update({"state/0.weight/exp_avg@x": torch.zeros(1)}),
+    "state before its parameter": lambda _, tensors: tensors.update({"state/0.weight/exp_avg@-7": torch.zeros(2)}),
+    "random": lambda _, tensors: tensors.update({"random/torch": torch.zeros(3, dtype=torch.uint8)}),
+    "no random": lambda _, tensors: tensors.pop("random/python"),
+    "numpy": lambda _, tensors: tensors.update({"random/numpy": torch.zeros(3, dtype=torch.int64)}),
+}
+
+
+@pytest.mark.parametrize("what", SENSELESS)
+def test_a_whole_checkpoint_of_no_run(saved: Path, what: str) -> None:
+    forge(saved, SENSELESS[what])
+    with pytest.raises(CorruptCheckpoint, match=r"step-00000010: its content makes no sense"):
+        fit(short_job(steps=12), saved, resume=True)

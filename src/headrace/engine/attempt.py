@@ -51,11 +51,13 @@ def begin(order: Order, prepared: Prepared, going: Going) -> Iterator[tuple[Orde
 def _resume(order: Order, prepared: Prepared, going: Going) -> tuple[Resumption, tuple[str, ...]]:
     refuse_living(order.run_dir)
     checkpoint, wrong = find(order.run_dir, True if isinstance(going.resume, bool) else going.resume)
+    resume, changes = resumption(checkpoint, order.description, prepared, going.reset_optimizer)
     notices = (
         *(f"damaged, left out: {error.path}: {error.reason}" for error in wrong),
         f"goes on from {checkpoint.path}",
+        *(f"since it was saved: {change}" for change in changes),
     )
-    return resumption(checkpoint, order.description, prepared, going.reset_optimizer), notices
+    return resume, notices
 
 
 def _checkpoint_bytes(prepared: Prepared) -> int:

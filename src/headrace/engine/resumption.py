@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -15,16 +15,18 @@ import torch
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.engine.order import Resumption
 from headrace.engine.preparation import Prepared
-from headrace.engine.snapshot import parameters_and_buffers
+from headrace.engine.snapshot import making_sense, parameters_and_buffers
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UsageError
 from headrace.replica.optimizer import build
-from headrace.replica.schedule import group_settings
+from headrace.replica.schedule import group_settings, make, plain
 from headrace.spec.job import Job
 from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
 
 __all__ = ["describe_run", "find", "resumption"]
 
+_LEFT_BEHIND = " (reset_optimizer=True leaves its state behind)"
+_NEW_ONE = " (reset_optimizer=True takes the new one)"
 _CHECKPOINT = re.compile("step-[0-9]{8,18}")
 
 
@@ -41,13 +43,14 @@ def describe_run(job: Job, prepared: Prepared, plan: Plan) -> dict[str, Any]:
             "seed": job.seed,
             "global_batch_size": job.global_batch_size,
             "examples": prepared.examples,
-            "accumulate": job.options.accumulate,
-            "precision": job.options.precision,
-            "ema_decay": job.options.ema_decay,
-            "optimizer": {
-                "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-                "groups": group_settings(optimizer),
-            },
+            "optimizer": {"class": _class(optimizer), "groups": group_settings(optimizer)},
+            # After the groups: it changes them.
+            "schedule": _schedule(job, optimizer),
+        },
+        "training": {
+            field.name: getattr(job.options, field.name)
+            for field in fields(job.options)
+            if field.name not in ("schedule", "early_stopping")
         },
         "versions": {"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()},
     }
@@ -82,20 +85,36 @@ def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint,
 
 def resumption(
     checkpoint: Checkpoint, description: Mapping[str, Any], prepared: Prepared, reset_optimizer: bool
-) -> Resumption:
-    """Returns how to go on from a checkpoint.
+) -> tuple[Resumption, tuple[str, ...]]:
+    """Returns how to go on from a checkpoint, and what the user has changed that may be changed.
 
     Raises:
         CheckpointMismatch: it is of another job; says what differs.
+        CorruptCheckpoint: what it says of its job is not what a run says.
     """
     saved, now = checkpoint.description, description
-    differences = [*_model_differences(checkpoint, prepared), *_job_differences(saved["job"], now["job"])]
-    if not reset_optimizer:
-        differences += _optimizer_differences(saved["job"]["optimizer"], now["job"]["optimizer"])
+    with making_sense(checkpoint.path):
+        differences = [*_model_differences(checkpoint, prepared), *_job_differences(saved["job"], now["job"])]
+        if not reset_optimizer:
+            differences += _optimizer_differences(saved["job"]["optimizer"], now["job"]["optimizer"])
+            differences += _schedule_differences(saved["job"]["schedule"], now["job"]["schedule"])
+        changes = tuple(_differences("", saved["training"], now["training"]))
+        same = all(saved[key] == now[key] for key in ("strategy", "workers", "options"))
     if differences:
         raise CheckpointMismatch(checkpoint.path, tuple(differences))
-    same = all(saved[key] == now[key] for key in ("strategy", "workers", "options"))
-    return Resumption(checkpoint.path.parent, checkpoint.step, same, reset_optimizer)
+    return Resumption(checkpoint.path.parent, checkpoint.step, same, reset_optimizer), changes
+
+
+def _class(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _schedule(job: Job, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    if job.options.schedule is None:
+        return None
+    scheduler = make(job.options.schedule, optimizer)
+    state = {key: plain(value, "the schedule's state") for key, value in scheduler.state_dict().items()}
+    return {"class": _class(scheduler), "state": state, "every": job.options.schedule_every}
 
 
 def _model_differences(checkpoint: Checkpoint, prepared: Prepared) -> Iterator[str]:
@@ -115,26 +134,36 @@ def _shape(spec: tuple[tuple[int, ...], str] | None) -> str:
 
 
 def _job_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for key in now:
-        if key != "optimizer" and saved.get(key) != now[key]:
-            yield f"{key} was {saved.get(key)}, is {now[key]}"
+    wanted = {key: value for key, value in now.items() if key not in ("optimizer", "schedule")}
+    yield from _differences("", saved, wanted)
+
+
+def _differences(of: str, saved: Mapping[str, Any], now: Mapping[str, Any], remedy: str = "") -> Iterator[str]:
+    for key, new in now.items():
+        old = saved.get(key)
+        if old != new:
+            yield f"{key}{of} was {_readable(old)}, is {_readable(new)}{remedy}"
+
+
+def _schedule_differences(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> Iterator[str]:
+    before, after = (None if schedule is None else schedule["class"] for schedule in (saved, now))
+    if before != after:
+        yield f"the schedule was {before}, is {after}{_LEFT_BEHIND}"
+    elif saved and now:
+        state = {**saved["state"], "every": saved["every"]}
+        yield from _differences(" of the schedule", state, {**now["state"], "every": now["every"]}, _NEW_ONE)
 
 
 def _optimizer_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     if saved["class"] != now["class"]:
-        yield f"the optimizer was {saved['class']}, is {now['class']} (reset_optimizer=True leaves its state behind)"
+        yield f"the optimizer was {saved['class']}, is {now['class']}{_LEFT_BEHIND}"
         return
     if [group["names"] for group in saved["groups"]] != [group["names"] for group in now["groups"]]:
-        yield "the optimizer's groups hold other parameters (reset_optimizer=True leaves its state behind)"
+        yield f"the optimizer's groups hold other parameters{_LEFT_BEHIND}"
         return
     for number, (before, after) in enumerate(zip(saved["groups"], now["groups"], strict=True)):
-        for key in after["options"]:
-            old, new = before["options"].get(key), after["options"][key]
-            if old != new:
-                yield (
-                    f"{key} of the optimizer's group {number} was {_readable(old)}, is {_readable(new)} "
-                    "(reset_optimizer=True takes the new one)"
-                )
+        group = f" of the optimizer's group {number}"
+        yield from _differences(group, before["options"], after["options"], _NEW_ONE)
 
 
 def _readable(value: Any) -> str:

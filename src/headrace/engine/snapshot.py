@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,20 @@ import torch
 from torch import Tensor, nn
 
 from headrace.checkpoint import Checkpoint
+from headrace.errors import CorruptCheckpoint, HeadraceError
 from headrace.replica.exchange import StatePiece
 from headrace.replica.update import PARAMETER
 from headrace.spec.plan import EVERY_WORKER, Plan
 
-__all__ = ["Stored", "owned_pieces", "parameters_and_buffers", "random_states", "restore_random_states", "seed_random"]
+__all__ = [
+    "Stored",
+    "making_sense",
+    "owned_pieces",
+    "parameters_and_buffers",
+    "random_states",
+    "restore_random_states",
+    "seed_random",
+]
 
 
 def parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -82,6 +93,20 @@ def restore_random_states(states: Mapping[str, Tensor], device: torch.device) ->
         torch.cuda.set_rng_state(states["random/cuda"].clone(), device)
 
 
+@contextmanager
+def making_sense(path: Path) -> Iterator[None]:
+    """Makes of whatever goes wrong with the content of a checkpoint a `CorruptCheckpoint`.
+
+    Its digests fit, so it is whole; but whoever has made it was no run of headrace.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, HeadraceError):
+            raise
+        raise CorruptCheckpoint(path, f"its content makes no sense: {type(error).__name__}: {error}") from error
+
+
 class Stored:
     """What a checkpoint holds, read and verified.
 
@@ -89,12 +114,14 @@ class Stored:
         checkpoint: whose files are read.
 
     Attributes:
+        path: its folder.
         step: rounds that it holds.
         description: what its saver said of it.
         ranks: how many saved it.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = checkpoint.path
         self.step = checkpoint.step
         self.description = checkpoint.description
         self.ranks = len(checkpoint.ranks)
@@ -140,4 +167,6 @@ class Stored:
 def _piece(name: str, tensor: Tensor) -> StatePiece:
     head, _, start = name.removeprefix("state/").rpartition("@")
     parameter, _, key = head.rpartition("/")
+    if int(start) < -1:
+        raise ValueError(f"{name} begins before its parameter")
     return StatePiece(parameter, key, int(start), tensor)

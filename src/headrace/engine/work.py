@@ -24,7 +24,7 @@ from headrace.data import Loader, as_pipeline
 from headrace.engine.evaluation import Evaluation
 from headrace.engine.journal import Journal
 from headrace.engine.order import Order, Resumption
-from headrace.engine.snapshot import Stored, seed_random
+from headrace.engine.snapshot import Stored, making_sense, seed_random
 from headrace.engine.worker import Worker, train
 from headrace.errors import HeadraceError, PeerLost
 from headrace.replica.exchange import Replica
@@ -67,7 +67,8 @@ def work(
         with building or nullcontext():
             module = build_module(order.job)
         if stored:
-            stored.load_module(module)
+            with making_sense(stored.path):
+                stored.load_module(module)
         rounds = -(-len(as_pipeline(order.job.data)[0]) // order.job.global_batch_size)
         parts = _parts(order, role, host, module, rounds)
         replica = order.strategy.replica(order.plan, rank, parts)

@@ -21,6 +21,7 @@ from headrace.engine.recovery import Recovery
 from headrace.engine.saver import Saver
 from headrace.engine.snapshot import (
     Stored,
+    making_sense,
     owned_pieces,
     parameters_and_buffers,
     random_states,
@@ -218,12 +219,13 @@ class Worker:
         """Takes up what a checkpoint says of this worker, when its replica stands."""
         resume = self._order.resume
         assert resume is not None
-        if not resume.reset_optimizer:
-            self._replica.exchange.load(stored.pieces(), stored.description["settings"])
-            self._stopper.load(stored.description["early_stopping"])
-        if resume.same:
-            stored.load_buffers(self.model, self.rank, self.world)
-            restore_random_states(stored.random(self.rank), self.device)
+        with making_sense(stored.path):
+            if not resume.reset_optimizer:
+                self._replica.exchange.load(stored.pieces(), stored.description["settings"])
+                self._stopper.load(stored.description["early_stopping"])
+            if resume.same:
+                stored.load_buffers(self.model, self.rank, self.world)
+                restore_random_states(stored.random(self.rank), self.device)
 
     def finish(self) -> None:
         """Saves a last time, and leaves in the model what a trained one is: averaged weights and statistics."""

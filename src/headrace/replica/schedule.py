@@ -83,7 +83,9 @@ class Schedule:
     def load(self, settings: Mapping[str, Any]) -> None:
         """Takes up what `settings` returned in a run with the same groups."""
         for group, saved in zip(self._template.param_groups, settings["groups"], strict=True):
-            group.update({key: _restored(value) for key, value in saved["options"].items()})
+            # What the class knows, and nothing else that a checkpoint may say.
+            known = (group.keys() & saved["options"].keys()) - {"params", "param_names"}
+            group.update({key: _restored(saved["options"][key]) for key in known})
         if self._scheduler is not None and settings["schedule"] is not None:
             self._scheduler.load_state_dict(_restored(settings["schedule"]))
         self._spread()
