@@ -154,6 +154,14 @@ def test_what_is_not_finite_is_found_by_all_and_changes_nothing(name: str, worke
     assert poisoned(CASES[case], name, workers, every) == [[poison.verdict for poison in every]] * workers
 
 
+@pytest.mark.parametrize("case", ["plain", "clip-both"])
+def test_by_a_wire_too(case: str) -> None:
+    every = poisons(12, 2, seed=7)
+    strategy = hr.Mirrored(2, overlap=False)
+    verdicts = with_replicas(CASES[case].job(COUNT), strategy, 2, partial(suffer, every), wired=True)
+    assert verdicts == [[poison.verdict for poison in every]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 def test_of_two_thousand_poisons_none_reaches_a_parameter(name: str, workers: int) -> None:
