@@ -14,7 +14,7 @@ from headrace.engine.launched import LaunchedEngine, launched_ranks
 from headrace.engine.local import LocalEngine
 from headrace.engine.machine import detect
 from headrace.engine.order import Engine, Order
-from headrace.engine.preparation import Prepared, prepare
+from headrace.engine.preparation import Prepared, check_options, prepare
 from headrace.engine.resumption import describe_run
 from headrace.engine.worker import Worker
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
@@ -143,6 +143,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     ranks = launched_ranks() if wish.engine is None else None
     cluster = detect(wish.device, ranks)
     prepared = prepare(job)
+    check_options(job.options, cluster.device)
     plan = chosen.plan(prepared.model, cluster)
     _check_split(job, prepared, plan)
     checkpoints = _checkpoints(job, chosen, wish)

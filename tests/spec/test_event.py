@@ -27,6 +27,8 @@ EVENTS = {
     "evaluated": st.builds(
         event.Evaluated, *STAMP, COUNT, COUNT, COUNT, st.dictionaries(WORD, SECONDS, max_size=3), SECONDS
     ),
+    "saved": st.builds(event.Saved, *STAMP, COUNT, COUNT, SECONDS, SECONDS),
+    "non_finite": st.builds(event.NonFinite, *STAMP, COUNT, st.lists(COUNT, max_size=3).map(tuple), WORD),
     "notice": st.builds(event.Notice, *STAMP, st.text()),
     "failed": st.builds(event.Failed, *STAMP, COUNT, WORD, st.text()),
     "worker_ended": st.builds(event.WorkerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT, COUNT),

@@ -69,15 +69,11 @@ def work(
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)
-        rounds = -(-len(as_pipeline(order.job.data)[0]) // order.job.global_batch_size)
-        parts = _parts(order, role, host, module, rounds)
+        parts = _parts(order, role, host, module)
         replica = order.strategy.replica(order.plan, rank, parts)
         worker = _worker(order, role, replica, host, page, journal)
-        seed_random((order.job.seed << 16) + 1 + rank)
+        _seed(order, rank)
         if stored:
-            if order.resume and not order.resume.same:
-                # Nobody's own state fits, and that of the run's begin has been drawn from already.
-                seed_random(hash((order.job.seed, rank, stored.step)) % 2**63)
             worker.resume(stored)
             del stored
         journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
@@ -112,6 +108,15 @@ def _end_together(page: ControlPage, rank: int, rounds: int, host: SharedCollect
         time.sleep(_LOOK_EVERY_S)
 
 
+def _seed(order: Order, rank: int) -> None:
+    resume = order.resume
+    if resume is None or resume.same:
+        seed_random((order.job.seed << 16) + 1 + rank)
+    else:
+        # No rank's own state fits, and that of the run's begin has been drawn from already.
+        seed_random(hash((order.job.seed, rank, resume.step)) % 2**63)
+
+
 def _stored(resume: Resumption) -> Stored:
     return Stored(CheckpointFolder(resume.folder).open(resume.step))
 
@@ -129,12 +134,13 @@ def objective_of(job: Job, weighed: bool = False) -> Objective:
     return Objective(loss, job.inputs, job.target, weighed)
 
 
-def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module, rounds_per_epoch: int) -> Parts:
+def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module) -> Parts:
     connect: Callable[[], Collective] | None = None
     if role.device != "cpu":
         torch.cuda.set_device(role.device)
         module.to(role.device)
         connect = (lambda: InProcess(Meeting(1), 0)) if host.world == 1 else _connector(order, role, host.world)
+    examples, batch = len(as_pipeline(order.job.data)[0]), order.job.global_batch_size
     return Parts(
         module=module,
         model=order.model,
@@ -143,7 +149,8 @@ def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module, 
         options=order.job.options,
         host=host,
         connect=connect,
-        rounds_per_epoch=rounds_per_epoch,
+        rounds_per_epoch=-(-examples // batch),
+        full_batch=min(examples, batch),
     )
 
 

@@ -23,9 +23,10 @@ class Graph:
 
     Args:
         module: whose parameters lie where they will stay.
+        full: examples of a round, but for an epoch's last one.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, full: int) -> None:
         with warnings.catch_warnings():
             # It imports what torch itself has deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -34,12 +35,11 @@ class Graph:
         inductor.compile_threads = 1
         self._module = module
         self._compiled: Callable[..., Any] = torch.compile(module)
-        self._full = 0
+        self._full = full
 
     def forward(self, examples: int) -> Callable[..., Any]:
         """Returns what is called for a part of a global batch of so many examples."""
         # The last batch of an epoch is short: to compile for its shapes too takes longer than to run it.
-        self._full = max(self._full, examples)
         return self._compiled if examples == self._full else self._module
 
     @contextmanager

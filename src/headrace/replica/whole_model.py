@@ -57,8 +57,9 @@ class WholeModel(Compute):
         sink: takes the gradients; None leaves them in `.grad`.
         total: sums numbers over workers.
         always: run forward also on an empty share (its layers talk to the other workers).
-        options: micro-batches, precision, compilation.
+        options: micro-batches, precision.
         scale: of the loss, None for none.
+        graph: the module in graph mode, None to run it as it is.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class WholeModel(Compute):
         always: bool = False,
         options: Options = _PLAIN,
         scale: LossScale | None = None,
+        graph: Graph | None = None,
     ) -> None:
         self.module = module
         self._objective = objective
@@ -79,7 +81,7 @@ class WholeModel(Compute):
         self._options = options
         self._scale = scale
         self._half = _HALF.get(options.precision)
-        self._graph = Graph(module) if options.compile else None
+        self._graph = graph
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 

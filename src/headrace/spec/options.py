@@ -59,7 +59,8 @@ class Options:
     early_stopping: see there; None to go on to the end.
     on_nonfinite: what a loss or gradient that is NaN or infinite leads to, on all workers alike: "raise" ends
         the run, "skip" leaves out the update, "rollback" also brings back the last checkpoint's parameters and
-        optimizer. Whatever it is, it never reaches the parameters.
+        optimizer, and in neither case does it reach the parameters. On an accelerator "raise" reads losses a few
+        times a second, so as not to wait for each, and so ends the run some rounds later.
     """
 
     clip_norm: float | None = None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.errors import UsageError
 from headrace.replica.batch_norm import synchronise_batch_norm
+from headrace.replica.compilation import Graph
 from headrace.replica.conditioning import Conditioner
 from headrace.replica.exchange import Replica
 from headrace.replica.gradients import GradientSink
@@ -49,6 +50,7 @@ class Parts:
         host: the workers of this host.
         connect: opens a collective that carries the devices' own tensors; None where they live in host memory.
         rounds_per_epoch: of the training data.
+        full_batch: examples of a round, but for an epoch's last one.
     """
 
     module: nn.Module
@@ -59,6 +61,7 @@ class Parts:
     host: SharedCollective
     connect: Callable[[], Collective] | None = None
     rounds_per_epoch: int = 1
+    full_batch: int = 1
 
     @cached_property
     def wire(self) -> Collective | None:
@@ -77,7 +80,8 @@ class Parts:
 
     def whole_model(self, sink: GradientSink | None = None, always: bool = False) -> WholeModel:
         """Returns the compute of a strategy whose workers have the whole model."""
-        return WholeModel(self.module, self.objective, sink, self.host.sum, always, self.options, self.scale)
+        graph = Graph(self.module, self.full_batch) if self.options.compile else None
+        return WholeModel(self.module, self.objective, sink, self.host.sum, always, self.options, self.scale, graph)
 
     def conditioner(self) -> Conditioner:
         """Returns what decides over summed gradients."""
