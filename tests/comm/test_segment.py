@@ -118,16 +118,20 @@ def test_the_fields_of_a_control_page_do_not_overlap(ranks: int) -> None:
     )
     fields = [
         (view, index)
-        for views in (page.counters, page.beats, page.losses, page.offers)
+        for views in (page.counters, page.beats, page.losses, page.ends, page.offers, page.saves)
         for view in views
         for index in range(len(view))
     ]
     fields += [(view, index) for views in page.numbers for view in views for index in range(NUMBERS)]
-    page.abort, page.stop, page.stop_after = 901, 902, 903
+    page.abort, page.stop, page.stop_after, page.save_after = 901, 902, 903, 904
+    for rank, digest in enumerate(page.digests):
+        digest[:] = bytes([100 + rank]) * 32
     for value, (view, index) in enumerate(fields):
         view[index] = value
     assert [view[index] for view, index in fields] == list(range(len(fields)))
-    assert (other.abort, other.stop, other.stop_after) == (901, 902, 903)
+    assert (other.abort, other.stop, other.stop_after, other.save_after) == (901, 902, 903, 904)
+    assert [bytes(digest) for digest in other.digests] == [bytes([100 + rank]) * 32 for rank in range(ranks)]
+    assert [list(view) for view in other.saves] == [list(view) for view in page.saves]
     assert [list(view) for view in other.beats] == [list(view) for view in page.beats]
     assert [list(view) for pair in other.numbers for view in pair] == [
         list(view) for pair in page.numbers for view in pair
