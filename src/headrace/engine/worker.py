@@ -143,6 +143,10 @@ class Worker:
                     self._save()
                 if self._is_last():
                     return
+        except GeneratorExit:
+            # A loop that leaves a batch undone has it again when it goes on.
+            self.round -= self._page.beats[self.rank][1] <= self.round
+            raise
         finally:
             shares.close()
             self._read_losses()
