@@ -196,6 +196,32 @@ def test_a_loop_of_ones_own(engine: LocalEngine, tmp_path: Path, strategy: hr.St
     assert left_by(launch(0, tmp_path / "a", resume=True)) == left_by(launch(0, tmp_path / "b"))
 
 
+def leaving(until: int, steps_first: bool, worker: hr.Worker) -> None:
+    for batch in worker.batches():
+        if steps_first:
+            worker.step(batch)
+        if worker.round == until:
+            break
+        if not steps_first:
+            worker.step(batch)
+
+
+@pytest.mark.parametrize("steps_first", [False, True])
+@pytest.mark.parametrize("until", [0, 6])
+def test_a_loop_that_is_left(tmp_path: Path, until: int, steps_first: bool) -> None:
+    """A batch that it takes and leaves undone is the first of the loop that goes on."""
+
+    def launch(until: int, run_dir: Path, resume: bool = False) -> hr.Run:
+        loop = functools.partial(leaving, until, steps_first)
+        return hr.launch(loop, lasting_job("plain"), hr.Mirrored(2), run_dir=run_dir, engine=hr.ThreadEngine(),
+                         resume=resume)  # fmt: skip
+
+    launch(until, tmp_path / "a")
+    assert files_of(tmp_path / "a")[0] == until + steps_first
+    on, whole = launch(-1, tmp_path / "a", resume=True), launch(-1, tmp_path / "b")
+    assert (on.run_dir / "model.safetensors").read_bytes() == (whole.run_dir / "model.safetensors").read_bytes()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize("at", [8, 9, 10])
