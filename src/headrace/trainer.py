@@ -132,13 +132,11 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     timeout_s = wish.timeout_s
     if not (isinstance(timeout_s, int | float) and timeout_s >= _LEAST_TIMEOUT_S):
         raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
-    if wish.resume and wish.run_dir is None:
-        raise UsageError("resume needs the run_dir of the run that goes on")
     if train is not None and not callable(train):
         raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
     # Now, because building the user's model may change the working directory.
     wanted = None if wish.run_dir is None else Path(wish.run_dir).absolute()
-    resume = wish.resume if isinstance(wish.resume, bool) else Path(wish.resume).absolute()
+    going = _going(wish)
     chosen = resolve(strategy)
     ranks = launched_ranks() if wish.engine is None else None
     cluster = detect(wish.device, ranks)
@@ -168,7 +166,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         description=description,
     )
     try:
-        status = supervise(order, prepared, running, Going(resume, wish.reset_optimizer), wish.on_event)
+        status = supervise(order, prepared, running, going, wish.on_event)
     finally:
         if own:
             own.close()
@@ -176,6 +174,17 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         # Whoever sent it wants this process to end, and now all is saved.
         signal.raise_signal(signal.SIGTERM)
     return Run(job, plan, directory, status, prepared.module, keeper)
+
+
+def _going(wish: _Wish) -> Going:
+    resume = wish.resume
+    if not isinstance(resume, bool | str | Path):
+        raise UsageError(f"resume is True, a run's directory or one checkpoint, got {resume!r:.60}")
+    if resume and wish.run_dir is None:
+        raise UsageError("resume needs the run_dir of the run that goes on")
+    if wish.reset_optimizer and not resume:
+        raise UsageError("reset_optimizer (--reset-optimizer) is for a run that goes on; say from what by resume")
+    return Going(resume if isinstance(resume, bool) else Path(resume).absolute(), wish.reset_optimizer)
 
 
 def _checkpoints(job: Job, strategy: Strategy, wish: _Wish) -> Checkpoints | None:
