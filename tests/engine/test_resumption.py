@@ -214,6 +214,12 @@ def test_nothing_to_resume(tmp_path: Path, saved: Path) -> None:
         fit(short_job(), tmp_path / "b", resume=saved / "checkpoints" / "step-00000007")
     with pytest.raises(UsageError, match="resume needs the run_dir of the run that goes on"):
         hr.fit(short_job(), resume=True)
+    with pytest.raises(UsageError, match=r"reset_optimizer .* is for a run that goes on; say from what by resume"):
+        fit(short_job(), tmp_path / "b", reset_optimizer=True)
+    for nonsense in (5, None, ["a"]):
+        with pytest.raises(UsageError, match="resume is True, a run's directory or one checkpoint, got "):
+            fit(short_job(), tmp_path / "b", resume=nonsense)
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_run_directory_with_the_name_of_a_checkpoint(tmp_path: Path) -> None:
