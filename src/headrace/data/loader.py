@@ -84,7 +84,7 @@ class Loader:
         """
         if start_round < 0:
             raise UsageError(f"start_round must not be negative, got {start_round}")
-        return self._shares(self._parts(start_round))
+        return self._shares(self._parts(start_round), start_round)
 
     def sweep(self) -> Iterator[Share]:
         """Yields this worker's share of every round of one epoch, from its beginning.
@@ -113,10 +113,10 @@ class Loader:
             return torch.arange(self._length)
         return torch.from_numpy(permutation(self._length, self._seed, epoch))
 
-    def _shares(self, parts: Iterator[_Part]) -> Generator[Share, None, None]:
+    def _shares(self, parts: Iterator[_Part], start_round: int = 0) -> Generator[Share, None, None]:
         pipeline = self._pipeline
         if pipeline.processes is not None:
-            yield from self._read_ahead(parts)
+            yield from self._read_ahead(parts, start_round)
         elif pipeline.transforms:
             reader = _Reader(pipeline, self._seed)
             for epoch, indices, of in parts:
@@ -126,7 +126,7 @@ class Loader:
             for epoch, indices, of in parts:
                 yield Share(gather(indices), len(indices), of, epoch)
 
-    def _read_ahead(self, parts: Iterator[_Part]) -> Iterator[Share]:
+    def _read_ahead(self, parts: Iterator[_Part], start_round: int) -> Iterator[Share]:
         """Yields the shares that other processes have read."""
         processes = self._pipeline.processes
         assert processes is not None
@@ -143,7 +143,8 @@ class Loader:
             worker_init_fn=processes.worker_init_fn,
             timeout=processes.timeout_s,
             # The base of its processes' seeds comes from here, not from the generator that dropout draws on.
-            generator=torch.Generator().manual_seed((self._seed + self._data_rank) % 2**63),
+            # Nor does a run that goes on draw there what it drew at its begin.
+            generator=torch.Generator().manual_seed((self._seed + self._data_rank + (start_round << 32)) % 2**63),
         )
         batches = iter(loader)
         try:
