@@ -78,5 +78,7 @@ class Journal:
 
     def close(self) -> None:
         """Flushes and closes the file."""
-        self.flush()
-        os.close(self._file)
+        try:
+            self.flush()
+        finally:
+            os.close(self._file)
