@@ -38,6 +38,7 @@ from headrace.errors import PeerLost, UsageError
 from headrace.spec.event import RunStarted
 
 EXAMPLES = 50
+ROUNDS = 30
 STRATEGIES = {
     "one_device": hr.OneDevice(threads=1),
     "mirrored": hr.Mirrored(2),
@@ -254,9 +255,9 @@ def main() -> int:
     rows = campaign(arguments.trials, arguments.seed)
     print(f"{'strategy':18}{'model':8}{'equal':>14}{'kills':>8}{'of launchers':>14}{'went on from':>14}")
     for row in rows:
-        resumed = sum(count for step, count in row.from_steps.items() if step)
+        between = {step: count for step, count in row.from_steps.items() if 0 < step < ROUNDS}
         print(f"{row.strategy:18}{row.kind:8}{row.equal:6} of {arguments.trials:<4}{row.kills:8}{row.launchers:14}"
-              f"{resumed:7} x {len([step for step in row.from_steps if step])} steps")  # fmt: skip
+              f"{sum(between.values()):7} x {len(between)} steps")  # fmt: skip
     for row in rows:
         for wrong in row.wrong:
             print(f"{row.kind} under {row.strategy}: {wrong}")
