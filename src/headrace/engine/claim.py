@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.engine.journal import events_path
@@ -104,6 +105,8 @@ def _mend(directory: Path) -> float:
         if whole < len(content):
             os.truncate(path, whole)
         lines = content[:whole].splitlines()
-        if lines:
-            last_s = max(last_s, decode(lines[-1].decode()).time_s)
+        # A line that is no event is the reports' to complain of.
+        with suppress(ValueError):
+            for line in lines[-1:]:
+                last_s = max(last_s, decode(line.decode()).time_s)
     return last_s

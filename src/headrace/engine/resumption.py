@@ -68,6 +68,10 @@ def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint,
         CorruptCheckpoint: there are some, and none is sound.
     """
     where = run_dir if resume is True else Path(resume)
+    if not where.exists():
+        raise UsageError(
+            f"there is nothing to resume from: {where} does not exist; begin without resume, or name another"
+        )
     if _CHECKPOINT.fullmatch(where.name) and not (where / "checkpoints").exists():
         checkpoint = CheckpointFolder(where.parent).open(int(where.name.removeprefix("step-")))
         checkpoint.verify()

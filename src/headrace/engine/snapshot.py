@@ -3,7 +3,8 @@
 parameter/NAME       every parameter                                     rank 0
 buffer/NAME          every buffer, running statistics averaged           rank 0
 state/NAME/KEY@START a piece of the optimizer's state or of the average  who updates it
-local/NAME           a worker's own buffer                               every rank of several
+local/NAME           a worker's own buffer; of one worker, those alone   every rank
+                     that do not belong to the model's state
 random/KIND          the generators' states                              every rank
 """
 
@@ -27,6 +28,7 @@ from headrace.spec.plan import EVERY_WORKER, Plan
 
 __all__ = [
     "Stored",
+    "local_buffers",
     "making_sense",
     "owned_pieces",
     "parameters_and_buffers",
@@ -44,6 +46,14 @@ def parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers():
         if name in kept:
             yield f"buffer/{name}", buffer
+
+
+def local_buffers(module: nn.Module, world: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers that a worker must find again as they were, by checkpoint name, if others have other ones."""
+    kept = module.state_dict(keep_vars=True) if world == 1 else {}
+    for name, buffer in module.named_buffers():
+        if name not in kept:
+            yield f"local/{name}", buffer
 
 
 def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[str, Tensor]:
@@ -139,7 +149,8 @@ class Stored:
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 saved = own.get(f"local/{name}", self._by_rank[0].get(f"buffer/{name}"))
-                if saved is not None:
+                # One that is not part of the model's state may have grown, and is made again.
+                if saved is not None and (saved.shape == buffer.shape or f"buffer/{name}" in self._by_rank[0]):
                     buffer.copy_(saved)
 
     def random(self, rank: int) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from headrace.engine.recovery import Recovery
 from headrace.engine.saver import Saver
 from headrace.engine.snapshot import (
     Stored,
+    local_buffers,
     making_sense,
     owned_pieces,
     parameters_and_buffers,
@@ -252,8 +253,7 @@ class Worker:
             for name, tensor in parameters_and_buffers(self.model):
                 # Copied, because training changes it while it is written.
                 tensors[name] = averaged[id(tensor)] if id(tensor) in averaged else tensor.detach().clone()
-        if self.world > 1:
-            tensors |= {f"local/{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
+        tensors |= {name: buffer.detach().clone() for name, buffer in local_buffers(self.model, self.world)}
         description = {
             **self._order.description,
             "epoch": (self.round + 1) // self._loader.rounds_per_epoch,
