@@ -12,6 +12,7 @@ from headrace.errors import HeadraceError, NonFiniteLoss, PeerLost, UnknownName,
         ("HeadraceError", 1),
         ("UsageError", 2),
         ("UnknownName", 2),
+        ("CheckpointMismatch", 2),
         ("JobError", 2),
         ("InfeasiblePlan", 2),
         ("UnfitMachine", 3),
@@ -19,6 +20,7 @@ from headrace.errors import HeadraceError, NonFiniteLoss, PeerLost, UnknownName,
         ("CorruptCheckpoint", 5),
         ("RunFailed", 1),
         ("WorkerFailed", 1),
+        ("NonFiniteGradient", 1),
         ("NonFiniteLoss", 1),
         ("PeerLost", 4),
     ],
@@ -30,7 +32,7 @@ def test_exit_codes_are_those_of_the_design(name: str, code: int) -> None:
 def test_the_table_above_is_complete() -> None:
     kinds = [getattr(errors, name) for name in errors.__all__]
     assert all(issubclass(kind, HeadraceError) for kind in kinds)
-    assert len(kinds) == 12
+    assert len(kinds) == 14
 
 
 def test_an_unknown_name_suggests_the_nearest_and_lists_all() -> None:

@@ -23,7 +23,7 @@ from headrace.engine.machine import can_paint
 from headrace.engine.order import Attempt, Engine, Order, Progress, Resumption
 from headrace.engine.preparation import Prepared
 from headrace.engine.process import LAST_WORDS, log_path
-from headrace.errors import HeadraceError, RunFailed
+from headrace.errors import RunFailed
 from headrace.policies.split import split
 from headrace.report.events import LogTail, Tail
 from headrace.report.show import Show
@@ -77,7 +77,7 @@ def _lead(order: Order, prepared: Prepared, engine: LaunchedEngine, going: Going
     with ExitStack() as stack:
         try:
             begun, notices = stack.enter_context(begin(order, prepared, going))
-        except HeadraceError as error:
+        except BaseException as error:
             engine.agree(json.dumps({"refused": str(error)}))
             raise
         resume = {**asdict(begun.resume), "folder": str(begun.resume.folder)} if begun.resume else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import signal
 import sys
@@ -13,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import headrace as hr
 from headrace.checkpoint import CheckpointFolder
+from headrace.spec.event import WorkerStarted
 
 EXAMPLES = 50
 """Five rounds of twelve an epoch, the last of two."""
@@ -121,7 +124,22 @@ def files_of(run_dir: Path) -> tuple[int, dict[str, str]]:
 
 def left_by(run: hr.Run) -> tuple[int, dict[str, str], bytes, dict[str, float]]:
     """All that must be equal: the last checkpoint, the model's file, the metrics."""
-    return *files_of(run.run_dir), (run.run_dir / "model.safetensors").read_bytes(), run.metrics
+    step, files = files_of(run.run_dir)
+    if len({event.pid for event in run.events if isinstance(event, WorkerStarted)}) < run.plan.workers:
+        # Threads share one generator, whose state is that of whoever seeded it last.
+        folder = run.run_dir / "checkpoints" / f"step-{step:08d}"
+        files = {name: without_random(folder / name) for name in files}
+    return step, files, (run.run_dir / "model.safetensors").read_bytes(), run.metrics
+
+
+def without_random(path: Path) -> str:
+    """The digest of a rank's tensors, its generators' states left out."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(path).items()):
+        if not name.startswith("random/"):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def paced(number: int, at: int, launcher: int, worker: hr.Worker) -> None:

@@ -47,7 +47,7 @@ def test_whatever_is_no_number_is_no_improvement(value: float) -> None:
     stopper = Stopper(LOSS)
     seen(stopper, value, value)
     assert stopper.over
-    assert stopper.state() == {"best": None, "best_step": 0, "waited": 2}
+    assert stopper.state() == {"best": None, "best_step": 0, "waited": 2, "follows": "min loss"}
 
 
 def test_more_is_better_where_it_says_so() -> None:
@@ -166,10 +166,14 @@ def test_early_stopping_ends_all_in_the_same_round(tmp_path: Path, strategy: hr.
 
 
 def test_early_stopping_by_a_metric_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match="early stopping follows 'recall', and the evaluation has loss, accuracy alone"
-    ):
+    with pytest.raises(UsageError, match="no metric for early stopping 'recall'; known: accuracy, loss"):
         fit(hr.OneDevice(), tmp_path, {"early_stopping": hr.EarlyStopping("recall", mode="max")})
+
+
+def test_early_stopping_without_evaluations() -> None:
+    job = lasting_job("plain", {"early_stopping": hr.EarlyStopping()}, eval_data=None)
+    with pytest.raises(UsageError, match="early_stopping follows evaluations, and the job has no eval_data"):
+        hr.fit(job, engine=hr.ThreadEngine())
 
 
 def test_a_metric_of_ones_own_is_followed(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_nothing_to_resume(tmp_path: Path, saved: Path) -> None:
     assert not (tmp_path / "b").exists()
     with pytest.raises(UsageError, match=r"nothing to resume from: .*/c does not exist"):
         fit(short_job(), tmp_path / "b", resume=tmp_path / "c")
-    with pytest.raises(UsageError, match="nothing to resume from: .*step-00000007 does not exist"):
+    with pytest.raises(UsageError, match=r"nothing to resume from: .*step-00000007 does not exist"):
         fit(short_job(), tmp_path / "b", resume=saved / "checkpoints" / "step-00000007")
     with pytest.raises(UsageError, match=r"resume needs the run_dir of the run that goes on"):
         hr.fit(short_job(), resume=True)
@@ -294,4 +294,5 @@ def test_a_buffer_that_is_not_part_of_the_state_goes_on_too(tmp_path: Path, stra
     for name, steps in (("whole", [STEPS]), ("parts", [5, STEPS])):
         for part in steps:
             fit(short_job(model=Seasoned, steps=part), tmp_path / name, resume=part != steps[0], strategy=strategy)
-    assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
+    whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert parts == whole

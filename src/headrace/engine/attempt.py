@@ -52,10 +52,13 @@ def _resume(order: Order, prepared: Prepared, going: Going) -> tuple[Resumption,
     refuse_living(order.run_dir)
     checkpoint, wrong = find(order.run_dir, True if isinstance(going.resume, bool) else going.resume)
     resume, changes = resumption(checkpoint, order.description, prepared, going.reset_optimizer)
+    rounds = order.job.steps or (order.job.epochs or 0) * -(-prepared.examples // order.job.global_batch_size)
+    over = f"the checkpoint has {checkpoint.step} rounds and the job {rounds}: nothing is left to do"
     notices = (
         *(f"damaged, left out: {error.path}: {error.reason}" for error in wrong),
         f"goes on from {checkpoint.path}",
         *(f"since it was saved: {change}" for change in changes),
+        *((over,) if checkpoint.step >= rounds else ()),
     )
     return resume, notices
 

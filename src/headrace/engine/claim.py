@@ -56,20 +56,27 @@ class Claim:
         except BlockingIOError:
             os.close(self.lock)
             raise _living(directory) from None
-        os.ftruncate(self.lock, 0)
-        os.pwrite(self.lock, str(os.getpid()).encode(), 0)
-        free = shutil.disk_usage(directory).free
-        if free < needed_bytes:
+        try:
+            os.ftruncate(self.lock, 0)
+            os.pwrite(self.lock, str(os.getpid()).encode(), 0)
+            _require_space(directory, needed_bytes)
+            self.attempt_s = _mend(directory)
+        except BaseException:
             self.close()
-            raise UnfitMachine(
-                f"a checkpoint takes about {needed_bytes:,} bytes and {directory} has {free:,} left; free some, name "
-                "another run_dir, or save nothing (checkpoints=False)"
-            )
-        self.attempt_s = _mend(directory)
+            raise
 
     def close(self) -> None:
         """Lets go of it, as far as this process is concerned."""
         os.close(self.lock)
+
+
+def _require_space(directory: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed_bytes:
+        raise UnfitMachine(
+            f"a checkpoint takes about {needed_bytes:,} bytes and {directory} has {free:,} left; free some, name "
+            "another run_dir, or save nothing (checkpoints=False)"
+        )
 
 
 def refuse_living(directory: Path) -> None:

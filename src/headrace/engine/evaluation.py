@@ -136,12 +136,17 @@ class Stopper:
             f"best {best:.4g} after {self._best_step} steps"
         )
 
-    def state(self) -> dict[str, float | None]:
+    def _follows(self) -> str:
+        return f"{self._wish.mode} {self._wish.metric}" if self._wish else ""
+
+    def state(self) -> dict[str, float | str | None]:
         """Returns the state as JSON values."""
         best = self._best if math.isfinite(self._best) else None
-        return {"best": best, "best_step": self._best_step, "waited": self._waited}
+        return {"best": best, "best_step": self._best_step, "waited": self._waited, "follows": self._follows()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` returned."""
+        """Takes up what `state` returned, where it follows the same."""
+        if state["follows"] != self._follows():
+            return
         self._best = math.inf if state["best"] is None else float(state["best"])
         self._best_step, self._waited = int(state["best_step"]), int(state["waited"])

@@ -12,7 +12,7 @@ from torch import nn
 
 from headrace.data import Loader, as_pipeline
 from headrace.engine.work import build_module, objective_of
-from headrace.errors import HeadraceError, JobError, UsageError
+from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.replica.describe import describe
 from headrace.replica.optimizer import build, is_elementwise
@@ -62,6 +62,7 @@ def prepare(job: Job) -> Prepared:
         raise UsageError(f"what is trained must be an hr.Job(...), got {type(job).__name__}")
     if job.task is not None and not isinstance(job.task, Task):
         raise UsageError(f"the job's task must be one of hr.tasks, hr.tasks.multiclass(10), got {job.task!r:.60}")
+    _check_early_stopping(job)
     pipeline, notices = as_pipeline(job.data)
     with torch.random.fork_rng(devices=[]):
         given = isinstance(job.model, nn.Module)
@@ -111,6 +112,17 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> bool:
     finally:
         module.train(training)
     return isinstance(loss, Mean)
+
+
+def _check_early_stopping(job: Job) -> None:
+    wish = job.options.early_stopping
+    if wish is None:
+        return
+    if job.eval_data is None:
+        raise UsageError("early_stopping follows evaluations, and the job has no eval_data; give it some")
+    names = ["loss", *(job.task.metrics if job.task else ()), *(job.metrics or ())]
+    if wish.metric not in names:
+        raise UnknownName("metric for early stopping", wish.metric, names)
 
 
 def check_options(options: Options, device: str) -> None:

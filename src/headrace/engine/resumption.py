@@ -48,9 +48,9 @@ def describe_run(job: Job, prepared: Prepared, plan: Plan) -> dict[str, Any]:
             "schedule": _schedule(job, optimizer),
         },
         "training": {
-            field.name: getattr(job.options, field.name)
+            field.name: to_plain(getattr(job.options, field.name))
             for field in fields(job.options)
-            if field.name not in ("schedule", "early_stopping")
+            if field.name != "schedule"
         },
         "versions": {"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()},
     }

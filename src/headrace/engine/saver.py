@@ -13,17 +13,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
 from torch import Tensor
 
-from headrace.checkpoint import CheckpointFolder, FileRecord
+from headrace.checkpoint import Checkpoint, CheckpointFolder, FileRecord
 from headrace.checkpoint.manifest import file_name
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.engine.journal import Journal
 from headrace.engine.order import Order
+from headrace.errors import CorruptCheckpoint
 from headrace.spec.event import Event, Notice, Saved
 
 __all__ = ["Saver"]
@@ -62,6 +64,21 @@ class Saver:
         resume = order.resume
         own = resume is not None and resume.folder == self.folder.path and not resume.reset_optimizer
         self.saved = resume.step if resume and own else -1
+
+    def must_begin(self, done: int, rolls_back: bool) -> bool:
+        """Whether a run saves before its first round: to roll back to it, or to end a history that it has left."""
+        if self._wish is None or (self.saved == done and self.folder.steps()[-1:] == (done,)):
+            return False
+        return rolls_back or self.saved == done
+
+    def newest(self) -> Checkpoint | None:
+        """Returns the newest sound checkpoint of this run's own history."""
+        for step in reversed([step for step in self.folder.steps() if step <= self.saved]):
+            with suppress(CorruptCheckpoint):
+                checkpoint = self.folder.open(step)
+                checkpoint.verify()
+                return checkpoint
+        return None
 
     def ask(self, done: int) -> None:
         """Rank 0 decides whether to save when `done` rounds will be done, before that round's barrier."""
@@ -167,10 +184,19 @@ class Saver:
             self.folder.commit(done, files, description, self._wish.keep)
         except OSError as error:
             self.folder.abandon(done)
-            self._news.append(self._warning(done, error.strerror or str(error)))
-            return
+            if not self._is_there(done):
+                self._news.append(self._warning(done, error.strerror or str(error)))
+                return
+            text = f"older checkpoints than step {done} in {self.folder.path} could not be deleted: {error.strerror}"
+            self._news.append(Notice(0, self._journal.now(), text))
         size = sum(record.bytes for record in files)
         self._news.append(Saved(0, self._journal.now(), done, size, stall_s, monotonic() - began))
+
+    def _is_there(self, done: int) -> bool:
+        try:
+            return done in self.folder.steps()
+        except (OSError, CorruptCheckpoint):
+            return False
 
     def _warning(self, done: int, problem: str) -> Notice:
         text = (

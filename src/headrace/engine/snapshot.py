@@ -60,7 +60,7 @@ def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[
     """Returns the pieces that this rank saves: what all ranks hold is saved by rank 0."""
     shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
     return {
-        f"state/{piece.parameter}/{piece.key}@{piece.start}": piece.value
+        f"state/{piece.parameter}/{piece.key}@{piece.start}" + f"#{piece.kind}" * (piece.kind != "tensor"): piece.value
         for piece in pieces
         if rank == 0 or piece.parameter not in shared
     }
@@ -176,8 +176,9 @@ class Stored:
 
 
 def _piece(name: str, tensor: Tensor) -> StatePiece:
-    head, _, start = name.removeprefix("state/").rpartition("@")
+    head, _, tail = name.removeprefix("state/").rpartition("@")
+    start, _, kind = tail.partition("#")
     parameter, _, key = head.rpartition("/")
     if int(start) < -1:
         raise ValueError(f"{name} begins before its parameter")
-    return StatePiece(parameter, key, int(start), tensor)
+    return StatePiece(parameter, key, int(start), tensor, kind or "tensor")

@@ -33,6 +33,7 @@ from headrace.metrics import Mean
 from headrace.replica.batch_norm import averaged_buffers
 from headrace.replica.compute import Computed
 from headrace.replica.exchange import Replica
+from headrace.replica.update import AVERAGE
 from headrace.replica.whole_model import WholeModel
 from headrace.spec.event import Evaluated, Notice
 from headrace.spec.share import Share
@@ -44,6 +45,9 @@ _READ_LOSSES_EVERY_S = 0.25
 
 def train(worker: Worker) -> None:
     """The usual loop."""
+    if worker.evaluation_due and worker.round + 1 >= worker.rounds:
+        # A run that was over before goes on to nothing; its caller wants its metrics all the same.
+        worker.evaluate()
     for batch in worker.batches():
         worker.step(batch)
         if worker.evaluation_due:
@@ -100,6 +104,8 @@ class Worker:
         self._page = page
         self._journal = journal
         self._saver = Saver(order, rank, host, page, journal)
+        at_home = order.resume is not None and order.resume.folder == self._saver.folder.path
+        self._over_before = at_home and self.round + 1 >= self.rounds
         self._stopper = Stopper(options.early_stopping)
         self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back)
         self._share = Share(None, 0, 0, 0)
@@ -126,8 +132,8 @@ class Worker:
         """Yields this worker's share of every global batch of the run, on its device."""
         first = self.round + 1
         shares = self._loader.rounds(first)
-        if self._order.job.options.on_nonfinite == "rollback" and self._saver.saved != first:
-            self._save()  # the first round may already be one to roll back from
+        if self._saver.must_begin(first, rolls_back=self._order.job.options.on_nonfinite == "rollback"):
+            self._save()
         try:
             for round_ in range(first, self.rounds):
                 if self._stopper.over:
@@ -139,6 +145,7 @@ class Worker:
                 batch = self._replica.compute.place(self._share.batch)
                 self._times[0] = perf_counter() - began
                 yield batch
+                self._require_step()
                 # Now, when whoever asks for the next batch has done with this one, its evaluation too.
                 if self._saver.wanted(self.round + 1) and not self._is_last():
                     self._save()
@@ -225,8 +232,12 @@ class Worker:
         resume = self._order.resume
         assert resume is not None
         with making_sense(stored.path):
-            if not resume.reset_optimizer:
-                self._replica.exchange.load(stored.pieces(), stored.description["settings"])
+            pieces = stored.pieces()
+            if resume.reset_optimizer:
+                # The averages are weights, and go on with the weights.
+                self._replica.exchange.load([piece for piece in pieces if piece.key == AVERAGE])
+            else:
+                self._replica.exchange.load(pieces, stored.description["settings"])
                 self._stopper.load(stored.description["early_stopping"])
             if resume.same:
                 stored.load_buffers(self.model, self.rank, self.world)
@@ -234,7 +245,7 @@ class Worker:
 
     def finish(self) -> None:
         """Saves a last time, and leaves in the model what a trained one is: averaged weights and statistics."""
-        if self._order.checkpoints and self._saver.saved != self.round + 1:
+        if self._order.checkpoints and self._saver.saved != self.round + 1 and not self._over_before:
             self._save()
         self._saver.wait()
         average(averaged_buffers(self.model), self._host)
@@ -243,6 +254,8 @@ class Worker:
 
     def _save(self) -> None:
         began = monotonic()
+        # A loss that nobody has looked at may be none, and then what is here is not worth keeping.
+        self._read_losses()
         tensors = {
             **owned_pieces(self._replica.exchange.state(), self._order.plan, self.rank),
             **random_states(self.device),
@@ -268,12 +281,20 @@ class Worker:
         self._saver.wait()
         # Rank 0's has ended, and with it the checkpoint is there for all.
         self._host.barrier()
-        checkpoint, _ = self._saver.folder.latest()
+        checkpoint = self._saver.newest()
         if checkpoint is None:
             raise RunFailed(f"there is no sound checkpoint in {self._saver.folder.path} to roll back to")
         stored = Stored(checkpoint)
         self._replica.exchange.load([*stored.pieces(), *stored.parameter_pieces()])
         stored.load_buffers(self.model, self.rank, self.world)
+
+    def _require_step(self) -> None:
+        # Who leaves out a round does not meet the others in it, and would take their next meeting for another.
+        if self.world > 1 and self._order.strategy.synchronous and self._page.beats[self.rank][1] != self.round + 1:
+            raise UsageError(
+                f"the loop on rank {self.rank} went on without worker.step() or worker.update() in round {self.round}; "
+                "every worker steps every batch, so that all meet in every round"
+            )
 
     def _catch_up(self) -> None:
         """Brings rank 0's buffers to workers that had no example, so that what forward moves does not fall behind."""

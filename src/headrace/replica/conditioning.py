@@ -71,7 +71,7 @@ class Conditioner:
         own = 0.0 if finite else 2.0 ** min(self._host.rank, 50)
         bad, broken, squared = self._host.sum([own, *self._look(measured)])
         if bad or broken:
-            return self._refuse(tuple(rank for rank in range(51) if int(bad) >> rank & 1))
+            return self._refuse(tuple(rank for rank in range(64) if int(bad) >> rank & 1))
         unscale = 1.0 if self._scale is None else self._scale.inverse
         if self._scale is not None:
             self._scale.grow()
@@ -94,7 +94,8 @@ class Conditioner:
         if self._scale is None:
             return Verdict(False, bad_losses)
         self._scale.shrink()
-        return Verdict(False, bad_losses, overflow=not bad_losses)
+        # Below 1 it makes gradients smaller than they are, and what overflows then is not its doing.
+        return Verdict(False, bad_losses, overflow=not bad_losses and self._scale.value >= 1.0)
 
     def _look(self, measured: Sequence[Tensor]) -> tuple[float, float]:
         """Returns whether an element is not finite, as a number, and the squared norm if it is clipped by."""

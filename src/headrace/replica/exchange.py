@@ -25,12 +25,14 @@ class StatePiece:
         start: first element of the flattened parameter that `value` covers; -1 if `value` belongs to the whole
             parameter (a step count, the statistics of its rows).
         value: flat; in its own shape where it belongs to the whole parameter.
+        kind: "tensor"; or "int", "float", "bool" where the optimizer keeps a number of Python's.
     """
 
     parameter: str
     key: str
     start: int
     value: Tensor
+    kind: str = "tensor"
 
     def copy_to(self, target: Tensor, start: int) -> None:
         """Fills what this piece covers of the elements from `start` on of its parameter.

@@ -17,6 +17,8 @@ __all__ = ["build", "build_over", "is_elementwise", "load_state", "state_bytes",
 
 Factory = Callable[..., Any]
 
+_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+
 
 def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     """Calls the job's optimizer factory with named parameters.
@@ -135,15 +137,32 @@ def _treats_elements_alone(template: torch.optim.Optimizer, name: str) -> bool:
 
 
 def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> tuple[StatePiece, ...]:
-    """Returns the state of the pieces that this process updates."""
+    """Returns the state of the pieces that this process updates.
+
+    Raises:
+        UsageError: the optimizer keeps something that is no tensor and no number.
+    """
     pieces = []
     for segment, tensor in owned:
         for key, value in optimizer.state.get(tensor, {}).items():
-            kept = torch.as_tensor(value).detach().clone()
+            if not isinstance(value, Tensor):
+                pieces.append(_number(segment, key, value, optimizer))
+                continue
+            kept = value.detach().clone()
             whole = kept.numel() != tensor.numel() or kept.dim() == 0
             start, kept = (-1, kept) if whole else (segment.start, kept.flatten())
             pieces.append(StatePiece(segment.parameter, key, start, kept))
     return tuple(pieces)
+
+
+def _number(segment: Segment, key: str, value: Any, optimizer: torch.optim.Optimizer) -> StatePiece:
+    kind = type(value).__name__
+    if kind not in _NUMBERS:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps a {kind} as {key!r} of {segment.parameter!r}, which no checkpoint can "
+            "hold; keep tensors and numbers, or run with checkpoints=False"
+        )
+    return StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=_NUMBERS[kind]), kind)
 
 
 def load_state(
@@ -157,7 +176,7 @@ def load_state(
         state: dict[str, Any] = {}
         for piece in by_parameter.get(segment.parameter, ()):
             if piece.start < 0:
-                state[piece.key] = piece.value.clone()
+                state[piece.key] = piece.value.clone() if piece.kind == "tensor" else piece.value.item()
                 continue
             target = state.setdefault(
                 piece.key, torch.zeros(tensor.shape, dtype=piece.value.dtype, device=tensor.device)

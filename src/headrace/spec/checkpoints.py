@@ -31,5 +31,6 @@ class Checkpoints:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
         seconds = self.every_s
-        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (number and seconds > 0):
             raise UsageError(f"every_s must be a number of seconds above 0, got {seconds!r}; None switches it off")

@@ -228,14 +228,11 @@ class CentralStorageExchange(Exchange):
         return self._updater.settings()
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        # Parameters may be among the pieces, and they are everybody's.
-        self._host.barrier()
-        # As there: weights may be among the pieces.
+        # Weights may be among the pieces, and they are everybody's.
         self._host.barrier()
         self._updater.load(pieces, settings)
         self._host.barrier()
         self._storage.fetch()
-        self._host.barrier()
 
     def memory(self) -> tuple[int, int]:
         return self._bytes, self._updater.state_bytes()
