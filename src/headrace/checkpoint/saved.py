@@ -105,7 +105,7 @@ class Checkpoint:
         from headrace.checkpoint import tensors
 
         record = self._record(rank)
-        with self._opened(record.name) as file, Digest() as digest:
+        with self._opened(record.name) as file, Digest(behind_bytes=record.bytes) as digest:
             entries, count = _front(file, record, digest)
             buffer, memory = tensors.allocate(count)
             _pass(file, record, digest, (memory[at : at + CHUNK] for at in range(0, count, CHUNK)))

@@ -16,6 +16,7 @@ from headrace.errors import UsageError
 __all__ = ["allocate", "views", "write"]
 
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in NAMES.items()}
+_BEHIND = 512 << 20
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
@@ -38,7 +39,8 @@ def write(file: File, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
     except ValueError as error:
         raise UsageError(f"cannot save {name}: {error}") from None
     size = 0
-    with Digest() as digest:
+    # So that digesting goes on while the disk syncs. What is not copied on the way costs no memory meanwhile.
+    with Digest(behind_bytes=_BEHIND) as digest:
         for piece in _bytes(front, ordered):
             digest.feed(piece)
             size += len(piece)
