@@ -24,7 +24,7 @@ from headrace.comm.control import ControlPage
 from headrace.comm.segment import Segment
 from headrace.engine.interrupts import TERMINATED, orderly_interrupts
 from headrace.engine.local import LocalEngine
-from headrace.engine.termination import Terminated, terminate
+from headrace.engine.termination import terminate
 from headrace.spec.event import RunEnded, Stepped
 
 pytestmark = pytest.mark.slow
@@ -307,14 +307,17 @@ def page() -> Iterator[ControlPage]:
     page.segment.close()
 
 
-def test_the_second_signal_is_answered_as_before(page: ControlPage) -> None:
+def test_the_second_signal_ends_the_process_at_once(page: ControlPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         with orderly_interrupts(page) as interrupts:
             os.kill(os.getpid(), signal.SIGTERM)
             assert (page.stop, interrupts.terminated, interrupts.status(page)) == (1, True, TERMINATED)
-            with pytest.raises(Terminated):
-                os.kill(os.getpid(), signal.SIGTERM)
+            assert ended == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended == [143]
         assert signal.getsignal(signal.SIGTERM) is terminate
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,17 +1,25 @@
-"""SIGTERM as an exception: what the command line answers it with."""
+"""SIGTERM, as the command line answers it."""
 
 from __future__ import annotations
 
+import os
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["Terminated", "terminate"]
+__all__ = ["EXIT_CODE", "Terminated", "terminate"]
+
+EXIT_CODE = 143
 
 
 class Terminated(BaseException):
-    """SIGTERM came: like KeyboardInterrupt, and unlike SystemExit, nothing that user code may raise or catch."""
+    """A run was ended by SIGTERM, in order: like KeyboardInterrupt, nothing that user code may raise or catch."""
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Raises `Terminated`; a handler of signals."""
-    raise Terminated
+    """Ends this process at once; a handler of signals.
+
+    Not by an exception: in the middle of an import it would be dropped, or taken for something else. What this
+    process has started sees its end and follows.
+    """
+    os.write(2, b"error: terminated (SIGTERM)\n")
+    os._exit(EXIT_CODE)
