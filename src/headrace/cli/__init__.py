@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -12,13 +13,13 @@ import typer
 from headrace.cli.checkpoint import checkpoint
 from headrace.cli.compare import compare
 from headrace.cli.doctor import doctor
-from headrace.cli.errors import ExitCode
+from headrace.cli.errors import ExitCode, error_document
 from headrace.cli.launch import launch
 from headrace.cli.options import help_option
 from headrace.cli.output import write_document
 from headrace.cli.report import report
 from headrace.cli.train import train
-from headrace.engine.termination import Terminated, terminate
+from headrace.engine.termination import Terminated, answer_with, terminate
 
 __all__ = ["COMMANDS", "app", "main", "run"]
 
@@ -111,4 +112,6 @@ def main() -> NoReturn:
     """The console script: runs `sys.argv` and exits."""
     # So that processes and segments are given back before this one ends.
     signal.signal(signal.SIGTERM, terminate)
+    if "--json" in sys.argv:
+        answer_with(json.dumps(error_document(Terminated(), ExitCode.TERMINATED), indent=2).encode() + b"\n")
     sys.exit(run(sys.argv[1:]))

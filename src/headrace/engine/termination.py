@@ -6,13 +6,20 @@ import os
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["EXIT_CODE", "Terminated", "terminate"]
+__all__ = ["EXIT_CODE", "Terminated", "answer_with", "terminate"]
 
 EXIT_CODE = 143
+
+_documents: list[bytes] = []
 
 
 class Terminated(BaseException):
     """A run was ended by SIGTERM, in order: like KeyboardInterrupt, nothing that user code may raise or catch."""
+
+
+def answer_with(document: bytes) -> None:
+    """Lets `terminate` write this to stdout, for whoever reads the result there."""
+    _documents.append(document)
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
@@ -21,5 +28,6 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
     Not by an exception: in the middle of an import it would be dropped, or taken for something else. What this
     process has started sees its end and follows.
     """
+    os.write(1, _documents[-1] if _documents else b"")
     os.write(2, b"error: terminated (SIGTERM)\n")
     os._exit(EXIT_CODE)
