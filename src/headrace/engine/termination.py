@@ -28,6 +28,9 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
     Not by an exception: in the middle of an import it would be dropped, or taken for something else. What this
     process has started sees its end and follows.
     """
-    os.write(1, _documents[-1] if _documents else b"")
-    os.write(2, b"error: terminated (SIGTERM)\n")
-    os._exit(EXIT_CODE)
+    try:
+        os.write(1, _documents[-1] if _documents else b"")
+        os.write(2, b"error: terminated (SIGTERM)\n")
+    finally:
+        # Also where nobody reads any more.
+        os._exit(EXIT_CODE)
