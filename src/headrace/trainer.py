@@ -16,7 +16,7 @@ from headrace.engine.machine import detect
 from headrace.engine.order import Engine, Order
 from headrace.engine.preparation import Prepared, check_options, prepare
 from headrace.engine.resumption import describe_run
-from headrace.engine.termination import Terminated, terminate
+from headrace.engine.termination import Terminated
 from headrace.engine.worker import Worker
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
 from headrace.run import Keeper, Run
@@ -173,9 +173,9 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
             own.close()
     if status == TERMINATED:
         # Whoever sent it wants this process to end, and now all is saved.
-        if signal.getsignal(signal.SIGTERM) is terminate:
-            raise Terminated
-        signal.raise_signal(signal.SIGTERM)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.raise_signal(signal.SIGTERM)
+        raise Terminated
     return Run(job, plan, directory, status, prepared.module, keeper)
 
 

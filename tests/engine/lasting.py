@@ -114,6 +114,15 @@ def fail() -> None:
     raise ValueError("planted")
 
 
+def fail_once_saved(run_dir: Path) -> None:
+    """Fails, but not before a checkpoint is whole: it is written beside the training."""
+    deadline = time.monotonic() + 30
+    while not CheckpointFolder(run_dir / "checkpoints").steps():
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.001)
+    fail()
+
+
 def files_of(run_dir: Path) -> tuple[int, dict[str, str]]:
     """The last checkpoint: its step, and the digests of its files."""
     checkpoint, wrong = CheckpointFolder(run_dir / "checkpoints").latest()

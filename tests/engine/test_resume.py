@@ -233,7 +233,8 @@ def test_patience_and_evaluations_between_epochs(
     job = lasting_job(options={"eval_every": 2, "early_stopping": patient}, epochs=30)
     whole = hr.fit(job, strategy, run_dir=tmp_path / "a", engine=engine, checkpoints=OFTEN)
     assert files_of(tmp_path / "a")[0] == 10
-    loop = functools.partial(broken_off, lasting.fail, at - 1, 0)
+    deed = functools.partial(lasting.fail_once_saved, tmp_path / "b")
+    loop = functools.partial(broken_off, deed, at - 1, 0)
     with pytest.raises(WorkerFailed):
         hr.launch(loop, job, strategy, run_dir=tmp_path / "b", engine=engine, checkpoints=OFTEN)
     run = hr.fit(job, strategy, run_dir=tmp_path / "b", engine=engine, checkpoints=OFTEN, resume=True)

@@ -22,7 +22,7 @@ from engine.test_launched import free_port
 from headrace.checkpoint import CheckpointFolder
 from headrace.comm.control import ControlPage
 from headrace.comm.segment import Segment
-from headrace.engine.interrupts import TERMINATED, orderly_interrupts
+from headrace.engine.interrupts import ECHO_S, TERMINATED, orderly_interrupts
 from headrace.engine.local import LocalEngine
 from headrace.engine.termination import terminate
 from headrace.spec.event import RunEnded, Stepped
@@ -165,7 +165,7 @@ def test_a_second_one_ends_it_at_once(tmp_path: Path) -> None:
         time.sleep(0.3)
         children = below(process.pid)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        time.sleep(ECHO_S + 0.1)
         assert process.poll() is None, "it waits for the round's end"
         process.send_signal(signal.SIGTERM)
         at = time.monotonic()
@@ -317,10 +317,44 @@ def test_the_second_signal_ends_the_process_at_once(page: ControlPage, monkeypat
             assert (page.stop, interrupts.terminated, interrupts.status(page)) == (1, True, TERMINATED)
             assert ended == []
             os.kill(os.getpid(), signal.SIGTERM)
+            assert ended == [], "an echo of the first"
+            now = time.monotonic()
+            monkeypatch.setattr(time, "monotonic", lambda: now + ECHO_S + 0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
             assert ended == [143]
-        assert signal.getsignal(signal.SIGTERM) is terminate
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_an_echo_after_the_run_does_not_break_off_the_commands_end(
+    page: ControlPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with orderly_interrupts(page):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == []
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + ECHO_S + 0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [143]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_one_that_comes_to_the_group_too(tmp_path: Path) -> None:
+    """As `timeout` sends it: to the process, then to its group."""
+    with command(tmp_path, "--checkpoint-every", "2") as process:
+        folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
+        assert until(lambda: len(folder.steps()) > 1, 30)
+        children = below(process.pid)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.003)
+        process.send_signal(signal.SIGTERM)
+        check_left(process, children, tmp_path / "run", 1)
 
 
 def test_somebody_elses_answer_to_sigterm_stays(page: ControlPage) -> None:

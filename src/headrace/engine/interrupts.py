@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,11 @@ __all__ = ["TERMINATED", "Interrupts", "orderly_interrupts"]
 
 _REPLACED = (signal.default_int_handler, signal.SIG_DFL, terminate)
 
-
 TERMINATED = "terminated"
 """The status of a run that SIGTERM has ended in order; who ran it ends next."""
+
+ECHO_S = 1.0
+"""A signal so soon after the first is the same wish: `timeout` and others send theirs to the process and its group."""
 
 
 class Interrupts:
@@ -39,7 +42,8 @@ class Interrupts:
 def orderly_interrupts(page: ControlPage) -> Iterator[Interrupts]:
     """Lets this process's first SIGINT or SIGTERM set `page.stop` instead of breaking off what the engine is doing.
 
-    Outside the main thread, and where somebody else answers a signal, everything stays as it is.
+    A second one sets back what was before, and reaches it. Outside the main thread, and where somebody else answers a
+    signal, everything stays as it is.
     """
     interrupts = Interrupts()
     before: dict[int, Any] = {}
@@ -47,9 +51,15 @@ def orderly_interrupts(page: ControlPage) -> Iterator[Interrupts]:
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ours = {number: handler for number, handler in before.items() if handler in _REPLACED}
 
+    first: list[float] = []
+
     def stop(number: int, frame: object) -> None:
-        # From now on as before; not by looking at the page, which others' interrupts may have marked.
-        signal.signal(number, ours[number])
+        # Not by looking at the page, which others' interrupts may have marked.
+        first.append(time.monotonic())
+        if first[-1] - first[0] > ECHO_S:
+            signal.signal(number, ours[number])
+            signal.raise_signal(number)
+            return
         interrupts.terminated |= number == signal.SIGTERM
         page.stop = 1
 
@@ -59,4 +69,6 @@ def orderly_interrupts(page: ControlPage) -> Iterator[Interrupts]:
         yield interrupts
     finally:
         for number, handler in ours.items():
-            signal.signal(number, handler)
+            # The command that was asked to end is about to: an echo may still come.
+            if not (interrupts.terminated and handler is terminate):
+                signal.signal(number, handler)
