@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.replica.exchange import StatePiece
+from headrace.replica.exchange import Exchange, StatePiece
 from headrace.replica.loss_scale import LossScale
 from headrace.replica.optimizer import load_state, state_bytes, state_pieces
 from headrace.replica.schedule import Schedule
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 
-__all__ = ["AVERAGE", "PARAMETER", "Updater"]
+__all__ = ["AVERAGE", "PARAMETER", "Updater", "UpdatingExchange"]
 
 AVERAGE = "headrace.average"
 """Key of the pieces that hold the moving average of the weights."""
@@ -122,3 +122,36 @@ class Updater:
                     piece.copy_to(dense, segment.start)
                 if dense is not tensor:
                     tensor.copy_(dense)
+
+
+class UpdatingExchange(Exchange):
+    """An exchange whose rank itself updates what it owns.
+
+    Attributes:
+        updater: of the pieces that this rank owns.
+        parameter_bytes: what this rank adds to the host for parameters.
+    """
+
+    updater: Updater
+    parameter_bytes: int
+
+    def update(self, round_: int) -> None:
+        self.updater.step(round_)
+
+    def skip(self, round_: int) -> None:
+        self.updater.skip(round_)
+
+    def swap_average(self) -> None:
+        self.updater.swap_average()
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return self.updater.state()
+
+    def settings(self) -> dict[str, Any]:
+        return self.updater.settings()
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self.updater.load(pieces, settings)
+
+    def memory(self) -> tuple[int, int]:
+        return self.parameter_bytes, self.updater.state_bytes()

@@ -25,11 +25,12 @@ from headrace.comm.collective import SharedCollective
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import slices, whole
 from headrace.replica.conditioning import Verdict
-from headrace.replica.exchange import Exchange, Replica, StatePiece
+from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.gradients import FlatGradients, Presence
 from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build, build_over
 from headrace.replica.reduction import shared_traffic
+from headrace.replica.update import UpdatingExchange
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
@@ -146,7 +147,7 @@ def seat(module: nn.Module, layout: FlatLayout, region: Tensor) -> None:
         parameter.data = view
 
 
-class CentralStorageExchange(Exchange):
+class CentralStorageExchange(UpdatingExchange):
     """Args:
     plan: the run's.
     rank: this worker's.
@@ -184,12 +185,12 @@ class CentralStorageExchange(Exchange):
             by_name.setdefault(segment.parameter, []).append(piece)
         optimizer = build_over(template, by_name)
         owned = list(zip(self._own_segments, self._pieces, strict=True))
-        self._updater = parts.updater(optimizer, owned, template)
+        self.updater = parts.updater(optimizer, owned, template)
         self._names = [parameter.name for parameter in parts.model.trainable]
         self._missing: tuple[int, ...] = ()
         self._assign(())
         self._traffic = shared_traffic(storage.gradient_layout.nbytes, parts.host.world)
-        self._bytes = 0 if rank else storage.layout.nbytes
+        self.parameter_bytes = 0 if rank else storage.layout.nbytes
 
     def begin(self, round_: int) -> None:
         self._storage.fetch()
@@ -208,34 +209,22 @@ class CentralStorageExchange(Exchange):
         return verdict
 
     def update(self, round_: int) -> None:
-        self._updater.step(round_)
+        super().update(round_)
         self._host.barrier()
-
-    def skip(self, round_: int) -> None:
-        self._updater.skip(round_)
 
     def swap_average(self) -> None:
         # Nobody may still read what is changed, nor read on before all of it is.
         self._host.barrier()
-        self._updater.swap_average()
+        super().swap_average()
         self._host.barrier()
         self._storage.fetch()
-
-    def state(self) -> tuple[StatePiece, ...]:
-        return self._updater.state()
-
-    def settings(self) -> dict[str, Any]:
-        return self._updater.settings()
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         # Weights may be among the pieces, and they are everybody's.
         self._host.barrier()
-        self._updater.load(pieces, settings)
+        super().load(pieces, settings)
         self._host.barrier()
         self._storage.fetch()
-
-    def memory(self) -> tuple[int, int]:
-        return self._bytes, self._updater.state_bytes()
 
     def _assign(self, missing: tuple[int, ...]) -> None:
         absent = {self._names[index] for index in missing}

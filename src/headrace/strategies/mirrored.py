@@ -14,16 +14,14 @@ workers' gradients into one result that everybody's optimizer reads in place:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.replica.conditioning import Verdict
-from headrace.replica.exchange import Exchange, Replica, StatePiece
+from headrace.replica.exchange import Replica
 from headrace.replica.gradients import Presence, assign
 from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build
@@ -34,6 +32,7 @@ from headrace.replica.reduction import (
     WireReduction,
     shared_traffic,
 )
+from headrace.replica.update import UpdatingExchange
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
@@ -101,7 +100,7 @@ class Mirrored(Strategy):
         return Replica(compute, MirroredExchange(plan, parts, layout, reduction, presence))
 
 
-class MirroredExchange(Exchange):
+class MirroredExchange(UpdatingExchange):
     """Args:
     plan: the run's.
     parts: of this worker.
@@ -118,7 +117,7 @@ class MirroredExchange(Exchange):
         self._conditioner = parts.conditioner()
         optimizer = build(parts.optimizer, named.items())
         owned = [(segment, named[segment.parameter]) for segment in plan.segments]
-        self._updater = parts.updater(optimizer, owned)
+        self.updater = parts.updater(optimizer, owned)
         self._parameters = [named[parameter.name] for parameter in parts.model.trainable]
         self._views = layout.views(reduction.result)
         # torch's own optimizers only read gradients, those of foreach=True aside (SGD with nesterov writes). Another
@@ -129,7 +128,7 @@ class MirroredExchange(Exchange):
         self._private = [view.clone() for view in self._views] if shared and not reads else []
         self._missing: tuple[int, ...] = ()
         assign(self._parameters, self._private or self._views, ())
-        self._bytes = sum(parameter.bytes for parameter in parts.model.parameters)
+        self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)
 
     def begin(self, round_: int) -> None:
         """Mirrors are always up to date."""
@@ -147,22 +146,4 @@ class MirroredExchange(Exchange):
     def update(self, round_: int) -> None:
         if self._private:
             torch._foreach_copy_(self._private, self._views)
-        self._updater.step(round_)
-
-    def skip(self, round_: int) -> None:
-        self._updater.skip(round_)
-
-    def swap_average(self) -> None:
-        self._updater.swap_average()
-
-    def state(self) -> tuple[StatePiece, ...]:
-        return self._updater.state()
-
-    def settings(self) -> dict[str, Any]:
-        return self._updater.settings()
-
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        self._updater.load(pieces, settings)
-
-    def memory(self) -> tuple[int, int]:
-        return self._bytes, self._updater.state_bytes()
+        super().update(round_)

@@ -6,9 +6,7 @@ forward, backward    nothing         optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -16,8 +14,9 @@ from headrace.comm.in_process import InProcess, Meeting
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.replica.conditioning import Conditioner, Verdict
-from headrace.replica.exchange import Exchange, Replica, StatePiece
+from headrace.replica.exchange import Replica
 from headrace.replica.optimizer import build
+from headrace.replica.update import UpdatingExchange
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan, Segment
@@ -61,7 +60,7 @@ class OneDevice(Strategy):
         return Replica(parts.whole_model(), LocalExchange(plan.segments, parts))
 
 
-class LocalExchange(Exchange):
+class LocalExchange(UpdatingExchange):
     """Exchanges nothing.
 
     Args:
@@ -79,11 +78,11 @@ class LocalExchange(Exchange):
         immediate = parts.device.type == "cpu"
         self._conditioner = Conditioner(looking, InProcess(Meeting(1), 0), parts.scale, immediate)
         owned = [(segment, named[segment.parameter]) for segment in segments]
-        self._updater = parts.updater(optimizer, owned)
-        self._bytes = sum(parameter.bytes for parameter in parts.model.parameters)
+        self.updater = parts.updater(optimizer, owned)
+        self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)
 
     def begin(self, round_: int) -> None:
-        self._updater.optimizer.zero_grad()
+        self.updater.optimizer.zero_grad()
 
     def synchronize(self, finite: bool = True) -> Verdict:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -93,24 +92,3 @@ class LocalExchange(Exchange):
         if verdict.apply and self._options.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm)
         return verdict
-
-    def update(self, round_: int) -> None:
-        self._updater.step(round_)
-
-    def skip(self, round_: int) -> None:
-        self._updater.skip(round_)
-
-    def swap_average(self) -> None:
-        self._updater.swap_average()
-
-    def state(self) -> tuple[StatePiece, ...]:
-        return self._updater.state()
-
-    def settings(self) -> dict[str, Any]:
-        return self._updater.settings()
-
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        self._updater.load(pieces, settings)
-
-    def memory(self) -> tuple[int, int]:
-        return self._bytes, self._updater.state_bytes()
