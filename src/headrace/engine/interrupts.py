@@ -20,7 +20,7 @@ TERMINATED = "terminated"
 """The status of a run that SIGTERM has ended in order; who ran it ends next."""
 
 ECHO_S = 1.0
-"""A signal so soon after the first is the same wish: `timeout` and others send theirs to the process and its group."""
+"""A SIGTERM so soon after the first is the same wish: `timeout` and others send it to the process and to its group."""
 
 
 class Interrupts:
@@ -51,12 +51,13 @@ def orderly_interrupts(page: ControlPage) -> Iterator[Interrupts]:
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ours = {number: handler for number, handler in before.items() if handler in _REPLACED}
 
-    first: list[float] = []
+    came: list[float] = []
 
     def stop(number: int, frame: object) -> None:
         # Not by looking at the page, which others' interrupts may have marked.
-        first.append(time.monotonic())
-        if first[-1] - first[0] > ECHO_S:
+        came.append(time.monotonic())
+        echo = number == signal.SIGTERM and came[-1] - came[0] <= ECHO_S
+        if len(came) > 1 and not echo:
             signal.signal(number, ours[number])
             signal.raise_signal(number)
             return
