@@ -7,8 +7,10 @@ of it frees it, however it dies.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -33,12 +35,14 @@ class Segment:
     Args:
         descriptor: of the file behind it; the segment owns it.
         nbytes: its length.
+        writable: whether this process may change it.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int, writable: bool = True) -> None:
         self.descriptor = descriptor
         self.nbytes = nbytes
-        self._map = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
         self.memory = memoryview(self._map)
 
     @classmethod
@@ -54,12 +58,14 @@ class Segment:
                 f"the {label} segment needs {nbytes:,} bytes of shared memory and the machine has {available:,} "
                 "left; use fewer workers or a smaller model, or close what fills the memory"
             )
-        descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, nbytes)
             # Taken now, so that a full machine is an error here and not a SIGBUS in the middle of a step.
             os.posix_fallocate(descriptor, 0, nbytes)
+            # Whoever maps a file that another one shortens dies of it.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             return cls(descriptor, nbytes)
         except OSError as error:
             os.close(descriptor)
@@ -86,9 +92,24 @@ class Segment:
                 "must run as one user and see each other's processes (one PID namespace)"
             ) from error
 
+    @classmethod
+    def received(cls, descriptor: int, nbytes: int, writable: bool = True) -> Segment:
+        """Maps a segment whose descriptor somebody has sent, if nobody can make it shorter.
+
+        Raises:
+            ValueError: it has another length, or may change it.
+        """
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if not sealed or os.fstat(descriptor).st_size != nbytes:
+            os.close(descriptor)
+            raise ValueError(f"the shared memory that was sent is not {nbytes:,} bytes for good")
+        return cls(descriptor, nbytes, writable)
+
     def tensor(self, dtype: torch.dtype = torch.uint8, start: int = 0, count: int = -1) -> Tensor:
-        """Returns `(count,)` elements of `dtype` from byte `start` on, in place."""
-        return torch.frombuffer(self._map, dtype=dtype, offset=start, count=count)
+        """Returns `(count,)` elements of `dtype` from byte `start` on, in place; not to be changed unless writable."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+            return torch.frombuffer(self._map, dtype=dtype, offset=start, count=count)
 
     def close(self) -> None:
         """Lets go of the file; the memory goes with the last tensor on it."""

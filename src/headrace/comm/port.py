@@ -1,0 +1,157 @@
+"""Both ends of the way between a worker and a server: the seam that every transport implements.
+
+A `Link` is a worker's end, a `Port` the server's, for any number of links. Three kinds of things go over it: messages
+of a few hundred bytes; slots, whose place and length both ends know beforehand (gradients one way, parameters the
+other); and blobs, rare and of any length. Messages of one link arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["LARGEST_MESSAGE", "Link", "Mail", "Port", "Slots"]
+
+LARGEST_MESSAGE = 60_000
+"""Bytes; whatever is longer is a blob."""
+
+_ALIGN = 64
+_NOTHING = memoryview(b"")
+
+
+@dataclass(frozen=True)
+class Mail:
+    """What a port has received.
+
+    Attributes:
+        peer: number of the link, never used twice by one port.
+        message: empty if the link is gone, however it went.
+        blob: what came along; empty for most.
+    """
+
+    peer: int
+    message: bytes
+    blob: memoryview = _NOTHING
+
+
+class Slots:
+    """Places of pieces of memory that lie side by side, each on a cache line of its own.
+
+    Args:
+        lengths: bytes of each.
+
+    Attributes:
+        starts, lengths: by slot, bytes.
+        nbytes: of all together.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = tuple(lengths)
+        position, starts = 0, []
+        for length in lengths:
+            starts.append(position)
+            position += -(-length // _ALIGN) * _ALIGN
+        self.starts = tuple(starts)
+        self.nbytes = position
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def of(self, region: Tensor, slot: int) -> Tensor:
+        """Returns a slot of a `(nbytes,)` uint8 region."""
+        return region[self.starts[slot] : self.starts[slot] + self.lengths[slot]]
+
+
+class Port(ABC):
+    """A server's end of all its links.
+
+    Attributes:
+        address: where links find it.
+        moved_bytes: payload that has gone through it, both ways.
+    """
+
+    address: str
+    moved_bytes: int
+
+    @abstractmethod
+    def parameters(self, slot: int) -> Tensor:
+        """Returns the place of a shard's parameters, `(bytes,)` uint8: the server's own copy, which links read."""
+
+    @abstractmethod
+    def changing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+        """Holds off readers of these parameters for as long as they are written to."""
+
+    @abstractmethod
+    def show(self, slot: int, version: int) -> None:
+        """Says which version a shard's parameters are; inside `changing` where they have changed."""
+
+    @abstractmethod
+    def receive(self, timeout_s: float) -> list[Mail]:
+        """Returns all mail that is there; waits for some, but not longer than `timeout_s`."""
+
+    @abstractmethod
+    def pushed(self, peer: int, slot: int) -> Tensor:
+        """Returns what a link has pushed into a slot, `(bytes,)` uint8; it lies there until it is answered."""
+
+    @abstractmethod
+    def reply_slot(self, peer: int, slot: int) -> Tensor:
+        """Returns where to put what a link pulls in another form than the server's own, `(bytes,)` uint8."""
+
+    @abstractmethod
+    def send(self, peer: int, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+        """Sends a message, with the parameters in `slots`. A link that is gone takes nothing and hurts nobody."""
+
+    @abstractmethod
+    def drop(self, peer: int) -> None:
+        """Ends one link."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all links; frees what they shared."""
+
+
+class Link(ABC):
+    """A worker's end.
+
+    Attributes:
+        moved_bytes: payload that has gone through it, both ways.
+    """
+
+    moved_bytes: int
+
+    @abstractmethod
+    def push_slot(self, slot: int) -> Tensor:
+        """Returns where to put a shard's gradient before it is sent, `(bytes,)` uint8; it is kept between pushes."""
+
+    @abstractmethod
+    def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+        """Sends a message, with what lies in the push slots `slots`."""
+
+    @abstractmethod
+    def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
+        """Returns the next message and its blob; None if none came within `timeout_s`.
+
+        Raises:
+            ConnectionError: the port is gone.
+        """
+
+    @abstractmethod
+    def fetch(self, slot: int, into: Tensor) -> int:
+        """Copies a shard's newest parameters that the port has sent, or shows; returns their version.
+
+        Args:
+            slot: which shard.
+            into: `(bytes,)` uint8.
+        """
+
+    @abstractmethod
+    def reply_slot(self, slot: int) -> Tensor:
+        """Returns what the port has put into a reply slot, `(bytes,)` uint8."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the link."""

@@ -1,0 +1,87 @@
+"""How far apart workers may be, and what of their gradients makes an update: the two halves of staleness.
+
+*Admission* says who may begin its next round; *combination* says which pushes make a step. A clock is a worker's count
+of finished rounds. The three classical regimes are points of this plane:
+
+    asynchronous           every push a step            nobody waits
+    bounded by s           every push a step            clock <= slowest clock + s
+    synchronous, N of      the first N of a round       whoever has pushed waits for
+    N + b (b backup)       are one step, the others     the round's end
+                           are dropped
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+__all__ = ["Admission", "Anytime", "Combination", "Each", "FirstOf", "Within"]
+
+
+class Admission(ABC):
+    """Says who may begin its next round."""
+
+    @abstractmethod
+    def admits(self, clock: int, slowest: int) -> bool:
+        """Tells whether a worker that has finished `clock` rounds may begin another.
+
+        Args:
+            clock: its own.
+            slowest: the least clock of all workers.
+        """
+
+
+@dataclass(frozen=True)
+class Anytime(Admission):
+    """Nobody waits (asynchronous SGD)."""
+
+    def admits(self, clock: int, slowest: int) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Within(Admission):
+    """Nobody begins a round more than `bound` rounds ahead of the one that the slowest is in.
+
+    Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", 2013, section 3.
+
+    Attributes:
+        bound: rounds, at least 0; 0 is lock-step.
+    """
+
+    bound: int
+
+    def admits(self, clock: int, slowest: int) -> bool:
+        return clock <= slowest + self.bound
+
+
+class Combination(ABC):
+    """Says which pushes make a step."""
+
+    @abstractmethod
+    def needed(self, workers: int) -> int:
+        """Returns how many pushes make a step where so many workers are members; 0 if each is one."""
+
+
+@dataclass(frozen=True)
+class Each(Combination):
+    """Every push is a step."""
+
+    def needed(self, workers: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class FirstOf(Combination):
+    """The first pushes of a round are one step, later ones are dropped.
+
+    Chen et al., "Revisiting distributed synchronous SGD", 2016, section 3: N workers and b backup workers.
+
+    Attributes:
+        count: how many; as many as there are members, where those are fewer.
+    """
+
+    count: int
+
+    def needed(self, workers: int) -> int:
+        return min(self.count, workers)

@@ -1,0 +1,204 @@
+"""A worker's side of the parameter servers: push, pull, and both in one round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from headrace.comm.port import Link
+from headrace.errors import HeadraceError
+from headrace.ps.form import Form
+from headrace.ps.messages import Kind, Message, decode, encode
+from headrace.ps.shard import Reason
+
+__all__ = ["Client", "Connection", "Refused"]
+
+_BUCKET_BYTES = 1 << 20
+"""A server works on one bucket while the worker copies the next."""
+
+_SLICE_S = 0.05
+
+
+class Refused(HeadraceError):
+    """A server has refused what a worker sent.
+
+    Attributes:
+        reason: why; None where the server's own words say it.
+    """
+
+    def __init__(self, message: str, reason: Reason | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A link to one server, and what lies behind it.
+
+    Attributes:
+        link: to it.
+        form: of its shards.
+        places: this worker's own copy of their parameters, one a shard, in any contiguous shape.
+    """
+
+    link: Link
+    form: Form
+    places: Sequence[Tensor]
+
+
+class Client:
+    """Args:
+    connections: one a server.
+    worker: number of this worker.
+    incarnation: greater than that of whoever had this number before.
+    check: called about every 50 ms of waiting; raises to end the wait.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        worker: int,
+        incarnation: int = 0,
+        check: Callable[[], None] = lambda: None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._servers = [_Server(connection, check, timeout_s) for connection in connections]
+        for server in self._servers:
+            server.ask(Message(Kind.JOIN, numbers=(worker, incarnation)), server.form.describe())
+
+    @property
+    def moved_bytes(self) -> int:
+        """Payload that has gone to and from all servers."""
+        return sum(server.link.moved_bytes for server in self._servers)
+
+    def pull(self) -> None:
+        """Brings this worker's copies up to date; waits until it may begin its next round."""
+        for server in self._servers:
+            for shards in server.buckets:
+                server.request(Kind.PULL, shards)
+        for server in self._servers:
+            server.finish()
+
+    def push(
+        self,
+        gradients: Sequence[Sequence[Tensor | None]],
+        lease: int,
+        weight: float = 1.0,
+        share: float = 1.0,
+        finite: bool = True,
+        pull: bool = False,
+    ) -> Reason | None:
+        """Sends gradients to all servers, and waits until they are applied.
+
+        Args:
+            gradients: by server and shard; None where the loss does not depend on the parameter.
+            lease: of the data that they were made from.
+            weight: in the mean of the round; 0 where there was no data.
+            share: of the round that they stand for.
+            finite: whether all of them are; those that are not are refused.
+            pull: bring the parameters up to date in the same round trip.
+
+        Returns:
+            None if they count, else why not.
+        """
+        kind = Kind.PUSH_PULL if pull else Kind.PUSH
+        for index in range(max(len(server.buckets) for server in self._servers)):
+            for server, own in zip(self._servers, gradients, strict=True):
+                if index < len(server.buckets):
+                    server.push(kind, server.buckets[index], own, Message(kind, 0, finite, lease, weight, share))
+        reasons = [server.finish() for server in self._servers]
+        return next((reason for reason in reasons if reason), None)
+
+    def close(self) -> None:
+        """Ends all links."""
+        for server in self._servers:
+            server.link.close()
+
+
+class _Server:
+    """One server, as a client sees it."""
+
+    def __init__(self, connection: Connection, check: Callable[[], None], timeout_s: float) -> None:
+        self.link, self.form = connection.link, connection.form
+        self.buckets = _buckets(self.form)
+        self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
+        self._versions = [-1] * len(self.form)
+        self._check = check
+        self._timeout_s = timeout_s
+        self._pending = 0
+        self._reason: Reason | None = None
+
+    def push(self, kind: Kind, shards: range, gradients: Sequence[Tensor | None], head: Message) -> None:
+        """Puts the gradients of some shards where the server reads them, and says so."""
+        present = []
+        for shard in shards:
+            gradient = gradients[shard]
+            if gradient is not None and head.weight:
+                place = self.form.view(shard, self.link.push_slot(shard))
+                if place.data_ptr() != gradient.data_ptr():
+                    place.copy_(gradient)
+                present.append(shard)
+        versions = tuple(self._versions[s] if gradients[s] is not None else ~self._versions[s] for s in shards)
+        message = Message(kind, shards.start, head.flag, head.lease, head.weight, head.share, versions)
+        self.link.send(encode(message), present)
+        self._pending += 1
+
+    def request(self, kind: Kind, shards: range) -> None:
+        """Asks for the parameters of some shards."""
+        versions = tuple(max(0, self._versions[shard]) if self._versions[shard] >= 0 else -1 for shard in shards)
+        self.link.send(encode(Message(kind, shards.start, 1, numbers=versions)))
+        self._pending += 1
+
+    def finish(self) -> Reason | None:
+        """Waits for all answers, and fetches what they are about; returns the first refusal's reason."""
+        while self._pending:
+            message, _ = self._next()
+            if message.kind != Kind.ANSWER:
+                raise Refused(f"the server answered {message.kind.name} to a push or pull")
+            self._pending -= 1
+            if message.flag:
+                self._reason = self._reason or Reason(message.flag)
+            self._fetch(message)
+        reason, self._reason = self._reason, None
+        return reason
+
+    def ask(self, message: Message, blob: bytes = b"") -> memoryview:
+        """Sends a message that is about no shards' content, and waits for its answer; returns the blob."""
+        self.link.send(encode(message), blob=blob)
+        answer, returned = self._next()
+        if answer.kind != Kind.DONE:
+            raise Refused(f"the server answered {answer.kind.name} to {message.kind.name}")
+        return returned
+
+    def _next(self) -> tuple[Message, memoryview]:
+        deadline = monotonic() + self._timeout_s
+        while True:
+            received = self.link.receive(_SLICE_S)
+            if received is not None:
+                message = decode(received[0])
+                if message.kind == Kind.ERROR:
+                    raise Refused(bytes(received[1]).decode(errors="replace"))
+                return message, received[1]
+            self._check()
+            if monotonic() > deadline:
+                raise TimeoutError(f"a server has not answered for {self._timeout_s:.0f} s")
+
+    def _fetch(self, message: Message) -> None:
+        for shard, version in enumerate(message.numbers, message.first):
+            if version != self._versions[shard]:
+                self._versions[shard] = self.link.fetch(shard, self._places[shard])
+
+
+def _buckets(form: Form) -> list[range]:
+    """Returns the shards in pieces of about a megabyte."""
+    buckets, start, nbytes = [], 0, 0
+    for shard, length in enumerate(form.slots.lengths):
+        nbytes += length
+        if nbytes >= _BUCKET_BYTES or shard == len(form) - 1:
+            buckets.append(range(start, shard + 1))
+            start, nbytes = shard + 1, 0
+    return buckets

@@ -1,0 +1,344 @@
+"""A server: holds shards, applies what is pushed to them, answers pulls.
+
+It drives one `Shard` machine a shard, and is the only one who writes to the parameters:
+
+    port ──► message ──► machines ──► actions ──► applier ──► answer ──► port
+
+A request is about a range of shards and gets one answer, when all of them have answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from headrace.comm.port import Mail, Port
+from headrace.ps.applier import Applier
+from headrace.ps.form import Form
+from headrace.ps.leases import Advance, Answer, Ask, Commit, Grant, Halt, Leases, Lost, Return
+from headrace.ps.messages import Kind, Message, decode, encode
+from headrace.ps.shard import (
+    Accumulate,
+    Ack,
+    Action,
+    Join,
+    Leave,
+    Pull,
+    Push,
+    Reason,
+    Refuse,
+    Renew,
+    Reply,
+    Settle,
+    Shard,
+    Step,
+)
+from headrace.ps.tally import Tally
+
+__all__ = ["Server"]
+
+_WAIT_S = 0.1
+
+_Actions = list[tuple[int, list[Action]]]
+"""What shards want done."""
+
+
+@dataclass
+class _Request:
+    """What a worker waits for.
+
+    Attributes:
+        peer: the link that it came from.
+        message: what it said.
+        unpushed: shards that have not said yet what becomes of the gradient.
+        unpulled: shards that have not given their parameters yet.
+        refused: the first refusal's reason.
+        came: when, seconds.
+    """
+
+    peer: int
+    message: Message
+    unpushed: set[int]
+    unpulled: set[int]
+    refused: Reason | None = None
+    came: float = field(default_factory=perf_counter)
+
+
+class Server:
+    """Args:
+    port: its end of the links.
+    form: of its shards.
+    initial: the parameters to begin with, one a shard, in its shape.
+    applier: moves them.
+    machines: one a shard.
+    leases: of the run's data, on the one server that gives them out; None elsewhere.
+
+    Attributes:
+        tally: what has been done so far.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        form: Form,
+        initial: Sequence[Tensor],
+        applier: Applier,
+        machines: Sequence[Shard],
+        leases: Leases | None = None,
+    ) -> None:
+        self.tally = Tally(form.names, form.slots.lengths)
+        self._port = port
+        self._form = form
+        self._applier = applier
+        self._machines = list(machines)
+        self._leases = leases
+        tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
+        for tensor, value in zip(tensors, initial, strict=True):
+            tensor.copy_(value)
+        applier.seat(tensors)
+        self._members: dict[int, tuple[int, int]] = {}
+        self._peers: dict[int, int] = {}
+        self._open: dict[tuple[int, int], _Request] = {}
+        self._ended = False
+
+    def serve(self, check: Callable[[], None]) -> None:
+        """Serves until a worker says that the run has ended; `check` is called about ten times a second."""
+        while not self._ended:
+            self.turn(_WAIT_S)
+            check()
+
+    def turn(self, timeout_s: float) -> None:
+        """Deals with all mail that is there; waits for some, but not longer than `timeout_s`."""
+        mail = self._port.receive(timeout_s)
+        began = perf_counter()
+        self.tally.queued(len(mail))
+        for each in mail:
+            try:
+                self._deal(each)
+            except ValueError as error:
+                # Whoever cannot speak properly harms itself alone.
+                self._port.send(each.peer, encode(Message(Kind.ERROR)), blob=str(error).encode())
+                self._forget(each.peer)
+                self._port.drop(each.peer)
+        self.tally.busy_s += perf_counter() - began
+
+    def _deal(self, mail: Mail) -> None:
+        if not mail.message:
+            self._forget(mail.peer)
+            return
+        message = decode(mail.message)
+        if message.kind == Kind.JOIN:
+            self._join(mail.peer, message, mail.blob)
+        elif mail.peer not in self._members:
+            raise ValueError(f"{message.kind.name} from a link that has not joined")
+        elif message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL):
+            self._take(mail.peer, message)
+        elif message.kind in (Kind.ASK, Kind.HALT, Kind.ADVANCE):
+            self._lease(mail.peer, message)
+        else:
+            self._administer(mail, message)
+
+    def _join(self, peer: int, message: Message, blob: memoryview) -> None:
+        difference = self._form.difference(bytes(blob))
+        if difference:
+            raise ValueError(difference)
+        if len(message.numbers) != 2:
+            raise ValueError("a worker joins with its number and its incarnation")
+        worker, incarnation = message.numbers
+        older = self._peers.get(worker)
+        if older is not None:
+            self._forget(older)
+            self._port.drop(older)
+        self._members[peer] = (worker, incarnation)
+        self._peers[worker] = peer
+        self._tell_all(Join(worker, incarnation))
+        for shard, machine in enumerate(self._machines):
+            self._port.show(shard, machine.version)
+        self._port.send(peer, encode(Message(Kind.DONE)))
+
+    def _forget(self, peer: int) -> None:
+        """Ends the membership of whoever was at the other end of a link."""
+        worker, _ = self._members.pop(peer, (None, None))
+        if worker is None:
+            return
+        del self._peers[worker]
+        self._open = {key: request for key, request in self._open.items() if key[0] != worker}
+        self._tell_all(Leave(worker))
+        if self._leases is not None:
+            self._send_leases(self._leases.handle(Lost(worker)))
+
+    def _tell_all(self, event: Join | Leave | Settle | Renew) -> None:
+        self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
+
+    def _take(self, peer: int, message: Message) -> None:
+        """Gives a push, a pull or both to the shards that they are about."""
+        worker, incarnation = self._members[peer]
+        shards = range(message.first, message.first + len(message.numbers))
+        if not shards or shards.stop > len(self._machines):
+            raise ValueError(f"shards {shards.start} to {shards.stop} of the {len(self._machines)} that are here")
+        if any((worker, shard) in self._open for shard in shards):
+            raise ValueError(f"worker {worker} asks again before it is answered")
+        pushes, pulls = message.kind != Kind.PULL, message.kind != Kind.PUSH
+        request = _Request(peer, message, set(shards if pushes else ()), set(shards if pulls else ()))
+        self._open |= {(worker, shard): request for shard in shards}
+        finite = bool(message.flag) and (not pushes or self._is_finite(request, shards))
+        actions: _Actions = []
+        for shard, version in zip(shards, message.numbers, strict=True):
+            machine, made_with = self._machines[shard], max(version, ~version)
+            wanted: list[Action] = []
+            if pushes:
+                push = Push(worker, incarnation, message.lease, made_with, message.weight, message.share, finite)
+                wanted += machine.handle(push)
+            if pulls:
+                wanted += machine.handle(Pull(worker, incarnation))
+            actions.append((shard, wanted))
+        self._carry_out(actions)
+
+    def _is_finite(self, request: _Request, shards: range) -> bool:
+        """Looks at all of a push: it counts as a whole or not at all."""
+        present = [gradient for shard in shards if (gradient := self._gradient(request, shard)) is not None]
+        total = sum(gradient.sum().item() for gradient in present)
+        # The sum of huge numbers may be infinite though none of them is; then a second look.
+        return total - total == 0 or all(bool(torch.isfinite(gradient).all()) for gradient in present)
+
+    def _gradient(self, request: _Request, shard: int) -> Tensor | None:
+        """Returns what a worker has pushed for a shard; None if its loss does not depend on it."""
+        message = request.message
+        if message.numbers[shard - message.first] < 0 or not message.weight:
+            return None
+        return self._form.view(shard, self._port.pushed(request.peer, shard))
+
+    def _carry_out(self, actions: _Actions) -> None:
+        alone: dict[tuple[int, float, int], list[int]] = {}
+        for shard, wanted in actions:
+            for action in wanted:
+                if isinstance(action, Step) and len(action.workers) == 1:
+                    # One push's steps are made together.
+                    alone.setdefault((action.workers[0], action.share, action.staleness), []).append(shard)
+                elif isinstance(action, Step):
+                    self._step_mean(shard, action)
+        for (worker, share, staleness), shards in alone.items():
+            held = [(shard, self._gradient(self._open[worker, shard], shard)) for shard in shards]
+            present = [(shard, gradient) for shard, gradient in held if gradient is not None]
+            self._step(shards, present, worker, share, staleness)
+        for shard, wanted in actions:
+            for action in wanted:
+                if not isinstance(action, Step | Accumulate):
+                    self._tell(shard, action)
+
+    def _step_mean(self, shard: int, step: Step) -> None:
+        """Applies the mean of a round, added up in the order of the workers, so that every run adds alike."""
+        requests = [self._open[worker, shard] for worker in step.workers]
+        weight = sum(request.message.weight for request in requests)
+        mean: Tensor | None = None
+        for request in requests:
+            gradient = self._gradient(request, shard)
+            if gradient is not None:
+                part = request.message.weight / weight
+                mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
+        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness)
+
+    def _step(
+        self, shards: Sequence[int], gradients: Sequence[tuple[int, Tensor]], worker: int, share: float, staleness: int
+    ) -> None:
+        began = perf_counter()
+        with self._port.changing(shards):
+            if gradients:
+                self._applier.apply(gradients, worker, share, staleness)
+            for shard in shards:
+                self._port.show(shard, self._machines[shard].version)
+        self.tally.stepped(shards, worker, staleness, perf_counter() - began)
+
+    def _tell(self, shard: int, action: Ack | Refuse | Reply) -> None:
+        """Notes what a shard says to a worker; sends the answer when it is complete."""
+        request = self._open.get((action.worker, shard))
+        if request is None:
+            return
+        if isinstance(action, Reply) or (isinstance(action, Refuse) and action.lease < 0):
+            request.unpulled.discard(shard)
+        else:
+            request.unpushed.discard(shard)
+        if isinstance(action, Refuse):
+            request.refused = request.refused or action.reason
+        if not request.unpushed and not request.unpulled:
+            self._answer(action.worker, request)
+
+    def _answer(self, worker: int, request: _Request) -> None:
+        asked = request.message
+        shards = range(asked.first, asked.first + len(asked.numbers))
+        for shard in shards:
+            del self._open[worker, shard]
+        versions = tuple(self._machines[shard].version for shard in shards)
+        for shard, version in zip(shards, versions, strict=True):
+            self._port.show(shard, version)
+        changed = [shard for shard, new, had in zip(shards, versions, asked.numbers, strict=True) if new != had]
+        pulled = changed if asked.kind != Kind.PUSH else []
+        if pulled:
+            self._applier.sent(worker, pulled)
+        pushed = shards if asked.kind != Kind.PULL else ()
+        refused = request.refused.name.lower() if request.refused else ""
+        self.tally.answered(worker, pushed, pulled, refused, perf_counter() - request.came)
+        flag = request.refused.value if request.refused else 0
+        message = Message(Kind.ANSWER, asked.first, flag, asked.lease, numbers=versions)
+        self._port.send(request.peer, encode(message), pulled)
+
+    def _lease(self, peer: int, message: Message) -> None:
+        """Hands questions about data to who gives it out."""
+        if self._leases is None:
+            raise ValueError("this server gives out no data")
+        worker, _ = self._members[peer]
+        answers: list[Answer] = []
+        if message.kind == Kind.HALT:
+            answers = self._leases.handle(Halt())
+        elif message.kind == Kind.ADVANCE:
+            answers = self._leases.handle(Advance(message.lease))
+        else:
+            if message.lease >= 0:
+                # It comes with the news of what became of the lease before.
+                answers = self._leases.handle((Return if message.flag else Commit)(message.lease))
+            answers += self._leases.handle(Ask(worker))
+        self._send_leases(answers)
+
+    def _send_leases(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            peer = self._peers.get(answer.worker)
+            if peer is None:
+                continue
+            if isinstance(answer, Grant):
+                message = Message(Kind.GRANT, lease=answer.lease, numbers=(answer.round, answer.part))
+            else:
+                message = Message(Kind.FENCE, numbers=(answer.round,))
+            self._port.send(peer, encode(message))
+
+    def _administer(self, mail: Mail, message: Message) -> None:
+        """Does what is asked for between rounds, when nobody pushes."""
+        blob = b""
+        if message.kind == Kind.STATE:
+            blob = self._applier.state(message.first) if message.flag else self._applier.settings().encode()
+        elif message.kind == Kind.LOAD:
+            self._load(message, bytes(mail.blob))
+        elif message.kind == Kind.SWAP:
+            with self._port.changing(range(len(self._machines))):
+                self._applier.swap_average()
+            self._tell_all(Renew())
+        elif message.kind == Kind.SETTLE:
+            self._tell_all(Settle())
+        elif message.kind == Kind.LEAVE:
+            self._forget(mail.peer)
+        elif message.kind == Kind.END:
+            self._ended = True
+        else:
+            raise ValueError(f"{message.kind.name} is nothing that a worker asks")
+        self._port.send(mail.peer, encode(Message(Kind.DONE)), blob=blob)
+
+    def _load(self, message: Message, blob: bytes) -> None:
+        if not message.flag:
+            self._applier.configure(blob.decode())
+            return
+        with self._port.changing([message.first]):
+            self._applier.load(message.first, blob)
+        self._carry_out([(message.first, self._machines[message.first].handle(Renew()))])

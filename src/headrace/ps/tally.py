@@ -1,0 +1,82 @@
+"""What a server counts: the evidence of its work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from headrace.spec.event import Served, ServedShard
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """Counts since the server began.
+
+    Args:
+        names: of the shards.
+
+    Attributes:
+        busy_s: seconds in which it was not waiting for mail.
+    """
+
+    def __init__(self, names: Sequence[str], lengths: Sequence[int]) -> None:
+        self.busy_s = 0.0
+        self._names = tuple(names)
+        self._lengths = tuple(lengths)
+        self._pushes = [0] * len(names)
+        self._pulls = [0] * len(names)
+        self._steps = [0] * len(names)
+        self._apply_s = [0.0] * len(names)
+        self._staleness: dict[int, Counter[int]] = {}
+        self._refused: Counter[str] = Counter()
+        self._waited_s: dict[int, float] = {}
+        self._queued = 0
+        self._longest = 0
+        self._turns = 0
+
+    def queued(self, count: int) -> None:
+        """Notes how many messages were there at once."""
+        if count:
+            self._turns += 1
+            self._queued += count
+            self._longest = max(self._longest, count)
+
+    def stepped(self, shards: Sequence[int], worker: int, staleness: int, seconds: float) -> None:
+        """Notes an update of some shards; its time is theirs in proportion to their size."""
+        nbytes = sum(self._lengths[shard] for shard in shards) or 1
+        for shard in shards:
+            self._steps[shard] += 1
+            self._apply_s[shard] += seconds * self._lengths[shard] / nbytes
+        self._staleness.setdefault(worker, Counter())[staleness] += len(shards)
+
+    def answered(self, worker: int, pushed: Sequence[int], pulled: Sequence[int], refused: str, seconds: float) -> None:
+        """Notes a request that has got its answer, `seconds` after it came; `pulled` are shards that were given."""
+        for shard in pushed:
+            self._pushes[shard] += 1
+        for shard in pulled:
+            self._pulls[shard] += 1
+        if refused:
+            self._refused[refused] += 1
+        self._waited_s[worker] = self._waited_s.get(worker, 0.0) + seconds
+
+    def event(self, rank: int, time_s: float) -> Served:
+        """Returns the counts as they are now."""
+        columns = (self._names, self._lengths, self._pushes, self._pulls, self._steps, self._apply_s)
+        return Served(
+            rank=rank,
+            time_s=time_s,
+            busy_s=self.busy_s,
+            queue_mean=self._queued / self._turns if self._turns else 0.0,
+            queue_longest=self._longest,
+            staleness={
+                str(worker): {str(staleness): count for staleness, count in sorted(counts.items())}
+                for worker, counts in sorted(self._staleness.items())
+            },
+            waited_s={str(worker): seconds for worker, seconds in sorted(self._waited_s.items())},
+            refused=dict(self._refused),
+            shards=tuple(
+                ServedShard(name, length, pushes, pulls, steps, apply_s, pushes * length, pulls * length)
+                for name, length, pushes, pulls, steps, apply_s in zip(*columns, strict=True)
+            ),
+        )
