@@ -8,9 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import UsageError
+from headrace.errors import UnknownName, UsageError
 from headrace.policies import SHARDINGS
-from headrace.policies.sharding import everywhere, slices, whole
+from headrace.policies.placement import Piece
+from headrace.policies.sharding import (
+    everywhere,
+    fixed_shards,
+    max_size,
+    min_size,
+    parse_sharding,
+    slices,
+    unsharded,
+    whole,
+)
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 from headrace.spec.plan import EVERY_WORKER, Segment
 
@@ -137,3 +147,157 @@ def test_everywhere_belongs_to_every_worker() -> None:
 def test_nobody_is_no_owner(name: str) -> None:
     with pytest.raises(UsageError, match="at least 1 owner, got 0"):
         SHARDINGS[name]([ParameterSpec("a", (3,))], 0)
+
+
+WEIGHT = ParameterSpec("weight", (5, 4))
+"""80 bytes in 5 rows of 16."""
+
+COUNTS = st.integers(1, 50)
+SIZES = st.integers(1, 4_000)
+
+TEXTS = st.one_of(
+    st.just("whole"),
+    COUNTS.map(lambda count: f"fixed_shards:{count}"),
+    SIZES.map(lambda size: f"max_size:{size}B"),
+    st.tuples(SIZES, COUNTS).map(lambda least: f"min_size:{least[0]}B/{least[1]}"),
+)
+
+
+def rows_of(parameter: ParameterSpec) -> int:
+    return parameter.shape[0] if parameter.shape else 1
+
+
+def of_each(parameters: Sequence[ParameterSpec], pieces: Sequence[Piece]) -> list[tuple[ParameterSpec, list[Piece]]]:
+    """Returns the trainable parameters that have elements, each with its pieces."""
+    return [
+        (parameter, [piece for piece in pieces if piece.parameter == parameter.name])
+        for parameter in parameters
+        if parameter.trainable and parameter.elements
+    ]
+
+
+def row_counts(parameter: ParameterSpec, pieces: Sequence[Piece]) -> list[int]:
+    row = parameter.elements // rows_of(parameter)
+    assert all(piece.start % row == piece.stop % row == 0 for piece in pieces), "a row is cut"
+    return [(piece.stop - piece.start) // row for piece in pieces]
+
+
+@given(parameter_lists(), TEXTS)
+def test_pieces_cover_what_is_trainable_once_in_its_order_and_by_nearly_equal_rows(
+    parameters: list[ParameterSpec], text: str
+) -> None:
+    pieces = parse_sharding(text)(parameters)
+    assert pieces == parse_sharding(text)(parameters)
+    trainable = [parameter for parameter in parameters if parameter.trainable]
+    assert list(dict.fromkeys(piece.parameter for piece in pieces)) == [parameter.name for parameter in trainable]
+    for before, after in pairwise(pieces):
+        assert after.start == (before.stop if before.parameter == after.parameter else 0)
+    for parameter in trainable:
+        own = [piece for piece in pieces if piece.parameter == parameter.name]
+        assert (own[0].start, own[-1].stop) == (0, parameter.elements)
+        assert sum(piece.bytes for piece in own) == parameter.bytes
+        assert all(piece.start < piece.stop for piece in own) or (parameter.elements == 0 and len(own) == 1)
+    for parameter, own in of_each(parameters, pieces):
+        counts = row_counts(parameter, own)
+        assert max(counts) - min(counts) <= 1
+
+
+@given(parameter_lists(), COUNTS)
+def test_fixed_shards_are_so_many_or_one_a_row(parameters: list[ParameterSpec], count: int) -> None:
+    for parameter, own in of_each(parameters, fixed_shards(parameters, count)):
+        assert len(own) == min(count, rows_of(parameter))
+
+
+@given(parameter_lists(), COUNTS, SIZES)
+def test_min_size_is_reached_and_one_piece_more_would_not_reach_it(
+    parameters: list[ParameterSpec], count: int, least: int
+) -> None:
+    for parameter, own in of_each(parameters, min_size(parameters, count, least)):
+        assert len(own) <= count
+        assert len(own) == 1 or min(piece.bytes for piece in own) >= least
+        finer = [piece for piece in fixed_shards([parameter], len(own) + 1) if piece.bytes < least]
+        assert len(own) in (count, rows_of(parameter)) or finer
+
+
+@given(parameter_lists(), SIZES)
+def test_max_size_is_kept_and_one_piece_less_would_not_keep_it(parameters: list[ParameterSpec], most: int) -> None:
+    for parameter, own in of_each(parameters, max_size(parameters, most)):
+        assert max(piece.bytes for piece in own) <= max(most, parameter.bytes // rows_of(parameter))
+        if len(own) > 1:
+            assert max(piece.bytes for piece in fixed_shards([parameter], len(own) - 1)) > most
+
+
+def test_the_drawn_cuts() -> None:
+    def lengths(text: str) -> list[int]:
+        return [piece.bytes // 16 for piece in parse_sharding(text)([WEIGHT])]
+
+    assert lengths("fixed_shards:2") == lengths("min_size:32B/8") == [2, 3]
+    assert lengths("max_size:32B") == [1, 2, 2]
+    assert lengths("whole") == [5]
+    assert lengths("min_size:1B/3") == lengths("fixed_shards:3")
+    assert lengths("fixed_shards:9") == lengths("max_size:1B") == [1] * 5
+
+
+def test_frozen_parameters_have_no_piece_and_scalars_one() -> None:
+    parameters = [ParameterSpec("frozen", (9,), trainable=False), ParameterSpec("scale", (), "float64")]
+    for sharding in ("whole", "fixed_shards:4", "max_size:1B", "min_size:1B/4"):
+        assert parse_sharding(sharding)(parameters) == (Piece("scale", 0, 1, 8),)
+
+
+def test_units_are_by_thousands_unless_they_say_otherwise() -> None:
+    (parameter,) = parameters = [ParameterSpec("p", (1 << 20,), "uint8")]
+    assert len(parse_sharding("max_size:1MB")(parameters)) == 2
+    assert len(parse_sharding("max_size:1MiB")(parameters)) == 1
+    assert parse_sharding("max_size:1 kB")(parameters) == max_size(parameters, 1_000)
+    assert parse_sharding("min_size:4KiB/64")(parameters) == min_size(parameters, 64, 4_096)
+    assert parse_sharding("max_size:1GB")([parameter]) == parse_sharding("max_size:1GiB")([parameter])
+    assert parse_sharding("whole")(parameters) == unsharded(parameters)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_size", "'' is no whole number of at least 1 with a unit, one of B, kB, .*; write it as 'max_size:4MB'"),
+        ("max_size:4", "'4' is no whole number of at least 1 with a unit"),
+        ("max_size:0MB", "'0MB' is no whole number"),
+        ("max_size:-4MB", "'-4MB' is no whole number"),
+        ("max_size:1.5MB", r"'1\.5MB' is no whole number"),
+        ("max_size:٤MB", "'٤MB' is no whole number"),
+        ("max_size:4mb", "there is no unit 'mb'; did you mean 'MB'"),
+        ("max_size:4TB", "there is no unit 'TB'; known: B, kB, MB"),
+        ("max_size:" + "9" * 5_000 + "B", "is no whole number"),
+        ("fixed_shards", "'' is no number of pieces of at least 1; write it as 'fixed_shards:4'"),
+        ("fixed_shards:0", "'0' is no number of pieces"),
+        ("fixed_shards:٤", "'٤' is no number of pieces"),
+        ("fixed_shards:²", "'²' is no number of pieces"),
+        ("fixed_shards:" + "9" * 5_000, "is no number of pieces"),
+        ("min_size:256kB", "'' is no number of pieces of at least 1; write it as 'min_size:256kB/8'"),
+        ("min_size:8/256kB", "'256kB' is no number of pieces"),
+        ("whole:4", "takes nothing, got 'whole:4'"),
+    ],
+)
+def test_a_text_that_is_not_understood_is_answered_with_one_that_is(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_sharding(text)
+
+
+@pytest.mark.parametrize("text", ["maxsize:4MB", "max-size:4MB", "Max_Size:4MB"])
+def test_an_unknown_sharding_suggests_the_nearest(text: str) -> None:
+    with pytest.raises(UnknownName, match="did you mean 'max_size'"):
+        parse_sharding(text)
+
+
+def test_a_sharding_is_a_text() -> None:
+    with pytest.raises(UsageError, match="a sharding is a text as 'max_size:4MB', got 4"):
+        parse_sharding(4)  # type: ignore[arg-type]
+
+
+def test_pieces_need_a_number_and_a_size() -> None:
+    with pytest.raises(UsageError, match="count must be at least 1, got 0"):
+        fixed_shards([WEIGHT], 0)
+    with pytest.raises(UsageError, match="count must be at least 1, got -1"):
+        min_size([WEIGHT], -1, 4)
+    with pytest.raises(UsageError, match="least_bytes must be at least 1, got 0"):
+        min_size([WEIGHT], 1, 0)
+    with pytest.raises(UsageError, match="most_bytes must be at least 1, got 0"):
+        max_size([WEIGHT], 0)

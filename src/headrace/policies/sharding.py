@@ -1,22 +1,54 @@
-"""Which worker updates which parameters: pure functions from parameters to segments.
+"""Into what the parameters are cut: pure functions from parameters to segments, or to pieces.
 
 Every function covers each trainable parameter wholly and without overlap, in the model's order, and gives the
-same answer for the same input.
+same answer for the same input. Some say who owns what as well, and return segments; the others cut along the first
+axis, never through a row, and leave the owners to a placement:
+
+    weight (5, 4)           fixed_shards:2      ████████ | ████████████                 2 + 3 rows
+    of float32,             min_size:32B/8      ████████ | ████████████                 at least 2 rows each
+    80 bytes                max_size:32B        ████ | ████████ | ████████              at most 2 rows each
+                            whole               ████████████████████
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 
-from headrace.errors import UsageError
-from headrace.spec.model import ParameterSpec
+from headrace.errors import UnknownName, UsageError
+from headrace.policies.placement import Piece, greedy, require_owners
+from headrace.spec.model import ITEM_BYTES, ParameterSpec
 from headrace.spec.plan import EVERY_WORKER, Segment
 
-__all__ = ["everywhere", "slices", "whole"]
+__all__ = [
+    "Sharding",
+    "everywhere",
+    "fixed_shards",
+    "max_size",
+    "min_size",
+    "parse_sharding",
+    "slices",
+    "unsharded",
+    "whole",
+]
+
+Sharding = Callable[[Sequence[ParameterSpec]], tuple[Piece, ...]]
+"""From parameters to pieces."""
 
 _LINE = 16
 """Elements between possible cuts: 64 bytes of float32, so that two owners do not write to one cache line."""
+
+_EXAMPLES = {
+    "fixed_shards": "fixed_shards:4",
+    "max_size": "max_size:4MB",
+    "min_size": "min_size:256kB/8",
+    "whole": "whole",
+}
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_QUANTITY = re.compile(r"([0-9]{1,15}) ?([A-Za-z]+)")
 
 
 def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
@@ -28,7 +60,7 @@ def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, .
     Raises:
         UsageError: `owners` is below 1.
     """
-    _require_owners(owners)
+    require_owners(owners)
     trainable = [parameter for parameter in parameters if parameter.trainable]
     total = sum(parameter.elements for parameter in trainable)
     line = _LINE if total >= _LINE * owners else 1
@@ -52,23 +84,15 @@ def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, .
 def whole(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
     """Gives every parameter to one owner: the largest first, to whoever has the fewest bytes so far.
 
-    For optimizers that need whole matrices. No owner has more than 4/3 of the least possible maximum
-    (Graham, "Bounds on multiprocessing timing anomalies", 1969, theorem 3).
+    For optimizers that need whole matrices. See `greedy`.
 
     Raises:
         UsageError: `owners` is below 1.
     """
-    _require_owners(owners)
-    trainable = [parameter for parameter in parameters if parameter.trainable]
-    loads = [0] * owners
-    chosen = [0] * len(trainable)
-    for index in sorted(range(len(trainable)), key=lambda index: (-trainable[index].bytes, index)):
-        owner = loads.index(min(loads))
-        loads[owner] += trainable[index].bytes
-        chosen[index] = owner
+    pieces = unsharded(parameters)
     return tuple(
-        Segment(parameter.name, 0, parameter.elements, owner)
-        for parameter, owner in zip(trainable, chosen, strict=True)
+        Segment(piece.parameter, piece.start, piece.stop, owner)
+        for piece, owner in zip(pieces, greedy(pieces, owners), strict=True)
     )
 
 
@@ -78,12 +102,115 @@ def everywhere(parameters: Sequence[ParameterSpec], owners: int = 1) -> tuple[Se
     Raises:
         UsageError: `owners` is below 1.
     """
-    _require_owners(owners)
+    require_owners(owners)
     return tuple(
         Segment(parameter.name, 0, parameter.elements, EVERY_WORKER) for parameter in parameters if parameter.trainable
     )
 
 
-def _require_owners(owners: int) -> None:
-    if owners < 1:
-        raise UsageError(f"parameters need at least 1 owner, got {owners}")
+def unsharded(parameters: Sequence[ParameterSpec]) -> tuple[Piece, ...]:
+    """Leaves every parameter whole."""
+    return _cut(parameters, lambda rows, row_bytes: 1)
+
+
+def fixed_shards(parameters: Sequence[ParameterSpec], count: int) -> tuple[Piece, ...]:
+    """Cuts every parameter into `count` pieces, or one a row where it has fewer rows.
+
+    Raises:
+        UsageError: `count` is below 1.
+    """
+    _require("count", count)
+    return _cut(parameters, lambda rows, row_bytes: min(count, rows))
+
+
+def min_size(parameters: Sequence[ParameterSpec], count: int, least_bytes: int) -> tuple[Piece, ...]:
+    """Cuts every parameter into as many pieces as are at least `least_bytes` each, but not more than `count`.
+
+    A parameter that is smaller stays whole.
+
+    Raises:
+        UsageError: `count` or `least_bytes` is below 1.
+    """
+    _require("count", count)
+    _require("least_bytes", least_bytes)
+    # The smallest of n pieces has rows // n rows.
+    return _cut(parameters, lambda rows, row_bytes: min(count, rows // -(-least_bytes // row_bytes)))
+
+
+def max_size(parameters: Sequence[ParameterSpec], most_bytes: int) -> tuple[Piece, ...]:
+    """Cuts every parameter into as few pieces as are at most `most_bytes` each; a single row may be larger.
+
+    Raises:
+        UsageError: `most_bytes` is below 1.
+    """
+    _require("most_bytes", most_bytes)
+    return _cut(parameters, lambda rows, row_bytes: -(-rows // max(1, most_bytes // row_bytes)))
+
+
+def parse_sharding(text: str) -> Sharding:
+    """Returns the sharding that a text names.
+
+    "fixed_shards:4" is `fixed_shards` with 4 pieces a parameter, "max_size:4MB" is `max_size` with 4,000,000 bytes,
+    "min_size:256kB/8" is `min_size` with 256,000 bytes and at most 8 pieces a parameter, "whole" is `unsharded`. Units
+    are B, kB, MB and GB, by thousands, or KiB, MiB and GiB, by 1,024.
+
+    Raises:
+        UsageError: it names none, or without what the sharding needs.
+    """
+    if not isinstance(text, str):
+        raise UsageError(f"a sharding is a text as {_EXAMPLES['max_size']!r}, got {text!r}")
+    name, _, rest = text.partition(":")
+    if name not in _EXAMPLES:
+        raise UnknownName("sharding", name, _EXAMPLES)
+    if name == "fixed_shards":
+        return partial(fixed_shards, count=_count(text, rest))
+    if name == "max_size":
+        return partial(max_size, most_bytes=_bytes(text, rest))
+    if name == "min_size":
+        least, _, count = rest.partition("/")
+        return partial(min_size, count=_count(text, count), least_bytes=_bytes(text, least))
+    if text != name:
+        raise UsageError(f"the sharding 'whole' takes nothing, got {text!r}; write 'whole'")
+    return unsharded
+
+
+def _cut(parameters: Sequence[ParameterSpec], count: Callable[[int, int], int]) -> tuple[Piece, ...]:
+    """Cuts each parameter into about `count(rows, bytes of a row)` pieces, whose rows differ by at most 1."""
+    pieces = []
+    for parameter in parameters:
+        if not parameter.trainable:
+            continue
+        rows = parameter.shape[0] if parameter.shape else 1
+        width = parameter.elements // rows if rows else 0
+        item = ITEM_BYTES[parameter.dtype]
+        parts = max(1, count(rows, width * item)) if width else 1
+        cuts = [width * (part * rows // parts) for part in range(parts)] + [parameter.elements]
+        pieces += [Piece(parameter.name, start, stop, (stop - start) * item) for start, stop in pairwise(cuts)]
+    return tuple(pieces)
+
+
+def _count(text: str, digits: str) -> int:
+    if not (digits.isascii() and digits.isdigit() and 0 < len(digits) <= 15 and int(digits)):
+        raise _malformed(text, f"{digits!r} is no number of pieces of at least 1")
+    return int(digits)
+
+
+def _bytes(text: str, quantity: str) -> int:
+    match = _QUANTITY.fullmatch(quantity)
+    if match is None or not int(match[1]):
+        raise _malformed(text, f"{quantity!r} is no whole number of at least 1 with a unit, one of {', '.join(_UNITS)}")
+    if match[2] not in _UNITS:
+        near = {unit.lower(): unit for unit in _UNITS}.get(match[2].lower())
+        hint = f"did you mean {near!r}? " if near else ""
+        raise _malformed(text, f"there is no unit {match[2]!r}; {hint}known: {', '.join(_UNITS)}")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _malformed(text: str, why: str) -> UsageError:
+    name = text.partition(":")[0]
+    return UsageError(f"sharding {text!r}: {why}; write it as {_EXAMPLES[name]!r}")
+
+
+def _require(name: str, value: int) -> None:
+    if value < 1:
+        raise UsageError(f"{name} must be at least 1, got {value}")
