@@ -14,6 +14,10 @@ from headrace.spec.event import (
     Notice,
     RunEnded,
     RunStarted,
+    Served,
+    ServedShard,
+    ServerEnded,
+    ServerStarted,
     Stepped,
     WorkerEnded,
     WorkerStarted,
@@ -80,3 +84,80 @@ def make_run(write_events: Write) -> MakeRun:
         return write_events(run_dir, events)
 
     return make
+
+
+@pytest.fixture
+def make_served_run(write_events: Write) -> MakeRun:
+    """Makes a run of workers that go at their own speed, and servers behind them.
+
+    A step of worker w takes 0.1 * (w + 1) s from 1.0 s on: half of it compute, the rest exchange; worker 0 makes 60
+    steps in the 6 s that the run lasts. The next portion is of the first round that has one left, so that workers
+    miss rounds. Server s (of rank `workers + s`) has two shards, "weight" of 4000 * (s + 1) bytes and "bias" of 40, and
+    speaks every second: until second t it has been busy for t / 4. Of each worker's updates (60 on each shard until the
+    end, in even shares) two in three are as stale as there are other workers, one in three twice that.
+    """
+
+    def make(
+        run_dir: Path,
+        workers: int = 2,
+        servers: int = 1,
+        strategy: str = "parameter_server",
+        extra: Iterable[Event] = (),
+        status: str = "ok",
+    ) -> Path:
+        versions = {"headrace": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
+        began = "2026-10-03T14:05:11+02:00"
+        events: list[Event] = [
+            RunStarted(LAUNCHER, 0.0, strategy, workers, "cpu", 1, 8 * workers, 800, began, {}, versions),
+            *(WorkerStarted(rank, 0.9, "mill", 100 + rank, "cpu", 1) for rank in range(workers)),
+            *portions(workers),
+        ]
+        for server in range(servers):
+            rank = workers + server
+            events.append(ServerStarted(rank, 0.8, "weir", 200 + rank, 2, 4000 * (server + 1) + 40))
+            events += [served(rank, 1.0 + second, workers, server) for second in range(1, 7)]
+            events.append(ServerEnded(rank, 7.2, 1000, 100_000_000 + rank, 4000 * (server + 1) + 40, 500))
+        events += [WorkerEnded(rank, 7.1, 10, 6000, 90_000_000, 4040, 0) for rank in range(workers)]
+        return write_events(run_dir, [*events, *extra, RunEnded(LAUNCHER, 7.4, status)])
+
+    return make
+
+
+def portions(workers: int, until_s: float = 6.0) -> list[Event]:
+    """Steps of workers that take portions as they are ready; each round has one for each worker."""
+    events: list[Event] = []
+    done = [0] * workers
+    given = 0
+    while True:
+        rank = min(range(workers), key=lambda rank: (done[rank] * 0.1 * (rank + 1), rank))
+        seconds = 0.1 * (rank + 1)
+        end = (done[rank] + 1) * seconds
+        if end > until_s + 1e-9:
+            return events
+        step = given // workers
+        events.append(Stepped(rank, 1.0 + end, step, 0, 8, 3.0 / (1 + step), 8.0, 0.0, seconds / 2, seconds / 2, 0.0))
+        done[rank] += 1
+        given += 1
+
+
+def served(rank: int, time_s: float, workers: int, server: int = 0) -> Served:
+    """What a server says at a time between 1 and 7 s; see `make_served_run`."""
+    part = (time_s - 1.0) / 6.0
+    others, each = workers - 1, round(60 * part)
+    once, twice = 2 * (each - each // 3), 2 * (each // 3)
+    counts = {str(others): once, str(2 * others): twice} if others else {"0": once + twice}
+    pushes = each * workers
+    return Served(
+        rank,
+        time_s,
+        busy_s=(time_s - 1.0) / 4,
+        queue_mean=1.5,
+        queue_longest=workers,
+        staleness={str(worker): counts for worker in range(workers)},
+        waited_s={str(worker): 0.3 * part * (server + 1) for worker in range(workers)},
+        refused={"late": 2, "not_finite": 1} if part >= 1 else {},
+        shards=tuple(
+            ServedShard(name, size, pushes, pushes, pushes, 1e-7 * size * pushes, size * pushes, size * pushes)
+            for name, size in (("weight", 4000 * (server + 1)), ("bias", 40))
+        ),
+    )

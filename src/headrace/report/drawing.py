@@ -6,7 +6,7 @@ import io
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DASHES", "Bar", "Curve", "Mark", "draw_bars", "draw_curves"]
+__all__ = ["DASHES", "Bar", "Curve", "Histogram", "Mark", "draw_bars", "draw_curves", "draw_histograms"]
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
 """Lengths on and off, in line widths: solid, dashed, dotted, dash and dot."""
@@ -27,6 +27,8 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
 _WIDTH_IN = 5.0
 _INCH = 72.0
 _ROW_IN = 0.44
+_HISTOGRAM_IN = 0.6
+_MOST_COLUMNS = 48
 _LABEL_LETTERS = 36
 _SALT = "headrace"
 _SETTINGS: dict[Any, Any] = {
@@ -97,10 +99,44 @@ class Bar:
     inside: bool = False
 
 
+@dataclass(frozen=True)
+class Histogram:
+    """Columns over whole numbers, with words above them.
+
+    Attributes:
+        label: above it on the left.
+        note: above it on the right.
+        counts: whole number, at least 0, to how often it came.
+        mean: where a line stands.
+        colour: a stand-in of the palette.
+    """
+
+    label: str
+    note: str
+    counts: Mapping[int, int]
+    mean: float
+    colour: str
+
+
 def draw_curves(
-    title: str, curves: Sequence[Curve], x_label: str, y_label: str, log: bool = False, whole_x: bool = False
+    title: str,
+    curves: Sequence[Curve],
+    x_label: str,
+    y_label: str,
+    log: bool = False,
+    whole_x: bool = False,
+    from_zero: bool = False,
 ) -> str:
-    """Returns curves as one SVG element; `log` for the upright axis, `whole_x` for ticks at whole numbers."""
+    """Returns curves as one SVG element.
+
+    Args:
+        title: for who cannot see it.
+        curves: at least one.
+        x_label, y_label: what the axes show.
+        log: for the upright axis.
+        whole_x: ticks at whole numbers.
+        from_zero: the upright axis begins at 0.
+    """
 
     def draw(figure: Figure) -> None:
         axes = figure.add_axes((0.115, 0.155, 0.865, 0.785))
@@ -114,6 +150,8 @@ def draw_curves(
                 line.set_dashes(list(curve.dashes))
             if curve.dots:
                 line.set(marker="o", markersize=4.5, markeredgecolor=PAPER, markeredgewidth=0.8)
+        if from_zero:
+            axes.set_ylim(bottom=0, top=1.06 * max(max(y for _, y in curve.points) for curve in curves) or 1.0)
         _scale(axes, log, whole_x)
         axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
         axes.text(-0.133, 1.035, clean(y_label), transform=axes.transAxes, color=QUIET, parse_math=False)
@@ -139,6 +177,49 @@ def draw_bars(title: str, bars: Sequence[Bar], x_label: str) -> str:
         axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
 
     return _draw(title, height, draw)
+
+
+def draw_histograms(title: str, histograms: Sequence[Histogram], x_label: str) -> str:
+    """Returns histograms, one above the other on the same axes, as one SVG element.
+
+    The height of a column is its part of the row's counts, on one scale for all rows.
+    """
+    height = 0.5 + _HISTOGRAM_IN * len(histograms)
+    width = -(-(max(max(each.counts) for each in histograms) + 1) // _MOST_COLUMNS)
+    columns = [_columns(each, width) for each in histograms]
+    tallest = max(max(heights.values()) for heights in columns)
+    limit = max(max(heights) for heights in columns) + width
+
+    def draw(figure: Figure) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes = figure.add_axes((0.005, 0.44 / height, 0.97, (height - 0.46) / height))
+        _style(axes)
+        axes.set(xlim=(-0.5, limit - 0.5), ylim=(len(histograms) - 0.04, 0), yticks=[])
+        axes.spines["left"].set_visible(False)
+        axes.grid(False, axis="y")
+        for row, (each, heights) in enumerate(zip(histograms, columns, strict=True)):
+            axes.text(-0.5, row + 0.3, _cut(each.label), va="bottom", ha="left", parse_math=False)
+            axes.text(limit - 0.5, row + 0.3, clean(each.note), va="bottom", ha="right", parse_math=False)
+            lefts = [left - 0.5 for left in heights]
+            tall = [-0.58 * part / tallest for part in heights.values()]
+            axes.bar(lefts, tall, width, row + 0.96, align="edge", color=each.colour, edgecolor=PAPER, linewidth=0.6)
+            axes.plot([-0.5, limit - 0.5], [row + 0.96] * 2, color=QUIET, linewidth=0.6)
+            axes.plot([each.mean] * 2, [row + 0.36, row + 0.96], color=INK, linewidth=1.4, zorder=4)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
+
+    return _draw(title, height, draw)
+
+
+def _columns(histogram: Histogram, width: int) -> dict[int, float]:
+    """Returns the parts of the counts that fall into columns of a width, by the first number in each."""
+    total = sum(histogram.counts.values())
+    parts: dict[int, float] = {}
+    for number, count in histogram.counts.items():
+        first = number // width * width
+        parts[first] = parts.get(first, 0.0) + count / total
+    return parts
 
 
 def _draw_bar(axes: Axes, row: int, bar: Bar, limit: float) -> None:

@@ -8,10 +8,12 @@ from importlib import resources
 from pathlib import Path
 
 from headrace.errors import UsageError
+from headrace.report.looks import Look, Picture, looks
 from headrace.report.palette import PARTS, STAND_INS, style_variables
-from headrace.report.pictures import Look, Picture, looks, pictures
+from headrace.report.pictures import pictures
 from headrace.report.quantities import MISSING, byte_count, clean, fixed, ratio, short
 from headrace.report.references import References, verdict
+from headrace.report.server_words import SERVER_HEADS, server_cells
 from headrace.report.summary import Summary
 from headrace.report.table import ending, first_metric, run_rows
 from headrace.report.training_clock import WARM_UP_STEPS
@@ -132,7 +134,7 @@ def _alert(summary: Summary) -> str:
 
 def _runs(summaries: Sequence[Summary], references: References) -> str:
     if len(summaries) > 1:
-        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}\n</section>"
+        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}\n</section>{_servers(summaries)}"
     rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice")]
     against = references.to_one_device(summaries[0])
     if against is not None:
@@ -163,6 +165,23 @@ def _table(summaries: Sequence[Summary], references: References) -> str:
     if references.one_device_examples_per_s and not any(each.strategy == "one_device" for each in summaries):
         cells = ["", "", short(references.one_device_examples_per_s), "1.00", *[""] * 7]
         rows.append(_cells("one process, all threads", cells, "quiet"))
+    return _scrolled(heads, rows)
+
+
+def _servers(summaries: Sequence[Summary]) -> str:
+    """Returns what the servers of a comparison's runs did, where there are some."""
+    rows = [
+        _cells(f"{_swatch(look)}{_text(each.name)}", [_text(cell) for cell in server_cells(each.servers)])
+        for each, look in zip(summaries, looks(summaries), strict=True)
+        if each.servers is not None
+    ]
+    if not rows:
+        return ""
+    heads = ("<br/>".join(map(_text, head.split("\n"))) for head in SERVER_HEADS)
+    return f"\n<section>\n<h2>Servers</h2>\n{_scrolled(heads, rows)}\n</section>"
+
+
+def _scrolled(heads: Iterable[str], rows: Iterable[str]) -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     return (
         f'<div class="scroll"><table>\n<thead><tr><th scope="col">run</th>{head}</tr></thead>\n'

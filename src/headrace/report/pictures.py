@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from headrace.report.curves import LossPoint
-from headrace.report.drawing import DASHES, Bar, Curve, Mark, draw_bars, draw_curves
-from headrace.report.palette import PARTS, colours_of
+from headrace.report.drawing import Bar, Curve, Mark, draw_bars, draw_curves
+from headrace.report.looks import Picture, looks
+from headrace.report.palette import PARTS
 from headrace.report.quantities import byte_count, fixed, ratio, short
 from headrace.report.references import References
+from headrace.report.server_pictures import server_pictures
 from headrace.report.summary import Summary
 from headrace.report.training_clock import StepTimes
 
-__all__ = ["Look", "Picture", "looks", "pictures"]
+__all__ = ["pictures"]
 
 _SMOOTH = 20
 """A loss curve is the mean over this part (1/20) of its points around each."""
@@ -24,51 +25,13 @@ _DASHED = (2.0, 1.3)
 _DOTTED = (0.6, 0.6)
 
 
-@dataclass(frozen=True)
-class Look:
-    """How one run appears in every picture.
-
-    Attributes:
-        colour: a stand-in of the palette, the strategy's.
-        dashes: tells apart runs that lie on each other.
-        width: of its lines; earlier runs are wider, so that they show under later ones.
-    """
-
-    colour: str
-    dashes: Sequence[float]
-    width: float
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Attributes:
-    title: what it shows.
-    svg: the picture.
-    reading: how it is read, in sentences.
-    key: "runs" where the runs' colours explain it, "parts" where a step's parts do, "" where nothing must.
-    """
-
-    title: str
-    svg: str
-    reading: str
-    key: str = ""
-
-
-def looks(summaries: Sequence[Summary]) -> tuple[Look, ...]:
-    """Returns one look a run, in order."""
-    colours = colours_of(each.strategy for each in summaries)
-    return tuple(
-        Look(colours[each.strategy], DASHES[index % len(DASHES)], 2.4 if index == 0 and len(summaries) > 1 else 1.6)
-        for index, each in enumerate(summaries)
-    )
-
-
 def pictures(summaries: Sequence[Summary], references: References) -> tuple[Picture, ...]:
     """Returns the pictures for which the runs hold something to show."""
     drawn = (
         *_losses(summaries),
         _throughput(summaries, references),
         _steps(summaries),
+        *server_pictures(summaries),
         *_metrics(summaries),
         *_memory(summaries),
     )
@@ -229,6 +192,7 @@ def _memory(summaries: Sequence[Summary]) -> list[Picture | None]:
         if (parameters := each.cost.parameter_bytes) is not None and (state := each.cost.optimizer_bytes) is not None
     ]
     title, held_title = "Peak memory of the largest process", "Parameters and optimizer state"
+    everyone = "all workers and servers" if any(each.servers for each in summaries) else "all workers"
     return [
         Picture(
             title,
@@ -239,8 +203,8 @@ def _memory(summaries: Sequence[Summary]) -> list[Picture | None]:
         else None,
         Picture(
             held_title,
-            draw_bars(held_title, held, "MB in all workers together"),
-            "What all workers together hold: parameters in the run's colour, optimizer state in grey. A copy that "
+            draw_bars(held_title, held, f"MB in {everyone} together"),
+            f"What {everyone} together hold: parameters in the run's colour, optimizer state in grey. A copy that "
             "all share is counted once.",
         )
         if held

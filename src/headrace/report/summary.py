@@ -11,6 +11,7 @@ from headrace.errors import DataError
 from headrace.report.attempts import Attempt, attempts, of_kind
 from headrace.report.curves import Curves, curves_of
 from headrace.report.events import read_log
+from headrace.report.servers import Servers, servers_of
 from headrace.report.training_clock import StepTimes, TrainingClock
 from headrace.spec.event import (
     Evaluated,
@@ -21,6 +22,8 @@ from headrace.spec.event import (
     RunEnded,
     RunStarted,
     Saved,
+    ServerEnded,
+    ServerStarted,
     Stepped,
     WorkerEnded,
     WorkerStarted,
@@ -75,12 +78,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the last attempt took of the machine; None where not every worker lived to say.
+    """What the last attempt took of the machine; None where not every worker and server lived to say.
 
     Attributes:
         moved_bytes_per_step: sent, or written for others to read, and received, all workers together.
-        peak_memory_bytes: of the largest process; known as soon as one worker has said it.
-        parameter_bytes, optimizer_bytes: all workers together.
+        peak_memory_bytes: of the largest process; known as soon as one process has said it.
+        parameter_bytes, optimizer_bytes: all workers and servers together.
     """
 
     moved_bytes_per_step: float | None
@@ -137,6 +140,7 @@ class Summary:
         curves: loss and evaluations.
         saves: checkpoints; None where none was written.
         non_finite: rounds that were left out; None where all were finite.
+        servers: what they did; None where there were none.
     """
 
     label: str
@@ -149,6 +153,7 @@ class Summary:
     curves: Curves
     saves: Saves | None = None
     non_finite: NonFiniteRounds | None = None
+    servers: Servers | None = None
 
     @property
     def name(self) -> str:
@@ -231,12 +236,15 @@ def summarize(run_dir: Path | str) -> Summary:
         curves=curves_of(steps, evaluated, clock, examples_per_epoch),
         saves=_saves(list(of_kind(Saved, events)), clock, training.seconds),
         non_finite=_non_finite(events),
+        servers=servers_of(begun, clock),
     )
 
 
 def _outcome(last: Attempt, count: int, torn_lines: int) -> Outcome:
     ended = next(of_kind(RunEnded, last.events), None)
-    hosts = {event.rank: event.host for event in of_kind(WorkerStarted, last.events)}
+    started: list[WorkerStarted | ServerStarted] = [*of_kind(WorkerStarted, last.events)]
+    started += of_kind(ServerStarted, last.events)
+    hosts = {event.rank: event.host for event in started}
     return Outcome(
         status=ended.status if ended else "unfinished",
         failure=next(of_kind(Failed, last.events), None),
@@ -259,14 +267,16 @@ def _training(steps: Sequence[Stepped], clock: TrainingClock, examples_per_epoch
 
 
 def _cost(last: Attempt) -> Cost:
-    ended = tuple(of_kind(WorkerEnded, last.events))
+    workers, servers = tuple(of_kind(WorkerEnded, last.events)), tuple(of_kind(ServerEnded, last.events))
+    ended: tuple[WorkerEnded | ServerEnded, ...] = (*workers, *servers)
     peak = max((event.peak_memory_bytes for event in ended), default=None)
     steps = len({step.step for steps in last.steps.values() for step in steps})
-    # A sum over some of the workers would look like a cheaper run.
-    if len(ended) < last.started.workers:
+    # A sum over some of the processes would look like a cheaper run.
+    if len(workers) < last.started.workers or len(servers) < len(set(of_kind(ServerStarted, last.events))):
         return Cost(None, peak, None, None)
     return Cost(
-        moved_bytes_per_step=sum(event.moved_bytes for event in ended) / steps if steps else None,
+        # What servers have moved is what workers have.
+        moved_bytes_per_step=sum(event.moved_bytes for event in workers) / steps if steps else None,
         peak_memory_bytes=peak,
         parameter_bytes=sum(event.parameter_bytes for event in ended),
         optimizer_bytes=sum(event.optimizer_bytes for event in ended),

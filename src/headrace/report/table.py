@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.report.quantities import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
 from headrace.report.references import References, verdict
+from headrace.report.server_words import server_line, server_plain, server_rows
 from headrace.report.summary import Summary
 from headrace.report.training_clock import StepTimes
 from headrace.spec.plain import to_plain
@@ -118,6 +119,7 @@ def _legend(summaries: Sequence[Summary], references: References, metric: str | 
         "MB/step: moved by all workers together. peak MB: of the largest process.",
         "ms: of a worker's mean step in compute, exchange, update, waiting for data.",
     ]
+    lines += [f"{each.name}: {server_line(each.servers)}." for each in summaries if each.servers is not None]
     return lines + [f"! {ending(each)}" for each in summaries if each.status != "ok"]
 
 
@@ -153,13 +155,15 @@ def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
         rows.append(("evaluation", f"{metrics} after {last.epochs:.4g} epochs"))
     if summary.times is not None:
         rows.append(("mean step", step_words(summary.times)))
+    rows += [] if summary.servers is None else server_rows(summary.servers)
+    together = f"in all workers {'and servers ' * (summary.servers is not None)}together"
     rows += [
         (name, f"{byte_count(value)} {where}")
         for name, value, where in (
             ("moved a step", cost.moved_bytes_per_step, "by all workers"),
             ("peak memory", cost.peak_memory_bytes, "in the largest process"),
-            ("parameters", cost.parameter_bytes, "in all workers together"),
-            ("optimizer state", cost.optimizer_bytes, "in all workers together"),
+            ("parameters", cost.parameter_bytes, together),
+            ("optimizer state", cost.optimizer_bytes, together),
         )
         if value is not None
     ]
@@ -211,6 +215,9 @@ def step_words(times: StepTimes) -> str:
 def _processes(summary: Summary) -> str:
     hosts = ", ".join(summary.outcome.hosts) or MISSING
     workers = f"{summary.workers} worker{'s' if summary.workers != 1 else ''}"
+    if summary.servers is not None:
+        count = len(summary.servers.by_rank)
+        workers += f" and {count} server{'s' * (count != 1)}"
     threads = f"{summary.threads} thread{'s' if summary.threads != 1 else ''} each"
     return f"{workers} on {hosts} ({summary.device}), {threads}"
 
@@ -241,6 +248,7 @@ def run_plain(summary: Summary) -> dict[str, Any]:
         "optimizer_bytes": cost.optimizer_bytes,
         "saves": None if summary.saves is None else to_plain(summary.saves),
         "non_finite": None if summary.non_finite is None else to_plain(summary.non_finite),
+        "servers": None if summary.servers is None else server_plain(summary.servers),
         "notices": list(summary.outcome.notices),
         "failure": failure
         and {"rank": failure.rank, "step": failure.step, "cause": failure.cause, "traceback": failure.traceback},
