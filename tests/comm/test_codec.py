@@ -109,6 +109,13 @@ def test_the_sum_of_what_arrives_is_the_sum_of_what_was_sent_but_for_the_last_re
     assert residual.abs().max() <= (0 if name == "plain" else 8 / 127)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_residual_is_added_and_replaced(name: str) -> None:
+    residual = torch.full((3,), 0.5)
+    assert passed(CODECS[name], torch.full((3,), 127 / 128 - 0.5), residual).tolist() == [127 / 128] * 3
+    assert residual.tolist() == [0, 0, 0]
+
+
 def test_int8_as_drawn() -> None:
     # block 0 is up to 254, so its scale is 2; block 1 has two elements, up to 1.27 / 127
     tensor = torch.zeros(BLOCK + 2)
@@ -180,6 +187,13 @@ def test_int8_refuses_what_is_not_finite_and_leaves_the_residual(dtype: torch.dt
     with pytest.raises(ValueError, match="int8 cannot hold NaN, infinite"):
         encoded(Int8(), tensor, residual)
     assert (residual == 0.25).all()
+
+
+def test_int8_refuses_nan_whose_bits_are_the_largest() -> None:
+    tensor = torch.full((BLOCK,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    assert tensor.isnan().all()
+    with pytest.raises(ValueError, match="int8 cannot hold NaN"):
+        encoded(Int8(), tensor)
 
 
 def test_int8_refuses_what_becomes_infinite_with_the_residual() -> None:

@@ -198,6 +198,7 @@ def _scales(blocks: Tensor) -> Tensor:
     exact = (largest / _LARGEST_CODE).to(torch.float32)
     # A float32's bits are in the order of its magnitude, so that the next multiple of 256 is the next such scale.
     scales = ((exact.view(torch.int32) + _SPARE_BITS) & ~_SPARE_BITS).view(torch.float32)
+    # The bits of some NaNs would overflow into a finite scale.
     if not (largest.isfinite() & scales.isfinite()).all():
         raise ValueError(
             "int8 cannot hold NaN, infinite or more than 4e40; look for what is not finite before encoding, or use bf16"
