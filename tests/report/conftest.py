@@ -126,18 +126,20 @@ def make_served_run(write_events: Write) -> MakeRun:
 def portions(workers: int, until_s: float = 6.0) -> list[Event]:
     """Steps of workers that take portions as they are ready; each round has one for each worker."""
     events: list[Event] = []
-    done = [0] * workers
+    done = dict.fromkeys(range(workers), 0)
     given = 0
-    while True:
-        rank = min(range(workers), key=lambda rank: (done[rank] * 0.1 * (rank + 1), rank))
+    while done:
+        rank = min(done, key=lambda rank: (done[rank] * (rank + 1), rank))
         seconds = 0.1 * (rank + 1)
         end = (done[rank] + 1) * seconds
         if end > until_s + 1e-9:
-            return events
+            del done[rank]
+            continue
         step = given // workers
         events.append(Stepped(rank, 1.0 + end, step, 0, 8, 3.0 / (1 + step), 8.0, 0.0, seconds / 2, seconds / 2, 0.0))
         done[rank] += 1
         given += 1
+    return events
 
 
 def served(rank: int, time_s: float, workers: int, server: int = 0) -> Served:

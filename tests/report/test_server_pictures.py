@@ -1,0 +1,92 @@
+"""Pictures of servers: their words, and that nothing is told by colour alone."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from headrace.report import summarize, write_page
+from headrace.report.drawing import Histogram, draw_histograms
+from headrace.report.palette import colours_of
+from headrace.report.server_pictures import server_pictures
+
+XHTML = "{http://www.w3.org/1999/xhtml}"
+SVG = "{http://www.w3.org/2000/svg}"
+TITLES = [
+    "Staleness of updates",
+    "Staleness over time",
+    "Who waited for whom",
+    "Work of servers",
+    "Traffic of servers",
+    "Traffic of shards",
+    "Apply time of shards",
+]
+
+
+def _words(svg: str) -> list[str]:
+    return [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (4, 2), (16, 4)])
+def test_every_picture_is_there_and_says_whose_it_is(tmp_path, make_served_run, workers, servers):
+    drawn = {each.title: each for each in server_pictures([summarize(make_served_run(tmp_path, workers, servers))])}
+    assert list(drawn) == TITLES
+    everybody = {f"worker {worker}" for worker in range(workers)}
+    everyone = {f"server {rank}" for rank in range(workers, workers + servers)}
+    for title in ("Staleness of updates", "Who waited for whom"):
+        assert everybody <= set(_words(drawn[title].svg)), title
+    for title in ("Work of servers", "Traffic of servers"):
+        assert everyone <= set(_words(drawn[title].svg)), title
+    for title in ("Traffic of shards", "Apply time of shards"):
+        assert {f"weight on {rank}" for rank in range(workers, workers + servers)} <= set(_words(drawn[title].svg))
+    assert all(len(each.reading) > 40 for each in drawn.values())
+
+
+@pytest.mark.slow
+def test_numbers_stand_beside_the_bars(tmp_path, make_served_run):
+    drawn = {each.title: _words(each.svg) for each in server_pictures([summarize(make_served_run(tmp_path, 4, 2))])}
+    assert "mean 4.00, 99 % at most 6, largest 6" in drawn["Staleness of updates"]
+    assert "answers of server 4: 0.30, 5: 0.60 s" in drawn["Who waited for whom"]
+    assert "busy 25 %, queue mean 1.50, longest 4" in drawn["Work of servers"]
+    assert "970 kB pushed, 970 kB pulled" in drawn["Traffic of servers"]
+    assert "9.60 kB pushed, 9.60 kB pulled" in drawn["Traffic of shards"]
+    assert "240 × 0.800 ms" in drawn["Apply time of shards"]
+
+
+@pytest.mark.slow
+def test_a_page_of_several_runs_has_a_table_and_fewer_rows(tmp_path, make_run, make_served_run):
+    runs = [make_run(tmp_path / "mirrored"), *(make_served_run(tmp_path / f"ps{n}", n, 2) for n in (2, 16))]
+    page = write_page(tmp_path / "page.html", [summarize(run) for run in runs]).read_text()
+    root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+    rows = [" ".join(" ".join(row.itertext()).split()) for row in root.iter(f"{XHTML}tr")]
+    (row,) = [row for row in rows if row.startswith("ps16 (parameter_server) 2 ")]
+    assert row == "ps16 (parameter_server) 2 20.0 15 30 30 0.2 % 25 % 16 11.6 MB 11.6 MB"
+    assert not [row for row in rows if row.startswith("mirrored 2 0")]
+    titles = [element.text for element in root.iter(f"{XHTML}h3")]
+    assert [title for title in titles if title in TITLES] == TITLES
+    words = [element.text for element in root.iter(f"{SVG}text")]
+    assert words.count("ps16 (parameter_server), worker 3") == 1
+    assert "ps16 (parameter_server), worker 4" not in words
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.slow
+def test_runs_without_servers_have_no_such_picture(tmp_path, make_run):
+    runs = [summarize(make_run(tmp_path / name, name)) for name in ("mirrored", "one_device")]
+    assert server_pictures(runs) == ()
+    page = write_page(tmp_path / "page.html", runs).read_text()
+    assert "erver" not in page[page.index("<main>") :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("largest", "columns"), [(0, 1), (5, 6), (47, 48), (48, 25), (1000, 48)])
+def test_a_histogram_has_as_many_columns_as_can_be_seen(largest, columns):
+    row = Histogram("worker 0", "a note", dict.fromkeys(range(largest + 1), 2), largest / 2, colours_of(["a"])["a"])
+    svg = draw_histograms("T", [row], "staleness")
+    assert {"worker 0", "a note", "staleness"} <= set(_words(svg))
+    filled = [path for path in ElementTree.fromstring(svg).iter(f"{SVG}path") if "fill: var" in path.get("style", "")]
+    assert len(filled) == columns

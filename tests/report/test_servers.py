@@ -1,0 +1,185 @@
+"""What servers did, and which carries too much."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from headrace.report import run_plain, summarize
+from headrace.report.servers import imbalance, to_mean
+from headrace.report.staleness import ROUNDS
+from headrace.spec.event import LAUNCHER, RunEnded, Served, ServedShard, ServerEnded, ServerStarted
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (4, 2), (16, 4)])
+def test_servers_are_no_workers(tmp_path, make_served_run, workers, servers):
+    summary = summarize(make_served_run(tmp_path / "run", workers, servers))
+    assert summary.workers == workers
+    assert set(summary.times_by_rank) == set(summary.servers.waiting) == set(range(workers))
+    assert set(summary.servers.by_rank) == set(range(workers, workers + servers))
+    # As many steps as fit into 6 s, at each worker's own speed, of 8 examples each.
+    steps = sum(int(60 / (rank + 1) + 1e-6) for rank in range(workers))
+    assert summary.training.examples == 8 * steps
+    assert summary.steps == -(-steps // workers)
+    assert summary.training.seconds == pytest.approx(6.0)
+    assert summary.outcome.hosts == ("mill", "weir")
+
+
+def test_what_they_counted_is_added_up(tmp_path, make_served_run):
+    servers = summarize(make_served_run(tmp_path / "run", 4, 2)).servers
+    for worker in range(4):
+        # 60 updates of each of 4 shards: two in three are 3 behind, one in three 6.
+        assert servers.staleness[worker].counts == {3: 160, 6: 80}
+    assert servers.staleness_of_all.counts == {3: 640, 6: 320}
+    assert servers.staleness_of_all.mean == 4.0
+    assert servers.pushes == 4 * 4 * 60
+    assert servers.refused == {"late": 4, "not_finite": 2}
+    assert servers.refused_share == pytest.approx(6 / 960)
+    # They were busy for 1.5 of the 6 s after the first step began.
+    assert servers.busy_share == pytest.approx(0.25)
+    assert servers.queue_longest == 4
+    assert servers.by_rank[5].moved_bytes == 2 * 240 * 8040
+    assert servers.by_rank[5].apply_s == pytest.approx(1e-7 * 240 * 8040)
+    assert servers.waiting[1].answers_s == {4: pytest.approx(0.3), 5: pytest.approx(0.6)}
+    assert servers.waiting[1].compute_s == pytest.approx(3.0)
+    assert [point.seconds for point in servers.over_time] == pytest.approx([1, 2, 3, 4, 5, 6])
+
+
+def test_memory_and_bytes_are_those_of_workers_and_servers(tmp_path, make_served_run):
+    cost = summarize(make_served_run(tmp_path / "run", 2, 2)).cost
+    assert cost.peak_memory_bytes == 100_000_003
+    assert cost.parameter_bytes == 2 * 4040 + 4040 + 8040
+    assert cost.optimizer_bytes == 2 * 500
+    # Once: what servers moved is what workers moved.
+    assert cost.moved_bytes_per_step == pytest.approx(2 * 6000 / 45)
+
+
+def test_a_server_that_did_not_live_to_say_leaves_no_cheaper_run(tmp_path, make_served_run, write_events):
+    run_dir = make_served_run(tmp_path / "run", 2, 2)
+    lines = (run_dir / "events" / "rank-3.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "events" / "rank-3.jsonl").write_text("".join(lines[:4]))
+    summary = summarize(run_dir)
+    assert summary.cost.parameter_bytes is None
+    # What it said last counts.
+    assert summary.servers.by_rank[3].busy_s == pytest.approx(0.75)
+    assert summary.servers.by_rank[3].busy_share == pytest.approx(0.25)
+
+
+def test_runs_without_servers_have_none(tmp_path, make_run, write_events):
+    assert summarize(make_run(tmp_path / "mirrored")).servers is None
+    silent = make_run(tmp_path / "silent", extra=[ServerStarted(2, 0.9, "weir", 5, 2, 4040)])
+    assert summarize(silent).servers is None
+
+
+def test_means_of_rounds_are_nobodys(tmp_path, make_run):
+    served = Served(2, 2.0, 0.1, 1.0, 1, {"-1": {"0": 10}}, {"0": 0.5, "1": 0.25}, {"late": 3}, _shards(1000))
+    servers = summarize(make_run(tmp_path / "a", "parameter_server", extra=[served])).servers
+    assert set(servers.staleness) == {ROUNDS}
+    assert servers.staleness_of_all.largest == 0
+    assert [servers.waiting[worker].answers_s for worker in (0, 1)] == [{2: 0.5}, {2: 0.25}]
+
+
+def test_attempts_add_up(tmp_path, make_served_run, write_events):
+    run_dir = make_served_run(tmp_path / "run", 2, 2)
+    before = summarize(run_dir)
+    started = dataclasses.replace(before.started, time_s=10.0, resumed_step=45)
+    # The third server is new; the second is gone.
+    events = [
+        started,
+        *(ServerStarted(rank, 11.0, "weir", 7, 2, 4040) for rank in (2, 4)),
+        Served(2, 13.0, 1.0, 3.0, 9, {"0": {"7": 5}}, {"0": 0.2}, {"late": 1}, _shards(1000)),
+        Served(4, 13.0, 0.5, 2.0, 1, {"0": {"7": 5}}, {"0": 0.1}, {}, _shards(10)),
+        *(ServerEnded(rank, 13.1, 1, 2, 3, 4) for rank in (2, 4)),
+        RunEnded(LAUNCHER, 14.0, "ok"),
+    ]
+    servers = summarize(write_events(run_dir, events)).servers
+    assert set(servers.by_rank) == {2, 3, 4}
+    work = servers.by_rank[2]
+    assert (work.busy_s, work.seconds) == (pytest.approx(1.5 + 1.0), pytest.approx(6.0 + 2.0))
+    assert (work.queue_mean, work.queue_longest) == (3.0, 9)
+    assert {shard.name: shard.pushes for shard in work.shards} == {"weight": 120 + 10, "bias": 120}
+    assert servers.by_rank[3] == before.servers.by_rank[3]
+    assert servers.refused == {"late": 5, "not_finite": 2}
+    assert servers.staleness[0].counts == {**before.servers.staleness[0].counts, 7: 10}
+    assert servers.waiting[0].answers_s == {2: pytest.approx(0.5), 3: pytest.approx(0.6), 4: pytest.approx(0.1)}
+
+
+def test_the_json_values_say_the_same(tmp_path, make_served_run, make_run):
+    plain = run_plain(summarize(make_served_run(tmp_path / "run", 4, 2)))["servers"]
+    assert plain["staleness"] == {
+        "mean": 4.0,
+        "median": 3,
+        "p99": 6,
+        "largest": 6,
+        "updates": 960,
+        "counts": {"3": 640, "6": 320},
+    }
+    assert plain["staleness_by_worker"]["3"]["updates"] == 240
+    assert plain["staleness_over_time"][0]["mean"] == pytest.approx(3.9)
+    assert plain["refused_share"] == pytest.approx(6 / 960)
+    assert plain["by_rank"]["5"]["busy_share"] == pytest.approx(0.25)
+    assert plain["by_rank"]["5"]["shards"][0]["pushed_bytes"] == 240 * 8000
+    assert plain["waiting"]["0"]["answers_s"]["5"] == pytest.approx(0.6)
+    assert run_plain(summarize(make_run(tmp_path / "mirrored")))["servers"] is None
+
+
+def _shards(*sizes, apply_s=0.2):
+    names = ("weight", "bias", "gain")
+    return tuple(
+        ServedShard(name, size, 10, 10, 10, apply_s * size / sum(sizes), 10 * size, 10 * size)
+        for name, size in zip(names, sizes, strict=False)
+    )
+
+
+def _says(rank, shards, queue_mean=1.0, time_s=2.0):
+    return Served(rank, time_s, 0.1, queue_mean, 4, {}, {}, {}, shards)
+
+
+def test_a_server_with_more_than_its_share_is_named_with_its_shard():
+    said = imbalance([_says(4, _shards(1000, 10)), _says(5, _shards(5000, 10))])
+    assert said == (
+        "uneven servers: server 5 moves 1.66 × the mean of the bytes (100 kB), its shard weight 3.32 × the shards' "
+        "mean; remedy: smaller shards (max_size), or placement by bytes (greedy)"
+    )
+
+
+def test_even_servers_are_not_worth_a_line_however_large_a_shard():
+    assert imbalance([_says(4, _shards(1000, 10)), _says(5, _shards(1000, 10))]) is None
+    assert imbalance([_says(4, _shards(5000, 10))]) is None
+    assert imbalance([]) is None
+    assert imbalance([_says(4, ()), _says(5, ())]) is None
+
+
+def test_a_shard_that_tilts_its_server_is_named_below_the_servers_bound():
+    three = (700, 700, 700)
+    said = imbalance([_says(4, _shards(*three)), _says(5, _shards(2800, 10, 10))])
+    assert "server 5 moves 1.15 × the mean of the bytes" in said
+    assert "its shard weight 3.41 × the shards' mean" in said
+
+
+def test_the_time_to_apply_counts_where_there_is_some():
+    def said(*seconds):
+        return imbalance([_says(4 + at, _shards(100, 100, 100, apply_s=each)) for at, each in enumerate(seconds)])
+
+    assert "server 5 needs 1.82 × the mean of the time to apply (900 ms)" in said(0.09, 0.9)
+    assert said(0.6, 0.9) is None
+    assert said(0.009, 0.09) is None
+
+
+def test_a_queue_counts_where_there_is_one():
+    shards = _shards(100)
+    said = imbalance([_says(4, shards, 1.0), _says(5, shards, 7.0), _says(6, shards, 1.0)])
+    assert "server 5 has 2.33 × the mean queue (7.0 messages)" in said
+    assert imbalance([_says(4, shards, 0.2), _says(5, shards, 1.9), _says(6, shards, 0.1)]) is None
+
+
+def test_the_last_word_of_each_server_counts():
+    early = [_says(4, _shards(10), time_s=1.0), _says(5, _shards(9000), time_s=1.0)]
+    assert imbalance(early) is not None
+    assert imbalance([*early, _says(4, _shards(9000))]) is None
+
+
+def test_times_the_mean():
+    assert to_mean([1.0, 4.0, 1.0]) == (2.0, 1)
+    assert to_mean([0, 0]) == (1.0, 0)
