@@ -34,6 +34,45 @@ def test_a_run_read_back_with_tensorboards_own_reader(tmp_path, make_run):
     assert [point.value for point in read.Scalars("seconds/exchange/rank-1")] == pytest.approx([0.04] * 5 + [0.02] * 5)
 
 
+class _Writer:
+    """Keeps the losses that TensorBoard is given."""
+
+    def __init__(self, log_dir):
+        self.losses = []
+        _Writer.last = self
+
+    def add_scalar(self, tag, value, step, time_s):
+        if tag == "loss":
+            self.losses.append((step, value, time_s))
+
+    def close(self):
+        pass
+
+
+@pytest.mark.slow
+def test_rounds_of_workers_that_do_not_go_in_step_are_written_while_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", _Writer)
+    board = TensorBoard(tmp_path)
+    losses = _Writer.last.losses
+
+    def step(rank, time_s, number, loss):
+        board(Stepped(rank, time_s, number, 0, 4, loss, 4.0, 0.0, 0.1, 0.0, 0.0))
+
+    board(RunStarted(LAUNCHER, 0.0, "parameter_server", 2, "cpu", 1, 8, 80, "1970-01-01T00:00:00+00:00", {}, {}))
+    # Worker 0 takes both portions of round 0, and one of each of 1 and 2; worker 1 is slow, and then takes one of 3.
+    for time_s, number in enumerate((0, 0, 1, 2)):
+        step(0, float(time_s), number, float(number + time_s))
+    assert losses == [(0, 0.5, 1.0)]
+    step(1, 5.0, 3, 9.0)
+    assert losses == [(0, 0.5, 1.0), (1, 3.0, 2.0)]
+    step(0, 6.0, 3, 7.0)
+    assert losses == [(0, 0.5, 1.0), (1, 3.0, 2.0), (2, 5.0, 3.0), (3, 8.0, 6.0)]
+    # A portion of round 1 that was given out again comes too late for the curve.
+    step(1, 7.0, 1, 100.0)
+    board.close()
+    assert len(losses) == 4
+
+
 def _started(time_s, started_at, resumed_step=0):
     return RunStarted(LAUNCHER, time_s, "one_device", 1, "cpu", 1, 8, 80, started_at, {}, {}, resumed_step=resumed_step)
 

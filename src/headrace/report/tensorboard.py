@@ -21,7 +21,8 @@ _PARTS = ("wait_s", "compute_s", "exchange_s", "update_s")
 class TensorBoard:
     """Takes events (`fit(..., on_event=TensorBoard("runs/a/tensorboard"))`) and writes them as scalars.
 
-    `loss` by step is the weighted mean over the workers, written when the last of them has reported the step;
+    `loss` by step is the weighted mean over the workers, written when as many of them have reported the step as there
+    are, or, where workers do not go in step, when each of them is beyond it;
     `seconds/<part>/rank-<n>` where each worker's step went; `evaluation/<metric>`; `checkpoints/stall_s` and
     `checkpoints/bytes` by step; notices, failures and rounds that were not finite as text. A resumed run goes on in
     the same curves.
@@ -46,6 +47,8 @@ class TensorBoard:
         self._workers = 1
         self._began = 0.0
         self._waiting: dict[int, list[Stepped]] = defaultdict(list)
+        self._latest: dict[int, int] = {}
+        self._past = 0
 
     def __enter__(self) -> Self:
         return self
@@ -68,9 +71,7 @@ class TensorBoard:
                 for part in _PARTS:
                     tag = f"seconds/{part.removesuffix('_s')}/rank-{event.rank}"
                     self._writer.add_scalar(tag, getattr(event, part), event.step, time_s)
-                self._waiting[event.step].append(event)
-                if len(self._waiting[event.step]) == self._workers:
-                    self._write_loss(event.step)
+                self._gather(event)
             case Evaluated():
                 for name, value in event.metrics.items():
                     self._writer.add_scalar(f"evaluation/{name}", value, event.step, time_s)
@@ -93,9 +94,23 @@ class TensorBoard:
     def _go_on(self, step: int) -> None:
         """Has TensorBoard forget what an earlier attempt wrote of the rounds that are done again."""
         self._waiting.clear()
+        self._latest.clear()
+        self._past = 0
         self._writer.close()
         # Not from `step` on: the evaluation after `step` rounds stays, and the loss of round `step` is the same again.
         self._writer = self._open_writer(purge_step=step + 1)
+
+    def _gather(self, event: Stepped) -> None:
+        """Adds a worker's step to its round, and writes the rounds to which nothing more will come."""
+        if event.step < self._past:
+            return  # Data that was given out again: its round stands in the curve already.
+        self._waiting[event.step].append(event)
+        self._latest[event.rank] = max(event.step, self._latest.get(event.rank, 0))
+        if len(self._latest) == self._workers:
+            self._past = min(self._latest.values())
+        for step in sorted(self._waiting):
+            if step < self._past or len(self._waiting[step]) == self._workers:
+                self._write_loss(step)
 
     def _write_loss(self, step: int) -> None:
         parts = [event for event in self._waiting.pop(step) if event.loss is not None]

@@ -1,0 +1,85 @@
+"""Curves of workers that do not go in step: rounds are missing, come twice, and come out of order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.report import summarize
+from headrace.report.curves import curves_of
+from headrace.report.training_clock import TrainingClock
+from headrace.spec.event import Evaluated, Stepped
+
+
+def _step(rank, time_s, step, loss=1.0, examples=8):
+    return Stepped(rank, time_s, step, 0, examples, loss, float(examples), 0.0, 0.1, 0.0, 0.0)
+
+
+def _curves(steps, evaluated=(), examples_per_epoch=16):
+    by_rank = {}
+    for step in steps:
+        by_rank.setdefault(step.rank, []).append(step)
+    return curves_of(steps, evaluated, TrainingClock([by_rank], evaluated), examples_per_epoch)
+
+
+def test_a_round_is_whoever_took_part_in_it():
+    # Worker 0 computes both portions of rounds 0 and 2; worker 1, slower, those of round 1.
+    steps = [
+        *(_step(0, 1.1, 0, 8.0), _step(0, 1.2, 0, 6.0), _step(0, 1.3, 2, 4.0), _step(0, 1.4, 2, 2.0)),
+        *(_step(1, 1.5, 1, 7.0), _step(1, 1.9, 1, 5.0)),
+    ]
+    first, second, third = _curves(steps).loss
+    assert [(point.examples, point.loss) for point in (first, second, third)] == [(16, 7.0), (32, 6.0), (48, 3.0)]
+    # The third round was over before the second: the curve goes forward.
+    assert [point.seconds for point in (first, second, third)] == pytest.approx([0.2, 0.9, 0.9])
+
+
+def test_an_evaluation_stands_at_the_rounds_before_it_though_some_are_missing():
+    # Rounds 1 and 3 were left out.
+    steps = [_step(0, 1.1, 0), _step(0, 1.2, 2), _step(0, 1.3, 4), _step(0, 1.4, 5)]
+    evaluated = [Evaluated(0, 1.0 + done / 10, done, 1, 5, {"loss": 1.0}, 0.0) for done in (0, 1, 2, 3, 4, 6, 9)]
+    points = _curves(steps, evaluated).evaluations
+    assert [point.epochs for point in points] == [0.0, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 8), st.floats(-5, 5), st.floats(0.1, 1)),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_any_order_of_any_rounds_gives_a_curve_that_goes_forward(drawn):
+    clock = dict.fromkeys(range(4), 1.0)
+    steps = []
+    for rank, step, examples, loss, seconds in drawn:
+        clock[rank] += seconds
+        steps.append(_step(rank, clock[rank], step, loss if examples else None, examples))
+    curves = _curves(steps)
+    for before, after in itertools.pairwise(curves.loss):
+        assert before.examples <= after.examples
+        assert before.seconds <= after.seconds
+    counted = [step for step in steps if step.examples]
+    if counted:
+        assert curves.loss[-1].examples == sum(step.examples for step in steps)
+        total = sum(step.loss * step.examples for step in counted)
+        gained = [point.examples for point in curves.loss]
+        widths = [after - before for before, after in itertools.pairwise([0, *gained])]
+        assert sum(point.loss * width for point, width in zip(curves.loss, widths, strict=True)) == pytest.approx(
+            total, abs=1e-9
+        )
+    again = _curves(sorted(steps, key=lambda step: step.time_s)).loss
+    assert [point.examples for point in again] == [point.examples for point in curves.loss]
+
+
+def test_a_run_of_uneven_workers_has_whole_curves_and_a_rate(tmp_path, make_served_run):
+    summary = summarize(make_served_run(tmp_path / "run", 4, 2))
+    assert summary.curves.loss[-1].examples == summary.training.examples
+    # 10 + 5 + 3.3 + 2.5 steps a second of 8 examples.
+    assert summary.examples_per_s == pytest.approx(8 * (10 + 5 + 10 / 3 + 2.5), rel=0.03)
+    assert {rank: times.total_s for rank, times in summary.times_by_rank.items()} == {
+        rank: pytest.approx(0.1 * (rank + 1)) for rank in range(4)
+    }
