@@ -14,7 +14,8 @@ __all__ = ["RULES"]
 FLOORS = (
     {"spec", "errors"},
     {"policies", "comm", "tasks", "metrics", "trees"},
-    {"replica", "data", "models", "ps", "pipelining", "checkpoint"},
+    {"replica", "data", "models", "checkpoint"},
+    {"ps", "pipelining"},
     {"strategies"},
     {"engine", "planner", "report"},
     {"trainer", "run", "comparison", "script", "supervision", "export"},

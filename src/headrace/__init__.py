@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from headrace.engine.threads import ThreadEngine
     from headrace.engine.worker import Worker
     from headrace.metrics import Mean
+    from headrace.ps.applier import Remedies
     from headrace.report.tensorboard import TensorBoard
     from headrace.run import Run
     from headrace.script import setup
     from headrace.spec.checkpoints import Checkpoints
     from headrace.spec.job import Job
     from headrace.spec.options import EarlyStopping, Options
-    from headrace.strategies import CentralStorage, Mirrored, OneDevice, Strategy, Unconnected
+    from headrace.strategies import CentralStorage, Mirrored, OneDevice, ParameterServer, Strategy, Unconnected
     from headrace.trainer import fit, launch
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "Mirrored",
     "OneDevice",
     "Options",
+    "ParameterServer",
+    "Remedies",
     "Run",
     "Strategy",
     "TensorBoard",
@@ -56,6 +59,8 @@ _HOMES = {
     "Mirrored": "headrace.strategies",
     "OneDevice": "headrace.strategies",
     "Options": "headrace.spec.options",
+    "ParameterServer": "headrace.strategies",
+    "Remedies": "headrace.ps.applier",
     "Run": "headrace.run",
     "Strategy": "headrace.strategies",
     "TensorBoard": "headrace.report.tensorboard",

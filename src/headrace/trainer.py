@@ -143,6 +143,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     cluster = detect(wish.device, ranks)
     prepared = prepare(job)
     check_options(job.options, cluster.device)
+    chosen.check(job.options)
     plan = chosen.plan(prepared.model, cluster)
     _check_split(job, prepared, plan)
     checkpoints = _checkpoints(job, chosen, wish)

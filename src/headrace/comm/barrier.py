@@ -26,16 +26,19 @@ class Barrier:
         page: holds the counters.
         rank: this process's.
         check: called about every 50 ms of waiting; raises to end the wait.
+        workers: the ranks that meet are the first so many; None for all.
     """
 
-    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None]) -> None:
+    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], workers: int | None = None) -> None:
         self._rank = rank
         self._ends = page.ends
-        self._counters = page.counters
-        self._own = page.counters[rank]
-        self._addresses = [page.counter_address(peer) for peer in range(page.ranks)]
+        which = 0 if workers is None else 1
+        world = page.ranks if workers is None else workers
+        self._counters = [counters[which : which + 1] for counters in page.counters[:world]]
+        self._own = self._counters[rank]
+        self._addresses = [page.counter_address(peer, which) for peer in range(world)]
         self._own_address = self._addresses[rank]
-        self._peers = [peer for peer in range(page.ranks) if peer != rank]
+        self._peers = [peer for peer in range(world) if peer != rank]
         self._check = check
         self._spin_s = _SPIN_MOST_S
 

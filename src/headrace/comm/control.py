@@ -4,11 +4,12 @@
 │ abort │ stop │ stop, save    │  the run's
 │              │ after a round │
 ├──────────────────────────────┤
-│ counter                      │  a rank's: barrier counter, on a cache line of its own
+│ counter, counter of workers  │  a rank's: barrier counters, on a cache line of their own
 │ beat, step, examples, pid    │           what the launcher watches,
 │ loss, end                    │           written by the rank
 │ pid, descriptor, nbytes      │           a segment that it offers to the others
 │ saved, bytes, error, digest  │           its part of a checkpoint
+│ address                      │           where a server can be reached
 │ 2 x 32 numbers               │           for sums, by turns
 └──────────────────────────────┘  x ranks
 """
@@ -28,7 +29,8 @@ _LINE = 64
 _WATCHED = _LINE
 _OFFERED = 2 * _LINE
 _SAVED = 3 * _LINE
-_NUMBERS = 4 * _LINE
+_ADDRESS = 4 * _LINE
+_NUMBERS = 7 * _LINE
 _BLOCK = _NUMBERS + 2 * NUMBERS * 8
 
 
@@ -40,7 +42,7 @@ class ControlPage:
         ranks: how many processes work together.
 
     Attributes:
-        counters: by rank, an int32 view of length 1.
+        counters: by rank, an int32 view of length 2: of all ranks' barrier, and of the workers' alone.
         beats: by rank; [beat, step, examples, pid] as int64.
         losses: by rank, a float64 view of length 1.
         ends: by rank, an int64 view of length 1: 1 + the rounds that a loop which has ended did; 0 before.
@@ -48,6 +50,7 @@ class ControlPage:
         saves: by rank; [1 + rounds, bytes, error] as int64 of the last part of a checkpoint that it has written;
             error is 0, or the system's number.
         digests: by rank, 32 bytes: the SHA-256 of that part.
+        addresses: by rank, 192 bytes: the length, and where this server can be reached.
         numbers: by rank, two float64 views of length `NUMBERS`.
     """
 
@@ -58,13 +61,14 @@ class ControlPage:
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._run = memory[:_LINE].cast("q")
         blocks = [_LINE + rank * _BLOCK for rank in range(ranks)]
-        self.counters = [memory[block : block + 4].cast("i") for block in blocks]
+        self.counters = [memory[block : block + 8].cast("i") for block in blocks]
         self.beats = [memory[block + _WATCHED : block + _WATCHED + 32].cast("q") for block in blocks]
         self.losses = [memory[block + _WATCHED + 32 : block + _WATCHED + 40].cast("d") for block in blocks]
         self.ends = [memory[block + _WATCHED + 40 : block + _WATCHED + 48].cast("q") for block in blocks]
         self.offers = [memory[block + _OFFERED : block + _OFFERED + 24].cast("q") for block in blocks]
         self.saves = [memory[block + _SAVED : block + _SAVED + 24].cast("q") for block in blocks]
         self.digests = [memory[block + _SAVED + 24 : block + _SAVED + 56] for block in blocks]
+        self.addresses = [memory[block + _ADDRESS : block + _NUMBERS] for block in blocks]
         half = NUMBERS * 8
         self.numbers = [
             tuple(memory[block + _NUMBERS + i * half : block + _NUMBERS + (i + 1) * half].cast("d") for i in (0, 1))
@@ -76,9 +80,22 @@ class ControlPage:
         """Returns the length that a page for `ranks` needs."""
         return _LINE + ranks * _BLOCK
 
-    def counter_address(self, rank: int) -> int:
-        """Returns where in this process the rank's counter lies, for `futex`."""
-        return self._base + _LINE + rank * _BLOCK
+    def counter_address(self, rank: int, which: int = 0) -> int:
+        """Returns where in this process one of the rank's counters lies, for `futex`."""
+        return self._base + _LINE + rank * _BLOCK + 4 * which
+
+    def tell_address(self, rank: int, address: str) -> None:
+        """Says where a server can be reached; it says so once."""
+        encoded = address.encode()
+        place = self.addresses[rank]
+        place[1 : 1 + len(encoded)] = encoded
+        # Last, because it says that the rest is there.
+        place[0] = len(encoded)
+
+    def address(self, rank: int) -> str:
+        """Returns where a server can be reached; "" before it has said so."""
+        place = self.addresses[rank]
+        return bytes(place[1 : 1 + place[0]]).decode()
 
     @property
     def abort(self) -> int:

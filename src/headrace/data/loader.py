@@ -72,6 +72,8 @@ class Loader:
         last = self._length - (self.rounds_per_epoch - 1) * global_batch_size
         self._bounds = bounds(global_batch_size, shares)[data_rank]
         self._last_bounds = bounds(last, shares)[data_rank]
+        self._epoch = -1
+        self._epoch_order: Tensor | None = None
 
     def rounds(self, start_round: int = 0) -> Generator[Share, None, None]:
         """Yields this worker's share of every round, without end.
@@ -93,6 +95,35 @@ class Loader:
             DataError: an example cannot be read.
         """
         return self._shares(islice(self._parts(0), self.rounds_per_epoch))
+
+    def portion(self, round_: int, part: int, parts: int) -> Share:
+        """Reads one part of one round's batch, whatever was read before.
+
+        Args:
+            round_: counted over the whole run.
+            part: which of the parts.
+            parts: into how many equal ones the batch is cut.
+
+        Raises:
+            DataError: an example cannot be read.
+        """
+        epoch, index = divmod(round_, self.rounds_per_epoch)
+        begin = index * self._global_batch_size
+        size = min(self._global_batch_size, self._length - begin)
+        start, stop = bounds(size, (1,) * parts)[part]
+        if self._epoch != epoch or self._epoch_order is None:
+            self._epoch, self._epoch_order = epoch, self._order(epoch)
+        return self._read(epoch, self._epoch_order[begin + start : begin + stop], size)
+
+    def nothing(self, round_: int) -> Share:
+        """Returns an empty share of a round."""
+        return self._read(round_ // self.rounds_per_epoch, torch.zeros(0, dtype=torch.int64), 0)
+
+    def _read(self, epoch: int, indices: Tensor, of: int) -> Share:
+        pipeline = self._pipeline
+        if pipeline.transforms or pipeline.processes is not None:
+            return Share(_Reader(pipeline, self._seed).read(epoch, indices), len(indices), of, epoch)
+        return Share(pipeline.source.gather(indices), len(indices), of, epoch)
 
     def _parts(self, start_round: int) -> Iterator[_Part]:
         epoch, first = divmod(start_round, self.rounds_per_epoch)

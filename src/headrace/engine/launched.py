@@ -24,6 +24,7 @@ from headrace.comm.shared_memory import SharedMemory
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.machine import cores
 from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.server import serve
 from headrace.engine.vitals import Vitals
 from headrace.engine.work import work
 from headrace.errors import InfeasiblePlan, PeerLost, UsageError
@@ -83,6 +84,18 @@ class Group:
         self._start_beating()
         self.host = SharedMemory(self.page, self.rank, self._check)
         self.host.barrier()
+
+    def work(self, order: Order) -> None:
+        """Does this rank's part of a run."""
+        plan = order.plan
+        if plan.roles[self.rank].kind == "server":
+            serve(order, self.rank, self.page, self._check)
+        elif not plan.servers:
+            work(order, self.rank, self.host, self.page)
+        else:
+            workers = SharedMemory(self.page, self.rank, self._check, plan.workers)
+            work(order, self.rank, workers, self.page)
+            workers.close()
 
     def close(self) -> None:
         """Leaves the group."""
@@ -184,7 +197,7 @@ class LaunchedEngine(Engine):
         page = group.page
         with orderly_interrupts(page) as interrupts:
             try:
-                work(order, group.rank, group.host, page)
+                group.work(order)
             except BaseException as error:
                 # This process may live on, so that the others could not see it in its end.
                 page.abort = page.abort or 1 + (error.rank if isinstance(error, PeerLost) else group.rank)

@@ -206,7 +206,8 @@ class _Watch:
 
     def _said_goodbye(self, rank: int) -> bool:
         """Whether a rank that ended without an error had done its work; os._exit(0) in user code has no error."""
-        return any(line.startswith('{"kind":"worker_ended"') for line in self._lines(rank)[-1:])
+        ends = ('{"kind":"worker_ended"', '{"kind":"server_ended"')
+        return any(line.startswith(ends) for line in self._lines(rank)[-1:])
 
     def _end_of_log(self, rank: int) -> str:
         from headrace.engine.process import log_path

@@ -23,6 +23,7 @@ from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
 from headrace.engine.journal import Journal
 from headrace.engine.order import Order
+from headrace.engine.server import serve
 from headrace.engine.shipping import unpack
 from headrace.engine.vitals import Vitals
 from headrace.engine.work import user_traceback, work
@@ -83,7 +84,12 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
         packed = pipe.read()
     assignment = _unpack(packed, data[0] if data else -1, order)
     del packed
-    host = SharedMemory(page, rank, _checker(page, assignment))
+    check = _checker(page, assignment)
+    plan = assignment.plan
+    if plan.roles[rank].kind == "server":
+        serve(assignment, rank, page, check)
+        return 0
+    host = SharedMemory(page, rank, check, plan.workers if plan.servers else None)
     work(assignment, rank, host, page)
     host.close()
     return 0

@@ -80,6 +80,14 @@ class Saver:
                 return checkpoint
         return None
 
+    @property
+    def overdue(self) -> bool:
+        """Whether it is time to save, by the clock."""
+        wish = self._wish
+        if wish is None or wish.every_s is None or self._writes():
+            return False
+        return monotonic() - self._last_s >= wish.every_s
+
     def ask(self, done: int) -> None:
         """Rank 0 decides whether to save when `done` rounds will be done, before that round's barrier."""
         self._tell()
@@ -87,8 +95,7 @@ class Saver:
         if self._rank or wish is None:
             return
         by_steps = wish.every_steps is not None and done % wish.every_steps == 0
-        by_time = wish.every_s is not None and monotonic() - self._last_s >= wish.every_s and not self._writes()
-        if by_steps or by_time:
+        if by_steps or self.overdue:
             self._page.save_after = done
 
     def wanted(self, done: int) -> bool:
@@ -166,7 +173,7 @@ class Saver:
         saves[0] = done + 1
 
     def _commit(self, done: int, description: Mapping[str, Any], stall_s: float, began: float) -> None:
-        saves = self._page.saves
+        saves = self._page.saves[: self._host.world]
         while not all(save[0] == done + 1 for save in saves):
             self._host.check()
             time.sleep(_LOOK_EVERY_S)

@@ -59,11 +59,7 @@ def local_buffers(module: nn.Module, world: int) -> Iterator[tuple[str, Tensor]]
 def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[str, Tensor]:
     """Returns the pieces that this rank saves: what all ranks hold is saved by rank 0."""
     shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
-    return {
-        f"state/{piece.parameter}/{piece.key}@{piece.start}" + f"#{piece.kind}" * (piece.kind != "tensor"): piece.value
-        for piece in pieces
-        if rank == 0 or piece.parameter not in shared
-    }
+    return {f"state/{piece.name}": piece.value for piece in pieces if rank == 0 or piece.parameter not in shared}
 
 
 def seed_random(seed: int) -> None:
@@ -160,7 +156,7 @@ class Stored:
     def pieces(self) -> list[StatePiece]:
         """Returns the optimizer's state and the averages, of all ranks."""
         return [
-            _piece(name, tensor)
+            StatePiece.parse(name.removeprefix("state/"), tensor)
             for tensors in self._by_rank.values()
             for name, tensor in tensors.items()
             if name.startswith("state/")
@@ -173,12 +169,3 @@ class Stored:
             for name, tensor in self._by_rank[0].items()
             if name.startswith("parameter/")
         ]
-
-
-def _piece(name: str, tensor: Tensor) -> StatePiece:
-    head, _, tail = name.removeprefix("state/").rpartition("@")
-    start, _, kind = tail.partition("#")
-    parameter, _, key = head.rpartition("/")
-    if int(start) < -1:
-        raise ValueError(f"{name} begins before its parameter")
-    return StatePiece(parameter, key, int(start), tensor, kind or "tensor")

@@ -12,6 +12,7 @@ from headrace.comm.in_process import InProcess, Meeting
 from headrace.comm.segment import Segment
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.server import serve
 from headrace.engine.snapshot import random_states, restore_random_states
 from headrace.engine.work import work
 from headrace.errors import HeadraceError, PeerLost, UsageError, WorkerFailed
@@ -32,13 +33,17 @@ class ThreadEngine(Engine):
         ranks = len(order.plan.roles)
         segment = Segment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
-        meeting = Meeting(ranks)
+        workers = order.plan.workers
+        meeting = Meeting(workers)
         errors: dict[int, BaseException] = {}
         building = threading.Lock()
 
         def body(rank: int) -> None:
             try:
-                work(order, rank, InProcess(meeting, rank), page, building)
+                if rank >= workers:
+                    serve(order, rank, page, InProcess(meeting, 0).check)
+                else:
+                    work(order, rank, InProcess(meeting, rank), page, building)
             except BaseException as error:  # handed to the caller below
                 errors.setdefault(rank, error)
                 meeting.abort(rank)
@@ -52,7 +57,7 @@ class ThreadEngine(Engine):
                 while any(thread.is_alive() for thread in threads):
                     for thread in threads:
                         thread.join(_LOOK_EVERY_S / ranks)
-                    _check_parted(page, meeting)
+                    _check_parted(page, meeting, workers)
                     progress(Progress(page.beats[0][1], page.losses[0][0], sum(beat[2] for beat in page.beats)))
             except BaseException:
                 # Nobody can end a thread; it ends itself, after the step that it is in or at the next meeting.
@@ -62,7 +67,7 @@ class ThreadEngine(Engine):
             finally:
                 restore_random_states(states, torch.device("cpu"))
                 segment.close()
-        for rank, error in sorted(errors.items()):
+        for rank, error in errors.items():  # as they came: the first explains the others
             if isinstance(error, PeerLost):
                 continue
             if isinstance(error, HeadraceError):
@@ -75,10 +80,10 @@ class ThreadEngine(Engine):
         """Nothing is left when `run` returns."""
 
 
-def _check_parted(page: ControlPage, meeting: Meeting) -> None:
+def _check_parted(page: ControlPage, meeting: Meeting, workers: int) -> None:
     ended = [rank for rank, end in enumerate(page.ends) if end[0]]
     waiting = meeting.barrier.n_waiting
-    if ended and waiting and len(ended) + waiting == page.ranks:
+    if ended and waiting and len(ended) + waiting == workers:
         raise UsageError(
             f"the loop on rank {ended[0]} ended after {page.ends[ended[0]][0] - 1} rounds and another rank still "
             "waits for it; a training loop must do the same rounds on every worker"

@@ -69,7 +69,7 @@ def work(
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)
-        parts = _parts(order, role, host, module)
+        parts = _parts(order, role, host, module, page)
         replica = order.strategy.replica(order.plan, rank, parts)
         worker = _worker(order, role, replica, host, page, journal)
         _seed(order, rank)
@@ -85,6 +85,7 @@ def work(
         # Under a launcher every rank goes on with the saved model.
         host.barrier()
         journal.write(_ended(rank, worker, replica, host, journal, parts))
+        replica.exchange.close()
     except PeerLost:
         raise
     except BaseException as error:
@@ -103,7 +104,7 @@ def work(
 def _end_together(page: ControlPage, rank: int, rounds: int, host: SharedCollective) -> None:
     """Waits until every rank's loop has ended: what follows are meetings of those who have nothing else to do."""
     page.ends[rank][0] = rounds + 1
-    while not all(end[0] for end in page.ends):
+    while not all(end[0] for end in page.ends[: host.world]):
         host.check()
         time.sleep(_LOOK_EVERY_S)
 
@@ -134,7 +135,7 @@ def objective_of(job: Job, weighed: bool = False) -> Objective:
     return Objective(loss, job.inputs, job.target, weighed)
 
 
-def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module) -> Parts:
+def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module, page: ControlPage) -> Parts:
     connect: Callable[[], Collective] | None = None
     if role.device != "cpu":
         torch.cuda.set_device(role.device)
@@ -151,7 +152,15 @@ def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module) 
         connect=connect,
         rounds_per_epoch=-(-examples // batch),
         full_batch=min(examples, batch),
+        addresses=lambda: tuple(_address(page, server, host) for server in order.plan.servers),
     )
+
+
+def _address(page: ControlPage, server: int, host: SharedCollective) -> str:
+    while not page.address(server):
+        host.check()
+        time.sleep(_LOOK_EVERY_S)
+    return page.address(server)
 
 
 def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]:
@@ -196,7 +205,11 @@ def _ended(
     rank: int, worker: Worker, replica: Replica, host: SharedCollective, journal: Journal, parts: Parts
 ) -> WorkerEnded:
     parameter_bytes, optimizer_bytes = replica.exchange.memory()
-    moved = host.moved_bytes + (parts.wire.moved_bytes if "wire" in parts.__dict__ and parts.wire else 0)
+    moved = (
+        host.moved_bytes
+        + replica.exchange.moved_bytes
+        + (parts.wire.moved_bytes if "wire" in parts.__dict__ and parts.wire else 0)
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return WorkerEnded(rank, journal.now(), worker.round + 1, moved, peak, parameter_bytes, optimizer_bytes)
 

@@ -16,6 +16,7 @@ from headrace.comm.control import ControlPage
 from headrace.data import Loader
 from headrace.engine.evaluation import Evaluation, Stopper, average
 from headrace.engine.journal import Journal
+from headrace.engine.leased import Leased
 from headrace.engine.order import Order
 from headrace.engine.recovery import Recovery
 from headrace.engine.saver import Saver
@@ -107,7 +108,10 @@ class Worker:
         at_home = order.resume is not None and order.resume.folder == self._saver.folder.path
         self._over_before = at_home and self.round + 1 >= self.rounds
         self._stopper = Stopper(options.early_stopping)
+        portions = replica.portions
+        self._leased = Leased(order, replica, portions, loader, host) if portions else None
         self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back)
+        self._halted = False
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
@@ -124,16 +128,27 @@ class Worker:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the options want an evaluation after the round just done."""
+        """Whether the options want an evaluation after the round just done.
+
+        Where workers do not go in step, that is when all have done all rounds up to it; then this waits for them.
+        """
+        if self._leased is not None and not self._come_to_fence():
+            return False
         every = self._order.job.options.eval_every
         return self.epoch_ended if every is None else (self.round + 1) % every == 0 or self.round + 1 >= self.rounds
 
     def batches(self) -> Iterator[Any]:
-        """Yields this worker's share of every global batch of the run, on its device."""
+        """Yields this worker's share of every global batch of the run, on its device.
+
+        Where data is leased, it yields the portions that this worker gets.
+        """
         first = self.round + 1
-        shares = self._loader.rounds(first)
         if self._saver.must_begin(first, rolls_back=self._order.job.options.on_nonfinite == "rollback"):
             self._save()
+        if self._leased is not None:
+            yield from self._portions(self._leased)
+            return
+        shares = self._loader.rounds(first)
         try:
             for round_ in range(first, self.rounds):
                 if self._stopper.over:
@@ -160,6 +175,29 @@ class Worker:
             self._read_losses()
             self._journal.flush()
 
+    def _portions(self, leased: Leased) -> Iterator[Any]:
+        over = self._stopper.over or self.round + 1 >= self.rounds
+        try:
+            # Its own portion may be of the last round while others still do theirs: it is over at a fence.
+            while not over:
+                began = perf_counter()
+                item = leased.next()
+                if item is not None:
+                    self.round, self._share = item
+                    batch = self._replica.compute.place(self._share.batch)
+                    self._times[0] = perf_counter() - began
+                    yield batch
+                    self._ask_for_fence(leased)
+                if self._come_to_fence():
+                    if self._saver.wanted(self.round + 1) and not self._is_last():
+                        self._save()
+                    over = self._is_last()
+                    if not over:
+                        leased.leave_fence()
+        finally:
+            self._read_losses()
+            self._journal.flush()
+
     def step(self, batch: Any) -> float | None:
         """Computes, synchronizes, updates; returns this worker's mean loss.
 
@@ -170,7 +208,9 @@ class Worker:
         began = perf_counter()
         self._recovery.before()
         self._replica.exchange.begin(self.round)
-        self._computed = self._replica.compute.run(Share(batch, share.examples, share.of, share.epoch))
+        # Who does not meet the others in every round computes the mean over its own portion.
+        of = share.examples if self._leased else share.of
+        self._computed = self._replica.compute.run(Share(batch, share.examples, of, share.epoch))
         self._times[1] = perf_counter() - began
         return self.update()
 
@@ -195,6 +235,8 @@ class Worker:
         finite = loss is None or math.isfinite(loss)
         if loss is not None and not finite:
             self._recovery.tell(self.rank, loss)
+        if self._leased:
+            self._leased.weigh(computed.weight, self._share)
         verdict = self._replica.exchange.synchronize(finite)
         synchronized = perf_counter()
         if verdict.apply:
@@ -206,6 +248,8 @@ class Worker:
         self._times[2:] = synchronized - began, perf_counter() - synchronized
         if self._share.of < self.world and self._order.strategy.synchronous:
             self._catch_up()
+        if self._leased:
+            self._leased.pushed()
         return self._record(computed, loss if finite else None)
 
     def evaluate(self) -> dict[str, float]:
@@ -308,7 +352,27 @@ class Worker:
     def _is_last(self) -> bool:
         return self.round + 1 >= self.rounds or self._stopper.over or 0 < self._page.stop_after <= self.round + 1
 
+    def _come_to_fence(self) -> bool:
+        """Waits for this worker's next portion or the next fence; at a fence, all agree on what is done there."""
+        leased = self._leased
+        assert leased is not None
+        if leased.fence >= 0:
+            return True
+        if not leased.at_fence():
+            return False
+        self.round = leased.fence - 1
+        self._ask()
+        self._host.barrier()
+        return True
+
+    def _ask_for_fence(self, leased: Leased) -> None:
+        if self.rank == 0 and leased.fence < 0 and not self._halted:
+            self._halted = bool(self._page.stop) or monotonic() > self._deadline or self._saver.overdue
+            if self._halted:
+                leased.halt()
+
     def _ask(self) -> None:
+        self._halted = False
         # Rank 0 decides before this round's first barrier, so that everybody knows after it.
         if self.rank == 0 and (self._page.stop or monotonic() > self._deadline) and not self._page.stop_after:
             self._page.stop_after = self.round + 1

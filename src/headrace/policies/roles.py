@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.errors import InfeasiblePlan
 from headrace.policies.threads import threads_per_worker
 from headrace.spec.cluster import Cluster
 from headrace.spec.plan import Role
 
-__all__ = ["require_memory", "worker_roles"]
+__all__ = ["require_memory", "worker_and_server_roles", "worker_roles"]
 
 
 def worker_roles(strategy: str, workers: int | None, cluster: Cluster) -> tuple[Role, ...]:
@@ -37,6 +39,32 @@ def worker_roles(strategy: str, workers: int | None, cluster: Cluster) -> tuple[
         devices = list(host.accelerators[:count])
     threads = threads_per_worker(host.cores, count)
     return tuple(Role(rank, "worker", host.name, devices[rank], threads, rank) for rank in range(count))
+
+
+def worker_and_server_roles(strategy: str, workers: int | None, servers: int, cluster: Cluster) -> tuple[Role, ...]:
+    """Places workers and, after them, servers on one host; of a launcher's processes the last are servers.
+
+    Args:
+        strategy: its name, for the errors.
+        workers: how many were asked for; None for what there is.
+        servers: how many were asked for.
+        cluster: what there is.
+
+    Raises:
+        InfeasiblePlan: the numbers contradict the launcher or the machine.
+    """
+    if cluster.ranks is not None:
+        left = cluster.ranks - servers
+        if left < 1 or workers not in (None, left):
+            asked = f"{workers} workers and {servers}" if workers is not None else f"workers and {servers}"
+            raise InfeasiblePlan(
+                f"{strategy} asks for {asked} servers and the launcher started {cluster.ranks} processes, the last "
+                f"{servers} of which are servers; start {(workers or 1) + servers}, or ask for fewer"
+            )
+        cluster = replace(cluster, ranks=left)
+    roles = worker_roles(strategy, workers, cluster)
+    host = cluster.hosts[0].name
+    return (*roles, *(Role(len(roles) + server, "server", host, "cpu", 1, -1) for server in range(servers)))
 
 
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:

@@ -1,61 +1,221 @@
-"""What a server does with gradients: the seam between who holds parameters and who knows how to move them."""
+"""What a server does with gradients: the job's optimizer over its shards, and the remedies for stale gradients."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
 
-__all__ = ["Applier"]
+from headrace.ps.form import Form
+from headrace.replica.exchange import StatePiece
+from headrace.replica.optimizer import build, build_over
+from headrace.replica.update import Updater
+from headrace.spec.model import ParameterSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import Segment
+
+__all__ = ["Applier", "Pace", "Remedies"]
+
+_EXACTLY = 1e-6
+"""Shares of a round add up to 1 but for rounding."""
 
 
-class Applier(ABC):
-    """Moves the parameters that a server holds. Shards are numbered as on that server, from 0."""
+@dataclass(frozen=True)
+class Remedies:
+    """What is done about gradients that are stale.
 
-    @abstractmethod
+    Attributes:
+        divide: divide a step's learning rate by its staleness (Zhang et al., "Staleness-aware async-SGD", 2016,
+            section 3).
+        compensation: the constant of DC-ASGD-c: adds `compensation * g * g * (w - w_then)` to a gradient g that was
+            made with the parameters w_then (Zheng et al., "Asynchronous SGD with delay compensation", 2017, section
+            4). It costs a copy of the parameters for each worker.
+        asynchronous_workers: that many workers that do not wait for each other bring a momentum of `1 - 1 / workers`
+            of their own, by which the optimizer's is lowered, not below 0 (Mitliagkas et al., "Asynchrony begets
+            momentum", 2016, theorem 3); 0 leaves it as it is.
+    """
+
+    divide: bool = False
+    compensation: float = 0.0
+    asynchronous_workers: int = 0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How rounds go by.
+
+    Attributes:
+        options: schedule, warm-up and moving average.
+        rounds_per_epoch: for schedules that go by epochs.
+        first: the round to begin with.
+    """
+
+    options: Options = field(default_factory=Options)
+    rounds_per_epoch: int = 1
+    first: int = 0
+
+
+class Applier:
+    """Moves the parameters of one server's shards, which are numbered as on that server, from 0.
+
+    Args:
+        form: of the shards.
+        factory: makes the job's optimizer from named parameters.
+        parameters: of the whole model, in its order.
+        pace: of rounds.
+        full: apply every step with the whole learning rate, as papers do, not with its share of it.
+        remedies: for stale gradients.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        factory: Callable[..., Any],
+        parameters: Sequence[ParameterSpec],
+        pace: Pace | None = None,
+        full: bool = False,
+        remedies: Remedies | None = None,
+    ) -> None:
+        self._form = form
+        self._full = full
+        self._remedies = remedies or Remedies()
+        self._template = build(factory, [(each.name, _ghost(each)) for each in parameters])
+        self._pace = pace or Pace()
+        self._round = self._pace.first
+        self._done = [float(self._round)] * len(form)
+        self._sent: dict[tuple[int, int], Tensor] = {}
+
     def seat(self, tensors: Sequence[Tensor]) -> None:
         """Takes the places of all parameters: from now on they live there.
 
         Args:
             tensors: one a shard, in its shape and type.
         """
+        self._parameters = [nn.Parameter(tensor) for tensor in tensors]
+        by_name: dict[str, list[Tensor]] = {}
+        owned: list[tuple[Segment, Tensor]] = []
+        for piece, parameter in zip(self._form.pieces, self._parameters, strict=True):
+            by_name.setdefault(piece.parameter, []).append(parameter)
+            owned.append((Segment(piece.parameter, piece.start, piece.start + piece.elements, 0), parameter))
+        optimizer = build_over(self._template, by_name)
+        self._updater = Updater(optimizer, owned, self._pace.options, self._pace.rounds_per_epoch, self._template)
 
-    @abstractmethod
-    def apply(self, gradients: Sequence[tuple[int, Tensor]], worker: int, share: float, staleness: int) -> None:
-        """Makes one step with some shards' gradients.
+    def apply(
+        self, gradients: Sequence[tuple[int, Tensor]], shards: Sequence[int], worker: int, share: float, staleness: int
+    ) -> None:
+        """Makes one step of some shards.
 
         Args:
-            gradients: a shard and its gradient, in its shape and type. It may be scaled, and is not needed after.
-            worker: who made it; -1 where it is a round's.
+            gradients: shard and gradient, in its shape and type, of those that have one. It may be changed.
+            shards: all that make the step.
+            worker: whose gradient it is; -1 where it is a round's mean.
             share: of a round that it stands for.
             staleness: updates that it is behind.
         """
+        for shard, gradient in gradients:
+            self._parameters[shard].grad = self._compensated(shard, gradient, worker)
+        factor = 1.0 if self._full else share
+        if self._remedies.divide and staleness > 1:
+            factor /= staleness
+        if gradients:
+            with self._lowered():
+                self._updater.apply([shard for shard, _ in gradients], self._round, share, factor)
+        for shard, _ in gradients:
+            self._parameters[shard].grad = None
+        for shard in shards:
+            self._done[shard] += share
+        self._advance(int(min(self._done) + _EXACTLY))
 
-    @abstractmethod
+    def settle(self, done: int) -> None:
+        """Is told how many rounds are done, all that was refused for good counted."""
+        self._done = [float(done)] * len(self._done)
+        self._advance(done)
+
     def sent(self, worker: int, shards: Sequence[int]) -> None:
         """Is told that a worker now goes on from these shards' parameters as they are."""
+        if self._remedies.compensation:
+            for shard in shards:
+                self._sent[worker, shard] = self._parameters[shard].detach().clone()
 
-    @abstractmethod
     def state(self, shard: int) -> bytes:
-        """Returns a shard's parameters' state as safetensors."""
+        """Returns a shard's state as safetensors."""
+        return save({piece.name: piece.value for piece in self._updater.state(shard)})
 
-    @abstractmethod
     def load(self, shard: int, state: bytes) -> None:
-        """Takes up what `state` returned, or another parameters' worth of it.
+        """Takes up a shard's state, and its parameters where they are among it.
+
+        Raises:
+            ValueError: it is no state.
+        """
+        try:
+            pieces = [StatePiece.parse(name, value) for name, value in load(state).items()]
+        except Exception as error:
+            raise ValueError(f"no state of a shard: {error}") from error
+        self._updater.load(pieces, index=shard)
+
+    def settings(self) -> str:
+        """Returns the state that belongs to no shard, as JSON."""
+        return json.dumps(self._updater.settings())
+
+    def configure(self, settings: str) -> None:
+        """Forgets all state, and takes up what `settings` returned if that is given.
 
         Raises:
             ValueError: it is no such thing.
         """
+        self._updater.load([], json.loads(settings) if settings else None)
 
-    @abstractmethod
-    def settings(self) -> str:
-        """Returns the state that belongs to no shard, as JSON."""
-
-    @abstractmethod
-    def configure(self, settings: str) -> None:
-        """Takes up what `settings` returned."""
-
-    @abstractmethod
     def swap_average(self) -> None:
         """Lets parameters and their moving averages change places."""
+        self._updater.swap_average()
+
+    def memory(self) -> tuple[int, int]:
+        """Returns the bytes of parameters, and of the optimizer's state."""
+        return sum(self._form.slots.lengths), self._updater.state_bytes()
+
+    def _compensated(self, shard: int, gradient: Tensor, worker: int) -> Tensor:
+        then = self._sent.get((worker, shard))
+        if then is None:
+            return gradient
+        drift = self._parameters[shard].detach() - then
+        return gradient + self._remedies.compensation * gradient * gradient * drift
+
+    @contextmanager
+    def _lowered(self) -> Iterator[None]:
+        """Holds the optimizer's momentum at what asynchrony leaves of it."""
+        workers = self._remedies.asynchronous_workers
+        if workers < 2:
+            yield
+            return
+        implicit = 1 - 1 / workers
+        groups = self._updater.optimizer.param_groups
+        kept: list[dict[str, Any]] = [
+            {key: group[key] for key in ("momentum", "betas") if key in group} for group in groups
+        ]
+        for group in groups:
+            if "momentum" in group:
+                group["momentum"] = max(0.0, group["momentum"] - implicit)
+            if "betas" in group:
+                first, *others = group["betas"]
+                group["betas"] = (max(0.0, first - implicit), *others)
+        try:
+            yield
+        finally:
+            for group, before in zip(groups, kept, strict=True):
+                group.update(before)
+
+    def _advance(self, done: int) -> None:
+        while self._round < done:
+            self._updater.skip(self._round)
+            self._round += 1
+
+
+def _ghost(parameter: ParameterSpec) -> nn.Parameter:
+    tensor = torch.empty(parameter.shape, dtype=getattr(torch, parameter.dtype), device="meta")
+    return nn.Parameter(tensor, requires_grad=parameter.trainable)

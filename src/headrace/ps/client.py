@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -56,6 +58,7 @@ class Client:
     worker: number of this worker.
     incarnation: greater than that of whoever had this number before.
     check: called about every 50 ms of waiting; raises to end the wait.
+    timeout_s: how long a server may take for an answer that depends on no other worker.
     """
 
     def __init__(
@@ -113,6 +116,22 @@ class Client:
         reasons = [server.finish() for server in self._servers]
         return next((reason for reason in reasons if reason), None)
 
+    def ask(self, server: int, message: Message, blob: bytes = b"") -> bytes:
+        """Asks one server for something that is no push or pull, and returns what came with its answer."""
+        return bytes(self._servers[server].ask(message, blob))
+
+    def tell(self, message: Message) -> None:
+        """Sends the first server, which gives out the data, something that it answers later, if at all."""
+        self._servers[0].link.send(encode(message))
+
+    def lease(self) -> Message:
+        """Waits for the first server's next word about data: a grant or a fence."""
+        return self._servers[0].lease()
+
+    def shards(self, server: int) -> Form:
+        """Returns what shards a server has."""
+        return self._servers[server].form
+
     def close(self) -> None:
         """Ends all links."""
         for server in self._servers:
@@ -131,6 +150,7 @@ class _Server:
         self._timeout_s = timeout_s
         self._pending = 0
         self._reason: Reason | None = None
+        self._leases: deque[Message] = deque()
 
     def push(self, kind: Kind, shards: range, gradients: Sequence[Tensor | None], head: Message) -> None:
         """Puts the gradients of some shards where the server reads them, and says so."""
@@ -156,7 +176,8 @@ class _Server:
     def finish(self) -> Reason | None:
         """Waits for all answers, and fetches what they are about; returns the first refusal's reason."""
         while self._pending:
-            message, _ = self._next()
+            # As long as other workers need.
+            message, _ = self._next(math.inf)
             if message.kind != Kind.ANSWER:
                 raise Refused(f"the server answered {message.kind.name} to a push or pull")
             self._pending -= 1
@@ -169,20 +190,38 @@ class _Server:
     def ask(self, message: Message, blob: bytes = b"") -> memoryview:
         """Sends a message that is about no shards' content, and waits for its answer; returns the blob."""
         self.link.send(encode(message), blob=blob)
-        answer, returned = self._next()
+        answer, returned = self._next(monotonic() + self._timeout_s)
         if answer.kind != Kind.DONE:
             raise Refused(f"the server answered {answer.kind.name} to {message.kind.name}")
         return returned
 
-    def _next(self) -> tuple[Message, memoryview]:
-        deadline = monotonic() + self._timeout_s
+    def lease(self) -> Message:
+        """Waits for a word about data."""
+        while not self._leases:
+            received = self.link.receive(_SLICE_S)
+            if received is None:
+                # Others may compute for as long as they like; that they live is seen elsewhere.
+                self._check()
+            elif not self._is_lease(decode(received[0])):
+                raise Refused("the server answered a question that was not asked")
+        return self._leases.popleft()
+
+    def _is_lease(self, message: Message) -> bool:
+        if message.kind in (Kind.GRANT, Kind.FENCE):
+            self._leases.append(message)
+            return True
+        return False
+
+    def _next(self, deadline: float) -> tuple[Message, memoryview]:
         while True:
             received = self.link.receive(_SLICE_S)
             if received is not None:
                 message = decode(received[0])
                 if message.kind == Kind.ERROR:
                     raise Refused(bytes(received[1]).decode(errors="replace"))
-                return message, received[1]
+                if not self._is_lease(message):
+                    return message, received[1]
+                continue
             self._check()
             if monotonic() > deadline:
                 raise TimeoutError(f"a server has not answered for {self._timeout_s:.0f} s")

@@ -69,10 +69,11 @@ class _Request:
 
 
 class Server:
-    """Args:
+    """Its parameters are zeros until a worker has loaded others.
+
+    Args:
     port: its end of the links.
     form: of its shards.
-    initial: the parameters to begin with, one a shard, in its shape.
     applier: moves them.
     machines: one a shard.
     leases: of the run's data, on the one server that gives them out; None elsewhere.
@@ -85,7 +86,6 @@ class Server:
         self,
         port: Port,
         form: Form,
-        initial: Sequence[Tensor],
         applier: Applier,
         machines: Sequence[Shard],
         leases: Leases | None = None,
@@ -97,13 +97,29 @@ class Server:
         self._machines = list(machines)
         self._leases = leases
         tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
-        for tensor, value in zip(tensors, initial, strict=True):
-            tensor.copy_(value)
         applier.seat(tensors)
         self._members: dict[int, tuple[int, int]] = {}
         self._peers: dict[int, int] = {}
         self._open: dict[tuple[int, int], _Request] = {}
         self._ended = False
+
+    @property
+    def address(self) -> str:
+        """Where clients find it."""
+        return self._port.address
+
+    @property
+    def moved_bytes(self) -> int:
+        """Payload that was pushed to it and pulled from it."""
+        return self.tally.moved_bytes
+
+    def memory(self) -> tuple[int, int]:
+        """Returns the bytes of parameters, and of the optimizer's state."""
+        return self._applier.memory()
+
+    def close(self) -> None:
+        """Ends all links."""
+        self._port.close()
 
     def serve(self, check: Callable[[], None]) -> None:
         """Serves until a worker says that the run has ended; `check` is called about ten times a second."""
@@ -247,8 +263,7 @@ class Server:
     ) -> None:
         began = perf_counter()
         with self._port.changing(shards):
-            if gradients:
-                self._applier.apply(gradients, worker, share, staleness)
+            self._applier.apply(gradients, shards, worker, share, staleness)
             for shard in shards:
                 self._port.show(shard, self._machines[shard].version)
         self.tally.stepped(shards, worker, staleness, perf_counter() - began)
@@ -326,6 +341,7 @@ class Server:
                 self._applier.swap_average()
             self._tell_all(Renew())
         elif message.kind == Kind.SETTLE:
+            self._applier.settle(message.lease)
             self._tell_all(Settle())
         elif message.kind == Kind.LEAVE:
             self._forget(mail.peer)

@@ -60,6 +60,12 @@ class Tally:
             self._refused[refused] += 1
         self._waited_s[worker] = self._waited_s.get(worker, 0.0) + seconds
 
+    @property
+    def moved_bytes(self) -> int:
+        """Payload that was pushed and pulled."""
+        counts = zip(self._lengths, self._pushes, self._pulls, strict=True)
+        return sum(length * (pushes + pulls) for length, pushes, pulls in counts)
+
     def event(self, rank: int, time_s: float) -> Served:
         """Returns the counts as they are now."""
         columns = (self._names, self._lengths, self._pushes, self._pulls, self._steps, self._apply_s)

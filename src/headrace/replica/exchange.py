@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.replica.compute import Compute
 from headrace.replica.conditioning import Verdict
+from headrace.replica.portions import Portions
 
 __all__ = ["Exchange", "Replica", "StatePiece"]
 
@@ -33,6 +34,25 @@ class StatePiece:
     start: int
     value: Tensor
     kind: str = "tensor"
+
+    @property
+    def name(self) -> str:
+        """How files and messages call it; `parse` reads it."""
+        return f"{self.parameter}/{self.key}@{self.start}" + f"#{self.kind}" * (self.kind != "tensor")
+
+    @classmethod
+    def parse(cls, name: str, value: Tensor) -> StatePiece:
+        """Returns the piece of that name.
+
+        Raises:
+            ValueError: no piece is called so.
+        """
+        head, _, tail = name.rpartition("@")
+        start, _, kind = tail.partition("#")
+        parameter, _, key = head.rpartition("/")
+        if int(start) < -1:
+            raise ValueError(f"{name} begins before its parameter")
+        return cls(parameter, key, int(start), value, kind or "tensor")
 
     def copy_to(self, target: Tensor, start: int) -> None:
         """Fills what this piece covers of the elements from `start` on of its parameter.
@@ -95,10 +115,28 @@ class Exchange(ABC):
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters and of optimizer state that this rank adds to the host."""
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that went to other processes and came from them by other ways than the collectives."""
+        return 0
+
+    def renew(self) -> None:  # noqa: B027  (most are always up to date)
+        """Brings the parameters up to date where all workers meet."""
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to close)
+        """Lets go of what it holds outside this process, when the run is over."""
+
 
 @dataclass(frozen=True)
 class Replica:
-    """A model copy with its three verbs."""
+    """A model copy with its three verbs.
+
+    Attributes:
+        compute, exchange: the verbs.
+        portions: where the worker gets its data, under strategies whose workers do not go in step; None where round
+            follows round on all of them.
+    """
 
     compute: Compute
     exchange: Exchange
+    portions: Portions | None = None

@@ -60,15 +60,17 @@ class Schedule:
         self._spread()
 
     @contextmanager
-    def warmed(self, round_: int) -> Iterator[None]:
-        """Holds the learning rates of one round at their share during warm-up."""
-        if round_ >= self._warmup:
+    def warmed(self, round_: int, factor: float = 1.0) -> Iterator[None]:
+        """Holds the learning rates of one round at their share during warm-up, times `factor`."""
+        if round_ >= self._warmup and factor == 1.0:
             yield
             return
+        if round_ < self._warmup:
+            factor *= (round_ + 1) / self._warmup
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * ((round_ + 1) / self._warmup)
+            group["lr"] = rate * factor
         try:
             yield
         finally:

@@ -50,45 +50,66 @@ class Updater:
         self._tensors = [tensor.detach() for _, tensor in owned]
         self._scale = scale
         self._decay = options.ema_decay
-        self._averages: list[Tensor] = []
+        self._averages: dict[int, Tensor] = {}
 
     def step(self, round_: int) -> None:
         """Applies the optimizer once."""
-        with self._schedule.warmed(round_):
-            self.optimizer.step()
-        if self._decay is not None:
-            if self._averages:
-                torch._foreach_lerp_(self._averages, self._tensors, 1 - self._decay)
-            else:
-                # As torch's AveragedModel: the average begins with the first update's result.
-                self._averages = [tensor.clone() for tensor in self._tensors]
+        self.apply(range(len(self._tensors)), round_)
         self._schedule.advance(round_)
 
+    def apply(self, indices: Sequence[int], round_: int, share: float = 1.0, factor: float = 1.0) -> None:
+        """Applies the optimizer to some pieces, those alone that have gradients; the schedule stays where it is.
+
+        Args:
+            indices: which of `owned`.
+            round_: that it belongs to.
+            share: of the round that the gradients stand for, as far as the moving average goes.
+            factor: of the learning rates.
+        """
+        with self._schedule.warmed(round_, factor):
+            self.optimizer.step()
+        if self._decay is None:
+            return
+        known = [index for index in indices if index in self._averages]
+        # As torch's AveragedModel: the average begins with the first update's result.
+        self._averages |= {index: self._tensors[index].clone() for index in indices if index not in self._averages}
+        if known:
+            averages, tensors = [self._averages[i] for i in known], [self._tensors[i] for i in known]
+            torch._foreach_lerp_(averages, tensors, 1 - self._decay**share)
+
     def skip(self, round_: int) -> None:
-        """Goes on without an update: the schedule counts rounds."""
+        """Ends a round without an update, or one whose updates were made piece by piece: the schedule counts rounds."""
         self._schedule.advance(round_)
 
     def swap_average(self) -> None:
         """Lets parameters and their moving averages change places; nothing where there are none."""
-        for tensor, average in zip(self._tensors, self._averages, strict=bool(self._averages)):
+        for index, average in self._averages.items():
+            tensor = self._tensors[index]
             kept = tensor.clone()
             tensor.copy_(average)
             average.copy_(kept)
 
-    def state(self) -> tuple[StatePiece, ...]:
-        """Returns the optimizer's state, piece by piece, and the moving averages."""
+    def state(self, index: int | None = None) -> tuple[StatePiece, ...]:
+        """Returns the optimizer's state and the moving averages, of all pieces or of one."""
+        indices = range(len(self._owned)) if index is None else (index,)
+        owned = [self._owned[each] for each in indices]
         averages = (
-            StatePiece(segment.parameter, AVERAGE, segment.start, average.detach().flatten().clone())
-            for (segment, _), average in zip(self._owned, self._averages, strict=bool(self._averages))
+            StatePiece(segment.parameter, AVERAGE, segment.start, self._averages[each].detach().flatten().clone())
+            for each, (segment, _) in zip(indices, owned, strict=True)
+            if each in self._averages
         )
-        return (*state_pieces(self.optimizer, self._owned), *averages)
+        return (*state_pieces(self.optimizer, owned), *averages)
 
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        """Takes up what belongs to the owned pieces, and `settings` if there are some."""
+    def load(
+        self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None, index: int | None = None
+    ) -> None:
+        """Takes up what belongs to the owned pieces, or to one of them, and `settings` if there are some."""
         every = tuple(pieces)
-        load_state(self.optimizer, self._owned, (piece for piece in every if piece.key not in (AVERAGE, PARAMETER)))
-        self._load_averages([piece for piece in every if piece.key == AVERAGE])
-        self._fill(self._tensors, [piece for piece in every if piece.key == PARAMETER])
+        indices = range(len(self._owned)) if index is None else (index,)
+        owned = [self._owned[each] for each in indices]
+        load_state(self.optimizer, owned, (piece for piece in every if piece.key not in (AVERAGE, PARAMETER)))
+        self._load_averages(indices, [piece for piece in every if piece.key == AVERAGE])
+        self._fill(indices, self._tensors, [piece for piece in every if piece.key == PARAMETER])
         if settings is not None:
             self._schedule.load(settings)
             if self._scale is not None and settings["scale"] is not None:
@@ -100,22 +121,27 @@ class Updater:
 
     def state_bytes(self) -> int:
         """Returns the bytes of the optimizer's state and of the averages."""
-        averages = sum(average.numel() * average.element_size() for average in self._averages)
+        averages = sum(average.numel() * average.element_size() for average in self._averages.values())
         return state_bytes(self.optimizer) + averages
 
-    def _load_averages(self, pieces: Sequence[StatePiece]) -> None:
+    def _load_averages(self, indices: Sequence[int], pieces: Sequence[StatePiece]) -> None:
         if self._decay is None:
             return
         # Before the first update there is none.
-        self._averages = [tensor.clone() for tensor in self._tensors] if pieces else []
+        for index in indices:
+            self._averages.pop(index, None)
         if pieces:
-            self._fill(self._averages, pieces)
+            self._averages |= {index: self._tensors[index].clone() for index in indices}
+            self._fill(indices, self._averages, pieces)
 
-    def _fill(self, tensors: Sequence[Tensor], pieces: Sequence[StatePiece]) -> None:
+    def _fill(
+        self, indices: Sequence[int], tensors: Sequence[Tensor] | Mapping[int, Tensor], pieces: Sequence[StatePiece]
+    ) -> None:
         by_parameter: dict[str, list[StatePiece]] = {}
         for piece in pieces:
             by_parameter.setdefault(piece.parameter, []).append(piece)
-        for (segment, _), tensor in zip(self._owned, tensors, strict=True):
+        for index in indices:
+            segment, tensor = self._owned[index][0], tensors[index]
             if segment.parameter in by_parameter:
                 dense = tensor.contiguous()  # a model in channels-last order has others
                 for piece in by_parameter[segment.parameter]:

@@ -17,11 +17,11 @@ class Role:
 
     Attributes:
         rank: index in the run.
-        kind: "worker"; later issues add "server".
+        kind: "worker", which computes, or "server", which holds shards.
         host: name of its machine.
         device: "cpu" or "cuda:1".
         threads: intra-operation threads it may use.
-        data_rank: which share of a global batch it computes.
+        data_rank: which share of a global batch it computes; -1 for a server.
     """
 
     rank: int
@@ -56,7 +56,8 @@ class Plan:
         strategy: its registered name, "mirrored".
         options: the strategy's fields, as JSON values.
         roles: one a process, by rank.
-        shares: relative weights by which a global batch is split, one a worker, by data rank.
+        shares: relative weights by which a global batch is split, one a worker, by data rank; where data is leased,
+            one a portion.
         gradient_bytes: of all gradients of one replica together.
         segments: every trainable parameter, wholly covered, without overlap.
     """
@@ -72,6 +73,11 @@ class Plan:
     def workers(self) -> int:
         """Number of processes that compute."""
         return sum(role.kind == "worker" for role in self.roles)
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """Ranks of the processes that hold shards."""
+        return tuple(role.rank for role in self.roles if role.kind == "server")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from headrace.errors import UnknownName, UsageError
 from headrace.strategies.central_storage import CentralStorage
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.one_device import OneDevice
+from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.strategy import Parts, Strategy
 from headrace.strategies.unconnected import Unconnected
 
@@ -17,6 +18,7 @@ __all__ = [
     "CentralStorage",
     "Mirrored",
     "OneDevice",
+    "ParameterServer",
     "Parts",
     "Strategy",
     "Unconnected",
@@ -27,6 +29,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "central_storage": CentralStorage,
     "mirrored": Mirrored,
     "one_device": OneDevice,
+    "parameter_server": ParameterServer,
     "unconnected": Unconnected,
 }
 """Every strategy by its name."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.errors import UsageError
+from headrace.ps.server import Server
 from headrace.replica.batch_norm import synchronise_batch_norm
 from headrace.replica.compilation import Graph
 from headrace.replica.conditioning import Conditioner
@@ -29,6 +30,7 @@ from headrace.spec.plan import EVERY_WORKER, Op, Plan, Segment
 
 __all__ = [
     "Parts",
+    "ServerParts",
     "Strategy",
     "broadcast",
     "check_count",
@@ -51,6 +53,7 @@ class Parts:
         connect: opens a collective that carries the devices' own tensors; None where they live in host memory.
         rounds_per_epoch: of the training data.
         full_batch: examples of a round, but for an epoch's last one.
+        addresses: waits until every server can be reached, and returns where, in the order of their ranks.
     """
 
     module: nn.Module
@@ -62,6 +65,7 @@ class Parts:
     connect: Callable[[], Collective] | None = None
     rounds_per_epoch: int = 1
     full_batch: int = 1
+    addresses: Callable[[], tuple[str, ...]] = tuple
 
     @cached_property
     def wire(self) -> Collective | None:
@@ -78,10 +82,17 @@ class Parts:
         """What fp16 multiplies the loss by; one object for compute and exchange, None without fp16."""
         return LossScale() if self.options.precision == "fp16" else None
 
-    def whole_model(self, sink: GradientSink | None = None, always: bool = False) -> WholeModel:
-        """Returns the compute of a strategy whose workers have the whole model."""
+    def whole_model(self, sink: GradientSink | None = None, always: bool = False, alone: bool = False) -> WholeModel:
+        """Returns the compute of a strategy whose workers have the whole model.
+
+        Args:
+            sink: see `WholeModel`.
+            always: see there.
+            alone: weigh a worker's loss by itself, where workers do not meet in every round.
+        """
         graph = Graph(self.module, self.full_batch) if self.options.compile else None
-        return WholeModel(self.module, self.objective, sink, self.host.sum, always, self.options, self.scale, graph)
+        total: Callable[[Sequence[float]], list[float]] = list if alone else self.host.sum
+        return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
 
     def conditioner(self) -> Conditioner:
         """Returns what decides over summed gradients."""
@@ -101,6 +112,27 @@ class Parts:
         if self.options.batch_norm != "sync" or self.host.world == 1:
             return False
         return synchronise_batch_norm(self.module, self.wire or self.host)
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """What an engine hands to a strategy in one server.
+
+    Attributes:
+        model: the model's specification.
+        optimizer: the job's factory.
+        options: the job's.
+        rounds_per_epoch: of the training data.
+        first: the round that the run begins with.
+        until: the first round before which the workers meet.
+    """
+
+    model: ModelSpec
+    optimizer: Callable[..., Any]
+    options: Options
+    rounds_per_epoch: int
+    first: int
+    until: int
 
 
 class Strategy(ABC):
@@ -128,7 +160,18 @@ class Strategy(ABC):
 
     @abstractmethod
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
-        """Builds what one worker runs. Every rank calls it; it may talk to the others."""
+        """Builds what one worker runs. Every worker calls it; it may talk to the others."""
+
+    def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
+        """Refuses options that cannot be had under this strategy.
+
+        Raises:
+            UsageError: with the remedy.
+        """
+
+    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+        """Builds what a rank runs that is a server in the plan; strategies without servers have none."""
+        raise NotImplementedError(f"{self.name} has no servers")
 
 
 def describe_options(strategy: Strategy) -> dict[str, object]:

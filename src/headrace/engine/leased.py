@@ -1,0 +1,122 @@
+"""A worker's way through a run whose data is leased: portions, and the fences at which the workers meet."""
+
+from __future__ import annotations
+
+from headrace.comm.collective import SharedCollective
+from headrace.data import Loader
+from headrace.engine.order import Order
+from headrace.errors import UsageError
+from headrace.replica.exchange import Replica
+from headrace.replica.portions import Fence, Portion, Portions
+from headrace.spec.share import Share
+
+__all__ = ["Leased", "next_fence"]
+
+
+def next_fence(order: Order, rounds_per_epoch: int, done: int) -> int:
+    """Returns the first round after `done` before which all workers must meet: to evaluate, to save, to end."""
+    options, job = order.job.options, order.job
+    rounds = job.steps or (job.epochs or 0) * rounds_per_epoch
+    fences = [rounds]
+    # A loop of one's own may do what it likes after an epoch.
+    if job.eval_data is not None or order.train is not None:
+        fences.append(_after(done, options.eval_every or rounds_per_epoch))
+    if order.checkpoints and order.checkpoints.every_steps:
+        fences.append(_after(done, order.checkpoints.every_steps))
+    return min(fences)
+
+
+def _after(done: int, every: int) -> int:
+    return (done // every + 1) * every
+
+
+class Leased:
+    """Args:
+    order: the run.
+    replica: of this worker.
+    portions: its leases.
+    loader: of the training data.
+    host: the workers.
+
+    Attributes:
+        fence: rounds that are done at the fence where this worker stands; -1 while it is at none.
+    """
+
+    def __init__(
+        self, order: Order, replica: Replica, portions: Portions, loader: Loader, host: SharedCollective
+    ) -> None:
+        self.fence = -1
+        self._order = order
+        self._replica = replica
+        self._portions = portions
+        self._loader = loader
+        self._host = host
+        self._portion: Portion | None = None
+        self._stepped = False
+        self._asked = False
+        self._held = False
+
+    def next(self) -> tuple[int, Share] | None:
+        """Waits for a portion; returns its round, and its data. None where the workers meet.
+
+        A worker that has got nothing since the last fence gets an empty share before the next, so that the body of
+        every worker's loop comes to the fence.
+        """
+        if self._held:
+            raise UsageError(
+                "the loop went on without worker.step() or worker.update(); a portion of the data that is not trained "
+                "on would be missing from its epoch"
+            )
+        self._ask()
+        self.at_fence()
+        if self._portion is not None:
+            portion, self._portion, self._asked = self._portion, None, False
+            self._stepped = self._held = True
+            return portion.round, self._loader.portion(portion.round, portion.part, portion.parts)
+        if not self._stepped:
+            self._stepped = True
+            return self.fence - 1, self._loader.nothing(self.fence - 1)
+        return None
+
+    def weigh(self, weight: float, share: Share) -> None:
+        """Says what the gradient of the portion is worth."""
+        self._portions.weigh(weight, share.examples / share.of if share.of else 0.0)
+
+    def pushed(self) -> None:
+        """Asks for the next portion, when the last has been pushed."""
+        self._held = False
+        self._ask()
+
+    def at_fence(self) -> bool:
+        """Waits until this worker has its next portion or has come to a fence; then all have the same parameters."""
+        if self.fence >= 0:
+            return True
+        if self._portion is None and self._asked:
+            answer = self._portions.next()
+            if isinstance(answer, Portion):
+                self._portion = answer
+            else:
+                self._meet(answer)
+        return self.fence >= 0
+
+    def halt(self) -> None:
+        """Asks for a fence soon."""
+        self._portions.halt()
+
+    def leave_fence(self) -> None:
+        """Goes on, when all that was to be done here is done."""
+        done, self.fence, self._asked, self._stepped = self.fence, -1, False, False
+        self._host.barrier()
+        if self._host.rank == 0:
+            self._portions.advance(done, next_fence(self._order, self._loader.rounds_per_epoch, done))
+
+    def _ask(self) -> None:
+        if not self._asked and self.fence < 0:
+            self._portions.ask()
+            self._asked = True
+
+    def _meet(self, fence: Fence) -> None:
+        self.fence = fence.round
+        self._host.barrier()
+        self._replica.exchange.renew()
+        self._host.barrier()

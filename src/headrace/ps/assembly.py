@@ -1,0 +1,72 @@
+"""From a plan to servers and clients: who holds which shards, and how they find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from headrace.comm.local_port import LocalLink, LocalPort
+from headrace.comm.port import Link, Port
+from headrace.ps.client import Client, Connection
+from headrace.ps.form import Form, Piece
+
+if TYPE_CHECKING:
+    from headrace.spec.model import ModelSpec
+    from headrace.spec.plan import Plan
+
+__all__ = ["connect", "form_of", "open_port", "places_of"]
+
+
+def form_of(plan: Plan, model: ModelSpec, rank: int) -> Form:
+    """Returns the shards that a server holds."""
+    known = {parameter.name: parameter for parameter in model.parameters}
+    pieces = []
+    for segment in plan.segments:
+        if segment.owner != rank:
+            continue
+        parameter, length = known[segment.parameter], segment.stop - segment.start
+        # Rows stay rows, for optimizers that look at them; whatever cuts through a row is flat.
+        rows, rest = (parameter.shape[:1], parameter.shape[1:]) if parameter.shape else ((1,), ())
+        width = parameter.elements // rows[0] if rows[0] else 1
+        shape = parameter.shape if length == parameter.elements else (length,)
+        if width and length != parameter.elements and not length % width and not segment.start % width:
+            shape = (length // width, *rest)
+        pieces.append(Piece(segment.parameter, segment.start, shape, parameter.dtype))
+    return Form(pieces)
+
+
+def places_of(form: Form, module: nn.Module) -> list[Tensor]:
+    """Returns where the shards lie in a module's parameters, which become contiguous."""
+    named = dict(module.named_parameters())
+    places = []
+    for piece in form.pieces:
+        parameter = named[piece.parameter]
+        if not parameter.data.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+        places.append(parameter.data.view(-1)[piece.start : piece.start + piece.elements])
+    return places
+
+
+def open_port(form: Form) -> Port:
+    """Opens a server's end for links of this host."""
+    return LocalPort(form.slots, form.slots)
+
+
+def connect(
+    addresses: Sequence[str],
+    forms: Sequence[Form],
+    places: Sequence[Sequence[Tensor]],
+    worker: int,
+    check: Callable[[], None],
+) -> Client:
+    """Returns a client of the servers at some addresses."""
+    connections = [
+        Connection(_link(address, form), form, own) for address, form, own in zip(addresses, forms, places, strict=True)
+    ]
+    return Client(connections, worker, check=check)
+
+
+def _link(address: str, form: Form) -> Link:
+    return LocalLink(address, form.slots, form.slots)

@@ -1,0 +1,68 @@
+"""Where a worker's data comes from under strategies whose workers do not go in step: portions, leased on demand."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+__all__ = ["Fence", "Portion", "Portions"]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A piece of an epoch that is this worker's now.
+
+    Attributes:
+        round: which global batch it is of, counted over the whole run.
+        part: which part of that batch.
+        parts: of which the batch has so many.
+    """
+
+    round: int
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Everything in front of a round is done, by all workers; here they meet.
+
+    Attributes:
+        round: rounds that are done.
+    """
+
+    round: int
+
+
+class Portions(ABC):
+    """Leases of data, one at a time."""
+
+    @abstractmethod
+    def ask(self) -> None:
+        """Asks for the next portion; the one before is done, or given back where its gradient came too late."""
+
+    @abstractmethod
+    def next(self) -> Portion | Fence:
+        """Waits for what was asked for."""
+
+    @abstractmethod
+    def weigh(self, weight: float, share: float) -> None:
+        """Says what the gradient of the portion is worth, before it is pushed.
+
+        Args:
+            weight: in the mean of its round: its examples, or what else its loss counts by; 0 if it has none.
+            share: of the round's examples.
+        """
+
+    @abstractmethod
+    def halt(self) -> None:
+        """Asks for a fence as soon as the rounds that have been begun are done."""
+
+    @abstractmethod
+    def advance(self, done: int, until: int) -> None:
+        """Lets all workers go on. One of them says so, after they have met.
+
+        Args:
+            done: rounds that are done.
+            until: the next fence.
+        """
