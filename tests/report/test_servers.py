@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from headrace.ps.tally import Tally
 from headrace.report import run_plain, summarize
 from headrace.report.servers import imbalance, to_mean
 from headrace.report.staleness import ROUNDS
@@ -78,6 +79,19 @@ def test_means_of_rounds_are_nobodys(tmp_path, make_run):
     assert set(servers.staleness) == {ROUNDS}
     assert servers.staleness_of_all.largest == 0
     assert [servers.waiting[worker].answers_s for worker in (0, 1)] == [{2: 0.5}, {2: 0.25}]
+
+
+def test_what_a_server_really_says_is_understood(tmp_path, make_run):
+    tally = Tally(("weight", "bias"), (4000, 40))
+    tally.queued(3)
+    tally.stepped((0, 1), worker=1, staleness=2, seconds=0.101)
+    tally.answered(1, pushed=(0, 1), pulled=(0,), refused="", seconds=0.25)
+    servers = summarize(make_run(tmp_path / "a", extra=[tally.event(2, 2.0)])).servers
+    assert servers.staleness[1].counts == {2: 2}
+    assert servers.waiting[1].answers_s == {2: 0.25}
+    assert servers.by_rank[2].moved_bytes == 4000 + 40 + 4000
+    assert servers.by_rank[2].apply_s == pytest.approx(0.101)
+    assert servers.queue_longest == 3
 
 
 def test_attempts_add_up(tmp_path, make_served_run, write_events):

@@ -85,7 +85,7 @@ def _histograms(shown: Sequence[_Shown]) -> Picture | None:
     reading = (
         "How many updates a shard had seen between the parameters that a gradient was made with and those that it was "
         f"applied to: one row a {who}. A column's height is its part of the {who}'s updates, on the same scale in "
-        "every row; the dark line is the mean." + f" The first {_MOST_WORKERS} workers are shown." * cut
+        "every row; the upright line is the mean." + f" The first {_MOST_WORKERS} workers are shown." * cut
     )
     return Picture(title, draw_histograms(title, rows, "staleness, updates of the shard"), reading)
 
@@ -106,14 +106,14 @@ def _over_time(shown: Sequence[_Shown]) -> Picture | None:
         if len(points) > 1:
             mean = [(point.seconds, point.staleness.mean) for point in points]
             curves.append(Curve(mean, run.look.colour, run.look.dashes, run.look.width))
-            if len(shown) == 1:
+            if run.alone:
                 most = [(point.seconds, float(point.staleness.percentile(99))) for point in points]
                 curves.append(Curve(most, run.look.colour, DASHES[2], 1.2))
     if not curves:
         return None
     title = "Staleness over time"
     picture = draw_curves(title, curves, "seconds of training, without evaluations", "staleness", from_zero=True)
-    lines = "The line: the mean" if len(shown) > 1 else "Solid: the mean; dotted: what 99 % do not exceed"
+    lines = "Solid: the mean; dotted: what 99 % do not exceed" if shown[0].alone else "The line: the mean"
     reading = f"{lines}, of all workers' updates since the point before (servers speak about once a second)."
     return Picture(title, picture, reading, "runs")
 
