@@ -26,13 +26,11 @@ from time import monotonic, sleep
 from torch import Tensor
 
 from headrace.comm import futex
-from headrace.comm.port import LARGEST_MESSAGE, Link, Mail, Port, Slots
+from headrace.comm.port import LARGEST_MESSAGE, Layout, Link, Mail, Port, Slots
 from headrace.comm.segment import Segment
 
 __all__ = ["LocalLink", "LocalPort"]
 
-_HELLO = struct.Struct("<8sQQQ")
-_MAGIC = b"headrace"
 _CREDENTIALS = struct.Struct("3i")
 _HELLO_S = 30.0
 _NAP_S = 30e-6
@@ -49,7 +47,7 @@ class LocalPort(Port):
 
     def __init__(self, parameters: Slots, pushes: Slots, replies: Slots | None = None) -> None:
         self.moved_bytes = 0
-        self._slots, self._pushes, self._replies = parameters, pushes, replies
+        self._layout = Layout(parameters, pushes, replies)
         head = _head(parameters)
         self._shared = Segment.create(head + parameters.nbytes, "parameters")
         self._region = self._shared.tensor(start=head)
@@ -64,6 +62,7 @@ class LocalPort(Port):
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
         self._next = 0
+        self._gone: list[int] = []
         self._sockets: dict[int, socket.socket] = {}
         self._peers: dict[int, int] = {}
         self._pushed: dict[int, Tensor] = {}
@@ -71,7 +70,7 @@ class LocalPort(Port):
         self._segments: dict[int, list[Segment]] = {}
 
     def parameters(self, slot: int) -> Tensor:
-        return self._slots.of(self._region, slot)
+        return self._layout.parameters.of(self._region, slot)
 
     @contextmanager
     def changing(self, slots: Sequence[int]) -> Iterator[None]:
@@ -90,6 +89,9 @@ class LocalPort(Port):
         self._words[slot] = version << 1 | self._words[slot] & 1
 
     def receive(self, timeout_s: float) -> list[Mail]:
+        # What a link has pushed before it went was needed until now.
+        while self._gone:
+            self.drop(self._gone.pop())
         mail: list[Mail] = []
         for descriptor, _ in self._poll.poll(timeout_s):
             peer = self._peers.get(descriptor)
@@ -102,17 +104,19 @@ class LocalPort(Port):
         return mail
 
     def pushed(self, peer: int, slot: int) -> Tensor:
-        return self._pushes.of(self._pushed[peer], slot)
+        return self._layout.pushes.of(self._pushed[peer], slot)
+
+    def release(self, peer: int, slots: Sequence[int]) -> None:
+        """It is the link's own memory."""
 
     def reply_slot(self, peer: int, slot: int) -> Tensor:
-        assert self._replies is not None
-        return self._replies.of(self._replied[peer], slot)
+        return self._layout.pulled.of(self._replied[peer], slot)
 
     def send(self, peer: int, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
         connection = self._sockets.get(peer)
         if connection is None:
             return
-        lengths = (self._replies or self._slots).lengths
+        lengths = self._layout.pulled.lengths
         self.moved_bytes += sum(lengths[slot] for slot in slots)
         try:
             _send(connection, message, blob)
@@ -157,21 +161,18 @@ class LocalPort(Port):
         connection = self._sockets[peer]
         try:
             message, descriptors = _receive_descriptors(connection, 2)
-        except OSError:
+        except (OSError, ValueError):
             self.drop(peer)
             return
         try:
-            own, theirs = _hello(self._slots, self._pushes, self._replies), _HELLO.unpack(message)
-            if theirs != _HELLO.unpack(own):
-                raise ValueError(f"this server has shards of {_HELLO.unpack(own)[1:]} bytes, the worker {theirs[1:]}")
-            lengths = [length for length in theirs[2:] if length]
+            self._layout.compare(message)
+            lengths = _shared_by_links(self._layout)
             if len(lengths) != len(descriptors):
                 raise ValueError(f"{len(descriptors)} pieces of memory came, not {len(lengths)}")
-            segments: list[Segment] = []
+            segments = self._segments.setdefault(peer, [])
             while descriptors:
                 segments.append(Segment.received(descriptors.pop(0), lengths[len(segments)]))
-            self._segments[peer] = segments
-        except (ValueError, OSError, struct.error) as error:
+        except (ValueError, OSError) as error:
             for descriptor in descriptors:
                 os.close(descriptor)
             with suppress(OSError):
@@ -196,7 +197,7 @@ class LocalPort(Port):
         except (OSError, ValueError):
             message, blob = b"", _NOTHING
         if not message:
-            self.drop(peer)
+            self._gone.append(peer)
         return [Mail(peer, message, blob)]
 
 
@@ -211,8 +212,8 @@ class LocalLink(Link):
 
     def __init__(self, address: str, parameters: Slots, pushes: Slots, replies: Slots | None = None) -> None:
         self.moved_bytes = 0
-        self._slots, self._pushes, self._replies = parameters, pushes, replies
-        self._own = [Segment.create(slots.nbytes, "push") for slots in (pushes, replies) if slots]
+        self._layout = Layout(parameters, pushes, replies)
+        self._own = [Segment.create(nbytes, "push") for nbytes in _shared_by_links(self._layout)]
         self._regions = [segment.tensor() for segment in self._own]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.settimeout(_HELLO_S)
@@ -220,8 +221,7 @@ class LocalLink(Link):
             self._socket.connect("\0" + address.removeprefix("local:"))
             if _user_of(self._socket) != os.getuid():
                 raise ConnectionError(f"{address} belongs to another user")
-            hello = _hello(parameters, pushes, replies)
-            socket.send_fds(self._socket, [hello], [segment.descriptor for segment in self._own])
+            socket.send_fds(self._socket, [self._layout.hello()], [segment.descriptor for segment in self._own])
             answer, descriptors = _receive_descriptors(self._socket, 1)
             if answer != b"\0" or not descriptors:
                 raise ConnectionError(answer[1:].decode(errors="replace") or f"{address} has gone")
@@ -236,10 +236,10 @@ class LocalLink(Link):
         self._poll.register(self._socket, select.POLLIN)
 
     def push_slot(self, slot: int) -> Tensor:
-        return self._pushes.of(self._regions[0], slot)
+        return self._layout.pushes.of(self._regions[0], slot)
 
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        self.moved_bytes += sum(self._pushes.lengths[slot] for slot in slots)
+        self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in slots)
         _send(self._socket, message, blob)
 
     def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
@@ -251,7 +251,7 @@ class LocalLink(Link):
         return message, _read_blob(descriptors)
 
     def fetch(self, slot: int, into: Tensor) -> int:
-        words, source = self._words, self._slots.of(self._region, slot)
+        words, source = self._words, self._layout.parameters.of(self._region, slot)
         deadline = monotonic() + _HELLO_S
         while True:
             before: int = words[slot]
@@ -260,7 +260,7 @@ class LocalLink(Link):
                 into.copy_(source)
                 futex.fence()
                 if words[slot] == before:
-                    self.moved_bytes += self._slots.lengths[slot]
+                    self.moved_bytes += source.numel()
                     return before >> 1
             elif monotonic() > deadline:
                 raise ConnectionAbortedError(f"shard {slot} has been written to for {_HELLO_S:.0f} s")
@@ -268,8 +268,7 @@ class LocalLink(Link):
                 sleep(_NAP_S)
 
     def reply_slot(self, slot: int) -> Tensor:
-        assert self._replies is not None
-        return self._replies.of(self._regions[1], slot)
+        return self._layout.pulled.of(self._regions[1], slot)
 
     def close(self) -> None:
         self._free()
@@ -286,8 +285,9 @@ def _head(parameters: Slots) -> int:
     return -(-8 * len(parameters) // 64) * 64
 
 
-def _hello(parameters: Slots, pushes: Slots, replies: Slots | None) -> bytes:
-    return _HELLO.pack(_MAGIC, parameters.nbytes, pushes.nbytes, replies.nbytes if replies else 0)
+def _shared_by_links(layout: Layout) -> list[int]:
+    """Returns the lengths of the pieces of memory that a link gives to the port."""
+    return [slots.nbytes for slots in (layout.pushes, layout.replies) if slots is not None]
 
 
 def _user_of(connection: socket.socket) -> int:
@@ -309,7 +309,7 @@ def _send(connection: socket.socket, message: bytes, blob: bytes) -> None:
 
 
 def _receive_descriptors(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    message, descriptors, flags, _ = socket.recv_fds(connection, LARGEST_MESSAGE, most)
+    message, descriptors, flags, _ = socket.recv_fds(connection, LARGEST_MESSAGE, most, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         for descriptor in descriptors:
             os.close(descriptor)

@@ -7,6 +7,7 @@ other); and blobs, rare and of any length. Messages of one link arrive in the or
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["LARGEST_MESSAGE", "Link", "Mail", "Port", "Slots"]
+__all__ = ["LARGEST_MESSAGE", "Layout", "Link", "Mail", "Port", "Slots"]
 
 LARGEST_MESSAGE = 60_000
 """Bytes; whatever is longer is a blob."""
 
 _ALIGN = 64
+_HELLO = struct.Struct("<8s6Q")
+_MAGIC = b"headrace"
 _NOTHING = memoryview(b"")
 
 
@@ -66,6 +69,49 @@ class Slots:
         return region[self.starts[slot] : self.starts[slot] + self.lengths[slot]]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What both ends of a link must have alike.
+
+    Attributes:
+        parameters: places of the shards' parameters.
+        pushes: places of what a link pushes.
+        replies: places of what a link pulls in another form; None if it pulls parameters as they are.
+    """
+
+    parameters: Slots
+    pushes: Slots
+    replies: Slots | None = None
+
+    @property
+    def pulled(self) -> Slots:
+        """What goes from the port to a link."""
+        return self.replies or self.parameters
+
+    def hello(self) -> bytes:
+        """Returns what a link tells the port of it."""
+        every = (self.parameters, self.pushes, self.replies or Slots(()))
+        return _HELLO.pack(_MAGIC, *(number for slots in every for number in (len(slots), slots.nbytes)))
+
+    def compare(self, hello: bytes) -> None:
+        """Raises:
+        ValueError: the link that says this is laid out otherwise.
+        """
+        if len(hello) != _HELLO.size or not hello.startswith(_MAGIC):
+            raise ValueError("this is a parameter server of headrace, and whoever calls is no worker of it")
+        own, theirs = (_HELLO.unpack(each)[1:] for each in (self.hello(), hello))
+        if own != theirs:
+            raise ValueError(
+                f"the server has {_words(own)}, the worker {_words(theirs)}; build the same model on both, with the "
+                "same sharding and compression"
+            )
+
+
+def _words(numbers: Sequence[int]) -> str:
+    shards, nbytes, _, pushed, _, replied = numbers
+    return f"{shards} shards of {nbytes:,} bytes, pushed in {pushed:,} and pulled in {replied or nbytes:,}"
+
+
 class Port(ABC):
     """A server's end of all its links.
 
@@ -95,7 +141,15 @@ class Port(ABC):
 
     @abstractmethod
     def pushed(self, peer: int, slot: int) -> Tensor:
-        """Returns what a link has pushed into a slot, `(bytes,)` uint8; it lies there until it is answered."""
+        """Returns what a link has pushed into a slot, `(bytes,)` uint8; it lies there until it is released.
+
+        Raises:
+            ValueError: it has not pushed.
+        """
+
+    @abstractmethod
+    def release(self, peer: int, slots: Sequence[int]) -> None:
+        """Says that what a link has pushed into these slots is not needed any more; the next push may be put there."""
 
     @abstractmethod
     def reply_slot(self, peer: int, slot: int) -> Tensor:

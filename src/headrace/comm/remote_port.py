@@ -1,0 +1,343 @@
+"""A server's end of links from other hosts: ZeroMQ over TCP, in letters of about a megabyte, always encrypted.
+
+worker: DEALER ── CURVE ──► ROUTER :server       one connection a link; its end is the end of the link,
+                                                 nothing is sent again behind anybody's back
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from select import EPOLLIN, epoll
+from time import monotonic
+
+import torch
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import parse_monitor_message
+
+from headrace.comm.pieces import PIECE_BYTES, Collector, Letter, Sort, cut, letter, sort_of
+from headrace.comm.port import Layout, Mail, Port, Slots
+from headrace.comm.zeromq import Keys, is_loopback, listen, make_socket, waits, watch
+from headrace.errors import UsageError
+
+__all__ = ["RemotePort"]
+
+_AGAIN_S = 0.005
+_FAREWELL_S = 2.0
+"""How long last words may take."""
+
+_OWED_BYTES = 1 << 26
+"""Messages and blobs that a link may leave unread."""
+
+_TURN_LETTERS = 32
+_DOOR = "inproc://zeromq.zap.01"
+_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+
+@dataclass
+class _Peer:
+    """A link, as its port sees it.
+
+    Attributes:
+        number: in `Mail`.
+        routing: what the socket calls it.
+        line: its connection: a descriptor, and which of those that have had that number.
+        collector: of what it sends.
+        pushed: what it has pushed, by slot.
+        replies: what it is to be sent, by slot.
+        letters: what waits to be sent.
+        owed: bytes of messages and blobs in that.
+        until: when it is cut off, if it has been dropped.
+    """
+
+    number: int
+    routing: bytes
+    line: tuple[int, int]
+    collector: Collector
+    pushed: dict[int, Tensor] = field(default_factory=dict)
+    replies: dict[int, Tensor] = field(default_factory=dict)
+    letters: deque[tuple[int, Iterator[Letter]]] = field(default_factory=deque)
+    owed: int = 0
+    until: float | None = None
+
+
+class RemotePort(Port):
+    """It belongs to one thread: what it sends is copied in `send` and `receive`, never while anybody writes to it.
+
+    Args:
+        parameters, pushes, replies: as in `Layout`.
+        address: "tcp://host:port" of this machine to listen on; port 0 takes a free one.
+        secret: the run's; on loopback a new one is made if there is none.
+
+    Attributes:
+        secret: what links need.
+
+    Raises:
+        UsageError: it would listen to other machines without a secret, or cannot listen there.
+    """
+
+    def __init__(
+        self,
+        parameters: Slots,
+        pushes: Slots,
+        replies: Slots | None = None,
+        address: str = "tcp://127.0.0.1:0",
+        secret: bytes | None = None,
+    ) -> None:
+        if secret is None and not is_loopback(address):
+            raise UsageError(
+                f"{address} can be reached from other machines, and the run has no secret to tell workers from "
+                "strangers; make one with secrets.token_bytes(32) and give it to every process of the run"
+            )
+        self.secret = secret if secret is not None else secrets.token_bytes(32)
+        self.moved_bytes = 0
+        self._layout = Layout(parameters, pushes, replies)
+        self._region = torch.zeros(parameters.nbytes, dtype=torch.uint8)
+        self._content = self._region.numpy().data
+        self._versions = [0] * len(parameters)
+        self._keys = Keys(self.secret)
+        self._numbers = count()
+        self._serials = count()
+        self._lines: dict[int, int] = {}
+        self._peers: dict[int, _Peer] = {}
+        self._routes: dict[bytes, _Peer] = {}
+        self._ended: list[_Peer] = []
+        self._told: list[_Peer] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._door = self._context.socket(zmq.REP)
+        self._door.bind(_DOOR)
+        self._socket = make_socket(self._context, zmq.ROUTER)
+        self._socket.router_mandatory = True
+        self._keys.guard(self._socket)
+        self._monitor = watch(self._socket, _WATCHED)
+        self._poll = epoll()
+        for each in (self._door, self._socket, self._monitor):
+            self._poll.register(each.FD, EPOLLIN)
+        try:
+            self.address = listen(self._socket, address)
+        except BaseException:
+            self._free(0)
+            raise
+
+    def parameters(self, slot: int) -> Tensor:
+        return self._layout.parameters.of(self._region, slot)
+
+    def changing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def show(self, slot: int, version: int) -> None:
+        self._versions[slot] = version
+
+    def receive(self, timeout_s: float) -> list[Mail]:
+        for peer in self._told:
+            self._remove(peer)
+        self._told = []
+        deadline = monotonic() + timeout_s
+        while True:
+            self._admit()
+            self._watch_lines()
+            mail = self._read()
+            waiting = self._flush_all()
+            # Last, because all that they have sent came before they went. What it was is needed until it is dealt with.
+            self._told, self._ended = self._ended, []
+            mail += [Mail(peer.number, b"") for peer in self._told]
+            left = deadline - monotonic()
+            if mail or left <= 0:
+                return mail
+            if not waits(self._socket):
+                # That a link has room again is told once, and sending to another one may have swallowed it.
+                self._poll.poll(min(left, _AGAIN_S) if waiting else left)
+
+    def pushed(self, peer: int, slot: int) -> Tensor:
+        try:
+            return self._peers[peer].pushed[slot]
+        except KeyError:
+            raise ValueError(f"a push is announced for slot {slot} and has not been sent") from None
+
+    def release(self, peer: int, slots: Sequence[int]) -> None:
+        if peer in self._peers:
+            for slot in slots:
+                self._peers[peer].pushed.pop(slot, None)
+
+    def reply_slot(self, peer: int, slot: int) -> Tensor:
+        replies = self._peers[peer].replies
+        if slot not in replies:
+            replies[slot] = torch.empty(self._layout.pulled.lengths[slot], dtype=torch.uint8)
+        return replies[slot]
+
+    def send(self, peer: int, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+        to = self._peers.get(peer)
+        if to is None or to.until is not None:
+            return
+        take = self._taker(to, slots)
+        lengths = self._layout.pulled.lengths
+        self.moved_bytes += sum(lengths[slot] for slot in slots)
+        self._write(to, cut(message, [(slot, lengths[slot]) for slot in slots], take, blob), len(message) + len(blob))
+        if len(to.letters) > 1 and to.owed > _OWED_BYTES:
+            # It asks and does not read.
+            to.letters.clear()
+            self._cut_off(to.line)
+
+    def drop(self, peer: int) -> None:
+        to = self._peers.get(peer)
+        if to is not None and to.until is None:
+            self._write(to, iter([letter(Sort.FAREWELL)]), 0)
+            to.until = monotonic() + _FAREWELL_S
+
+    def close(self) -> None:
+        deadline = monotonic() + _FAREWELL_S
+        while not self._context.closed and self._flush_all() and monotonic() < deadline:
+            self._watch_lines()
+            self._poll.poll(_AGAIN_S)
+        self._free(int(_FAREWELL_S * 1000))
+
+    def _free(self, linger_ms: int) -> None:
+        self._poll.close()
+        if not self._context.closed:
+            self._socket.disable_monitor()
+            self._socket.close(linger_ms)
+            self._monitor.close(0)
+            self._door.close(0)
+            self._context.term()
+
+    def _admit(self) -> None:
+        """Answers whether those who knock hold the secret."""
+        while waits(self._door):
+            request = self._door.recv_multipart()
+            known = len(request) == 7 and request[5] == b"CURVE" and self._keys.admits(request[6])
+            status = [b"200", b"OK", b"worker"] if known else [b"400", b"unknown key", b""]
+            self._door.send_multipart([b"1.0", request[1], *status, b""])
+
+    def _watch_lines(self) -> None:
+        """Takes note of connections that have come and gone."""
+        while waits(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            descriptor = event["value"]
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._lines[descriptor] = next(self._serials)
+                continue
+            line = (descriptor, self._lines.pop(descriptor, -1))
+            for peer in [peer for peer in self._peers.values() if peer.line == line]:
+                peer.letters.clear()
+                if peer.until is None:
+                    self._ended.append(peer)
+                else:
+                    self._remove(peer)
+
+    def _remove(self, peer: _Peer) -> None:
+        del self._peers[peer.number]
+        del self._routes[peer.routing]
+
+    def _cut_off(self, line: tuple[int, int]) -> None:
+        """Breaks a connection; ZeroMQ itself has no word for it."""
+        with suppress(OSError), socket.socket(fileno=os.dup(line[0])) as connection:
+            # A descriptor gets a new meaning only after the end of the old one was told: look after it is held.
+            self._watch_lines()
+            if self._lines.get(line[0]) == line[1]:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> list[Mail]:
+        """Takes what is there, but not for ever, even if it comes faster than it is taken."""
+        mail: list[Mail] = []
+        for _ in range(_TURN_LETTERS * (len(self._peers) + 1)):
+            try:
+                routing, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            parts = [frame.buffer for frame in frames]
+            peer = self._routes.get(routing.bytes)
+            if peer is None:
+                self._greet(routing, parts)
+            elif peer.until is None:
+                mail += self._take(peer, parts)
+        return mail
+
+    def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[Mail]:
+        try:
+            delivery = peer.collector.add(parts)
+            if delivery is None:
+                return []
+            if not delivery.message:
+                raise ValueError("an empty message")
+        except ValueError:
+            # Whoever cannot speak properly harms itself alone.
+            self.drop(peer.number)
+            return [Mail(peer.number, b"")]
+        peer.pushed.update({slot: content for slot, (_, content) in delivery.slots.items()})
+        self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in delivery.slots)
+        return [Mail(peer.number, delivery.message, delivery.blob)]
+
+    def _greet(self, routing: zmq.Frame, parts: Sequence[memoryview]) -> None:
+        """Takes in a new link, if it is laid out as this port."""
+        self._watch_lines()
+        descriptor = int(routing.get(zmq.SRCFD))
+        if descriptor not in self._lines:
+            return
+        line = (descriptor, self._lines[descriptor])
+        blob_bytes = 16 * max(self._layout.parameters.lengths, default=0) + _OWED_BYTES
+        peer = _Peer(next(self._numbers), routing.bytes, line, Collector(self._layout.pushes.lengths, blob_bytes))
+        self._peers[peer.number] = self._routes[peer.routing] = peer
+        try:
+            if sort_of(parts) != Sort.HELLO:
+                raise ValueError("a link begins with its layout")
+            self._layout.compare(bytes(parts[1]))
+        except ValueError as error:
+            self._write(peer, iter([letter(Sort.FAREWELL, str(error).encode())]), 0)
+            peer.until = monotonic() + _FAREWELL_S
+        else:
+            self._write(peer, iter([letter(Sort.WELCOME)]), 0)
+
+    def _taker(self, peer: _Peer, slots: Sequence[int]) -> Callable[[int], tuple[int, memoryview]]:
+        if self._layout.replies is not None:
+            replies = {slot: peer.replies.pop(slot) for slot in slots}
+            return lambda slot: (self._versions[slot], replies[slot].numpy().data)
+        return self._parameters_now
+
+    def _parameters_now(self, slot: int) -> tuple[int, memoryview]:
+        slots = self._layout.parameters
+        start, length = slots.starts[slot], slots.lengths[slot]
+        content = self._content[start : start + length]
+        # What goes in several letters must be of one version.
+        return self._versions[slot], content if length <= PIECE_BYTES else memoryview(bytes(content))
+
+    def _write(self, peer: _Peer, letters: Iterator[Letter], owed: int) -> None:
+        peer.letters.append((owed, letters))
+        peer.owed += owed
+        self._flush(peer)
+
+    def _flush_all(self) -> bool:
+        """Sends what there is room for, breaks with whoever has been dropped long ago; tells if something is left."""
+        now = monotonic()
+        for peer in list(self._peers.values()):
+            self._flush(peer)
+            if peer.until is not None and now > peer.until:
+                self._cut_off(peer.line)
+                peer.until = now + _FAREWELL_S
+        return any(peer.letters for peer in self._peers.values())
+
+    def _flush(self, peer: _Peer) -> None:
+        """Sends what a link has room for. Letters are made when there is room: until then nothing is copied."""
+        while peer.letters:
+            owed, letters = peer.letters[0]
+            try:
+                self._socket.send(peer.routing, zmq.NOBLOCK | zmq.SNDMORE)
+            except zmq.Again:
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                # Its end is about to be told.
+                peer.letters.clear()
+                return
+            parts = next(letters)
+            self._socket.send_multipart(parts)
+            if sort_of(parts) != Sort.PART:
+                peer.letters.popleft()
+                peer.owed -= owed
