@@ -43,6 +43,11 @@ class Anytime(Admission):
 class Within(Admission):
     """Nobody begins a round more than `bound` rounds ahead of the one that the slowest is in.
 
+    While a worker computes its round `clock`, counted from 0, `clock <= min(clocks) + bound`. So its parameters hold
+    all gradients of everybody's rounds 0 to `clock - bound - 1`, its own, and perhaps newer ones; with the bound 0,
+    all of the rounds before. That bounds rounds, not updates: while one worker makes a round, N - 1 others may make
+    `2 * bound + 1` each.
+
     Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", 2013, section 3.
 
     Attributes:

@@ -13,7 +13,6 @@ At a fence the workers meet: to evaluate, to save, to end.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 __all__ = ["Advance", "Answer", "Ask", "Commit", "Event", "Fence", "Grant", "Halt", "Leases", "Lost", "Return"]
@@ -101,8 +100,9 @@ class Leases:
         portions: of a round.
         until: rounds in front of the first fence.
         first: the round to begin with.
-        fixed: whether worker `w` gets portion `w` of every round, so that all do the same number of rounds; else
-            whoever asks gets the next.
+        fixed: whether worker `w` of as many as there are portions gets portion `w` of every round, so that all do the
+            same number of rounds; else whoever asks gets the next. Where a worker is lost, others get its portions, and
+            up to the fence whoever has done its own gets any: nobody is left with rounds that need more than one.
 
     Attributes:
         until: rounds in front of the next fence.
@@ -112,15 +112,19 @@ class Leases:
         self.until = until
         self._portions = portions
         self._fixed = fixed
-        self._free: list[int] = []
-        self._next = [first * portions + part for part in range(portions)] if fixed else [first * portions]
+        self._stride = portions if fixed else 1
+        self._next = [first * portions + stream for stream in range(self._stride)]
+        self._free: set[int] = set()
         self._held: dict[int, int] = {}
+        self._lost: set[int] = set()
+        self._loose = False
         self._asking: list[int] = []
         self._met: set[int] = set()
 
     def handle(self, event: Event) -> list[Answer]:
         """Returns what the workers are told."""
         if isinstance(event, Ask):
+            self._lost.discard(event.worker)
             if event.worker not in self._asking:
                 self._asking.append(event.worker)
         elif isinstance(event, Commit):
@@ -130,22 +134,25 @@ class Leases:
         elif isinstance(event, Lost):
             self._release([lease for lease, worker in self._held.items() if worker == event.worker])
             self._asking = [worker for worker in self._asking if worker != event.worker]
+            self._met.discard(event.worker)
+            self._lost.add(event.worker)
+            self._loose = True
         elif isinstance(event, Halt):
             self.until = min(self.until, -(-self._begun() // self._portions))
         else:
             self.until = event.until
             self._met.clear()
+            self._loose = bool(self._lost)
         return self._answer()
 
     def _begun(self) -> int:
         """Returns one more than the last portion that was given out."""
-        step = self._portions if self._fixed else 1
-        return max(lease - step + 1 for lease in self._next)
+        return max(self._next) - self._stride + 1
 
     def _release(self, leases: list[int]) -> None:
         for lease in leases:
             if self._held.pop(lease, None) is not None:
-                heapq.heappush(self._free, lease)
+                self._free.add(lease)
 
     def _answer(self) -> list[Answer]:
         answers: list[Answer] = []
@@ -165,14 +172,18 @@ class Leases:
         return answers
 
     def _take(self, worker: int) -> int | None:
-        if self._free:
-            return heapq.heappop(self._free)
-        index = worker if self._fixed else 0
-        lease = self._next[index]
-        if lease >= self.until * self._portions:
-            return None
-        self._next[index] += self._portions if self._fixed else 1
+        ready = [*self._free, *(lease for lease in self._next if lease < self._stop())]
+        own = [lease for lease in ready if not self._fixed or lease % self._portions in {worker, *self._lost}]
+        lease = min(own or (ready if self._loose else ()), default=None)
+        if lease in self._free:
+            self._free.remove(lease)
+        elif lease is not None:
+            self._next[lease % self._stride] += self._stride
         return lease
 
     def _left(self) -> bool:
-        return bool(self._free) or any(lease < self.until * self._portions for lease in self._next)
+        return bool(self._free) or any(lease < self._stop() for lease in self._next)
+
+    def _stop(self) -> int:
+        """Returns the first lease behind the fence."""
+        return self.until * self._portions

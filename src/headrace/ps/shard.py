@@ -20,6 +20,7 @@ __all__ = [
     "Accumulate",
     "Ack",
     "Action",
+    "Ahead",
     "Event",
     "Join",
     "Leave",
@@ -75,10 +76,18 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A worker asks for parameters to begin its next round with."""
+    """A worker asks for parameters to begin its next round with.
+
+    Attributes:
+        worker: who.
+        incarnation: of that worker.
+        least: the version that they shall have reached. Where all shards are to take the same gradients into a round,
+            one of them says first which, and so the others may be behind it.
+    """
 
     worker: int
     incarnation: int = 0
+    least: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,17 @@ class Renew:
     """The parameters have been replaced by others, a checkpoint's or their averages."""
 
 
-Event = Join | Leave | Push | Pull | Settle | Renew
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """So many leases come, from the last `Settle` to the next fence: the last round may be short.
+
+    Without this, rounds never are.
+    """
+
+    leases: int
+
+
+Event = Join | Leave | Push | Pull | Settle | Renew | Ahead
 
 
 class Reason(Enum):
@@ -104,7 +123,7 @@ class Reason(Enum):
     NOT_FINITE = 3
     """It holds NaN or infinity; its round goes on without it."""
     DUPLICATE = 4
-    """Its lease is applied here already."""
+    """Its lease is done here already: applied, or refused as not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +195,10 @@ class Shard:
         self._incarnations: dict[int, int] = dict.fromkeys(workers, 0)
         self._admission = admission
         self._combination = combination
-        self._applied: set[int] = set()
+        self._done: set[int] = set()
+        self._ahead: int | None = None
         self._contributed: dict[int, Push] = {}
-        self._waiting: list[int] = []
+        self._waiting: dict[int, Pull] = {}
 
     def handle(self, event: Event) -> list[Action]:
         """Returns what is to be done, in this order."""
@@ -187,29 +207,34 @@ class Shard:
         if isinstance(event, Pull):
             return self._pull(event)
         if isinstance(event, Settle):
-            self._applied.clear()
+            self._done.clear()
+            self._ahead = None
             return []
         if isinstance(event, Renew):
             self.version += 1
-            return []
+            return self._release()
+        if isinstance(event, Ahead):
+            self._ahead = event.leases
+            return self._close() + self._release()
         return self._change(event)
 
     def _push(self, push: Push) -> list[Action]:
         worker = push.worker
         if self._incarnations.get(worker) != push.incarnation:
             return [Refuse(worker, push.lease, Reason.STRANGER)]
-        if push.lease in self._applied:
-            return [Refuse(worker, push.lease, Reason.DUPLICATE)]
+        if push.lease in self._done:
+            # Somebody was lost between shards. Whoever made it again has finished a round: were it not counted here,
+            # two workers could each be the slower one on a shard, and wait for each other for ever.
+            self.clocks[worker] += 1
+            return [Refuse(worker, push.lease, Reason.DUPLICATE), *self._release()]
         if self._combination.needed(len(self.clocks)):
             return self._contribute(push)
         self.clocks[worker] += 1
-        if not push.finite:
-            return [Refuse(worker, push.lease, Reason.NOT_FINITE), *self._release()]
-        done: list[Action] = []
-        if push.weight:
-            done.append(Step((worker,), push.share, self.version - push.version))
+        step: list[Action] = []
+        if push.finite and push.weight:
+            step.append(Step((worker,), push.share, self.version - push.version))
             self.version += 1
-        return [*done, self._acknowledge(push), *self._release()]
+        return [*step, self._finish(push), *self._release()]
 
     def _contribute(self, push: Push) -> list[Action]:
         worker = push.worker
@@ -217,34 +242,32 @@ class Shard:
             return [Refuse(worker, push.lease, Reason.LATE)]
         self.clocks[worker] += 1
         self._contributed[worker] = push
-        done: list[Action] = []
-        if not push.finite:
-            done.append(Refuse(worker, push.lease, Reason.NOT_FINITE))
-        elif push.weight:
-            done.append(Accumulate(worker))
-        return [*done, *self._close(), *self._release()]
+        kept: list[Action] = [Accumulate(worker)] if push.finite and push.weight else []
+        return [*kept, *self._close(), *self._release()]
 
-    def _acknowledge(self, push: Push) -> Ack:
-        self._applied.add(push.lease)
-        return Ack(push.worker, push.lease)
+    def _finish(self, push: Push) -> Ack | Refuse:
+        """Says what became of a push whose lease is done."""
+        self._done.add(push.lease)
+        return Ack(push.worker, push.lease) if push.finite else Refuse(push.worker, push.lease, Reason.NOT_FINITE)
 
     def _close(self) -> list[Action]:
         """Ends the round if enough have contributed."""
         needed = self._combination.needed(len(self.clocks))
-        if not needed or len(self._contributed) < needed:
+        if self._ahead is not None:
+            needed = min(needed, self._ahead - len(self._done))
+        if not self._contributed or len(self._contributed) < needed:
             return []
-        sound = [push for _, push in sorted(self._contributed.items()) if push.finite]
-        workers = tuple(push.worker for push in sound if push.weight)
+        pushes = [push for _, push in sorted(self._contributed.items())]
+        workers = tuple(push.worker for push in pushes if push.finite and push.weight)
         self._contributed.clear()
         self.version += 1
         step: list[Action] = [Step(workers, 1.0, 0)] if workers else []
-        return [*step, *map(self._acknowledge, sound)]
+        return [*step, *map(self._finish, pushes)]
 
     def _pull(self, pull: Pull) -> list[Action]:
         if self._incarnations.get(pull.worker) != pull.incarnation:
             return [Refuse(pull.worker, -1, Reason.STRANGER)]
-        if pull.worker not in self._waiting:
-            self._waiting.append(pull.worker)
+        self._waiting.setdefault(pull.worker, pull)
         return self._release()
 
     def _release(self) -> list[Action]:
@@ -253,24 +276,25 @@ class Shard:
         slowest = min(self.clocks.values())
         ready = [
             worker
-            for worker in self._waiting
-            if worker not in self._contributed and self._admission.admits(self.clocks[worker], slowest)
+            for worker, pull in self._waiting.items()
+            if worker not in self._contributed
+            and pull.least <= self.version
+            and self._admission.admits(self.clocks[worker], slowest)
         ]
         for worker in ready:
-            self._waiting.remove(worker)
+            del self._waiting[worker]
         return [Reply(worker, self.version) for worker in ready]
 
     def _change(self, event: Join | Leave) -> list[Action]:
         worker = event.worker
-        if worker in self._waiting:
-            self._waiting.remove(worker)
+        self._waiting.pop(worker, None)
         # What it has given to the round that is open goes with it; the lease comes again.
         self._contributed.pop(worker, None)
-        if isinstance(event, Join):
-            # Whoever comes late is not behind, and holds nobody up.
-            self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
-            self._incarnations[worker] = event.incarnation
-        else:
+        incarnation = event.incarnation if isinstance(event, Join) else None
+        if self._incarnations.pop(worker, None) != incarnation:
             self.clocks.pop(worker, None)
-            self._incarnations.pop(worker, None)
+        if incarnation is not None:
+            # Whoever comes late, or again, is not behind, and holds nobody up.
+            self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
+            self._incarnations[worker] = incarnation
         return self._close() + self._release()
