@@ -43,10 +43,10 @@ def ratio(figures: Mapping[str, list[float]], ours: str, theirs: str) -> float:
     return statistics.median(a / b for a, b in zip(figures[ours], figures[theirs], strict=True))
 
 
-def rival(name: str, *arguments: str, copies: int = 1, tuned: bool = False) -> float:
+def rival(name: str, *arguments: str, copies: int = 1, tuned: bool = False, python: str = sys.executable) -> float:
     """Runs `copies` of a rival's script at the same time; returns the sum of the figures that they print last."""
     environment = {**os.environ, **(TUNED if tuned else {})}
-    command = [sys.executable, str(RIVALS / f"{name}.py"), *arguments]
+    command = [python, str(RIVALS / f"{name}.py"), *arguments]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(copies)]
     outputs = [process.communicate()[0] for process in processes]
     return sum(float(output.strip().splitlines()[-1]) for output in outputs)
