@@ -36,6 +36,7 @@ __all__ = [
     "NonFiniteLoss",
     "PeerLost",
     "RunFailed",
+    "ServerRefused",
     "UnfitMachine",
     "UnknownName",
     "UsageError",
@@ -125,6 +126,10 @@ class CorruptCheckpoint(HeadraceError):
         super().__init__(f"{path}: {reason}; {remedy}")
         self.path = path
         self.reason = reason
+
+
+class ServerRefused(HeadraceError):
+    """A parameter server does not deal with a worker that asks for what makes no sense; its words say what."""
 
 
 class RunFailed(HeadraceError):

@@ -6,7 +6,6 @@ from headrace.comm.collective import SharedCollective
 from headrace.data import Loader
 from headrace.engine.order import Order
 from headrace.errors import UsageError
-from headrace.replica.exchange import Replica
 from headrace.replica.portions import Fence, Portion, Portions
 from headrace.spec.share import Share
 
@@ -33,7 +32,6 @@ def _after(done: int, every: int) -> int:
 class Leased:
     """Args:
     order: the run.
-    replica: of this worker.
     portions: its leases.
     loader: of the training data.
     host: the workers.
@@ -42,12 +40,9 @@ class Leased:
         fence: rounds that are done at the fence where this worker stands; -1 while it is at none.
     """
 
-    def __init__(
-        self, order: Order, replica: Replica, portions: Portions, loader: Loader, host: SharedCollective
-    ) -> None:
+    def __init__(self, order: Order, portions: Portions, loader: Loader, host: SharedCollective) -> None:
         self.fence = -1
         self._order = order
-        self._replica = replica
         self._portions = portions
         self._loader = loader
         self._host = host
@@ -118,5 +113,5 @@ class Leased:
     def _meet(self, fence: Fence) -> None:
         self.fence = fence.round
         self._host.barrier()
-        self._replica.exchange.renew()
+        self._portions.renew()
         self._host.barrier()

@@ -85,7 +85,7 @@ def work(
         # Under a launcher every rank goes on with the saved model.
         host.barrier()
         journal.write(_ended(rank, worker, replica, host, journal, parts))
-        replica.exchange.close()
+        _part(replica, rank, host)
     except PeerLost:
         raise
     except BaseException as error:
@@ -99,6 +99,13 @@ def work(
         raise
     finally:
         journal.close()
+
+
+def _part(replica: Replica, rank: int, host: SharedCollective) -> None:
+    if replica.portions:
+        # Whoever still asks must be answered.
+        host.barrier()
+        replica.portions.close(leads=rank == 0)
 
 
 def _end_together(page: ControlPage, rank: int, rounds: int, host: SharedCollective) -> None:
@@ -179,7 +186,9 @@ def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]
 def _worker(
     order: Order, role: Role, replica: Replica, host: SharedCollective, page: ControlPage, journal: Journal
 ) -> Worker:
-    job, shares = order.job, order.plan.shares
+    job, plan = order.job, order.plan
+    # Leased portions are nobody's share; evaluation is everybody's.
+    shares = (1,) * plan.workers if plan.servers else plan.shares
     pipeline, _ = as_pipeline(job.data)
     loader = Loader(pipeline, job.seed, job.global_batch_size, shares, role.data_rank)
     evaluation = None
@@ -207,7 +216,7 @@ def _ended(
     parameter_bytes, optimizer_bytes = replica.exchange.memory()
     moved = (
         host.moved_bytes
-        + replica.exchange.moved_bytes
+        + (replica.portions.moved_bytes if replica.portions else 0)
         + (parts.wire.moved_bytes if "wire" in parts.__dict__ and parts.wire else 0)
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -17,6 +17,7 @@ from headrace.data import Loader
 from headrace.engine.evaluation import Evaluation, Stopper, average
 from headrace.engine.journal import Journal
 from headrace.engine.leased import Leased
+from headrace.engine.losses import Losses
 from headrace.engine.order import Order
 from headrace.engine.recovery import Recovery
 from headrace.engine.saver import Saver
@@ -29,7 +30,7 @@ from headrace.engine.snapshot import (
     random_states,
     restore_random_states,
 )
-from headrace.errors import NonFiniteLoss, RunFailed, UsageError
+from headrace.errors import RunFailed, UsageError
 from headrace.metrics import Mean
 from headrace.replica.batch_norm import averaged_buffers
 from headrace.replica.compute import Computed
@@ -40,8 +41,6 @@ from headrace.spec.event import Evaluated, Notice
 from headrace.spec.share import Share
 
 __all__ = ["Worker", "train"]
-
-_READ_LOSSES_EVERY_S = 0.25
 
 
 def train(worker: Worker) -> None:
@@ -94,9 +93,8 @@ class Worker:
         self.rounds = order.job.steps or (order.job.epochs or 0) * loader.rounds_per_epoch
         self.round = order.resume.step - 1 if order.resume else -1
         options = order.job.options
-        self._reads_at_once = (
-            self.device.type == "cpu" or options.on_nonfinite != "raise" or options.precision == "fp16"
-        )
+        at_once = self.device.type == "cpu" or options.on_nonfinite != "raise" or options.precision == "fp16"
+        self._losses = Losses(rank, at_once, page, journal)
         self._order = order
         self._replica = replica
         self._loader = loader
@@ -109,14 +107,12 @@ class Worker:
         self._over_before = at_home and self.round + 1 >= self.rounds
         self._stopper = Stopper(options.early_stopping)
         portions = replica.portions
-        self._leased = Leased(order, replica, portions, loader, host) if portions else None
+        self._leased = Leased(order, portions, loader, host) if portions else None
         self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back)
         self._halted = False
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
-        self._unread: list[tuple[tuple[Any, ...], Tensor, list[float]]] = []
-        self._read = monotonic()
         self._examples = 0
         self._deadline = math.inf if order.seconds is None else monotonic() + order.seconds
 
@@ -172,7 +168,7 @@ class Worker:
             raise
         finally:
             shares.close()
-            self._read_losses()
+            self._losses.read()
             self._journal.flush()
 
     def _portions(self, leased: Leased) -> Iterator[Any]:
@@ -195,7 +191,7 @@ class Worker:
                     if not over:
                         leased.leave_fence()
         finally:
-            self._read_losses()
+            self._losses.read()
             self._journal.flush()
 
     def step(self, batch: Any) -> float | None:
@@ -231,7 +227,7 @@ class Worker:
             raise UsageError("worker.update() without a worker.backward(loss) before it")
         computed, self._computed = self._computed, None
         began = perf_counter()
-        loss = computed.loss.item() if computed.loss is not None and self._reads_at_once else None
+        loss = self._losses.now(computed.loss)
         finite = loss is None or math.isfinite(loss)
         if loss is not None and not finite:
             self._recovery.tell(self.rank, loss)
@@ -299,7 +295,7 @@ class Worker:
     def _save(self) -> None:
         began = monotonic()
         # A loss that nobody has looked at may be none, and then what is here is not worth keeping.
-        self._read_losses()
+        self._losses.read()
         tensors = {
             **owned_pieces(self._replica.exchange.state(), self._order.plan, self.rank),
             **random_states(self.device),
@@ -382,28 +378,6 @@ class Worker:
         self._examples += self._share.examples
         beat = self._page.beats[self.rank]
         beat[1], beat[2] = self.round + 1, self._examples
-        head = (self.round, self._share.epoch, self._share.examples)
-        if computed.loss is not None and not self._reads_at_once:
-            self._unread.append(((*head, computed.weight), computed.loss, self._times[:]))
-            if monotonic() - self._read > _READ_LOSSES_EVERY_S:
-                self._read_losses()
-            return None
-        self._note(*head, loss, computed.weight, self._times)
+        head = (self.round, self._share.epoch, self._share.examples, computed.weight)
+        self._losses.note(head, computed.loss, loss, self._times)
         return loss
-
-    def _read_losses(self) -> None:
-        if self._unread:
-            losses = torch.stack([loss for _, loss, _ in self._unread]).tolist()
-            for ((step, epoch, examples, weight), _, times), loss in zip(self._unread, losses, strict=True):
-                self._note(step, epoch, examples, loss, weight, times)
-            self._unread.clear()
-        self._read = monotonic()
-
-    def _note(
-        self, step: int, epoch: int, examples: int, loss: float | None, weight: float, times: list[float]
-    ) -> None:
-        if loss is not None:
-            if not math.isfinite(loss):
-                raise NonFiniteLoss(self.rank, step, loss)
-            self._page.losses[self.rank][0] = loss
-        self._journal.stepped(step, epoch, examples, loss, weight, *times)

@@ -12,29 +12,17 @@ import torch
 from torch import Tensor
 
 from headrace.comm.port import Link
-from headrace.errors import HeadraceError
+from headrace.errors import ServerRefused
 from headrace.ps.form import Form
 from headrace.ps.messages import Kind, Message, decode, encode
 from headrace.ps.shard import Reason
 
-__all__ = ["Client", "Connection", "Refused"]
+__all__ = ["Client", "Connection"]
 
 _BUCKET_BYTES = 1 << 20
 """A server works on one bucket while the worker copies the next."""
 
 _SLICE_S = 0.05
-
-
-class Refused(HeadraceError):
-    """A server has refused what a worker sent.
-
-    Attributes:
-        reason: why; None where the server's own words say it.
-    """
-
-    def __init__(self, message: str, reason: Reason | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -179,7 +167,7 @@ class _Server:
             # As long as other workers need.
             message, _ = self._next(math.inf)
             if message.kind != Kind.ANSWER:
-                raise Refused(f"the server answered {message.kind.name} to a push or pull")
+                raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
             self._pending -= 1
             if message.flag:
                 self._reason = self._reason or Reason(message.flag)
@@ -192,7 +180,7 @@ class _Server:
         self.link.send(encode(message), blob=blob)
         answer, returned = self._next(monotonic() + self._timeout_s)
         if answer.kind != Kind.DONE:
-            raise Refused(f"the server answered {answer.kind.name} to {message.kind.name}")
+            raise ServerRefused(f"the server answered {answer.kind.name} to {message.kind.name}")
         return returned
 
     def lease(self) -> Message:
@@ -203,7 +191,7 @@ class _Server:
                 # Others may compute for as long as they like; that they live is seen elsewhere.
                 self._check()
             elif not self._is_lease(decode(received[0])):
-                raise Refused("the server answered a question that was not asked")
+                raise ServerRefused("the server answered a question that was not asked")
         return self._leases.popleft()
 
     def _is_lease(self, message: Message) -> bool:
@@ -218,7 +206,7 @@ class _Server:
             if received is not None:
                 message = decode(received[0])
                 if message.kind == Kind.ERROR:
-                    raise Refused(bytes(received[1]).decode(errors="replace"))
+                    raise ServerRefused(bytes(received[1]).decode(errors="replace"))
                 if not self._is_lease(message):
                     return message, received[1]
                 continue

@@ -51,3 +51,16 @@ class LeasedPortions(Portions):
         for server in range(self._servers):
             self._client.ask(server, Message(Kind.SETTLE, lease=done))
         self._client.tell(Message(Kind.ADVANCE, lease=until))
+
+    @property
+    def moved_bytes(self) -> int:  # type: ignore[override]
+        return self._client.moved_bytes
+
+    def renew(self) -> None:
+        self._client.pull()
+
+    def close(self, leads: bool) -> None:
+        if leads:
+            for server in range(self._servers):
+                self._client.ask(server, Message(Kind.END))
+        self._client.close()

@@ -115,17 +115,6 @@ class Exchange(ABC):
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters and of optimizer state that this rank adds to the host."""
 
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that went to other processes and came from them by other ways than the collectives."""
-        return 0
-
-    def renew(self) -> None:  # noqa: B027  (most are always up to date)
-        """Brings the parameters up to date where all workers meet."""
-
-    def close(self) -> None:  # noqa: B027  (most have nothing to close)
-        """Lets go of what it holds outside this process, when the run is over."""
-
 
 @dataclass(frozen=True)
 class Replica:

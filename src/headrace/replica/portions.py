@@ -35,7 +35,13 @@ class Fence:
 
 
 class Portions(ABC):
-    """Leases of data, one at a time."""
+    """Leases of data, one at a time.
+
+    Attributes:
+        moved_bytes: payload that went to and from whoever holds the parameters.
+    """
+
+    moved_bytes: int
 
     @abstractmethod
     def ask(self) -> None:
@@ -66,3 +72,11 @@ class Portions(ABC):
             done: rounds that are done.
             until: the next fence.
         """
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Brings this worker's parameters up to date, where all meet."""
+
+    @abstractmethod
+    def close(self, leads: bool) -> None:
+        """Lets go of whoever leases, when the run is over; one of the workers leads, and ends them."""

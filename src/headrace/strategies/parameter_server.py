@@ -24,9 +24,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from headrace.comm.in_process import InProcess, Meeting
-from headrace.errors import InfeasiblePlan, UsageError
+from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.policies.placement import PLACEMENTS, place
 from headrace.policies.roles import require_memory, worker_and_server_roles
-from headrace.policies.sharding import whole
+from headrace.policies.sharding import parse_sharding
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
 from headrace.ps.applier import Applier, Pace, Remedies
 from headrace.ps.assembly import connect, form_of, open_port, places_of
@@ -43,7 +44,7 @@ from headrace.replica.update import PARAMETER
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Op, Plan, Segment
+from headrace.spec.plan import Op, Plan
 from headrace.strategies.strategy import Parts, ServerParts, Strategy, broadcast, check_count, describe_options
 
 __all__ = ["ParameterServer"]
@@ -60,6 +61,9 @@ class ParameterServer(Strategy):
             lock-step.
         backup_workers: so many of the workers are spare: a round takes the first gradients of the others' number, and
             drops those that come late.
+        sharding: how parameters are cut along their first axis: "whole", "fixed_shards:4", "max_size:4MB",
+            "min_size:256kB/8".
+        placement: which server gets a shard: "greedy" by bytes, or "round_robin".
         scale: "share" applies a gradient with the learning rate times its share of the global batch; "full" with the
             whole learning rate, as papers do.
         remedies: for stale gradients; none by default.
@@ -69,6 +73,8 @@ class ParameterServer(Strategy):
     servers: int = 1
     staleness_bound: int | None = None
     backup_workers: int = 0
+    sharding: str = "whole"
+    placement: str = "greedy"
     scale: str = "share"
     remedies: Remedies = field(default_factory=Remedies)
 
@@ -81,6 +87,9 @@ class ParameterServer(Strategy):
         for name, value in (("staleness_bound", self.staleness_bound), ("backup_workers", self.backup_workers)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise UsageError(f"{name} must be a whole number of at least 0, got {value!r}")
+        parse_sharding(self.sharding)
+        if self.placement not in PLACEMENTS:
+            raise UnknownName("placement", self.placement, PLACEMENTS)
         if self.scale not in ("share", "full"):
             raise UsageError(f"scale must be 'share' or 'full', got {self.scale!r}")
         if self.backup_workers and self.staleness_bound:
@@ -110,14 +119,13 @@ class ParameterServer(Strategy):
             )
         # Each worker: its copy, what autograd makes, what it shares; the servers: parameters.
         require_memory(self.name, (3 * workers + 1) * model.trainable_bytes, cluster)
-        segments = tuple(
-            Segment(segment.parameter, segment.start, segment.stop, workers + segment.owner)
-            for segment in whole(model.parameters, self.servers)
-        )
-        if len({segment.owner for segment in segments}) < self.servers:
+        if self.sharding != "whole" and not model.sliceable:
             raise InfeasiblePlan(
-                f"{self.servers} servers and only {len(segments)} shards; use at most {len(segments)} servers"
+                f"sharding={self.sharding!r} cuts parameters, and the job's optimizer needs whole ones (as Muon does); "
+                "use sharding='whole'"
             )
+        pieces = parse_sharding(self.sharding)(model.parameters)
+        segments = place(pieces, range(workers, len(roles)), PLACEMENTS[self.placement])
         return Plan(
             strategy=self.name,
             options=describe_options(self),
@@ -260,18 +268,13 @@ class PushPull(Exchange):
     def skip(self, round_: int) -> None:
         """The servers have left it out."""
 
-    def renew(self) -> None:
-        """Brings the parameters up to date at a meeting of all workers."""
-        self._client.pull()
-        self._fresh = True
-
     def swap_average(self) -> None:
         self._host.barrier()
         if self._host.rank == 0:
             for server in range(len(self._forms)):
                 self._client.ask(server, Message(Kind.SWAP))
         self._host.barrier()
-        self.renew()
+        self._client.pull()
 
     def state(self) -> tuple[StatePiece, ...]:
         pieces: list[StatePiece] = []
@@ -299,7 +302,7 @@ class PushPull(Exchange):
                 blob = save({each.name: each.value.contiguous() for each in own})
                 self._client.ask(server, Message(Kind.LOAD, shard, 1), blob)
         self._host.barrier()
-        self.renew()
+        self._client.pull()
 
     def give(self, places: Sequence[Sequence[Tensor]]) -> None:
         """Gives the servers this worker's parameters to begin with."""
@@ -310,17 +313,6 @@ class PushPull(Exchange):
 
     def memory(self) -> tuple[int, int]:
         return self._bytes, 0
-
-    @property
-    def moved_bytes(self) -> int:
-        return self._client.moved_bytes
-
-    def close(self) -> None:
-        self._host.barrier()
-        if self._host.rank == 0:
-            for server in range(len(self._forms)):
-                self._client.ask(server, Message(Kind.END))
-        self._client.close()
 
     def _own(self) -> range:
         """The servers whose state this worker brings into a checkpoint and back."""
