@@ -25,7 +25,8 @@ from torch import Tensor
 
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
-from headrace.policies.placement import PLACEMENTS, place
+from headrace.policies import PLACEMENTS
+from headrace.policies.placement import place
 from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.policies.sharding import parse_sharding
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
