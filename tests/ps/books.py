@@ -79,14 +79,18 @@ class ShardBook:
         self._check_waiting()
         return actions
 
-    def settle(self, renew: bool) -> None:
-        """Lets all workers meet."""
-        assert not self.open, "everything is answered when all meet"
-        assert self.machine.handle(Settle()) == []
-        self.settled, self.ahead = len(self.fate), None
-        if renew:
+    def renew(self, times: int) -> None:
+        """Replaces the parameters while all workers meet."""
+        for _ in range(times):
             assert self.machine.handle(Renew()) == []
-            self.version += 1
+        self.version += times
+
+    def settle(self, version: int) -> None:
+        """Lets all workers go on after they have met."""
+        assert not self.open, "everything is answered when all meet"
+        assert self.machine.handle(Settle(version)) == []
+        self.settled, self.ahead = len(self.fate), None
+        self.version = max(self.version, version)
 
     def close(self, stop: int) -> None:
         """Checks the end of a history that has had so many leases: each was done once."""

@@ -138,6 +138,7 @@ def test_a_pull_may_ask_for_a_version_that_is_still_to_come() -> None:
     assert told(shard, Pull(0, least=1)) == []
     assert told(shard, Push(1, 0, 0, 0)) == [Step((1,), 1.0, 0), Ack(1, 0), Reply(0, 1)]
     assert told(shard, Pull(0, least=2), Renew()) == [Reply(0, 2)]
+    assert told(shard, Settle(version=9), Settle(version=5), Pull(0)) == [Reply(0, 9)]
 
 
 # Histories: 11 regimes x 10 x 20 = 2,200 here, 50,600 more in the slow test.
@@ -324,6 +325,7 @@ PLANTED = {
     "who left still waits": ("self._waiting.pop(worker, None)", "pass"),
     "who left still counts": ("self._contributed.pop(worker, None)", "pass"),
     "parameters too old": ("and pull.least <= self.version", "and True"),
+    "rounds with numbers of their own": ("self.version = max(self.version, event.version)", "pass"),
     "no short round": ("needed = min(needed, self._ahead - len(self._done))", "pass"),
     "a round too early": ("len(self._contributed) < needed:", "len(self._contributed) < needed - 1:"),
     "NaN in the mean": ("if push.finite and push.weight)", "if push.weight)"),

@@ -53,7 +53,8 @@ class World:
         halts: how often somebody asks for an early fence.
         eager: pull with the push, not before the next step.
         rests: whether a worker for which there is no portion leaves until there is one.
-        arbiter: whether one more machine says first which gradients make a round.
+        arbiter: whether one more machine says first which gradients make a round, by claims of no content; whoever is
+            of it sends its gradient to all shards, and pulls what has at least the round that comes.
     """
 
     seed: int
@@ -143,6 +144,7 @@ class _Run:
         self.met: set[int] = set()
         self.last: dict[int, Push] = {}
         self.ended = False
+        self.renews = bool(world.seed % 2)
 
     # Time
 
@@ -199,6 +201,7 @@ class _Run:
         places = range(world.shards)
         news: lease.Event | None = None
         versions: Mapping[int, int] = {}
+        least = 0
         while True:
             answer = yield from self._lease(worker, news)
             if isinstance(answer, lease.Fence):
@@ -206,9 +209,12 @@ class _Run:
                 self._at(0.0, self._meet)
                 yield 1
                 news = None
+                if self.renews or world.arbiter:
+                    # Old versions would be late in a round.
+                    versions = {}
                 continue
             if not versions:
-                versions = yield from self._pull(worker)
+                versions = yield from self._pull(worker, least)
             held, self.history.lead = answer.lease, max(self.history.lead, self._lead(worker))
             pace = world.paces[worker] * (0.8 + 0.4 * own.random())
             self._at(pace, self._reach, worker, self.incarnations[worker], -2, None)
@@ -217,14 +223,14 @@ class _Run:
             finite, weight = own.random() >= world.sick, float(hash((held, world.seed)) % 97 >= 97 * world.empty)
             push = (self.incarnations[worker], held, weight, 1 / world.portions, finite)
             if world.arbiter:
-                said = yield from self._push(worker, push, range(world.shards, world.shards + 1), versions)
-                if Reason.LATE in said.values():
+                late, least = yield from self._claim(worker, push, min(versions.values()))
+                if late:
                     versions, news = {}, lease.Return(held)
                     continue
             said = yield from self._push(worker, push, places, versions)
             assert not world.arbiter or Reason.LATE not in said.values(), "shards take what the arbiter takes"
             news = lease.Return(held) if Reason.LATE in said.values() else lease.Commit(held)
-            versions = (yield from self._pull(worker)) if world.eager else {}
+            versions = (yield from self._pull(worker, least)) if world.eager else {}
 
     def _lease(self, worker: int, news: lease.Event | None) -> Generator[int, Any, lease.Answer]:
         """Asks for a portion, and leaves while there is none, if it is that kind of world."""
@@ -238,20 +244,23 @@ class _Run:
                 self._send(worker, place, self._tell, place, Join(worker, self.incarnations[worker]))
         return answer  # type: ignore[no-any-return]
 
-    def _pull(self, worker: int) -> Generator[int, Any, dict[int, int]]:
-        least, versions = 0, {}
-        if self.world.arbiter:
-            arbiter = self.shards[-1]
-            self._send(worker, arbiter, self._tell, arbiter, Pull(worker, self.incarnations[worker]))
-            versions = dict((yield 1))
-            least = versions[arbiter]
+    def _pull(self, worker: int, least: int) -> Generator[int, Any, dict[int, int]]:
         for place in range(self.world.shards):
             self._send(worker, place, self._tell, place, Pull(worker, self.incarnations[worker], least))
-        return versions | dict((yield self.world.shards))
+        return dict((yield self.world.shards))
+
+    def _claim(
+        self, worker: int, push: tuple[int, int, float, float, bool], version: int
+    ) -> Generator[int, Any, tuple[bool, int]]:
+        """Asks the arbiter whether a gradient is of the round; returns whether it is late, and what to pull next."""
+        arbiter = self.shards[-1]
+        said = yield from self._push(worker, push, self.shards[-1:], {arbiter: version})
+        late, now = said[arbiter]
+        return late, now if late else version + 1
 
     def _push(
         self, worker: int, push: tuple[int, int, float, float, bool], places: range, versions: Mapping[int, int]
-    ) -> Generator[int, Any, dict[int, Reason | None]]:
+    ) -> Generator[int, Any, dict[int, Any]]:
         incarnation, held, weight, share, finite = push
         for place in places:
             self.last[worker] = Push(worker, incarnation, held, versions[place], weight, share, finite)
@@ -313,7 +322,7 @@ class _Run:
                 self._back(action.worker, place, action.reason if isinstance(action, Refuse) else None)
         if isinstance(event, Push) and place == self.world.shards:
             # An arbiter says at once whether a gradient is of the round.
-            self._back(event.worker, place, Reason.LATE if self.books[place].late else None)
+            self._back(event.worker, place, (self.books[place].late, self.books[place].version))
 
     def _back(self, worker: int, place: int, value: Any) -> None:
         incarnation = self.books[place].incarnations.get(worker, -1)
@@ -345,8 +354,11 @@ class _Run:
         if not self.fences:
             self.ended = True
             return
+        for place, book in enumerate(self.books):
+            book.renew(times=self.renews * (place + 1))
+        version = max(book.version for book in self.books) if self.world.arbiter else 0
         for book in self.books:
-            book.settle(renew=self.world.seed % 2 == 1)
+            book.settle(version)
         self.leases.begin = done
         answered = self._leased((lease.Advance(self.fences[0]),))
         assert not answered, "nobody asks while all meet"

@@ -106,17 +106,16 @@ def mutated(module: ModuleType, name: str, old: str, new: str) -> Any:
     return mutant
 
 
-def is_found(machines: Machines, change: Callable[[World], World] = lambda world: world, histories: int = 60) -> bool:
+def is_found(machines: Machines, histories: int = 60) -> bool:
     """Tells whether any of so many histories of every regime shows that a machine is wrong.
 
     Args:
         machines: one of them wrong.
-        change: made to every world before.
         histories: of every regime.
     """
     every = [(regimes, name) for regimes in (DEATHS, PEACE) for name in regimes]
     worlds = (world(*each, seed) for seed in range(histories) for each in every)
-    return any(_fails(change(each), machines) for each in worlds)
+    return any(_fails(each, machines) for each in worlds)
 
 
 def _fails(world: World, machines: Machines) -> bool:

@@ -82,7 +82,7 @@ class Pull:
         worker: who.
         incarnation: of that worker.
         least: the version that they shall have reached. Where all shards are to take the same gradients into a round,
-            one of them says first which, and so the others may be behind it.
+            another machine says first which, and so they may be behind it.
     """
 
     worker: int
@@ -92,7 +92,14 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """All leases so far are committed: none of them comes again."""
+    """All leases so far are committed: none of them comes again.
+
+    Attributes:
+        version: that this shard counts on from, if it is not further. Where shards take the same gradients into a
+            round, all must give it the same number, whatever has renewed some of them.
+    """
+
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +216,7 @@ class Shard:
         if isinstance(event, Settle):
             self._done.clear()
             self._ahead = None
+            self.version = max(self.version, event.version)
             return []
         if isinstance(event, Renew):
             self.version += 1
