@@ -26,8 +26,9 @@ from headrace.engine.process import LAST_WORDS, log_path
 from headrace.errors import RunFailed
 from headrace.policies.split import split
 from headrace.report.events import LogTail, Tail
+from headrace.report.servers import imbalance
 from headrace.report.show import Show
-from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted
+from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted, Served
 from headrace.spec.plain import to_plain
 
 __all__ = ["OnEvent", "supervise"]
@@ -96,6 +97,7 @@ def _follow(
     tail = Tail(order.run_dir, skip=() if on_event else ("stepped",), new_only=True)
     show = Show(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
 
+    served: dict[int, Served] = {}
     log = LogTail(log_path(order.run_dir, 0), until=LAST_WORDS, new_only=True)
 
     def follow(progress: Progress | None = None) -> None:
@@ -105,6 +107,8 @@ def _follow(
             show.line(line)
         for event in tail.read():
             show.event(event)
+            if isinstance(event, Served):
+                served[event.rank] = event
             if on_event:
                 on_event(event)
 
@@ -114,6 +118,9 @@ def _follow(
         for line in (_first_line(order, prepared), *prepared.notices, *notices):
             journal.write(Notice(LAUNCHER, journal.now(), line))
         status = engine.run(order, follow)
+        follow()
+        if uneven := imbalance(served.values()):
+            journal.write(Notice(LAUNCHER, journal.now(), uneven))
         return status
     finally:
         journal.write(RunEnded(LAUNCHER, journal.now(), "interrupted" if status == TERMINATED else status))
@@ -152,9 +159,10 @@ def _first_line(order: Order, prepared: Prepared) -> str:
     plan, role = order.plan, order.plan.roles[0]
     parts = split(order.job.global_batch_size, plan.shares)
     batch = " + ".join(map(str, parts)) if len(parts) <= 8 else f"{len(parts)} x {parts[-1]}..{parts[0]}"
-    devices = ", ".join(dict.fromkeys(role.device for role in plan.roles))
+    devices = ", ".join(dict.fromkeys(role.device for role in plan.roles if role.kind == "worker"))
+    servers = f" and {len(plan.servers)} server{'s' * (len(plan.servers) > 1)}" if plan.servers else ""
     return (
-        f"{plan.workers} worker{'s' * (plan.workers > 1)} on {role.host}, {devices}, {role.threads} "
+        f"{plan.workers} worker{'s' * (plan.workers > 1)}{servers} on {role.host}, {devices}, {role.threads} "
         f"thread{'s' * (role.threads > 1)} each; batch of {order.job.global_batch_size} = {batch}; "
         f"{prepared.examples:,} examples"
     )

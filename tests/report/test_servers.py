@@ -85,7 +85,7 @@ def test_what_a_server_really_says_is_understood(tmp_path, make_run):
     tally = Tally(("weight", "bias"), (4000, 40))
     tally.queued(3)
     tally.stepped((0, 1), worker=1, staleness=2, seconds=0.101)
-    tally.answered(1, pushed=(0, 1), pulled=(0,), refused="", seconds=0.25)
+    tally.answered(1, pushed=(0, 1), pulled=(0,), seconds=0.25)
     servers = summarize(make_run(tmp_path / "a", extra=[tally.event(2, 2.0)])).servers
     assert servers.staleness[1].counts == {2: 2}
     assert servers.waiting[1].answers_s == {2: 0.25}

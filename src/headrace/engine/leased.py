@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from headrace.comm.collective import SharedCollective
 from headrace.data import Loader
 from headrace.engine.order import Order
@@ -75,7 +77,15 @@ class Leased:
 
     def weigh(self, weight: float, share: Share) -> None:
         """Says what the gradient of the portion is worth."""
+        if share.examples:
+            # Data that weighs nothing is data: where all is such, one device makes a step with zeros, too.
+            weight = max(weight, sys.float_info.min)
         self._portions.weigh(weight, share.examples / share.of if share.of else 0.0)
+
+    @property
+    def late(self) -> bool:
+        """Whether the last portion's gradient came too late to count."""
+        return self._portions.late
 
     def pushed(self) -> None:
         """Asks for the next portion, when the last has been pushed."""

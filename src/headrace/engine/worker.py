@@ -244,9 +244,14 @@ class Worker:
         self._times[2:] = synchronized - began, perf_counter() - synchronized
         if self._share.of < self.world and self._order.strategy.synchronous:
             self._catch_up()
+        if self._leased and self._leased.late:
+            # The portion counts where it is done again.
+            computed, finite = Computed(None, 0.0), False
+            self._share = Share(None, 0, 0, self._share.epoch)
+        recorded = self._record(computed, loss if finite else None)
         if self._leased:
             self._leased.pushed()
-        return self._record(computed, loss if finite else None)
+        return recorded
 
     def evaluate(self) -> dict[str, float]:
         """Computes the loss and the metrics over the whole evaluation set, each example once.

@@ -279,6 +279,8 @@ class Server:
             request.unpushed.discard(shard)
         if isinstance(action, Refuse):
             request.refused = request.refused or action.reason
+            if action.lease >= 0:
+                self.tally.refused(action.reason.name.lower())
         if not request.unpushed and not request.unpulled:
             self._answer(action.worker, request)
 
@@ -295,8 +297,7 @@ class Server:
         if pulled:
             self._applier.sent(worker, pulled)
         pushed = shards if asked.kind != Kind.PULL else ()
-        refused = request.refused.name.lower() if request.refused else ""
-        self.tally.answered(worker, pushed, pulled, refused, perf_counter() - request.came)
+        self.tally.answered(worker, pushed, pulled, perf_counter() - request.came)
         flag = request.refused.value if request.refused else 0
         message = Message(Kind.ANSWER, asked.first, flag, asked.lease, numbers=versions)
         self._port.send(request.peer, encode(message), pulled)

@@ -50,14 +50,16 @@ class Tally:
             self._apply_s[shard] += seconds * self._lengths[shard] / nbytes
         self._staleness.setdefault(worker, Counter())[staleness] += len(shards)
 
-    def answered(self, worker: int, pushed: Sequence[int], pulled: Sequence[int], refused: str, seconds: float) -> None:
+    def refused(self, reason: str) -> None:
+        """Notes a shard that did not take a gradient."""
+        self._refused[reason] += 1
+
+    def answered(self, worker: int, pushed: Sequence[int], pulled: Sequence[int], seconds: float) -> None:
         """Notes a request that has got its answer, `seconds` after it came; `pulled` are shards that were given."""
         for shard in pushed:
             self._pushes[shard] += 1
         for shard in pulled:
             self._pulls[shard] += 1
-        if refused:
-            self._refused[refused] += 1
         self._waited_s[worker] = self._waited_s.get(worker, 0.0) + seconds
 
     @property

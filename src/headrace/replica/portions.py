@@ -39,9 +39,11 @@ class Portions(ABC):
 
     Attributes:
         moved_bytes: payload that went to and from whoever holds the parameters.
+        late: whether the gradient of the last portion came too late to count; the portion comes again.
     """
 
     moved_bytes: int
+    late: bool
 
     @abstractmethod
     def ask(self) -> None:

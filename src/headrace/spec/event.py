@@ -265,7 +265,7 @@ class Served(Event):
         queue_mean, queue_longest: messages that were there when it looked.
         staleness: worker (its rank, or "-1" where a round's mean was applied) to staleness to how many shards' updates.
         waited_s: worker to the seconds that its requests took until they were answered.
-        refused: reason to how many pushes.
+        refused: reason to how many shards' pushes.
         shards: in the server's order.
     """
 
