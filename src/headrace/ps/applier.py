@@ -123,9 +123,9 @@ class Applier:
         factor = 1.0 if self._full else share
         if self._remedies.divide and staleness > 1:
             factor /= staleness
-        if gradients:
-            with self._lowered():
-                self._updater.apply([shard for shard, _ in gradients], self._round, share, factor)
+        with self._lowered():
+            # All of them: an average goes on where there is no gradient.
+            self._updater.apply(shards, self._round, share, factor)
         for shard, _ in gradients:
             self._parameters[shard].grad = None
         for shard in shards:

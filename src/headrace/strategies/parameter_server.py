@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
@@ -210,6 +211,20 @@ class HeldGradients:
         """The gradients that there are."""
         return [gradient for gradient in self._gradients if gradient is not None]
 
+    def clip(self, value: float | None, norm: float | None) -> None:
+        """Clips elements, then the norm of all, as torch does, bit for bit; None leaves them."""
+        clipped = self.present
+        if not clipped or (value is None and norm is None):
+            return
+        # Into other memory: autograd may give one tensor as the gradient of two parameters.
+        if value is not None:
+            clipped = list(torch._foreach_clamp_max(torch._foreach_clamp_min(clipped, -value), value))
+        if norm is not None:
+            coefficient = torch.clamp(norm / (nn.utils.get_total_norm(clipped) + 1e-6), max=1.0)
+            clipped = list(torch._foreach_mul(clipped, coefficient))
+        left = iter(clipped)
+        self._gradients = [None if gradient is None else next(left) for gradient in self._gradients]
+
     def by_shard(self) -> list[list[Tensor | None]]:
         """Returns the gradients by server and shard; None where the loss does not depend on the parameter."""
         flat = [None if gradient is None else gradient.reshape(-1) for gradient in self._gradients]
@@ -239,9 +254,11 @@ class PushPull(Exchange):
         self._held = held
         self._host = parts.host
         self._fresh = False
-        # It alone sees what it has computed.
+        self._options = parts.options
+        # It alone sees what it has computed. Only to look: clipping is that of one device.
+        looking = replace(parts.options, clip_norm=None, clip_value=None)
         alone = InProcess(Meeting(1), 0)
-        self._conditioner = Conditioner(parts.options, alone, parts.scale, immediate=parts.device.type == "cpu")
+        self._conditioner = Conditioner(looking, alone, parts.scale, immediate=parts.device.type == "cpu")
         self._bytes = sum(parameter.bytes for parameter in parts.model.parameters)
 
     def begin(self, round_: int) -> None:
@@ -256,6 +273,8 @@ class PushPull(Exchange):
             return HEALTHY
         present = self._held.present
         verdict = self._conditioner.condition(present, present, finite)
+        if verdict.apply:
+            self._held.clip(self._options.clip_value, self._options.clip_norm)
         reason = self._client.push(
             self._held.by_shard(), portions.lease, portions.weight, portions.share, verdict.apply, pull=True
         )
@@ -291,15 +310,15 @@ class PushPull(Exchange):
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         by_parameter: dict[str, list[StatePiece]] = {}
-        for piece in pieces:
-            by_parameter.setdefault(piece.parameter, []).append(piece)
+        for state in pieces:
+            by_parameter.setdefault(state.parameter, []).append(state)
         self._host.barrier()
         for server in self._own():
             said = "" if settings is None else json.dumps(settings)
             # First, because it forgets what state there was.
             self._client.ask(server, Message(Kind.LOAD), said.encode())
-            for shard, place in enumerate(self._forms[server].pieces):
-                own = by_parameter.get(place.parameter, ())
+            for shard, piece in enumerate(self._forms[server].pieces):
+                own = by_parameter.get(piece.parameter, ())
                 blob = save({each.name: each.value.contiguous() for each in own})
                 self._client.ask(server, Message(Kind.LOAD, shard, 1), blob)
         self._host.barrier()
@@ -308,9 +327,9 @@ class PushPull(Exchange):
     def give(self, places: Sequence[Sequence[Tensor]]) -> None:
         """Gives the servers this worker's parameters to begin with."""
         for server, (form, own) in enumerate(zip(self._forms, places, strict=True)):
-            for shard, (piece, place) in enumerate(zip(form.pieces, own, strict=True)):
-                state = StatePiece(piece.parameter, PARAMETER, piece.start, place)
-                self._client.ask(server, Message(Kind.LOAD, shard, 1), save({state.name: place.cpu()}))
+            for shard, (piece, value) in enumerate(zip(form.pieces, own, strict=True)):
+                state = StatePiece(piece.parameter, PARAMETER, piece.start, value)
+                self._client.ask(server, Message(Kind.LOAD, shard, 1), save({state.name: value.cpu()}))
 
     def memory(self) -> tuple[int, int]:
         return self._bytes, 0
