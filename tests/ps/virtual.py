@@ -368,7 +368,7 @@ class _Run:
         self.met.clear()
 
     def _look_ahead(self) -> None:
-        if isinstance(self.world.combination, FirstOf) and self.world.deaths:
+        if isinstance(self.world.combination, FirstOf):
             for place, book in enumerate(self.books):
                 ahead = (self.leases.until - self.leases.begin) * self.world.portions
                 self._tell(place, shard.Ahead(ahead))

@@ -64,7 +64,7 @@ DEATHS: dict[str, Regime] = {
     "asynchronous": _asynchronous,
     "bounded": _bounded_resting,
     "bounded, on demand": _bounded_on_demand,
-    "lock-step": _one_shard(_lock_step),
+    "lock-step": _lock_step,
     "backups": _one_shard(_backups),
 }
 """Workers are lost at any moment, for ever or for a while."""

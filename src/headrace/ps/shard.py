@@ -230,31 +230,32 @@ class Shard:
         worker = push.worker
         if self._incarnations.get(worker) != push.incarnation:
             return [Refuse(worker, push.lease, Reason.STRANGER)]
-        if push.lease in self._done:
-            # Somebody was lost between shards. Whoever made it again has finished a round: were it not counted here,
-            # two workers could each be the slower one on a shard, and wait for each other for ever.
-            self.clocks[worker] += 1
-            return [Refuse(worker, push.lease, Reason.DUPLICATE), *self._release()]
         if self._combination.needed(len(self.clocks)):
             return self._contribute(push)
         self.clocks[worker] += 1
         step: list[Action] = []
-        if push.finite and push.weight:
+        if push.lease not in self._done and push.finite and push.weight:
             step.append(Step((worker,), push.share, self.version - push.version))
             self.version += 1
         return [*step, self._finish(push), *self._release()]
 
     def _contribute(self, push: Push) -> list[Action]:
-        worker = push.worker
+        worker, done = push.worker, push.lease in self._done
         if push.version != self.version or worker in self._contributed:
-            return [Refuse(worker, push.lease, Reason.LATE)]
+            return [Refuse(worker, push.lease, Reason.DUPLICATE if done else Reason.LATE)]
         self.clocks[worker] += 1
         self._contributed[worker] = push
-        kept: list[Action] = [Accumulate(worker)] if push.finite and push.weight else []
+        kept: list[Action] = [Accumulate(worker)] if push.finite and push.weight and not done else []
         return [*kept, *self._close(), *self._release()]
 
     def _finish(self, push: Push) -> Ack | Refuse:
-        """Says what became of a push whose lease is done."""
+        """Says what becomes of a push at the end of its round.
+
+        A duplicate is a round of its worker, too, which has made it because another was lost between shards. Were it
+        none, two workers could each be the one that is waited for on a shard, while they wait on the other one.
+        """
+        if push.lease in self._done:
+            return Refuse(push.worker, push.lease, Reason.DUPLICATE)
         self._done.add(push.lease)
         return Ack(push.worker, push.lease) if push.finite else Refuse(push.worker, push.lease, Reason.NOT_FINITE)
 
@@ -266,11 +267,14 @@ class Shard:
         if not self._contributed or len(self._contributed) < needed:
             return []
         pushes = [push for _, push in sorted(self._contributed.items())]
-        workers = tuple(push.worker for push in pushes if push.finite and push.weight)
+        answers = [self._finish(push) for push in pushes]
+        counted = [
+            push for push, answer in zip(pushes, answers, strict=True) if isinstance(answer, Ack) and push.weight
+        ]
         self._contributed.clear()
         self.version += 1
-        step: list[Action] = [Step(workers, 1.0, 0)] if workers else []
-        return [*step, *map(self._finish, pushes)]
+        step: list[Action] = [Step(tuple(push.worker for push in counted), 1.0, 0)] if counted else []
+        return [*step, *answers]
 
     def _pull(self, pull: Pull) -> list[Action]:
         if self._incarnations.get(pull.worker) != pull.incarnation:
