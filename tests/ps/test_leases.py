@@ -36,6 +36,17 @@ def test_what_is_returned_or_lost_comes_first_and_only_once() -> None:
     assert told(leases, Lost(0), Ask(0), Commit(2), Ask(2)) == [Grant(0, 0, 0, 0), Grant(2, 3, 1, 0)]
 
 
+def test_nobody_speaks_for_the_lease_of_another() -> None:
+    leases = Leases(portions=2, until=1)
+    leases.handle(Ask(0))
+    leases.handle(Ask(1))
+    assert leases.handle(Commit(0, worker=1)) == leases.handle(Return(1, worker=0)) == []
+    # Both are held still: no fence for who is done, and nothing that is free.
+    leases.handle(Commit(1, worker=1))
+    assert leases.handle(Ask(1)) == []
+    assert leases.handle(Commit(0, worker=0)) == [Fence(1, 1)]
+
+
 def test_a_fixed_portion_is_of_one_worker() -> None:
     leases = Leases(portions=2, until=2, fixed=True)
     assert told(leases, Ask(1), Commit(1), Ask(1), Commit(3), Ask(1)) == [Grant(1, 1, 0, 1), Grant(1, 3, 1, 1)]

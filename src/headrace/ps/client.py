@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, sleep
 
 import torch
 from torch import Tensor
 
 from headrace.comm.port import Link
-from headrace.errors import ServerRefused
+from headrace.errors import PeerLost, ServerRefused
 from headrace.ps.form import Form
 from headrace.ps.messages import Kind, Message, decode, encode
 from headrace.ps.shard import Reason
@@ -24,6 +25,9 @@ _BUCKET_BYTES = 1 << 20
 
 _SLICE_S = 0.05
 
+_KNOWN_S = 2.0
+"""After this time whoever watches the processes knows which of them has ended."""
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -33,11 +37,14 @@ class Connection:
         link: to it.
         form: of its shards.
         places: this worker's own copy of their parameters, one a shard, in any contiguous shape.
+        rank, host: the server's, as errors call it.
     """
 
     link: Link
     form: Form
     places: Sequence[Tensor]
+    rank: int = 0
+    host: str = "its host"
 
 
 class Client:
@@ -47,6 +54,10 @@ class Client:
     incarnation: greater than that of whoever had this number before.
     check: called about every 50 ms of waiting; raises to end the wait.
     timeout_s: how long a server may take for an answer that depends on no other worker.
+
+    Raises:
+        PeerLost: a server has gone, or gives no answer; by any method.
+        ServerRefused: a server does not deal with this worker; by any method.
     """
 
     def __init__(
@@ -101,8 +112,10 @@ class Client:
             for server, own in zip(self._servers, gradients, strict=True):
                 if index < len(server.buckets):
                     server.push(kind, server.buckets[index], own, Message(kind, 0, finite, lease, weight, share))
-        reasons = [server.finish() for server in self._servers]
-        return next((reason for reason in reasons if reason), None)
+        reason: Reason | None = None
+        for server in self._servers:
+            reason = _graver(reason, server.finish())
+        return reason
 
     def ask(self, server: int, message: Message, blob: bytes = b"") -> bytes:
         """Asks one server for something that is no push or pull, and returns what came with its answer."""
@@ -110,7 +123,7 @@ class Client:
 
     def tell(self, message: Message) -> None:
         """Sends the first server, which gives out the data, something that it answers later, if at all."""
-        self._servers[0].link.send(encode(message))
+        self._servers[0].send(encode(message))
 
     def lease(self) -> Message:
         """Waits for the first server's next word about data: a grant or a fence."""
@@ -134,6 +147,7 @@ class _Server:
         self.buckets = _buckets(self.form)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
         self._versions = [-1] * len(self.form)
+        self._connection = connection
         self._check = check
         self._timeout_s = timeout_s
         self._pending = 0
@@ -152,13 +166,13 @@ class _Server:
                 present.append(shard)
         versions = tuple(self._versions[s] if gradients[s] is not None else ~self._versions[s] for s in shards)
         message = Message(kind, shards.start, head.flag, head.lease, head.weight, head.share, versions)
-        self.link.send(encode(message), present)
+        self.send(encode(message), present)
         self._pending += 1
 
     def request(self, kind: Kind, shards: range) -> None:
         """Asks for the parameters of some shards."""
         versions = tuple(max(0, self._versions[shard]) if self._versions[shard] >= 0 else -1 for shard in shards)
-        self.link.send(encode(Message(kind, shards.start, 1, numbers=versions)))
+        self.send(encode(Message(kind, shards.start, 1, numbers=versions)))
         self._pending += 1
 
     def finish(self) -> Reason | None:
@@ -170,29 +184,54 @@ class _Server:
                 raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
             self._pending -= 1
             if message.flag:
-                self._reason = self._reason or Reason(message.flag)
+                self._reason = _graver(self._reason, Reason(message.flag))
             self._fetch(message)
         reason, self._reason = self._reason, None
         return reason
 
     def ask(self, message: Message, blob: bytes = b"") -> memoryview:
         """Sends a message that is about no shards' content, and waits for its answer; returns the blob."""
-        self.link.send(encode(message), blob=blob)
+        self.send(encode(message), blob=blob)
         answer, returned = self._next(monotonic() + self._timeout_s)
         if answer.kind != Kind.DONE:
             raise ServerRefused(f"the server answered {answer.kind.name} to {message.kind.name}")
         return returned
 
+    def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+        """Sends a message."""
+        try:
+            self.link.send(message, slots, blob)
+        except (ConnectionError, TimeoutError) as error:
+            raise self._lost(error) from error
+
     def lease(self) -> Message:
         """Waits for a word about data."""
         while not self._leases:
-            received = self.link.receive(_SLICE_S)
+            received = self._receive()
             if received is None:
                 # Others may compute for as long as they like; that they live is seen elsewhere.
                 self._check()
             elif not self._is_lease(decode(received[0])):
                 raise ServerRefused("the server answered a question that was not asked")
         return self._leases.popleft()
+
+    def _receive(self) -> tuple[bytes, memoryview] | None:
+        try:
+            return _heard(self.link.receive(_SLICE_S))
+        except (ConnectionError, TimeoutError) as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> PeerLost:
+        """Returns what to raise where the link has ended, unless somebody knows better."""
+        with suppress(ConnectionError, TimeoutError):
+            # The server may have said why, before it went.
+            while _heard(self.link.receive(0.0)) is not None:
+                continue
+        deadline = monotonic() + _KNOWN_S
+        while monotonic() < deadline:
+            self._check()
+            sleep(_SLICE_S / 10)
+        return PeerLost(self._connection.rank, self._connection.host, f"the link to it has ended ({error})")
 
     def _is_lease(self, message: Message) -> bool:
         if message.kind in (Kind.GRANT, Kind.FENCE):
@@ -202,22 +241,33 @@ class _Server:
 
     def _next(self, deadline: float) -> tuple[Message, memoryview]:
         while True:
-            received = self.link.receive(_SLICE_S)
+            received = self._receive()
             if received is not None:
                 message = decode(received[0])
-                if message.kind == Kind.ERROR:
-                    raise ServerRefused(bytes(received[1]).decode(errors="replace"))
                 if not self._is_lease(message):
                     return message, received[1]
                 continue
             self._check()
             if monotonic() > deadline:
-                raise TimeoutError(f"a server has not answered for {self._timeout_s:.0f} s")
+                cause = f"has not answered for {self._timeout_s:.0f} s"
+                raise PeerLost(self._connection.rank, self._connection.host, cause)
 
     def _fetch(self, message: Message) -> None:
         for shard, version in enumerate(message.numbers, message.first):
             if version != self._versions[shard]:
                 self._versions[shard] = self.link.fetch(shard, self._places[shard])
+
+
+def _heard(received: tuple[bytes, memoryview] | None) -> tuple[bytes, memoryview] | None:
+    """Returns what was received, if it is no refusal."""
+    if received is not None and decode(received[0]).kind == Kind.ERROR:
+        raise ServerRefused(bytes(received[1]).decode(errors="replace"))
+    return received
+
+
+def _graver(one: Reason | None, other: Reason | None) -> Reason | None:
+    """Returns what two refusals come to: a gradient that is late anywhere comes again everywhere."""
+    return Reason.LATE if Reason.LATE in (one, other) else one or other
 
 
 def _buckets(form: Form) -> list[range]:

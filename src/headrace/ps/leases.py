@@ -27,16 +27,18 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every shard has the push of a lease."""
+    """Every shard has the push of a lease; only who holds the lease can say so (-1 for whoever it is)."""
 
     lease: int
+    worker: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The push of a lease was refused; its portion is free again."""
+    """The push of a lease was refused; its portion is free again, if it is who holds it that says so."""
 
     lease: int
+    worker: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +129,11 @@ class Leases:
             self._lost.discard(event.worker)
             if event.worker not in self._asking:
                 self._asking.append(event.worker)
-        elif isinstance(event, Commit):
-            self._held.pop(event.lease, None)
-        elif isinstance(event, Return):
-            self._release([event.lease])
+        elif isinstance(event, Commit | Return):
+            if event.worker in (-1, self._held.get(event.lease)):
+                if isinstance(event, Return):
+                    self._release([event.lease])
+                self._held.pop(event.lease, None)
         elif isinstance(event, Lost):
             self._release([lease for lease, worker in self._held.items() if worker == event.worker])
             self._asking = [worker for worker in self._asking if worker != event.worker]

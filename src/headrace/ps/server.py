@@ -9,6 +9,7 @@ A request is about a range of shards and gets one answer, when all of them have 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -66,6 +67,18 @@ class _Request:
     unpulled: set[int]
     refused: Reason | None = None
     came: float = field(default_factory=perf_counter)
+
+
+class _StepFailed(Exception):
+    """The job's optimizer has raised, which is no worker's fault.
+
+    Args:
+        error: what it has raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Server:
@@ -132,6 +145,13 @@ class Server:
         mail = self._port.receive(timeout_s)
         began = perf_counter()
         self.tally.queued(len(mail))
+        try:
+            self._deal_with(mail)
+        except _StepFailed as failed:
+            raise failed.error from None
+        self.tally.busy_s += perf_counter() - began
+
+    def _deal_with(self, mail: Sequence[Mail]) -> None:
         for each in mail:
             try:
                 self._deal(each)
@@ -140,7 +160,6 @@ class Server:
                 self._port.send(each.peer, encode(Message(Kind.ERROR)), blob=str(error).encode())
                 self._forget(each.peer)
                 self._port.drop(each.peer)
-        self.tally.busy_s += perf_counter() - began
 
     def _deal(self, mail: Mail) -> None:
         if not mail.message:
@@ -196,6 +215,10 @@ class Server:
         shards = range(message.first, message.first + len(message.numbers))
         if not shards or shards.stop > len(self._machines):
             raise ValueError(f"shards {shards.start} to {shards.stop} of the {len(self._machines)} that are here")
+        if not (
+            math.isfinite(message.weight) and math.isfinite(message.share) and min(message.weight, message.share) >= 0
+        ):
+            raise ValueError(f"a push of weight {message.weight} and share {message.share}")
         if any((worker, shard) in self._open for shard in shards):
             raise ValueError(f"worker {worker} asks again before it is answered")
         pushes, pulls = message.kind != Kind.PULL, message.kind != Kind.PUSH
@@ -263,7 +286,10 @@ class Server:
     ) -> None:
         began = perf_counter()
         with self._port.changing(shards):
-            self._applier.apply(gradients, shards, worker, share, staleness)
+            try:
+                self._applier.apply(gradients, shards, worker, share, staleness)
+            except Exception as error:
+                raise _StepFailed(error) from error
             for shard in shards:
                 self._port.show(shard, self._machines[shard].version)
         self.tally.stepped(shards, worker, staleness, perf_counter() - began)
@@ -278,7 +304,9 @@ class Server:
         else:
             request.unpushed.discard(shard)
         if isinstance(action, Refuse):
-            request.refused = request.refused or action.reason
+            # What comes too late anywhere comes again everywhere; a shard that has it already says so then.
+            if request.refused is None or action.reason == Reason.LATE:
+                request.refused = action.reason
             if action.lease >= 0:
                 self.tally.refused(action.reason.name.lower())
         if not request.unpushed and not request.unpulled:
@@ -315,7 +343,7 @@ class Server:
         else:
             if message.lease >= 0:
                 # It comes with the news of what became of the lease before.
-                answers = self._leases.handle((Return if message.flag else Commit)(message.lease))
+                answers = self._leases.handle((Return if message.flag else Commit)(message.lease, worker))
             answers += self._leases.handle(Ask(worker))
         self._send_leases(answers)
 
