@@ -108,6 +108,19 @@ class Leased:
         """Asks for a fence soon."""
         self._portions.halt()
 
+    def require_fence(self, rank: int, done: int) -> None:
+        """Refuses to end a loop elsewhere, because the others would wait for this worker's portions.
+
+        Raises:
+            UsageError: this worker is at no fence.
+        """
+        if self.fence < 0:
+            raise UsageError(
+                f"the loop on rank {rank} ended after {done} rounds, and this worker's portions of the data are not "
+                "done; go on to the end of worker.batches(), break where worker.evaluation_due on every worker, or "
+                "make the job shorter (steps=...)"
+            )
+
     def leave_fence(self) -> None:
         """Goes on, when all that was to be done here is done."""
         done, self.fence, self._asked, self._stepped = self.fence, -1, False, False

@@ -61,6 +61,7 @@ def work(
     """
     journal = Journal(order.run_dir, rank, order.started)
     worker: Worker | None = None
+    replica: Replica | None = None
     try:
         role = order.plan.roles[rank]
         stored = _stored(order.resume) if order.resume else None
@@ -78,6 +79,7 @@ def work(
             del stored
         journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
         (order.train or train)(worker)
+        worker.leave()
         _end_together(page, rank, worker.round + 1, host)
         worker.finish()
         if rank == 0:
@@ -98,6 +100,8 @@ def work(
         journal.write(Failed(rank, journal.now(), step, cause, shown, code))
         raise
     finally:
+        if replica is not None and replica.portions:
+            replica.portions.close()
         journal.close()
 
 
@@ -105,7 +109,8 @@ def _part(replica: Replica, rank: int, host: SharedCollective) -> None:
     if replica.portions:
         # Whoever still asks must be answered.
         host.barrier()
-        replica.portions.close(leads=rank == 0)
+        if rank == 0:
+            replica.portions.end()
 
 
 def _end_together(page: ControlPage, rank: int, rounds: int, host: SharedCollective) -> None:

@@ -110,6 +110,7 @@ class Worker:
         self._leased = Leased(order, portions, loader, host) if portions else None
         self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back)
         self._halted = False
+        self._open = self._leased is not None
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
@@ -172,10 +173,10 @@ class Worker:
             self._journal.flush()
 
     def _portions(self, leased: Leased) -> Iterator[Any]:
-        over = self._stopper.over or self.round + 1 >= self.rounds
+        self._open = not self._stopper.over and self.round + 1 < self.rounds
         try:
             # Its own portion may be of the last round while others still do theirs: it is over at a fence.
-            while not over:
+            while self._open:
                 began = perf_counter()
                 item = leased.next()
                 if item is not None:
@@ -187,8 +188,8 @@ class Worker:
                 if self._come_to_fence():
                     if self._saver.wanted(self.round + 1) and not self._is_last():
                         self._save()
-                    over = self._is_last()
-                    if not over:
+                    self._open = not self._is_last()
+                    if self._open:
                         leased.leave_fence()
         finally:
             self._losses.read()
@@ -287,6 +288,11 @@ class Worker:
             if resume.same:
                 stored.load_buffers(self.model, self.rank, self.world)
                 restore_random_states(stored.random(self.rank), self.device)
+
+    def leave(self) -> None:
+        """Ends the loop; a `UsageError` where it leaves undone what others wait for."""
+        if self._open and self._leased is not None:
+            self._leased.require_fence(self.rank, self.round + 1)
 
     def finish(self) -> None:
         """Saves a last time, and leaves in the model what a trained one is: averaged weights and statistics."""

@@ -14,7 +14,7 @@ from headrace.ps.form import Form, Piece
 
 if TYPE_CHECKING:
     from headrace.spec.model import ModelSpec
-    from headrace.spec.plan import Plan
+    from headrace.spec.plan import Plan, Role
 
 __all__ = ["connect", "form_of", "open_port", "places_of"]
 
@@ -60,10 +60,12 @@ def connect(
     places: Sequence[Sequence[Tensor]],
     worker: int,
     check: Callable[[], None],
+    servers: Sequence[Role],
 ) -> Client:
     """Returns a client of the servers at some addresses."""
     connections = [
-        Connection(_link(address, form), form, own) for address, form, own in zip(addresses, forms, places, strict=True)
+        Connection(_link(address, form), form, own, server.rank, server.host)
+        for address, form, own, server in zip(addresses, forms, places, servers, strict=True)
     ]
     return Client(connections, worker, check=check)
 

@@ -59,8 +59,9 @@ class LeasedPortions(Portions):
     def renew(self) -> None:
         self._client.pull()
 
-    def close(self, leads: bool) -> None:
-        if leads:
-            for server in range(self._servers):
-                self._client.ask(server, Message(Kind.END))
+    def end(self) -> None:
+        for server in range(self._servers):
+            self._client.ask(server, Message(Kind.END))
+
+    def close(self) -> None:
         self._client.close()

@@ -80,5 +80,9 @@ class Portions(ABC):
         """Brings this worker's parameters up to date, where all meet."""
 
     @abstractmethod
-    def close(self, leads: bool) -> None:
-        """Lets go of whoever leases, when the run is over; one of the workers leads, and ends them."""
+    def end(self) -> None:
+        """Ends whoever leases, when the run is over; one of the workers does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of them."""

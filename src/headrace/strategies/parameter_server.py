@@ -159,7 +159,8 @@ class ParameterServer(Strategy):
         broadcast(parts.module, parts.host)
         forms = [form_of(plan, parts.model, server) for server in plan.servers]
         places = [places_of(form, parts.module) for form in forms]
-        client = connect(parts.addresses(), forms, places, rank, parts.host.check)
+        servers = [plan.roles[server] for server in plan.servers]
+        client = connect(parts.addresses(), forms, places, rank, parts.host.check, servers)
         portions = LeasedPortions(client, len(forms), len(plan.shares))
         held = HeldGradients(forms, parts.model)
         exchange = PushPull(client, forms, portions, held, parts)
