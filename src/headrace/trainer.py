@@ -194,11 +194,11 @@ def _going(wish: _Wish) -> Going:
 def _checkpoints(job: Job, strategy: Strategy, wish: _Wish) -> Checkpoints | None:
     wanted = wish.checkpoints
     if wanted is None:
-        wanted = wish.run_dir is not None and strategy.synchronous
+        wanted = wish.run_dir is not None and strategy.one_model
     chosen = (Checkpoints() if wanted else None) if isinstance(wanted, bool) else wanted
     if chosen is not None and not isinstance(chosen, Checkpoints):
         raise UsageError(f"checkpoints must be hr.Checkpoints(...), True or False, got {wanted!r:.60}")
-    if chosen and not strategy.synchronous:
+    if chosen and not strategy.one_model:
         raise UsageError(f"{strategy.name} trains several models, so there is no one state to save; checkpoints=False")
     if job.options.on_nonfinite == "rollback" and chosen is None:
         raise UsageError(

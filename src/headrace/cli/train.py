@@ -98,7 +98,7 @@ def train(
                     on_event=on_event,
                     timeout_s=timeout_s,
                     engine=engine,
-                    checkpoints=(checkpoints or False) if chosen.synchronous else None,
+                    checkpoints=(checkpoints or False) if chosen.one_model else None,
                     resume=going,
                     reset_optimizer=reset_optimizer,
                 )

@@ -141,10 +141,12 @@ class Strategy(ABC):
     Attributes:
         name: how the command line and `hr.fit` call it.
         synchronous: whether N workers give what one device gives on the same global batch.
+        one_model: whether all workers train one model, so that there is one state to save.
     """
 
     name: ClassVar[str]
     synchronous: ClassVar[bool]
+    one_model: ClassVar[bool] = True
 
     @abstractmethod
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:

@@ -35,6 +35,7 @@ class Unconnected(Strategy):
 
     name = "unconnected"
     synchronous = False
+    one_model = False
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
