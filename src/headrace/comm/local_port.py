@@ -19,6 +19,7 @@ import secrets
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
@@ -33,8 +34,12 @@ __all__ = ["LocalLink", "LocalPort"]
 
 _CREDENTIALS = struct.Struct("3i")
 _HELLO_S = 30.0
+_STALL_S = 60.0
 _NAP_S = 30e-6
 _BLOB_BYTES = 1 << 32
+_OWED_BYTES = 1 << 26
+"""Messages and blobs that a link may leave unread, besides what the kernel holds."""
+
 _NOTHING = memoryview(b"")
 
 
@@ -63,6 +68,8 @@ class LocalPort(Port):
         self._poll.register(self._listener, select.EPOLLIN)
         self._next = 0
         self._gone: list[int] = []
+        self._unsent: dict[int, deque[tuple[bytes, bytes]]] = {}
+        self._owed: dict[int, int] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._peers: dict[int, int] = {}
         self._pushed: dict[int, Tensor] = {}
@@ -93,8 +100,12 @@ class LocalPort(Port):
         while self._gone:
             self.drop(self._gone.pop())
         mail: list[Mail] = []
-        for descriptor, _ in self._poll.poll(timeout_s):
+        for descriptor, events in self._poll.poll(timeout_s):
             peer = self._peers.get(descriptor)
+            if peer is not None and events & select.EPOLLOUT:
+                self._flush(peer)
+            if events == select.EPOLLOUT:
+                continue
             if peer is None:
                 self._accept()
             elif peer in self._segments:
@@ -113,17 +124,18 @@ class LocalPort(Port):
         return self._layout.pulled.of(self._replied[peer], slot)
 
     def send(self, peer: int, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        connection = self._sockets.get(peer)
-        if connection is None:
+        if peer not in self._sockets:
             return
         lengths = self._layout.pulled.lengths
         self.moved_bytes += sum(lengths[slot] for slot in slots)
-        try:
-            _send(connection, message, blob)
-        except OSError:
-            # It is gone, or has not read for hundreds of messages. The next `receive` tells.
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        unsent = self._unsent.setdefault(peer, deque())
+        unsent.append((message, blob))
+        self._owed[peer] = self._owed.get(peer, 0) + len(message) + len(blob)
+        if len(unsent) == 1:
+            self._flush(peer)
+        elif self._owed[peer] > _OWED_BYTES:
+            # It asks and does not read.
+            self._break(peer)
 
     def drop(self, peer: int) -> None:
         connection = self._sockets.pop(peer, None)
@@ -132,6 +144,8 @@ class LocalPort(Port):
         self._poll.unregister(connection)
         del self._peers[connection.fileno()]
         connection.close()
+        self._unsent.pop(peer, None)
+        self._owed.pop(peer, None)
         self._pushed.pop(peer, None)
         self._replied.pop(peer, None)
         for segment in self._segments.pop(peer, ()):
@@ -143,6 +157,26 @@ class LocalPort(Port):
         self._poll.close()
         self._listener.close()
         self._shared.close()
+
+    def _flush(self, peer: int) -> None:
+        """Sends what a link has room for; the rest when it has read."""
+        connection, unsent = self._sockets[peer], self._unsent[peer]
+        try:
+            while unsent:
+                _send(connection, *unsent[0])
+                self._owed[peer] -= sum(map(len, unsent.popleft()))
+        except BlockingIOError:
+            self._poll.modify(connection, select.EPOLLIN | select.EPOLLOUT)
+        except OSError:
+            self._break(peer)
+        else:
+            self._poll.modify(connection, select.EPOLLIN)
+
+    def _break(self, peer: int) -> None:
+        """Ends a connection; the next `receive` tells."""
+        self._unsent[peer].clear()
+        with suppress(OSError):
+            self._sockets[peer].shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -232,23 +266,34 @@ class LocalLink(Link):
         self._shared = Segment.received(descriptors[0], head + parameters.nbytes, writable=False)
         self._words = self._shared.memory[: 8 * len(parameters)].cast("q")
         self._region = self._shared.tensor(start=head)
+        self._socket.setblocking(False)
         self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
+        self._arrived: deque[tuple[bytes, memoryview]] = deque()
 
     def push_slot(self, slot: int) -> Tensor:
         return self._layout.pushes.of(self._regions[0], slot)
 
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
         self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in slots)
-        _send(self._socket, message, blob)
+        deadline = monotonic() + _STALL_S
+        while True:
+            try:
+                _send(self._socket, message, blob)
+                return
+            except BlockingIOError:
+                self._poll.register(self._socket, select.POLLIN | select.POLLOUT)
+            # Takes in what comes meanwhile, or two who send would wait for each other.
+            for _, events in self._poll.poll(1000):
+                if events & select.POLLIN:
+                    self._arrived.append(self._receive())
+            if monotonic() > deadline:
+                raise TimeoutError(f"the server has taken nothing for {_STALL_S:.0f} s")
 
     def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
-        if not self._poll.poll(timeout_s * 1000):
-            return None
-        message, descriptors = _receive_descriptors(self._socket, 1)
-        if not message:
-            raise ConnectionResetError("the server has gone")
-        return message, _read_blob(descriptors)
+        if self._arrived:
+            return self._arrived.popleft()
+        self._poll.register(self._socket, select.POLLIN)
+        return self._receive() if self._poll.poll(timeout_s * 1000) else None
 
     def fetch(self, slot: int, into: Tensor) -> int:
         words, source = self._words, self._layout.parameters.of(self._region, slot)
@@ -273,6 +318,12 @@ class LocalLink(Link):
     def close(self) -> None:
         self._free()
         self._shared.close()
+
+    def _receive(self) -> tuple[bytes, memoryview]:
+        message, descriptors = _receive_descriptors(self._socket, 1)
+        if not message:
+            raise ConnectionResetError("the server has gone")
+        return message, _read_blob(descriptors)
 
     def _free(self) -> None:
         self._socket.close()

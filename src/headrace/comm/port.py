@@ -91,7 +91,7 @@ class Layout:
     def hello(self) -> bytes:
         """Returns what a link tells the port of it."""
         every = (self.parameters, self.pushes, self.replies or Slots(()))
-        return _HELLO.pack(_MAGIC, *(number for slots in every for number in (len(slots), slots.nbytes)))
+        return _HELLO.pack(_MAGIC, *(number for slots in every for number in (len(slots), sum(slots.lengths))))
 
     def compare(self, hello: bytes) -> None:
         """Raises:

@@ -111,7 +111,7 @@ class RemoteLink(Link):
         return self._pulled[slot][1]
 
     def close(self) -> None:
-        self._free(_FAREWELL_MS)
+        self._free(0 if self._end else _FAREWELL_MS)
 
     def _free(self, linger_ms: int) -> None:
         if not self._context.closed:
@@ -126,8 +126,10 @@ class RemoteLink(Link):
 
     def _await_welcome(self) -> None:
         deadline = monotonic() + _HELLO_S
-        while not self._welcome:
+        while True:
             self._read()
+            if self._welcome:
+                return
             left = deadline - monotonic()
             if self._end or left <= 0:
                 raise ConnectionRefusedError(
@@ -139,14 +141,14 @@ class RemoteLink(Link):
         """Sends a letter; takes in what comes while there is no room, or two who send would wait for each other."""
         deadline = monotonic() + _STALL_S
         while True:
+            if self._end:
+                raise ConnectionResetError(f"the server at {self._address} is lost: {self._end}")
             try:
                 self._socket.send_multipart(parts, zmq.NOBLOCK)
                 return
             except zmq.Again:
                 self._read()
             left = deadline - monotonic()
-            if self._end:
-                raise ConnectionResetError(f"the server at {self._address} is lost: {self._end}")
             if left <= 0:
                 raise TimeoutError(f"the server at {self._address} has taken nothing for {_STALL_S:.0f} s")
             self._wait(left, zmq.POLLIN | zmq.POLLOUT)

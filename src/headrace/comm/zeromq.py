@@ -29,6 +29,7 @@ _BEAT_MS, _SILENCE_MS = 5_000, 20_000
 """A host that says nothing for so long is gone, though nobody has said so."""
 
 _HANDSHAKE_MS = 30_000
+_NEVER_MS = 24 * 3_600_000
 _watches = count()
 
 
@@ -80,8 +81,9 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], sort: int) -> zmq.Socke
     made.maxmsgsize = PIECE_BYTES + (1 << 16)
     made.handshake_ivl = made.connect_timeout = _HANDSHAKE_MS
     made.heartbeat_ivl, made.heartbeat_timeout = _BEAT_MS, _SILENCE_MS
-    # A connection that was lost has lost letters: it must not come again by itself.
-    made.reconnect_ivl = -1
+    # A connection that was lost has lost letters: its link has ended long before another would come. Without one at
+    # all ZeroMQ would throw away what has come and is not read yet.
+    made.reconnect_ivl = _NEVER_MS
     return made
 
 
