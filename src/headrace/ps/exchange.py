@@ -1,0 +1,129 @@
+"""What every strategy with servers exchanges alike: its state, its averages, what a worker thinks of its gradient."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from headrace.comm.collective import SharedCollective
+from headrace.comm.in_process import InProcess, Meeting
+from headrace.ps.client import Client
+from headrace.ps.form import Form
+from headrace.ps.held import HeldGradients
+from headrace.ps.messages import Kind, Message
+from headrace.replica.conditioning import Conditioner, Verdict
+from headrace.replica.exchange import Exchange, StatePiece
+from headrace.replica.loss_scale import LossScale
+from headrace.replica.update import PARAMETER
+from headrace.spec.options import Options
+
+__all__ = ["ServedExchange"]
+
+
+class ServedExchange(Exchange):
+    """An exchange with servers, which own the optimizer.
+
+    Args:
+        client: of this worker.
+        forms: the servers' shards.
+        held: this worker's gradients.
+        host: the workers.
+        options: the job's.
+        scale: of the loss, None for none.
+        device: where the gradients come from.
+
+    Attributes:
+        client, held: see there.
+        parameter_bytes: of this worker's copy.
+    """
+
+    parameter_bytes: int
+
+    def __init__(
+        self,
+        client: Client,
+        forms: Sequence[Form],
+        held: HeldGradients,
+        host: SharedCollective,
+        options: Options,
+        scale: LossScale | None,
+        device: torch.device,
+    ) -> None:
+        self.client = client
+        self.held = held
+        self._forms = forms
+        self._host = host
+        self._options = options
+        # A worker alone sees what it has computed. Only to look: clipping is that of one device.
+        looking = replace(options, clip_norm=None, clip_value=None)
+        self._conditioner = Conditioner(looking, InProcess(Meeting(1), 0), scale, immediate=device.type == "cpu")
+
+    def judge(self, finite: bool) -> Verdict:
+        """Looks at this worker's gradient, and clips it."""
+        present = self.held.present
+        verdict = self._conditioner.condition(present, present, finite)
+        if verdict.apply:
+            self.held.clip(self._options.clip_value, self._options.clip_norm)
+        return verdict
+
+    def update(self, round_: int) -> None:
+        """The servers have, when they answered the push."""
+
+    def skip(self, round_: int) -> None:
+        """The servers have left it out."""
+
+    def swap_average(self) -> None:
+        self._host.barrier()
+        if self._host.rank == 0:
+            for server in range(len(self._forms)):
+                self.client.ask(server, Message(Kind.SWAP))
+        self._host.barrier()
+        self.client.pull()
+
+    def state(self) -> tuple[StatePiece, ...]:
+        pieces: list[StatePiece] = []
+        for server in self._own():
+            for shard in range(len(self._forms[server])):
+                blob = self.client.ask(server, Message(Kind.STATE, shard, 1))
+                pieces += [StatePiece.parse(name, value) for name, value in load(blob).items()]
+        return tuple(pieces)
+
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = json.loads(self.client.ask(0, Message(Kind.STATE)))
+        return settings
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        by_parameter: dict[str, list[StatePiece]] = {}
+        for state in pieces:
+            by_parameter.setdefault(state.parameter, []).append(state)
+        self._host.barrier()
+        for server in self._own():
+            said = "" if settings is None else json.dumps(settings)
+            # First, because it forgets what state there was.
+            self.client.ask(server, Message(Kind.LOAD), said.encode())
+            for shard, piece in enumerate(self._forms[server].pieces):
+                own = by_parameter.get(piece.parameter, ())
+                blob = save({each.name: each.value.contiguous() for each in own})
+                self.client.ask(server, Message(Kind.LOAD, shard, 1), blob)
+        self._host.barrier()
+        self.client.pull()
+
+    def give(self, places: Sequence[Sequence[Tensor]]) -> None:
+        """Gives the servers this worker's parameters to begin with."""
+        for server, (form, own) in enumerate(zip(self._forms, places, strict=True)):
+            for shard, (piece, value) in enumerate(zip(form.pieces, own, strict=True)):
+                state = StatePiece(piece.parameter, PARAMETER, piece.start, value)
+                self.client.ask(server, Message(Kind.LOAD, shard, 1), save({state.name: value.cpu()}))
+
+    def memory(self) -> tuple[int, int]:
+        return self.parameter_bytes, 0
+
+    def _own(self) -> range:
+        """The servers whose state this worker brings into a checkpoint and back."""
+        return range(self._host.rank, len(self._forms), self._host.world)

@@ -1,0 +1,62 @@
+"""A worker's gradients on their way to the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from headrace.ps.form import Form
+from headrace.spec.model import ModelSpec
+
+__all__ = ["HeldGradients"]
+
+
+class HeldGradients:
+    """What a backward pass brought, as the servers' shards of it.
+
+    Args:
+        forms: by server.
+        model: whose trainable parameters come in this order.
+    """
+
+    def __init__(self, forms: Sequence[Form], model: ModelSpec) -> None:
+        self._forms = forms
+        self._index = {parameter.name: index for index, parameter in enumerate(model.trainable)}
+        self._gradients: list[Tensor | None] = [None] * len(self._index)
+
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        self._gradients = list(gradients)
+
+    def store_nothing(self) -> None:
+        self._gradients = [None] * len(self._index)
+
+    @property
+    def present(self) -> list[Tensor]:
+        """The gradients that there are."""
+        return [gradient for gradient in self._gradients if gradient is not None]
+
+    def clip(self, value: float | None, norm: float | None) -> None:
+        """Clips elements, then the norm of all, as torch does, bit for bit; None leaves them."""
+        clipped = self.present
+        if not clipped or (value is None and norm is None):
+            return
+        # Into other memory: autograd may give one tensor as the gradient of two parameters.
+        if value is not None:
+            clipped = list(torch._foreach_clamp_max(torch._foreach_clamp_min(clipped, -value), value))
+        if norm is not None:
+            coefficient = torch.clamp(norm / (nn.utils.get_total_norm(clipped) + 1e-6), max=1.0)
+            clipped = list(torch._foreach_mul(clipped, coefficient))
+        left = iter(clipped)
+        self._gradients = [None if gradient is None else next(left) for gradient in self._gradients]
+
+    def by_shard(self) -> list[list[Tensor | None]]:
+        """Returns the gradients by server and shard; None where the loss does not depend on the parameter."""
+        flat = [None if gradient is None else gradient.reshape(-1) for gradient in self._gradients]
+        return [[self._cut(flat[self._index[piece.parameter]], form, shard) for shard, piece in enumerate(form.pieces)]
+                for form in self._forms]  # fmt: skip
+
+    def _cut(self, flat: Tensor | None, form: Form, shard: int) -> Tensor | None:
+        piece = form.pieces[shard]
+        return None if flat is None else flat[piece.start : piece.start + piece.elements].view(piece.shape)

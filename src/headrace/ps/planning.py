@@ -1,0 +1,82 @@
+"""What strategies with servers decide alike: who serves, who holds which shard, what a round costs."""
+
+from __future__ import annotations
+
+from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.policies import PLACEMENTS
+from headrace.policies.placement import place
+from headrace.policies.roles import require_memory, worker_and_server_roles
+from headrace.policies.sharding import parse_sharding
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import Op, Plan, Role, Segment
+
+__all__ = ["check_seats", "check_served", "seats", "served_ops"]
+
+
+def check_served(options: Options) -> None:
+    """Refuses options that cannot be had where workers do not go in step.
+
+    Raises:
+        UsageError: with the remedy.
+    """
+    if options.on_nonfinite == "rollback":
+        raise UsageError(
+            "on_nonfinite='rollback' brings all workers back together, and those of a parameter server are never "
+            "at the same round; use 'skip', which drops the one gradient, or 'raise'"
+        )
+    if options.batch_norm == "sync":
+        raise UsageError(
+            "batch_norm='sync' makes workers meet in every layer, and those of a parameter server do not wait for "
+            "each other; use batch_norm='local', or mirrored"
+        )
+
+
+def check_seats(sharding: str, placement: str) -> None:
+    """Raises:
+    UsageError: there is no such sharding or placement.
+    """
+    parse_sharding(sharding)
+    if placement not in PLACEMENTS:
+        raise UnknownName("placement", placement, PLACEMENTS)
+
+
+def seats(
+    strategy: str, workers: int | None, servers: int, sharding: str, placement: str, model: ModelSpec, cluster: Cluster
+) -> tuple[tuple[Role, ...], tuple[Segment, ...]]:
+    """Says who works, who serves, and which server has which shard.
+
+    Raises:
+        InfeasiblePlan: with the numbers.
+    """
+    roles = worker_and_server_roles(strategy, workers, servers, cluster)
+    count = len(roles) - servers
+    # Each worker: its copy, what autograd makes, what it shares; the servers: parameters.
+    require_memory(strategy, (3 * count + 1) * model.trainable_bytes, cluster)
+    if sharding != "whole" and not model.sliceable:
+        raise InfeasiblePlan(
+            f"sharding={sharding!r} cuts parameters, and the job's optimizer needs whole ones (as Muon does); "
+            "use sharding='whole'"
+        )
+    pieces = parse_sharding(sharding)(model.parameters)
+    return roles, place(pieces, range(count, len(roles)), PLACEMENTS[placement])
+
+
+def served_ops(plan: Plan) -> tuple[Op, ...]:
+    """One round of all workers: they do not wait for each other, servers take one push after the other."""
+    ops: list[Op] = []
+    held = {rank: 0 for rank in plan.servers}
+    for segment in plan.segments:
+        held[segment.owner] += segment.stop - segment.start
+    total = sum(held.values())
+    for role in plan.roles[: plan.workers]:
+        ops.append(Op(f"compute@{role.rank}", "compute", role.rank, f"worker-{role.rank}"))
+        for server, elements in held.items():
+            nbytes = plan.gradient_bytes * elements // total
+            push, apply = f"push@{role.rank}-{server}", f"update@{role.rank}-{server}"
+            memory = f"{role.host}-memory"
+            ops.append(Op(push, "exchange", role.rank, memory, nbytes, (f"compute@{role.rank}",)))
+            ops.append(Op(apply, "update", server, f"server-{server}", nbytes, (push,)))
+            ops.append(Op(f"pull@{role.rank}-{server}", "exchange", role.rank, memory, nbytes, (apply,)))
+    return tuple(ops)
