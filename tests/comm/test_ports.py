@@ -102,6 +102,7 @@ def test_a_link_may_send_much_before_it_reads(small: Pair) -> None:
     answering.join()
 
 
+@pytest.mark.slow
 def test_every_slot_goes_both_ways_whatever_its_length(way: str) -> None:
     pair = Pair(way, Slots(LENGTHS), Slots(LENGTHS))
     link = pair.link()
@@ -199,7 +200,7 @@ def test_no_read_is_torn(way: str) -> None:
                     place = torch.empty(length, dtype=torch.uint8)
                     version = link.fetch(slot, place)
                     values = place.view(torch.int64)
-                    assert values.min() == values.max() == version > seen[slot]
+                    assert values.min() == values.max() == version >= seen[slot]
                     seen[slot] = version
         except BaseException as error:
             errors.append(error)

@@ -67,6 +67,11 @@ class _Peer:
     owed: int = 0
     until: float | None = None
 
+    def forget(self) -> None:
+        """Lets go of what cannot be sent any more."""
+        self.letters.clear()
+        self.owed = 0
+
 
 class RemotePort(Port):
     """It belongs to one thread: what it sends is copied in `send` and `receive`, never while anybody writes to it.
@@ -182,7 +187,7 @@ class RemotePort(Port):
         self._write(to, cut(message, [(slot, lengths[slot]) for slot in slots], take, blob), len(message) + len(blob))
         if len(to.letters) > 1 and to.owed > _OWED_BYTES:
             # It asks and does not read.
-            to.letters.clear()
+            to.forget()
             self._cut_off(to.line)
 
     def drop(self, peer: int) -> None:
@@ -225,7 +230,7 @@ class RemotePort(Port):
                 continue
             line = (descriptor, self._lines.pop(descriptor, -1))
             for peer in [peer for peer in self._peers.values() if peer.line == line]:
-                peer.letters.clear()
+                peer.forget()
                 if peer.until is None:
                     self._ended.append(peer)
                 else:
@@ -334,7 +339,7 @@ class RemotePort(Port):
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 # Its end is about to be told.
-                peer.letters.clear()
+                peer.forget()
                 return
             parts = next(letters)
             self._socket.send_multipart(parts)
