@@ -19,9 +19,11 @@ def next_fence(order: Order, rounds_per_epoch: int, done: int) -> int:
     options, job = order.job.options, order.job
     rounds = job.steps or (job.epochs or 0) * rounds_per_epoch
     fences = [rounds]
-    # A loop of one's own may do what it likes after an epoch.
-    if job.eval_data is not None or order.train is not None:
+    if job.eval_data is not None:
         fences.append(_after(done, options.eval_every or rounds_per_epoch))
+    if order.train is not None:
+        # A loop of one's own may do what it likes after an epoch, and when it would evaluate.
+        fences += [_after(done, rounds_per_epoch), _after(done, options.eval_every or rounds_per_epoch)]
     if order.checkpoints and order.checkpoints.every_steps:
         fences.append(_after(done, order.checkpoints.every_steps))
     return min(fences)
@@ -108,17 +110,17 @@ class Leased:
         """Asks for a fence soon."""
         self._portions.halt()
 
-    def require_fence(self, rank: int, done: int) -> None:
-        """Refuses to end a loop elsewhere, because the others would wait for this worker's portions.
+    def require_fence(self, rank: int, what: str, done: int) -> None:
+        """Refuses what a loop may do at a fence alone: elsewhere the others would wait, for portions or for a meeting.
 
         Raises:
             UsageError: this worker is at no fence.
         """
         if self.fence < 0:
             raise UsageError(
-                f"the loop on rank {rank} ended after {done} rounds, and this worker's portions of the data are not "
-                "done; go on to the end of worker.batches(), break where worker.evaluation_due on every worker, or "
-                "make the job shorter (steps=...)"
+                f"the loop on rank {rank} {what} after {done} rounds, where its portions of the data are not done; "
+                "workers that do not go in step meet where worker.evaluation_due or worker.epoch_ended: evaluate and "
+                "break there, on every worker; steps=... makes a job shorter"
             )
 
     def leave_fence(self) -> None:

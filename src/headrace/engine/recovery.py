@@ -29,6 +29,7 @@ class Recovery:
     page: where losses are told.
     journal: of this process.
     roll_back: brings back the last checkpoint.
+    alone: whether this worker finds out for itself, and the others go on.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Recovery:
         page: ControlPage,
         journal: Journal,
         roll_back: Callable[[], None],
+        alone: bool = False,
     ) -> None:
         self._action = action
         self._host = host
         self._page = page
         self._journal = journal
         self._roll_back = roll_back
+        self._alone = alone
         self._row = 0
         self._buffers = list(module.buffers()) if action != "raise" else []
         self._kept: list[Tensor] = []
@@ -71,8 +74,9 @@ class Recovery:
             return
         self._row += 1
         gives_up = self._row > MOST_IN_A_ROW.get(self._action, 0)
-        speaker = verdict.bad_losses[0] if gives_up and verdict.bad_losses else 0
         rank = self._host.rank
+        speaker = verdict.bad_losses[0] if gives_up and verdict.bad_losses else 0
+        speaker = rank if self._alone else speaker
         if rank == speaker:
             action = "raise" if gives_up else self._action
             self._journal.write(NonFinite(rank, self._journal.now(), step, verdict.bad_losses, action))

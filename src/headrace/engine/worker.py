@@ -108,9 +108,11 @@ class Worker:
         self._stopper = Stopper(options.early_stopping)
         portions = replica.portions
         self._leased = Leased(order, portions, loader, host) if portions else None
-        self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back)
+        self._recovery = Recovery(
+            options.on_nonfinite, self.model, host, page, journal, self._roll_back, alone=portions is not None
+        )
         self._halted = False
-        self._open = self._leased is not None
+        self._open = self._leased is not None and self.round + 1 < self.rounds
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
@@ -119,17 +121,19 @@ class Worker:
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether the round just done was the last of its epoch or of the run; not where the run was asked to end."""
+        """Whether the round just done was the last of its epoch or of the run; not where the run was asked to end.
+
+        Where workers do not go in step, that is when all have done all rounds up to it; then this waits for them.
+        """
+        if not self._come_to_fence():
+            return False
         done = self.round + 1
         return done % self._loader.rounds_per_epoch == 0 or done >= self.rounds
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the options want an evaluation after the round just done.
-
-        Where workers do not go in step, that is when all have done all rounds up to it; then this waits for them.
-        """
-        if self._leased is not None and not self._come_to_fence():
+        """Whether the options want an evaluation after the round just done; waits as `epoch_ended` does."""
+        if not self._come_to_fence():
             return False
         every = self._order.job.options.eval_every
         return self.epoch_ended if every is None else (self.round + 1) % every == 0 or self.round + 1 >= self.rounds
@@ -259,6 +263,8 @@ class Worker:
 
         Every worker calls it and gets the same numbers; {} where the job has no evaluation data.
         """
+        if self._leased is not None and self._open:
+            self._leased.require_fence(self.rank, "calls worker.evaluate()", self.round + 1)
         if self._evaluation is None:
             return {}
         began = monotonic()
@@ -292,7 +298,7 @@ class Worker:
     def leave(self) -> None:
         """Ends the loop; a `UsageError` where it leaves undone what others wait for."""
         if self._open and self._leased is not None:
-            self._leased.require_fence(self.rank, self.round + 1)
+            self._leased.require_fence(self.rank, "ended", self.round + 1)
 
     def finish(self) -> None:
         """Saves a last time, and leaves in the model what a trained one is: averaged weights and statistics."""
@@ -360,10 +366,9 @@ class Worker:
         return self.round + 1 >= self.rounds or self._stopper.over or 0 < self._page.stop_after <= self.round + 1
 
     def _come_to_fence(self) -> bool:
-        """Waits for this worker's next portion or the next fence; at a fence, all agree on what is done there."""
+        """Waits for the next portion or fence; there all agree on what is done. Who goes in step always is at one."""
         leased = self._leased
-        assert leased is not None
-        if leased.fence >= 0:
+        if leased is None or not self._open or leased.fence >= 0:
             return True
         if not leased.at_fence():
             return False

@@ -70,7 +70,7 @@ class ServedExchange(Exchange):
         verdict = self._conditioner.condition(present, present, finite)
         if verdict.apply:
             self.held.clip(self._options.clip_value, self._options.clip_norm)
-        return verdict
+        return replace(verdict, bad_losses=(self._host.rank,)) if verdict.bad_losses else verdict
 
     def update(self, round_: int) -> None:
         """The servers have, when they answered the push."""
