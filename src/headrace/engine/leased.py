@@ -51,6 +51,7 @@ class Leased:
         self._loader = loader
         self._host = host
         self._portion: Portion | None = None
+        self._rest = range(0)
         self._stepped = False
         self._asked = False
         self._held = False
@@ -66,12 +67,17 @@ class Leased:
                 "the loop went on without worker.step() or worker.update(); a portion of the data that is not trained "
                 "on would be missing from its epoch"
             )
-        self._ask()
-        self.at_fence()
+        if not self._rest:
+            self._ask()
+            self.at_fence()
+        if self._portion is not None and not self._rest:
+            self._asked = False
+            self._rest = range(self._portion.round, self._portion.round + self._portion.rounds)
         if self._portion is not None:
-            portion, self._portion, self._asked = self._portion, None, False
+            portion, round_, self._rest = self._portion, self._rest[0], self._rest[1:]
+            self._portion = portion if self._rest else None
             self._stepped = self._held = True
-            return portion.round, self._loader.portion(portion.round, portion.part, portion.parts)
+            return round_, self._loader.portion(round_, portion.part, portion.parts)
         if not self._stepped:
             self._stepped = True
             return self.fence - 1, self._loader.nothing(self.fence - 1)
@@ -92,7 +98,8 @@ class Leased:
     def pushed(self) -> None:
         """Asks for the next portion, when the last has been pushed."""
         self._held = False
-        self._ask()
+        if not self._rest:
+            self._ask()
 
     def at_fence(self) -> bool:
         """Waits until this worker has its next portion or has come to a fence; then all have the same parameters."""
@@ -127,8 +134,8 @@ class Leased:
         """Goes on, when all that was to be done here is done."""
         done, self.fence, self._asked, self._stepped = self.fence, -1, False, False
         self._host.barrier()
-        if self._host.rank == 0:
-            self._portions.advance(done, next_fence(self._order, self._loader.rounds_per_epoch, done))
+        until = next_fence(self._order, self._loader.rounds_per_epoch, done)
+        self._portions.advance(done, until, leads=self._host.rank == 0)
 
     def _ask(self) -> None:
         if not self._asked and self.fence < 0:

@@ -23,6 +23,7 @@ from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
 from headrace.engine.evaluation import Evaluation
 from headrace.engine.journal import Journal
+from headrace.engine.leased import next_fence
 from headrace.engine.order import Order, Resumption
 from headrace.engine.snapshot import Stored, making_sense, seed_random
 from headrace.engine.worker import Worker, train
@@ -91,18 +92,21 @@ def work(
     except PeerLost:
         raise
     except BaseException as error:
-        step = max(0, worker.round) if worker else 0
-        cause = f"{type(error).__name__}: {error}"
-        # An error of ours says it all; what user code has raised below it is the user's to see.
-        origin = error.__cause__ if isinstance(error, HeadraceError) else error
-        shown = user_traceback(origin) if origin else ""
-        code = error.exit_code if isinstance(error, HeadraceError) else 1
-        journal.write(Failed(rank, journal.now(), step, cause, shown, code))
+        journal.write(_failed(rank, worker, journal, error))
         raise
     finally:
         if replica is not None and replica.portions:
             replica.portions.close()
         journal.close()
+
+
+def _failed(rank: int, worker: Worker | None, journal: Journal, error: BaseException) -> Failed:
+    step = max(0, worker.round) if worker else 0
+    # An error of ours says it all; what user code has raised below it is the user's to see.
+    origin = error.__cause__ if isinstance(error, HeadraceError) else error
+    shown = user_traceback(origin) if origin else ""
+    code = error.exit_code if isinstance(error, HeadraceError) else 1
+    return Failed(rank, journal.now(), step, f"{type(error).__name__}: {error}", shown, code)
 
 
 def _part(replica: Replica, rank: int, host: SharedCollective) -> None:
@@ -154,6 +158,7 @@ def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module, 
         module.to(role.device)
         connect = (lambda: InProcess(Meeting(1), 0)) if host.world == 1 else _connector(order, role, host.world)
     examples, batch = len(as_pipeline(order.job.data)[0]), order.job.global_batch_size
+    first = order.resume.step if order.resume else 0
     return Parts(
         module=module,
         model=order.model,
@@ -164,6 +169,8 @@ def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module, 
         connect=connect,
         rounds_per_epoch=-(-examples // batch),
         full_batch=min(examples, batch),
+        first=first,
+        until=next_fence(order, -(-examples // batch), first),
         addresses=lambda: tuple(_address(page, server, host) for server in order.plan.servers),
     )
 

@@ -107,7 +107,13 @@ class Applier:
         self._updater = Updater(optimizer, owned, self._pace.options, self._pace.rounds_per_epoch, self._template)
 
     def apply(
-        self, gradients: Sequence[tuple[int, Tensor]], shards: Sequence[int], worker: int, share: float, staleness: int
+        self,
+        gradients: Sequence[tuple[int, Tensor]],
+        shards: Sequence[int],
+        worker: int,
+        share: float,
+        staleness: int,
+        steps: int = 1,
     ) -> None:
         """Makes one step of some shards.
 
@@ -117,6 +123,7 @@ class Applier:
             worker: whose gradient it is; -1 where it is a round's mean.
             share: of a round that it stands for.
             staleness: updates that it is behind.
+            steps: whose gradients it is the sum of, each with that share.
         """
         for shard, gradient in gradients:
             self._parameters[shard].grad = self._compensated(shard, gradient, worker)
@@ -125,11 +132,11 @@ class Applier:
             factor /= staleness
         with self._lowered():
             # All of them: an average goes on where there is no gradient.
-            self._updater.apply(shards, self._round, share, factor)
+            self._updater.apply(shards, self._round, share * steps, factor)
         for shard, _ in gradients:
             self._parameters[shard].grad = None
         for shard in shards:
-            self._done[shard] += share
+            self._done[shard] += share * steps
         self._advance(int(min(self._done) + _EXACTLY))
 
     def settle(self, done: int) -> None:

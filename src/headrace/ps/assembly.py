@@ -61,13 +61,15 @@ def connect(
     worker: int,
     check: Callable[[], None],
     servers: Sequence[Role],
+    together: bool = False,
+    observes: bool = False,
 ) -> Client:
-    """Returns a client of the servers at some addresses."""
+    """Returns a client of the servers at some addresses; for the last two see `Client`."""
     connections = [
         Connection(_link(address, form), form, own, server.rank, server.host)
         for address, form, own, server in zip(addresses, forms, places, servers, strict=True)
     ]
-    return Client(connections, worker, check=check)
+    return Client(connections, worker, check=check, together=together, observes=observes)
 
 
 def _link(address: str, form: Form) -> Link:

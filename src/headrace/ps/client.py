@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic, sleep
 
 import torch
@@ -67,10 +67,13 @@ class Client:
         incarnation: int = 0,
         check: Callable[[], None] = lambda: None,
         timeout_s: float = 60.0,
+        together: bool = False,
+        observes: bool = False,
     ) -> None:
-        self._servers = [_Server(connection, check, timeout_s) for connection in connections]
+        self._servers = [_Server(connection, check, timeout_s, together) for connection in connections]
         for server in self._servers:
-            server.ask(Message(Kind.JOIN, numbers=(worker, incarnation)), server.form.describe())
+            joining = Message(Kind.JOIN, flag=observes, numbers=(worker, incarnation))
+            server.ask(joining, server.form.describe())
 
     @property
     def moved_bytes(self) -> int:
@@ -93,6 +96,7 @@ class Client:
         share: float = 1.0,
         finite: bool = True,
         pull: bool = False,
+        steps: int = 1,
     ) -> Reason | None:
         """Sends gradients to all servers, and waits until they are applied.
 
@@ -103,19 +107,26 @@ class Client:
             share: of the round that they stand for.
             finite: whether all of them are; those that are not are refused.
             pull: bring the parameters up to date in the same round trip.
+            steps: whose gradients these are the sum of.
 
         Returns:
             None if they count, else why not.
         """
         kind = Kind.PUSH_PULL if pull else Kind.PUSH
+        head = Message(kind, 0, finite, lease, weight, share, steps=steps)
         for index in range(max(len(server.buckets) for server in self._servers)):
             for server, own in zip(self._servers, gradients, strict=True):
                 if index < len(server.buckets):
-                    server.push(kind, server.buckets[index], own, Message(kind, 0, finite, lease, weight, share))
+                    server.push(kind, server.buckets[index], own, head)
         reason: Reason | None = None
         for server in self._servers:
             reason = _graver(reason, server.finish())
         return reason
+
+    def forget(self) -> None:
+        """Lets the next pull bring all parameters: this worker's copies are no more what was pulled last."""
+        for server in self._servers:
+            server.forget()
 
     def ask(self, server: int, message: Message, blob: bytes = b"") -> bytes:
         """Asks one server for something that is no push or pull, and returns what came with its answer."""
@@ -142,9 +153,9 @@ class Client:
 class _Server:
     """One server, as a client sees it."""
 
-    def __init__(self, connection: Connection, check: Callable[[], None], timeout_s: float) -> None:
+    def __init__(self, connection: Connection, check: Callable[[], None], timeout_s: float, together: bool) -> None:
         self.link, self.form = connection.link, connection.form
-        self.buckets = _buckets(self.form)
+        self.buckets = [range(len(self.form))] if together else _buckets(self.form)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
         self._versions = [-1] * len(self.form)
         self._connection = connection
@@ -165,9 +176,13 @@ class _Server:
                     place.copy_(gradient)
                 present.append(shard)
         versions = tuple(self._versions[s] if gradients[s] is not None else ~self._versions[s] for s in shards)
-        message = Message(kind, shards.start, head.flag, head.lease, head.weight, head.share, versions)
+        message = replace(head, first=shards.start, numbers=versions)
         self.send(encode(message), present)
         self._pending += 1
+
+    def forget(self) -> None:
+        """Takes the copies for unknown."""
+        self._versions = [-1] * len(self.form)
 
     def request(self, kind: Kind, shards: range) -> None:
         """Asks for the parameters of some shards."""

@@ -32,6 +32,18 @@ class HeldGradients:
     def store_nothing(self) -> None:
         self._gradients = [None] * len(self._index)
 
+    def add(self, others: HeldGradients) -> None:
+        """Adds others, into memory of its own: autograd may give one tensor to two parameters."""
+        self._gradients = [
+            other if own is None else own if other is None else own + other
+            for own, other in zip(self._gradients, others._gradients, strict=True)
+        ]
+
+    @property
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """One a trainable parameter; None where the loss does not depend on it."""
+        return tuple(self._gradients)
+
     @property
     def present(self) -> list[Tensor]:
         """The gradients that there are."""

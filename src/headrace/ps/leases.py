@@ -105,15 +105,17 @@ class Leases:
         fixed: whether worker `w` of as many as there are portions gets portion `w` of every round, so that all do the
             same number of rounds; else whoever asks gets the next. Where a worker is lost, others get its portions, and
             up to the fence whoever has done its own gets any: nobody is left with rounds that need more than one.
+        alone: rounds from the first on that worker 0 does alone.
 
     Attributes:
         until: rounds in front of the next fence.
     """
 
-    def __init__(self, portions: int, until: int, first: int = 0, fixed: bool = False) -> None:
+    def __init__(self, portions: int, until: int, first: int = 0, fixed: bool = False, alone: int = 0) -> None:
         self.until = until
         self._portions = portions
         self._fixed = fixed
+        self._together = (first + alone) * portions
         self._stride = portions if fixed else 1
         self._next = [first * portions + stream for stream in range(self._stride)]
         self._free: set[int] = set()
@@ -176,6 +178,8 @@ class Leases:
 
     def _take(self, worker: int) -> int | None:
         ready = [*self._free, *(lease for lease in self._next if lease < self._stop())]
+        if worker:
+            ready = [lease for lease in ready if lease >= self._together]
         own = [lease for lease in ready if not self._fixed or lease % self._portions in {worker, *self._lost}]
         lease = min(own or (ready if self._loose else ()), default=None)
         if lease in self._free:

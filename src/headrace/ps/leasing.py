@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headrace.ps.client import Client
 from headrace.ps.messages import Kind, Message
 from headrace.replica.portions import Fence, Portion, Portions
 
-__all__ = ["LeasedPortions"]
+__all__ = ["LeasedPortions", "blocks"]
 
 
 class LeasedPortions(Portions):
-    """Args:
-    client: of this worker.
-    servers: how many there are.
-    parts: portions of a round.
+    """A lease is of a block: so many rounds, or what is left of them before the next fence.
+
+    Args:
+        client: of this worker.
+        servers: how many there are.
+        parts: portions of a round.
+        first, until: the round that the run begins with, and its first fence.
+        span: rounds of a block.
+        renewing: called before all workers' parameters are brought up to date.
 
     Attributes:
-        lease: the one that is held, or has just been pushed; -1 for none.
+        lease: the one that is held, or has just been pushed; -1 for none, or where somebody else commits it.
         late: whether its push was refused because it came too late, so that others have to do it.
-        weight, share: what its gradient is worth.
+        weight, share: what the gradient of the last step is worth.
+        left: rounds of the lease that are still to be computed.
     """
 
-    def __init__(self, client: Client, servers: int, parts: int) -> None:
+    def __init__(
+        self,
+        client: Client,
+        servers: int,
+        parts: int,
+        first: int,
+        until: int,
+        span: int = 1,
+        renewing: Callable[[], None] = lambda: None,
+    ) -> None:
         self.lease = -1
         self.late = False
         self.weight, self.share = 0.0, 0.0
+        self.left = 0
         self._client = client
         self._servers = servers
         self._parts = parts
+        self._span = span
+        self._renewing = renewing
+        self._begin, self._until = first, until
+        # Blocks are counted on over fences, so that no lease has the number of another.
+        self._block = first
 
     def ask(self) -> None:
         self._client.tell(Message(Kind.ASK, flag=self.late, lease=self.lease))
@@ -35,28 +58,35 @@ class LeasedPortions(Portions):
 
     def next(self) -> Portion | Fence:
         answer = self._client.lease()
+        block = answer.numbers[0]
+        round_ = min(self._until, self._begin + (block - self._block) * self._span)
         if answer.kind == Kind.FENCE:
-            return Fence(answer.numbers[0])
+            self._begin, self._block = round_, block
+            return Fence(round_)
         self.lease = answer.lease
-        round_, part = answer.numbers
-        return Portion(round_, part, self._parts)
+        self.left = min(self._span, self._until - round_)
+        return Portion(round_, answer.numbers[1], self._parts, self.left)
 
     def weigh(self, weight: float, share: float) -> None:
         self.weight, self.share = weight, share
+        self.left -= 1
 
     def halt(self) -> None:
         self._client.tell(Message(Kind.HALT))
 
-    def advance(self, done: int, until: int) -> None:
-        for server in range(self._servers):
-            self._client.ask(server, Message(Kind.SETTLE, lease=done))
-        self._client.tell(Message(Kind.ADVANCE, lease=until))
+    def advance(self, done: int, until: int, leads: bool) -> None:
+        self._until = until
+        if leads:
+            for server in range(self._servers):
+                self._client.ask(server, Message(Kind.SETTLE, lease=done))
+            self._client.tell(Message(Kind.ADVANCE, lease=self._block + blocks(done, until, self._span)))
 
     @property
     def moved_bytes(self) -> int:  # type: ignore[override]
         return self._client.moved_bytes
 
     def renew(self) -> None:
+        self._renewing()
         self._client.pull()
 
     def end(self) -> None:
@@ -65,3 +95,8 @@ class LeasedPortions(Portions):
 
     def close(self) -> None:
         self._client.close()
+
+
+def blocks(first: int, until: int, span: int) -> int:
+    """Returns how many blocks of `span` rounds there are from one fence to the next."""
+    return -(-(until - first) // span)

@@ -9,8 +9,8 @@ from enum import IntEnum
 
 __all__ = ["Kind", "Message", "decode", "encode"]
 
-_HEAD = struct.Struct("<BBHHHqdd")
-_VERSION = 1
+_HEAD = struct.Struct("<BBHHHHqdd")
+_VERSION = 2
 
 
 class Kind(IntEnum):
@@ -29,6 +29,7 @@ class Kind(IntEnum):
     SETTLE = 11
     LEAVE = 12
     END = 13
+    COMMIT = 14
 
     ANSWER = 64
     GRANT = 65
@@ -47,6 +48,7 @@ class Message:
         flag: a push: 1 if it is finite. An answer: the `Reason` of a refusal, 0 for none.
         lease: that a push is made from; -1 for none.
         weight, share: of a push, as the `Shard` knows them.
+        steps: whose gradients a push is the sum of; each has that share.
         numbers: a push or pull: a version for each shard, `~version` where the push has no gradient for it. An answer:
             the versions. Others: see `Kind`.
     """
@@ -58,13 +60,15 @@ class Message:
     weight: float = 0.0
     share: float = 0.0
     numbers: tuple[int, ...] = ()
+    steps: int = 1
 
 
 def encode(message: Message) -> bytes:
     """Returns a message as bytes."""
     count = len(message.numbers)
     head = _HEAD.pack(
-        _VERSION, message.kind, message.first, count, message.flag, message.lease, message.weight, message.share
+        *(_VERSION, message.kind, message.first, count, message.flag, message.steps),
+        *(message.lease, message.weight, message.share),
     )
     return head + array("q", message.numbers).tobytes()
 
@@ -77,9 +81,9 @@ def decode(data: bytes) -> Message:
     """
     if len(data) < _HEAD.size:
         raise ValueError(f"a message of {len(data)} bytes is too short")
-    version, kind, first, count, flag, lease, weight, share = _HEAD.unpack_from(data)
+    version, kind, first, count, flag, steps, lease, weight, share = _HEAD.unpack_from(data)
     if version != _VERSION or len(data) != _HEAD.size + 8 * count:
         raise ValueError(f"no message of form {_VERSION}: {len(data)} bytes for {count} numbers of form {version}")
     numbers = array("q")
     numbers.frombytes(memoryview(data)[_HEAD.size :])
-    return Message(Kind(kind), first, flag, lease, weight, share, tuple(numbers))
+    return Message(Kind(kind), first, flag, lease, weight, share, tuple(numbers), steps)

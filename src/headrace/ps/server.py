@@ -10,7 +10,7 @@ A request is about a range of shards and gets one answer, when all of them have 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from headrace.comm.port import Mail, Port
 from headrace.ps.applier import Applier
+from headrace.ps.coordinator import Coordinator
 from headrace.ps.form import Form
-from headrace.ps.leases import Advance, Answer, Ask, Commit, Grant, Halt, Leases, Lost, Return
+from headrace.ps.leases import Leases
 from headrace.ps.messages import Kind, Message, decode, encode
 from headrace.ps.shard import (
     Accumulate,
@@ -108,11 +109,12 @@ class Server:
         self._form = form
         self._applier = applier
         self._machines = list(machines)
-        self._leases = leases
+        self._coordinator = Coordinator(leases, port.send) if leases else None
         tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
         applier.seat(tensors)
         self._members: dict[int, tuple[int, int]] = {}
         self._peers: dict[int, int] = {}
+        self._observers: dict[int, int] = {}
         self._open: dict[tuple[int, int], _Request] = {}
         self._ended = False
 
@@ -168,12 +170,16 @@ class Server:
         message = decode(mail.message)
         if message.kind == Kind.JOIN:
             self._join(mail.peer, message, mail.blob)
-        elif mail.peer not in self._members:
+        elif mail.peer not in self._members and mail.peer not in self._observers:
             raise ValueError(f"{message.kind.name} from a link that has not joined")
+        elif message.kind == Kind.PULL and mail.peer in self._observers:
+            self._show(mail.peer, message)
         elif message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL):
             self._take(mail.peer, message)
-        elif message.kind in (Kind.ASK, Kind.HALT, Kind.ADVANCE):
-            self._lease(mail.peer, message)
+        elif message.kind in (Kind.ASK, Kind.COMMIT, Kind.HALT, Kind.ADVANCE):
+            if self._coordinator is None:
+                raise ValueError("this server gives out no data")
+            self._coordinator.handle(self._worker_at(mail.peer), mail.peer, message)
         else:
             self._administer(mail, message)
 
@@ -184,6 +190,10 @@ class Server:
         if len(message.numbers) != 2:
             raise ValueError("a worker joins with its number and its incarnation")
         worker, incarnation = message.numbers
+        if message.flag:
+            self._observers[peer] = worker
+            self._port.send(peer, encode(Message(Kind.DONE)))
+            return
         older = self._peers.get(worker)
         if older is not None:
             self._forget(older)
@@ -197,24 +207,45 @@ class Server:
 
     def _forget(self, peer: int) -> None:
         """Ends the membership of whoever was at the other end of a link."""
+        self._observers.pop(peer, None)
         worker, _ = self._members.pop(peer, (None, None))
         if worker is None:
             return
         del self._peers[worker]
         self._open = {key: request for key, request in self._open.items() if key[0] != worker}
         self._tell_all(Leave(worker))
-        if self._leases is not None:
-            self._send_leases(self._leases.handle(Lost(worker)))
+        if self._coordinator is not None:
+            self._coordinator.lost(worker)
+
+    def _worker_at(self, peer: int) -> int:
+        return self._observers[peer] if peer in self._observers else self._members[peer][0]
+
+    def _show(self, peer: int, message: Message) -> None:
+        """Answers who only looks: it waits for nobody."""
+        shards = self._named(message)
+        versions = tuple(self._machines[shard].version for shard in shards)
+        changed = [shard for shard, new, had in zip(shards, versions, message.numbers, strict=True) if new != had]
+        worker = self._observers[peer]
+        if changed:
+            self._applier.sent(worker, changed)
+        self.tally.answered(worker, (), changed, 0.0)
+        self._port.send(peer, encode(Message(Kind.ANSWER, message.first, numbers=versions)), changed)
+
+    def _named(self, message: Message) -> range:
+        shards = range(message.first, message.first + len(message.numbers))
+        if not shards or shards.stop > len(self._machines):
+            raise ValueError(f"shards {shards.start} to {shards.stop} of the {len(self._machines)} that are here")
+        return shards
 
     def _tell_all(self, event: Join | Leave | Settle | Renew) -> None:
         self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
 
     def _take(self, peer: int, message: Message) -> None:
         """Gives a push, a pull or both to the shards that they are about."""
+        if peer not in self._members:
+            raise ValueError(f"{message.kind.name} from a link that only observes")
         worker, incarnation = self._members[peer]
-        shards = range(message.first, message.first + len(message.numbers))
-        if not shards or shards.stop > len(self._machines):
-            raise ValueError(f"shards {shards.start} to {shards.stop} of the {len(self._machines)} that are here")
+        shards = self._named(message)
         if not (
             math.isfinite(message.weight) and math.isfinite(message.share) and min(message.weight, message.share) >= 0
         ):
@@ -263,7 +294,8 @@ class Server:
         for (worker, share, staleness), shards in alone.items():
             held = [(shard, self._gradient(self._open[worker, shard], shard)) for shard in shards]
             present = [(shard, gradient) for shard, gradient in held if gradient is not None]
-            self._step(shards, present, worker, share, staleness)
+            steps = self._open[worker, shards[0]].message.steps
+            self._step(shards, present, worker, share, staleness, steps)
         for shard, wanted in actions:
             for action in wanted:
                 if not isinstance(action, Step | Accumulate):
@@ -282,12 +314,18 @@ class Server:
         self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness)
 
     def _step(
-        self, shards: Sequence[int], gradients: Sequence[tuple[int, Tensor]], worker: int, share: float, staleness: int
+        self,
+        shards: Sequence[int],
+        gradients: Sequence[tuple[int, Tensor]],
+        worker: int,
+        share: float,
+        staleness: int,
+        steps: int = 1,
     ) -> None:
         began = perf_counter()
         with self._port.changing(shards):
             try:
-                self._applier.apply(gradients, shards, worker, share, staleness)
+                self._applier.apply(gradients, shards, worker, share, staleness, steps)
             except Exception as error:
                 raise _StepFailed(error) from error
             for shard in shards:
@@ -329,34 +367,6 @@ class Server:
         flag = request.refused.value if request.refused else 0
         message = Message(Kind.ANSWER, asked.first, flag, asked.lease, numbers=versions)
         self._port.send(request.peer, encode(message), pulled)
-
-    def _lease(self, peer: int, message: Message) -> None:
-        """Hands questions about data to who gives it out."""
-        if self._leases is None:
-            raise ValueError("this server gives out no data")
-        worker, _ = self._members[peer]
-        answers: list[Answer] = []
-        if message.kind == Kind.HALT:
-            answers = self._leases.handle(Halt())
-        elif message.kind == Kind.ADVANCE:
-            answers = self._leases.handle(Advance(message.lease))
-        else:
-            if message.lease >= 0:
-                # It comes with the news of what became of the lease before.
-                answers = self._leases.handle((Return if message.flag else Commit)(message.lease, worker))
-            answers += self._leases.handle(Ask(worker))
-        self._send_leases(answers)
-
-    def _send_leases(self, answers: Iterable[Answer]) -> None:
-        for answer in answers:
-            peer = self._peers.get(answer.worker)
-            if peer is None:
-                continue
-            if isinstance(answer, Grant):
-                message = Message(Kind.GRANT, lease=answer.lease, numbers=(answer.round, answer.part))
-            else:
-                message = Message(Kind.FENCE, numbers=(answer.round,))
-            self._port.send(peer, encode(message))
 
     def _administer(self, mail: Mail, message: Message) -> None:
         """Does what is asked for between rounds, when nobody pushes."""

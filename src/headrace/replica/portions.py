@@ -16,11 +16,13 @@ class Portion:
         round: which global batch it is of, counted over the whole run.
         part: which part of that batch.
         parts: of which the batch has so many.
+        rounds: how many rounds it goes on for, with the same part of each.
     """
 
     round: int
     part: int
     parts: int
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,13 @@ class Portions(ABC):
         """Asks for a fence as soon as the rounds that have been begun are done."""
 
     @abstractmethod
-    def advance(self, done: int, until: int) -> None:
-        """Lets all workers go on. One of them says so, after they have met.
+    def advance(self, done: int, until: int, leads: bool) -> None:
+        """Goes on behind a fence, when all have met.
 
         Args:
             done: rounds that are done.
             until: the next fence.
+            leads: whether this worker is the one that lets all go on.
         """
 
     @abstractmethod

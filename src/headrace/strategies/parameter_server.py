@@ -94,6 +94,11 @@ class ParameterServer(Strategy):
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles, segments = seats(self.name, self.workers, self.servers, self.sharding, self.placement, model, cluster)
         workers = len(roles) - self.servers
+        if self.backup_workers and self.servers > 1:
+            raise InfeasiblePlan(
+                f"backup_workers={self.backup_workers} drops what comes late, and each of {self.servers} servers would "
+                "drop another gradient; use servers=1"
+            )
         if self.backup_workers >= workers:
             raise InfeasiblePlan(
                 f"{self.backup_workers} of {workers} workers cannot be backups; a round needs at least one gradient"
@@ -115,8 +120,10 @@ class ParameterServer(Strategy):
         forms = [form_of(plan, parts.model, server) for server in plan.servers]
         places = [places_of(form, parts.module) for form in forms]
         servers = [plan.roles[server] for server in plan.servers]
-        client = connect(parts.addresses(), forms, places, rank, parts.host.check, servers)
-        portions = LeasedPortions(client, len(forms), len(plan.shares))
+        # Whoever drops what comes late must drop it whole.
+        together = self.backup_workers > 0
+        client = connect(parts.addresses(), forms, places, rank, parts.host.check, servers, together)
+        portions = LeasedPortions(client, len(forms), len(plan.shares), parts.first, parts.until)
         held = HeldGradients(forms, parts.model)
         exchange = PushPull(client, forms, portions, held, parts)
         if rank == 0:

@@ -53,6 +53,7 @@ class Parts:
         connect: opens a collective that carries the devices' own tensors; None where they live in host memory.
         rounds_per_epoch: of the training data.
         full_batch: examples of a round, but for an epoch's last one.
+        first, until: the round that the run begins with, and the first before which all workers meet.
         addresses: waits until every server can be reached, and returns where, in the order of their ranks.
     """
 
@@ -65,6 +66,8 @@ class Parts:
     connect: Callable[[], Collective] | None = None
     rounds_per_epoch: int = 1
     full_batch: int = 1
+    first: int = 0
+    until: int = 0
     addresses: Callable[[], tuple[str, ...]] = tuple
 
     @cached_property
