@@ -111,8 +111,7 @@ class Worker:
         self._recovery = Recovery(
             options.on_nonfinite, self.model, host, page, journal, self._roll_back, alone=portions is not None
         )
-        self._halted = False
-        self._open = self._leased is not None and self.round + 1 < self.rounds
+        self._halted, self._open = False, self._leased is not None and self.round + 1 < self.rounds
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
@@ -205,13 +204,10 @@ class Worker:
         None where this worker had no part of the last batch or its loss is not finite, and on devices whose
         losses are read later, many at a time, so as not to wait for each.
         """
-        share = self._share
         began = perf_counter()
         self._recovery.before()
         self._replica.exchange.begin(self.round)
-        # Who does not meet the others in every round computes the mean over its own portion.
-        of = share.examples if self._leased else share.of
-        self._computed = self._replica.compute.run(Share(batch, share.examples, of, share.epoch))
+        self._computed = self._replica.compute.run(self._part(batch))
         self._times[1] = perf_counter() - began
         return self.update()
 
@@ -223,7 +219,7 @@ class Worker:
         began = perf_counter()
         self._recovery.before()
         self._replica.exchange.begin(self.round)
-        self._computed = compute.backward(loss, self._share)
+        self._computed = compute.backward(loss, self._part(None))
         self._times[1] = perf_counter() - began
 
     def update(self) -> float | None:
@@ -308,6 +304,11 @@ class Worker:
         average(averaged_buffers(self.model), self._host)
         if self._order.job.options.ema_decay is not None:
             self._replica.exchange.swap_average()
+
+    def _part(self, batch: Any) -> Share:
+        """Returns what a loss is the mean over: who does not meet the others in every round has its portion alone."""
+        share = self._share
+        return Share(batch, share.examples, share.examples if self._leased else share.of, share.epoch)
 
     def _save(self) -> None:
         began = monotonic()
