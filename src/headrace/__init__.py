@@ -18,13 +18,22 @@ if TYPE_CHECKING:
     from headrace.spec.checkpoints import Checkpoints
     from headrace.spec.job import Job
     from headrace.spec.options import EarlyStopping, Options
-    from headrace.strategies import CentralStorage, Mirrored, OneDevice, ParameterServer, Strategy, Unconnected
+    from headrace.strategies import (
+        CentralStorage,
+        Downpour,
+        Mirrored,
+        OneDevice,
+        ParameterServer,
+        Strategy,
+        Unconnected,
+    )
     from headrace.trainer import fit, launch
 
 __all__ = [
     "CentralStorage",
     "Checkpoints",
     "Comparison",
+    "Downpour",
     "EarlyStopping",
     "Job",
     "Mean",
@@ -53,6 +62,7 @@ _HOMES = {
     "CentralStorage": "headrace.strategies",
     "Checkpoints": "headrace.spec.checkpoints",
     "Comparison": "headrace.comparison",
+    "Downpour": "headrace.strategies",
     "EarlyStopping": "headrace.spec.options",
     "Job": "headrace.spec.job",
     "Mean": "headrace.metrics",

@@ -107,6 +107,7 @@ class Worker:
         self._over_before = at_home and self.round + 1 >= self.rounds
         self._stopper = Stopper(options.early_stopping)
         portions = replica.portions
+        self._agreed = False
         self._leased = Leased(order, portions, loader, host) if portions else None
         self._recovery = Recovery(
             options.on_nonfinite, self.model, host, page, journal, self._roll_back, alone=portions is not None
@@ -193,6 +194,7 @@ class Worker:
                         self._save()
                     self._open = not self._is_last()
                     if self._open:
+                        self._agreed = False
                         leased.leave_fence()
         finally:
             self._losses.read()
@@ -369,10 +371,11 @@ class Worker:
     def _come_to_fence(self) -> bool:
         """Waits for the next portion or fence; there all agree on what is done. Who goes in step always is at one."""
         leased = self._leased
-        if leased is None or not self._open or leased.fence >= 0:
+        if leased is None or not self._open or self._agreed:
             return True
         if not leased.at_fence():
             return False
+        self._agreed = True
         self.round = leased.fence - 1
         self._ask()
         self._host.barrier()

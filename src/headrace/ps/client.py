@@ -22,6 +22,8 @@ __all__ = ["Client", "Connection"]
 
 _BUCKET_BYTES = 1 << 20
 """A server works on one bucket while the worker copies the next."""
+_BUCKET_SHARDS = 4096
+"""So many versions go into one message."""
 
 _SLICE_S = 0.05
 
@@ -97,6 +99,7 @@ class Client:
         finite: bool = True,
         pull: bool = False,
         steps: int = 1,
+        versions: Sequence[Sequence[int]] | None = None,
     ) -> Reason | None:
         """Sends gradients to all servers, and waits until they are applied.
 
@@ -108,6 +111,7 @@ class Client:
             finite: whether all of them are; those that are not are refused.
             pull: bring the parameters up to date in the same round trip.
             steps: whose gradients these are the sum of.
+            versions: by server and shard, of the parameters that they were made with; None for those pulled last.
 
         Returns:
             None if they count, else why not.
@@ -115,13 +119,19 @@ class Client:
         kind = Kind.PUSH_PULL if pull else Kind.PUSH
         head = Message(kind, 0, finite, lease, weight, share, steps=steps)
         for index in range(max(len(server.buckets) for server in self._servers)):
-            for server, own in zip(self._servers, gradients, strict=True):
+            for number, server in enumerate(self._servers):
                 if index < len(server.buckets):
-                    server.push(kind, server.buckets[index], own, head)
+                    own = None if versions is None else versions[number]
+                    server.push(kind, server.buckets[index], gradients[number], head, own)
         reason: Reason | None = None
         for server in self._servers:
-            reason = _graver(reason, server.finish())
+            reason = _graver(reason, server.finish(pull))
         return reason
+
+    @property
+    def versions(self) -> list[list[int]]:
+        """Of the parameters that were pulled last, by server and shard."""
+        return [server.versions for server in self._servers]
 
     def forget(self) -> None:
         """Lets the next pull bring all parameters: this worker's copies are no more what was pulled last."""
@@ -165,7 +175,14 @@ class _Server:
         self._reason: Reason | None = None
         self._leases: deque[Message] = deque()
 
-    def push(self, kind: Kind, shards: range, gradients: Sequence[Tensor | None], head: Message) -> None:
+    def push(
+        self,
+        kind: Kind,
+        shards: range,
+        gradients: Sequence[Tensor | None],
+        head: Message,
+        versions: Sequence[int] | None = None,
+    ) -> None:
         """Puts the gradients of some shards where the server reads them, and says so."""
         present = []
         for shard in shards:
@@ -175,10 +192,17 @@ class _Server:
                 if place.data_ptr() != gradient.data_ptr():
                     place.copy_(gradient)
                 present.append(shard)
-        versions = tuple(self._versions[s] if gradients[s] is not None else ~self._versions[s] for s in shards)
-        message = replace(head, first=shards.start, numbers=versions)
+        known = self._versions if versions is None else versions
+        made_with = (max(0, known[shard]) for shard in shards)
+        numbers = tuple(v if gradients[s] is not None else ~v for s, v in zip(shards, made_with, strict=True))
+        message = replace(head, first=shards.start, numbers=numbers)
         self.send(encode(message), present)
         self._pending += 1
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the copies."""
+        return self._versions[:]
 
     def forget(self) -> None:
         """Takes the copies for unknown."""
@@ -190,8 +214,8 @@ class _Server:
         self.send(encode(Message(kind, shards.start, 1, numbers=versions)))
         self._pending += 1
 
-    def finish(self) -> Reason | None:
-        """Waits for all answers, and fetches what they are about; returns the first refusal's reason."""
+    def finish(self, pulls: bool = True) -> Reason | None:
+        """Waits for all answers, and fetches what they are about if that was asked for; returns a refusal's reason."""
         while self._pending:
             # As long as other workers need.
             message, _ = self._next(math.inf)
@@ -200,7 +224,8 @@ class _Server:
             self._pending -= 1
             if message.flag:
                 self._reason = _graver(self._reason, Reason(message.flag))
-            self._fetch(message)
+            if pulls:
+                self._fetch(message)
         reason, self._reason = self._reason, None
         return reason
 
@@ -290,7 +315,8 @@ def _buckets(form: Form) -> list[range]:
     buckets, start, nbytes = [], 0, 0
     for shard, length in enumerate(form.slots.lengths):
         nbytes += length
-        if nbytes >= _BUCKET_BYTES or shard == len(form) - 1:
+        full = nbytes >= _BUCKET_BYTES or shard + 1 - start >= _BUCKET_SHARDS
+        if full or shard == len(form) - 1:
             buckets.append(range(start, shard + 1))
             start, nbytes = shard + 1, 0
     return buckets

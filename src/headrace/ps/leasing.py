@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.ps.client import Client
 from headrace.ps.messages import Kind, Message
@@ -21,6 +21,7 @@ class LeasedPortions(Portions):
         first, until: the round that the run begins with, and its first fence.
         span: rounds of a block.
         renewing: called before all workers' parameters are brought up to date.
+        others: further clients of this worker.
 
     Attributes:
         lease: the one that is held, or has just been pushed; -1 for none, or where somebody else commits it.
@@ -38,6 +39,7 @@ class LeasedPortions(Portions):
         until: int,
         span: int = 1,
         renewing: Callable[[], None] = lambda: None,
+        others: Sequence[Client] = (),
     ) -> None:
         self.lease = -1
         self.late = False
@@ -48,6 +50,7 @@ class LeasedPortions(Portions):
         self._parts = parts
         self._span = span
         self._renewing = renewing
+        self._others = tuple(others)
         self._begin, self._until = first, until
         # Blocks are counted on over fences, so that no lease has the number of another.
         self._block = first
@@ -83,7 +86,7 @@ class LeasedPortions(Portions):
 
     @property
     def moved_bytes(self) -> int:  # type: ignore[override]
-        return self._client.moved_bytes
+        return sum(client.moved_bytes for client in (self._client, *self._others))
 
     def renew(self) -> None:
         self._renewing()
@@ -94,7 +97,8 @@ class LeasedPortions(Portions):
             self._client.ask(server, Message(Kind.END))
 
     def close(self) -> None:
-        self._client.close()
+        for client in (self._client, *self._others):
+            client.close()
 
 
 def blocks(first: int, until: int, span: int) -> int:

@@ -12,7 +12,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan, Role, Segment
 
-__all__ = ["check_seats", "check_served", "seats", "served_ops"]
+__all__ = ["check_seats", "check_served", "check_whole", "seats", "served_ops"]
 
 
 def check_served(options: Options) -> None:
@@ -33,10 +33,20 @@ def check_served(options: Options) -> None:
         )
 
 
-def check_seats(sharding: str, placement: str) -> None:
+def check_whole(name: str, value: int | None) -> None:
     """Raises:
-    UsageError: there is no such sharding or placement.
+    UsageError: `value` is no whole number of at least 0, nor None.
     """
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise UsageError(f"{name} must be a whole number of at least 0, got {value!r}")
+
+
+def check_seats(sharding: str, placement: str, scale: str) -> None:
+    """Raises:
+    UsageError: there is no such sharding, placement or scale.
+    """
+    if scale not in ("share", "full"):
+        raise UsageError(f"scale must be 'share' or 'full', got {scale!r}")
     parse_sharding(sharding)
     if placement not in PLACEMENTS:
         raise UnknownName("placement", placement, PLACEMENTS)

@@ -366,6 +366,7 @@ class Server:
         self.tally.answered(worker, pushed, pulled, perf_counter() - request.came)
         flag = request.refused.value if request.refused else 0
         message = Message(Kind.ANSWER, asked.first, flag, asked.lease, numbers=versions)
+        self._port.release(request.peer, shards)
         self._port.send(request.peer, encode(message), pulled)
 
     def _administer(self, mail: Mail, message: Message) -> None:

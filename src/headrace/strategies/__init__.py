@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from headrace.errors import UnknownName, UsageError
 from headrace.strategies.central_storage import CentralStorage
+from headrace.strategies.downpour import Downpour
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.one_device import OneDevice
 from headrace.strategies.parameter_server import ParameterServer
@@ -16,6 +17,7 @@ from headrace.strategies.unconnected import Unconnected
 __all__ = [
     "STRATEGIES",
     "CentralStorage",
+    "Downpour",
     "Mirrored",
     "OneDevice",
     "ParameterServer",
@@ -27,6 +29,7 @@ __all__ = [
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
     "central_storage": CentralStorage,
+    "downpour": Downpour,
     "mirrored": Mirrored,
     "one_device": OneDevice,
     "parameter_server": ParameterServer,

@@ -28,7 +28,7 @@ from headrace.ps.form import Form
 from headrace.ps.held import HeldGradients
 from headrace.ps.leases import Leases
 from headrace.ps.leasing import LeasedPortions
-from headrace.ps.planning import check_seats, check_served, seats, served_ops
+from headrace.ps.planning import check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
 from headrace.ps.shard import Reason, Shard
 from headrace.replica.conditioning import HEALTHY, Verdict
@@ -76,12 +76,9 @@ class ParameterServer(Strategy):
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
         check_count("servers", self.servers)
-        for name, value in (("staleness_bound", self.staleness_bound), ("backup_workers", self.backup_workers)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise UsageError(f"{name} must be a whole number of at least 0, got {value!r}")
-        check_seats(self.sharding, self.placement)
-        if self.scale not in ("share", "full"):
-            raise UsageError(f"scale must be 'share' or 'full', got {self.scale!r}")
+        check_whole("staleness_bound", self.staleness_bound)
+        check_whole("backup_workers", self.backup_workers)
+        check_seats(self.sharding, self.placement, self.scale)
         if self.backup_workers and self.staleness_bound:
             raise UsageError(
                 f"backup_workers={self.backup_workers} makes rounds synchronous, and staleness_bound="
