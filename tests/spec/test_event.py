@@ -10,8 +10,10 @@ from headrace.spec.event import LAUNCHER, Event, decode, encode
 COUNT = st.integers(0, 10**12)
 SECONDS = st.floats(0, 1e9)
 WORD = st.text(max_size=20)
+COUNTS = st.dictionaries(WORD, COUNT, max_size=3)
 STAMP = (st.integers(LAUNCHER, 1000), SECONDS)
 
+SHARD = st.builds(event.ServedShard, WORD, *(COUNT,) * 4, SECONDS, *(COUNT,) * 2)
 EVENTS = {
     "run_started": st.builds(
         event.RunStarted,
@@ -32,6 +34,13 @@ EVENTS = {
     "notice": st.builds(event.Notice, *STAMP, st.text()),
     "failed": st.builds(event.Failed, *STAMP, COUNT, WORD, st.text()),
     "worker_ended": st.builds(event.WorkerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT, COUNT),
+    "server_started": st.builds(event.ServerStarted, *STAMP, WORD, COUNT, COUNT, COUNT),
+    "served": st.builds(
+        event.Served,
+        *(*STAMP, SECONDS, SECONDS, COUNT, st.dictionaries(WORD, COUNTS, max_size=3)),
+        *(st.dictionaries(WORD, SECONDS, max_size=3), COUNTS, st.lists(SHARD, max_size=2).map(tuple)),
+    ),
+    "server_ended": st.builds(event.ServerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT),
     "run_ended": st.builds(event.RunEnded, *STAMP, WORD),
 }
 
@@ -47,7 +56,8 @@ def test_an_event_is_one_line_and_comes_back(kind: str, data: st.DataObject) -> 
 
 
 def test_every_kind_of_event_is_tried_above() -> None:
-    kinds = {getattr(event, name) for name in event.__all__ if isinstance(getattr(event, name), type)} - {Event}
+    values = [getattr(event, name) for name in event.__all__]
+    kinds = {kind for kind in values if isinstance(kind, type) and issubclass(kind, Event)} - {Event}
     assert {kind.kind for kind in kinds} == set(EVENTS)
 
 

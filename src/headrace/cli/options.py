@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.errors import UnknownName, UsageError
+from headrace.spec.call import parse_call, split_calls
 from headrace.spec.checkpoints import Checkpoints
 
 __all__ = [
@@ -176,7 +177,7 @@ def check_strategies(names: Sequence[str]) -> None:
         UnknownName: no strategy is called so.
     """
     known = strategy_names()
-    for name in names:
+    for name, _ in map(parse_call, names):
         if known and name not in known:
             raise UnknownName("strategy", name, known)
 
@@ -202,12 +203,12 @@ def checkpoints_of(every: str | None, keep: int) -> Checkpoints | None:
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Returns the names of a list like "one_device,mirrored".
+    """Returns the names, with their options, of a list like "one_device,downpour(push_every=2)".
 
     Raises:
         UsageError: no name, an empty one, or one given twice.
     """
-    names = tuple(name.strip() for name in text.split(","))
+    names = tuple(split_calls(text))
     if not all(names):
         raise UsageError(f"--strategies takes names with commas between them, got {text!r}")
     for name in names:

@@ -35,6 +35,7 @@ from headrace.cli.output import answering
 from headrace.cli.results import show_run
 from headrace.cli.rundir import default_run_dir, job_name, saying_where
 from headrace.errors import UsageError
+from headrace.spec.call import parse_call
 
 __all__ = ["train"]
 
@@ -42,6 +43,7 @@ _EXAMPLES = """
   headrace train job.py
   headrace train job.py --strategy mirrored --workers 2
   headrace train job.py --set lr=0.05 --set epochs=1 --run-dir runs/a
+  headrace train job.py --strategy "parameter_server(servers=2)" --workers 2
   headrace train job.py --strategy mirrored --json | jq .metrics
   headrace train job.py --run-dir runs/a --checkpoint-every 100
   headrace train job.py --run-dir runs/a --resume
@@ -78,7 +80,7 @@ def train(
         check_tensorboard(tensorboard)
         checkpoints = checkpoints_of(checkpoint_every, keep)
         going = _going(resume, resume_from, run_dir)
-        where = run_dir or default_run_dir(f"{job_name(path)}-{strategy}")
+        where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy)[0]}")
         # In this order: the engine starts a process that imports torch at the same time as this one does, for
         # the job file and the trainer.
         with own_engine() as engine, saying_where(where):

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from headrace.errors import UnknownName, UsageError
+from headrace.spec.call import parse_call
 from headrace.strategies.central_storage import CentralStorage
 from headrace.strategies.downpour import Downpour
 from headrace.strategies.mirrored import Mirrored
@@ -39,18 +40,28 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
 
 
 def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:
-    """Returns the strategy of that name, with that many workers where it takes a number of them.
+    """Returns a strategy by its name, with options if they are given: "mirrored", "downpour(push_every=2)".
+
+    Args:
+        strategy: the name, or a strategy already.
+        workers: how many, where it takes a number of them and its options say none.
 
     Raises:
-        UnknownName: there is none of that name.
+        UnknownName: there is none of that name, or it has no such option.
         UsageError: it is neither a name nor a strategy.
     """
     if isinstance(strategy, Strategy):
         return strategy
     if not isinstance(strategy, str):
         raise UsageError(f"a strategy is a name ('mirrored') or hr.Mirrored(...), got {strategy!r}")
-    if strategy not in STRATEGIES:
-        raise UnknownName("strategy", strategy, STRATEGIES)
-    kind: Callable[..., Strategy] = STRATEGIES[strategy]
-    takes_workers = "workers" in inspect.signature(kind).parameters
-    return kind(workers=workers) if takes_workers and workers is not None else kind()
+    name, options = parse_call(strategy)
+    if name not in STRATEGIES:
+        raise UnknownName("strategy", name, STRATEGIES)
+    kind: Callable[..., Strategy] = STRATEGIES[name]
+    known = inspect.signature(kind).parameters
+    for option in options:
+        if option not in known:
+            raise UnknownName(f"option of {name}", option, known)
+    if workers is not None and "workers" in known:
+        options.setdefault("workers", workers)
+    return kind(**options)

@@ -1,0 +1,29 @@
+"""Strategies by name, with options."""
+
+from __future__ import annotations
+
+import pytest
+
+import headrace as hr
+from headrace.errors import UnknownName, UsageError
+from headrace.strategies import resolve
+
+
+def test_a_name_alone_takes_the_number_of_workers() -> None:
+    assert resolve("mirrored", 3) == hr.Mirrored(3)
+    assert resolve("one_device", 3) == hr.OneDevice()
+
+
+def test_options_are_the_strategys_own() -> None:
+    wanted = hr.ParameterServer(2, servers=2, staleness_bound=0, sharding="max_size:4MB")
+    assert resolve("parameter_server(servers=2, staleness_bound=0, sharding='max_size:4MB')", 2) == wanted
+    assert resolve("downpour(workers=4)", 2) == hr.Downpour(4)
+
+
+def test_what_does_not_exist_is_refused_with_what_does() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'push_every'"):
+        resolve("downpour(push_evry=2)")
+    with pytest.raises(UnknownName, match="did you mean 'downpour'"):
+        resolve("downpur(push_every=2)")
+    with pytest.raises(UsageError, match="fetch_every must be a whole number of at least 1, got 0"):
+        resolve("downpour(fetch_every=0)")
