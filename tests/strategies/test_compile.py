@@ -46,6 +46,7 @@ def compiled(case: Case) -> Case:
 def _forgotten() -> Iterator[None]:
     """Every test compiles for itself."""
     torch.compiler.reset()
+    eagerly.clear()
     yield
     torch.compiler.reset()
 
@@ -71,23 +72,17 @@ def test_in_processes_too_and_none_is_left(name: str, workers: int) -> None:
 
 def test_a_short_last_batch_and_evaluations_run_eager() -> None:
     """A graph for their sizes would take seconds to compile."""
-    eager: list[int] = []
-
-    class Watched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not torch.compiler.is_compiling():
-                eager.append(len(x))
-            return self.layer(x)
-
-    case = compiled(Case(Watched))
-    eager.clear()
-    train(case.job(COUNTS["uneven"]), hr.OneDevice())
+    train(compiled(Case(Watched)).job(COUNTS["uneven"]), hr.OneDevice())
     # Looked at before the start; then three epochs, each with a last batch of 3 and an evaluation of 7 in fours.
-    assert eager == [2, 2, *[3, 4, 3] * 3]
+    assert eagerly == [2, 2, *[3, 4, 3] * 3]
+
+
+@pytest.mark.parametrize("strategy", [hr.ParameterServer(1), hr.ParameterServer(3, staleness_bound=0)], ids=["1", "3"])
+def test_portions_run_compiled(strategy: hr.ParameterServer) -> None:
+    case = compiled(Case(Watched))
+    train(dataclasses.replace(case.job(COUNTS["uneven"]), eval_data=None), strategy)
+    # A batch of 4 is cut into 4, or 2 + 1 + 1; the last of 3 into 3, or 1 + 1 + 1, which has a portion's size.
+    assert eagerly == [2, *[3] * 3 * (strategy.workers == 1)]
 
 
 def test_the_first_batch_may_be_the_short_one() -> None:
@@ -96,6 +91,21 @@ def test_the_first_batch_may_be_the_short_one() -> None:
     graph = Graph(module, 4)
     chosen = [graph.forward(examples) is module for examples in (3, 4, 4, 3, 4)]
     assert chosen == [True, False, False, True, False]
+
+
+eagerly: list[int] = []
+"""Sizes of the batches that `Watched` has run eager."""
+
+
+class Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            eagerly.append(len(x))
+        return self.layer(x)
 
 
 def refuse(*_: object) -> None:

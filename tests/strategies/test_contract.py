@@ -59,6 +59,7 @@ class Row:
 
 ROWS = {
     "central_storage": Row(hr.CentralStorage),
+    "downpour": Row(hr.Downpour, servers=1),
     "mirrored": Row(hr.Mirrored),
     "one_device": Row(lambda workers: hr.OneDevice(), workers=(1,)),
     # In lock-step, see test_parameter_server.py.

@@ -23,7 +23,8 @@ class Graph:
 
     Args:
         module: whose parameters lie where they will stay.
-        full: examples of a round, but for an epoch's last one.
+        full: examples of a round, but for an epoch's last one; of a portion of it, the smallest of them, where rounds
+            are cut into portions.
     """
 
     def __init__(self, module: nn.Module, full: int) -> None:
@@ -38,9 +39,9 @@ class Graph:
         self._full = full
 
     def forward(self, examples: int) -> Callable[..., Any]:
-        """Returns what is called for a part of a global batch of so many examples."""
+        """Returns what is called for a part of a global batch, or a portion, of so many examples."""
         # The last batch of an epoch is short: to compile for its shapes too takes longer than to run it.
-        return self._compiled if examples == self._full else self._module
+        return self._compiled if examples >= self._full else self._module
 
     @contextmanager
     def errors(self) -> Iterator[None]:

@@ -120,7 +120,7 @@ class Downpour(Strategy):
         if rank == 0:
             exchange.give(places)
         parts.host.barrier()
-        return Replica(parts.whole_model(exchange.held, alone=True), exchange, exchange.portions)
+        return Replica(parts.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
         form = form_of(plan, parts.model, rank)

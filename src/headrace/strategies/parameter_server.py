@@ -126,7 +126,7 @@ class ParameterServer(Strategy):
         if rank == 0:
             exchange.give(places)
         parts.host.barrier()
-        return Replica(parts.whole_model(held, alone=True), exchange, portions)
+        return Replica(parts.whole_model(held, portions=len(plan.shares)), exchange, portions)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
         form = form_of(plan, parts.model, rank)

@@ -85,16 +85,17 @@ class Parts:
         """What fp16 multiplies the loss by; one object for compute and exchange, None without fp16."""
         return LossScale() if self.options.precision == "fp16" else None
 
-    def whole_model(self, sink: GradientSink | None = None, always: bool = False, alone: bool = False) -> WholeModel:
+    def whole_model(self, sink: GradientSink | None = None, always: bool = False, portions: int = 0) -> WholeModel:
         """Returns the compute of a strategy whose workers have the whole model.
 
         Args:
             sink: see `WholeModel`.
             always: see there.
-            alone: weigh a worker's loss by itself, where workers do not meet in every round.
+            portions: where workers do not meet in every round, and weigh their losses by themselves, how many of them
+                a round has; else 0.
         """
-        graph = Graph(self.module, self.full_batch) if self.options.compile else None
-        total: Callable[[Sequence[float]], list[float]] = list if alone else self.host.sum
+        graph = Graph(self.module, self.full_batch // max(1, portions)) if self.options.compile else None
+        total: Callable[[Sequence[float]], list[float]] = list if portions else self.host.sum
         return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
 
     def conditioner(self) -> Conditioner:
