@@ -40,15 +40,19 @@ class Evaluation:
         self._loader = loader
         self._host = host
 
-    def run(self) -> tuple[dict[str, float], int]:
-        """Returns the metrics, the same on every worker, and how many examples were counted."""
+    def run(self, weight: float = 1.0) -> tuple[dict[str, float], int]:
+        """Returns the metrics, the same on every worker, and how many examples were counted.
+
+        Args:
+            weight: of this worker's running statistics in their mean.
+        """
         job = self._job
         task = job.task
         measures = {"loss": task.loss if task else job.loss, **(task.metrics if task else {}), **(job.metrics or {})}
         sums = [0.0] * (2 * len(measures) + 1)
         module = self._replica.compute.module
         training = module.training
-        with self._averaged():
+        with self._averaged(weight):
             module.eval()
             for share in self._loader.sweep():
                 if share.examples:
@@ -68,10 +72,10 @@ class Evaluation:
         sums[-1] += share.examples
 
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
+    def _averaged(self, weight: float) -> Iterator[None]:
         buffers = averaged_buffers(self._replica.compute.module) if self._host.world > 1 else []
         own = [buffer.clone() for buffer in buffers]
-        average(buffers, self._host)
+        average(buffers, self._host, weight)
         averages = self._job.options.ema_decay is not None
         if averages:
             self._replica.exchange.swap_average()
@@ -83,12 +87,16 @@ class Evaluation:
                 buffer.copy_(saved)
 
 
-def average(buffers: list[Tensor], host: SharedCollective) -> None:
-    """Replaces running statistics by their means over the workers."""
-    for buffer in buffers if host.world > 1 else ():
-        near = buffer.cpu()
+def average(buffers: list[Tensor], host: SharedCollective, weight: float = 1.0) -> None:
+    """Replaces running statistics by their means over the workers, where each has a weight."""
+    if host.world == 1 or not buffers:
+        return
+    (total,) = host.sum([weight])
+    part = weight / total if total else 1 / host.world
+    for buffer in buffers:
+        near = buffer.cpu() * part
         host.all_reduce(near)
-        buffer.copy_(near / host.world)
+        buffer.copy_(near)
 
 
 class Stopper:

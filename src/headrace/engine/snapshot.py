@@ -30,6 +30,7 @@ __all__ = [
     "Stored",
     "local_buffers",
     "making_sense",
+    "model_tensors",
     "owned_pieces",
     "parameters_and_buffers",
     "random_states",
@@ -54,6 +55,19 @@ def local_buffers(module: nn.Module, world: int) -> Iterator[tuple[str, Tensor]]
     for name, buffer in module.named_buffers():
         if name not in kept:
             yield f"local/{name}", buffer
+
+
+def model_tensors(module: nn.Module, rank: int, world: int, averaged: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of what a rank saves of the model itself: training changes it while it is written.
+
+    Args:
+        module: this worker's.
+        rank, world: of this worker; rank 0 saves what is everybody's.
+        averaged: copies of averaged running statistics, by the `id` of the buffer.
+    """
+    shared = parameters_and_buffers(module) if rank == 0 else ()
+    tensors = {name: averaged[id(each)] if id(each) in averaged else each.detach().clone() for name, each in shared}
+    return tensors | {name: buffer.detach().clone() for name, buffer in local_buffers(module, world)}
 
 
 def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[str, Tensor]:

@@ -23,10 +23,9 @@ from headrace.engine.recovery import Recovery
 from headrace.engine.saver import Saver
 from headrace.engine.snapshot import (
     Stored,
-    local_buffers,
     making_sense,
+    model_tensors,
     owned_pieces,
-    parameters_and_buffers,
     random_states,
     restore_random_states,
 )
@@ -106,13 +105,10 @@ class Worker:
         at_home = order.resume is not None and order.resume.folder == self._saver.folder.path
         self._over_before = at_home and self.round + 1 >= self.rounds
         self._stopper = Stopper(options.early_stopping)
-        portions = replica.portions
-        self._agreed = False
-        self._leased = Leased(order, portions, loader, host) if portions else None
-        self._recovery = Recovery(
-            options.on_nonfinite, self.model, host, page, journal, self._roll_back, alone=portions is not None
-        )
-        self._halted, self._open = False, self._leased is not None and self.round + 1 < self.rounds
+        self._leased = Leased(order, replica.portions, loader, host) if replica.portions else None
+        alone = self._leased is not None
+        self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back, alone)
+        self._halted, self._agreed, self._open = False, False, alone and self.round + 1 < self.rounds
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
@@ -266,7 +262,7 @@ class Worker:
         if self._evaluation is None:
             return {}
         began = monotonic()
-        metrics, examples = self._evaluation.run()
+        metrics, examples = self._evaluation.run(self._weight)
         done = self.round + 1
         ending = self._stopper.see(metrics, done)
         if self.rank == 0:
@@ -303,9 +299,14 @@ class Worker:
         if self._order.checkpoints and self._saver.saved != self.round + 1 and not self._over_before:
             self._save()
         self._saver.wait()
-        average(averaged_buffers(self.model), self._host)
+        average(averaged_buffers(self.model), self._host, self._weight)
         if self._order.job.options.ema_decay is not None:
             self._replica.exchange.swap_average()
+
+    @property
+    def _weight(self) -> float:
+        """What this worker's running statistics weigh: its examples, where workers do not take equal shares."""
+        return float(self._examples) if self._leased else 1.0
 
     def _part(self, batch: Any) -> Share:
         """Returns what a loss is the mean over: who does not meet the others in every round has its portion alone."""
@@ -321,12 +322,8 @@ class Worker:
             **random_states(self.device),
         }
         averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self.model)}
-        average(list(averaged.values()), self._host)
-        if self.rank == 0:
-            for name, tensor in parameters_and_buffers(self.model):
-                # Copied, because training changes it while it is written.
-                tensors[name] = averaged[id(tensor)] if id(tensor) in averaged else tensor.detach().clone()
-        tensors |= {name: buffer.detach().clone() for name, buffer in local_buffers(self.model, self.world)}
+        average(list(averaged.values()), self._host, self._weight)
+        tensors |= model_tensors(self.model, self.rank, self.world, averaged)
         description = {
             **self._order.description,
             "epoch": (self.round + 1) // self._loader.rounds_per_epoch,

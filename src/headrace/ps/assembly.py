@@ -34,7 +34,8 @@ def form_of(plan: Plan, model: ModelSpec, rank: int) -> Form:
         if width and length != parameter.elements and not length % width and not segment.start % width:
             shape = (length // width, *rest)
         pieces.append(Piece(segment.parameter, segment.start, shape, parameter.dtype))
-    return Form(pieces)
+    push, pull = (str(plan.options.get(name, "plain")) for name in ("push_codec", "pull_codec"))
+    return Form(pieces, push, pull)
 
 
 def places_of(form: Form, module: nn.Module) -> list[Tensor]:
@@ -49,9 +50,16 @@ def places_of(form: Form, module: nn.Module) -> list[Tensor]:
     return places
 
 
-def open_port(form: Form) -> Port:
-    """Opens a server's end for links of this host."""
-    return LocalPort(form.slots, form.slots)
+def open_port(form: Form, transport: str) -> Port:
+    """Opens a server's end: "shared_memory" for links of this host, "tcp" for others, encrypted."""
+    if transport == "shared_memory":
+        return LocalPort(form.slots, form.push_slots, form.reply_slots)
+    from headrace.comm.remote_port import RemotePort
+
+    port = RemotePort(form.slots, form.push_slots, form.reply_slots)
+    # It is told to this run's own processes alone, through memory that no other user sees.
+    port.address += f"#{port.secret.hex()}"
+    return port
 
 
 def connect(
@@ -73,4 +81,9 @@ def connect(
 
 
 def _link(address: str, form: Form) -> Link:
-    return LocalLink(address, form.slots, form.slots)
+    if address.startswith("local:"):
+        return LocalLink(address, form.slots, form.push_slots, form.reply_slots)
+    from headrace.comm.remote_link import RemoteLink
+
+    where, _, secret = address.partition("#")
+    return RemoteLink(where, form.slots, form.push_slots, form.reply_slots, secret=bytes.fromhex(secret))

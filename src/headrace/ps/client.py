@@ -187,10 +187,8 @@ class _Server:
         present = []
         for shard in shards:
             gradient = gradients[shard]
-            if gradient is not None and head.weight:
-                place = self.form.view(shard, self.link.push_slot(shard))
-                if place.data_ptr() != gradient.data_ptr():
-                    place.copy_(gradient)
+            if gradient is not None and head.weight and head.flag:
+                self.form.encode(shard, gradient, self.link.push_slot(shard))
                 present.append(shard)
         known = self._versions if versions is None else versions
         made_with = (max(0, known[shard]) for shard in shards)
@@ -294,8 +292,13 @@ class _Server:
 
     def _fetch(self, message: Message) -> None:
         for shard, version in enumerate(message.numbers, message.first):
-            if version != self._versions[shard]:
+            if version == self._versions[shard]:
+                continue
+            if self.form.reply_slots is None:
                 self._versions[shard] = self.link.fetch(shard, self._places[shard])
+            else:
+                self.form.decode_reply(shard, self.link.reply_slot(shard), self._places[shard])
+                self._versions[shard] = version
 
 
 def _heard(received: tuple[bytes, memoryview] | None) -> tuple[bytes, memoryview] | None:

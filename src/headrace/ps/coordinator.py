@@ -27,7 +27,7 @@ class Coordinator:
         if message.kind == Kind.HALT:
             answers = self._leases.handle(Halt())
         elif message.kind == Kind.ADVANCE:
-            answers = self._leases.handle(Advance(message.lease))
+            answers = self._leases.handle(Advance(message.lease, *message.numbers[:1]))
         else:
             if message.lease >= 0:
                 # A question comes with the news of what became of the lease before.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.comm.codec import Codec, Plain, codec_for
 from headrace.comm.port import Slots
 
 __all__ = ["Form", "Piece"]
@@ -43,17 +44,31 @@ class Piece:
 
 
 class Form:
-    """All shards of one server, in order.
+    """All shards of one server, in order, and how they travel.
+
+    Args:
+        pieces: by shard.
+        push_codec, pull_codec: names of codecs, for gradients and for parameters on their way.
 
     Attributes:
-        pieces: by shard.
-        slots: their places in bytes, for a port or a link.
+        pieces: see there.
+        slots, push_slots: places of parameters and of gradients on their way, in bytes, for a port or a link.
+        reply_slots: of parameters on their way; None where they travel as they are.
+
+    Raises:
+        UnknownName: there is no such codec.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], push_codec: str = "plain", pull_codec: str = "plain") -> None:
         self.pieces = tuple(pieces)
         self._dtypes = [getattr(torch, piece.dtype) for piece in pieces]
+        self._names = (push_codec, pull_codec)
+        self._push = [codec_for(push_codec, dtype) for dtype in self._dtypes]
+        self._pull = [codec_for(pull_codec, dtype) for dtype in self._dtypes]
         self.slots = Slots([p.elements * d.itemsize for p, d in zip(self.pieces, self._dtypes, strict=True)])
+        self.push_slots = self._slots_of(self._push)
+        self.reply_slots = None if pull_codec == "plain" else self._slots_of(self._pull)
+        self._residuals: dict[tuple[str, int, int], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -67,9 +82,60 @@ class Form:
         """Returns a place of `(bytes,)` uint8 as the shard that lies there."""
         return place.view(self._dtypes[shard]).view(self.pieces[shard].shape)
 
+    def encode(self, shard: int, gradient: Tensor, place: Tensor) -> None:
+        """Puts a gradient into its push slot, and keeps what that loses for the next."""
+        if isinstance(self._push[shard], Plain):
+            target = self.view(shard, place)
+            if target.data_ptr() != gradient.data_ptr():
+                target.copy_(gradient)
+            return
+        near = gradient.detach().cpu().contiguous()
+        self._push[shard].encode(near, place, self._residual("push", 0, shard, self._push[shard]))
+
+    def decode(self, shard: int, place: Tensor) -> Tensor:
+        """Returns the gradient in a push slot; in place where it has travelled as it is.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if isinstance(self._push[shard], Plain):
+            return self.view(shard, place)
+        gradient = torch.empty(self.pieces[shard].shape, dtype=self._dtypes[shard])
+        self._push[shard].decode(place, gradient)
+        return gradient
+
+    def encode_reply(self, worker: int, shard: int, parameters: Tensor, place: Tensor) -> None:
+        """Puts parameters into a worker's reply slot, and keeps what that loses for its next."""
+        self._pull[shard].encode(parameters, place, self._residual("pull", worker, shard, self._pull[shard]))
+
+    def decode_reply(self, shard: int, place: Tensor, into: Tensor) -> None:
+        """Brings parameters out of a reply slot.
+
+        Args:
+            shard: which.
+            place: the slot.
+            into: a worker's copy, `(bytes,)` uint8.
+        """
+        near = torch.empty(self.pieces[shard].elements, dtype=self._dtypes[shard])
+        self._pull[shard].decode(place, near)
+        into.view(self._dtypes[shard]).copy_(near)
+
+    def _residual(self, way: str, worker: int, shard: int, codec: Codec) -> Tensor | None:
+        if not codec.feedback:
+            return None
+        key = (way, worker, shard)
+        if key not in self._residuals:
+            self._residuals[key] = torch.zeros(self.pieces[shard].elements, dtype=self._dtypes[shard])
+        return self._residuals[key]
+
+    def _slots_of(self, codecs: Sequence[Codec]) -> Slots:
+        of = zip(codecs, self.pieces, self._dtypes, strict=True)
+        return Slots([codec.nbytes(piece.elements, dtype) for codec, piece, dtype in of])
+
     def describe(self) -> bytes:
         """Returns what another process compares its own form with."""
-        return json.dumps([[p.parameter, p.start, list(p.shape), p.dtype] for p in self.pieces]).encode()
+        pieces = [[p.parameter, p.start, list(p.shape), p.dtype] for p in self.pieces]
+        return json.dumps([*self._names, *pieces]).encode()
 
     def difference(self, described: bytes) -> str:
         """Says in what another's form differs from this one; "" if in nothing.
@@ -80,8 +146,11 @@ class Form:
         own, other = json.loads(self.describe()), json.loads(described)
         if own == other:
             return ""
-        if not isinstance(other, list):
+        if not isinstance(other, list) or len(other) < 2:
             raise ValueError("a worker described no shards")
+        if own[:2] != other[:2]:
+            return f"the worker's codecs are {other[:2]!s:.60} and the server's {own[:2]}; use the same on both"
+        own, other = own[2:], other[2:]
         at = next((i for i, (mine, its) in enumerate(zip(own, other, strict=False)) if mine != its), None)
         if at is None:
             return f"the worker's model has {len(other)} shards here and the server {len(own)}; build the same on both"

@@ -59,9 +59,11 @@ class Advance:
 
     Attributes:
         until: rounds that lie in front of it.
+        alone: so many of them that worker 0 does alone.
     """
 
     until: int
+    alone: int = 0
 
 
 Event = Ask | Commit | Return | Lost | Halt | Advance
@@ -145,6 +147,7 @@ class Leases:
         elif isinstance(event, Halt):
             self.until = min(self.until, -(-self._begun() // self._portions))
         else:
+            self._together = (self.until + event.alone) * self._portions
             self.until = event.until
             self._met.clear()
             self._loose = bool(self._lost)

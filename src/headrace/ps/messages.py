@@ -50,7 +50,7 @@ class Message:
         weight, share: of a push, as the `Shard` knows them.
         steps: whose gradients a push is the sum of; each has that share.
         numbers: a push or pull: a version for each shard, `~version` where the push has no gradient for it. An answer:
-            the versions. Others: see `Kind`.
+            the versions. ADVANCE: rounds that worker 0 does alone. Others: see `Kind`.
     """
 
     kind: Kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.comm.codec import CODECS
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.policies import PLACEMENTS
 from headrace.policies.placement import place
@@ -41,15 +42,27 @@ def check_whole(name: str, value: int | None) -> None:
         raise UsageError(f"{name} must be a whole number of at least 0, got {value!r}")
 
 
-def check_seats(sharding: str, placement: str, scale: str) -> None:
-    """Raises:
-    UsageError: there is no such sharding, placement or scale.
+def check_seats(sharding: str, placement: str, scale: str, ways: tuple[str, str, str]) -> None:
+    """Refuses what does not exist.
+
+    Args:
+        sharding, placement, scale: as the strategies have them.
+        ways: transport, push codec, pull codec.
+
+    Raises:
+        UsageError: with what does exist.
     """
-    if scale not in ("share", "full"):
-        raise UsageError(f"scale must be 'share' or 'full', got {scale!r}")
     parse_sharding(sharding)
+    transport, *codecs = ways
     if placement not in PLACEMENTS:
         raise UnknownName("placement", placement, PLACEMENTS)
+    if scale not in ("share", "full"):
+        raise UsageError(f"scale must be 'share' or 'full', got {scale!r}")
+    if transport not in ("shared_memory", "tcp"):
+        raise UnknownName("transport", transport, ("shared_memory", "tcp"))
+    for codec in codecs:
+        if codec not in CODECS:
+            raise UnknownName("codec", codec, CODECS)
 
 
 def seats(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
@@ -23,6 +22,7 @@ from headrace.ps.coordinator import Coordinator
 from headrace.ps.form import Form
 from headrace.ps.leases import Leases
 from headrace.ps.messages import Kind, Message, decode, encode
+from headrace.ps.request import Request
 from headrace.ps.shard import (
     Accumulate,
     Ack,
@@ -47,27 +47,6 @@ _WAIT_S = 0.1
 
 _Actions = list[tuple[int, list[Action]]]
 """What shards want done."""
-
-
-@dataclass
-class _Request:
-    """What a worker waits for.
-
-    Attributes:
-        peer: the link that it came from.
-        message: what it said.
-        unpushed: shards that have not said yet what becomes of the gradient.
-        unpulled: shards that have not given their parameters yet.
-        refused: the first refusal's reason.
-        came: when, seconds.
-    """
-
-    peer: int
-    message: Message
-    unpushed: set[int]
-    unpulled: set[int]
-    refused: Reason | None = None
-    came: float = field(default_factory=perf_counter)
 
 
 class _StepFailed(Exception):
@@ -104,18 +83,18 @@ class Server:
         machines: Sequence[Shard],
         leases: Leases | None = None,
     ) -> None:
-        self.tally = Tally(form.names, form.slots.lengths)
+        self.tally = Tally(form)
         self._port = port
         self._form = form
         self._applier = applier
         self._machines = list(machines)
         self._coordinator = Coordinator(leases, port.send) if leases else None
-        tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
-        applier.seat(tensors)
+        self._tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
+        applier.seat(self._tensors)
         self._members: dict[int, tuple[int, int]] = {}
         self._peers: dict[int, int] = {}
         self._observers: dict[int, int] = {}
-        self._open: dict[tuple[int, int], _Request] = {}
+        self._open: dict[tuple[int, int], Request] = {}
         self._ended = False
 
     @property
@@ -229,7 +208,13 @@ class Server:
         if changed:
             self._applier.sent(worker, changed)
         self.tally.answered(worker, (), changed, 0.0)
-        self._port.send(peer, encode(Message(Kind.ANSWER, message.first, numbers=versions)), changed)
+        self._reply(worker, peer, Message(Kind.ANSWER, message.first, numbers=versions), changed)
+
+    def _reply(self, worker: int, peer: int, message: Message, pulled: Sequence[int]) -> None:
+        if self._form.reply_slots is not None:
+            for shard in pulled:
+                self._form.encode_reply(worker, shard, self._tensors[shard], self._port.reply_slot(peer, shard))
+        self._port.send(peer, encode(message), pulled)
 
     def _named(self, message: Message) -> range:
         shards = range(message.first, message.first + len(message.numbers))
@@ -253,7 +238,7 @@ class Server:
         if any((worker, shard) in self._open for shard in shards):
             raise ValueError(f"worker {worker} asks again before it is answered")
         pushes, pulls = message.kind != Kind.PULL, message.kind != Kind.PUSH
-        request = _Request(peer, message, set(shards if pushes else ()), set(shards if pulls else ()))
+        request = Request(peer, message, set(shards if pushes else ()), set(shards if pulls else ()))
         self._open |= {(worker, shard): request for shard in shards}
         finite = bool(message.flag) and (not pushes or self._is_finite(request, shards))
         actions: _Actions = []
@@ -268,19 +253,21 @@ class Server:
             actions.append((shard, wanted))
         self._carry_out(actions)
 
-    def _is_finite(self, request: _Request, shards: range) -> bool:
+    def _is_finite(self, request: Request, shards: range) -> bool:
         """Looks at all of a push: it counts as a whole or not at all."""
         present = [gradient for shard in shards if (gradient := self._gradient(request, shard)) is not None]
         total = sum(gradient.sum().item() for gradient in present)
         # The sum of huge numbers may be infinite though none of them is; then a second look.
         return total - total == 0 or all(bool(torch.isfinite(gradient).all()) for gradient in present)
 
-    def _gradient(self, request: _Request, shard: int) -> Tensor | None:
+    def _gradient(self, request: Request, shard: int) -> Tensor | None:
         """Returns what a worker has pushed for a shard; None if its loss does not depend on it."""
         message = request.message
         if message.numbers[shard - message.first] < 0 or not message.weight:
             return None
-        return self._form.view(shard, self._port.pushed(request.peer, shard))
+        if shard not in request.gradients:
+            request.gradients[shard] = self._form.decode(shard, self._port.pushed(request.peer, shard))
+        return request.gradients[shard]
 
     def _carry_out(self, actions: _Actions) -> None:
         alone: dict[tuple[int, float, int], list[int]] = {}
@@ -350,7 +337,7 @@ class Server:
         if not request.unpushed and not request.unpulled:
             self._answer(action.worker, request)
 
-    def _answer(self, worker: int, request: _Request) -> None:
+    def _answer(self, worker: int, request: Request) -> None:
         asked = request.message
         shards = range(asked.first, asked.first + len(asked.numbers))
         for shard in shards:
@@ -367,7 +354,7 @@ class Server:
         flag = request.refused.value if request.refused else 0
         message = Message(Kind.ANSWER, asked.first, flag, asked.lease, numbers=versions)
         self._port.release(request.peer, shards)
-        self._port.send(request.peer, encode(message), pulled)
+        self._reply(worker, request.peer, message, pulled)
 
     def _administer(self, mail: Mail, message: Message) -> None:
         """Does what is asked for between rounds, when nobody pushes."""

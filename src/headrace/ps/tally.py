@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import mul
 
+from headrace.ps.form import Form
 from headrace.spec.event import Served, ServedShard
 
 __all__ = ["Tally"]
@@ -14,20 +16,22 @@ class Tally:
     """Counts since the server began.
 
     Args:
-        names: of the shards.
+        form: of the shards.
 
     Attributes:
         busy_s: seconds in which it was not waiting for mail.
     """
 
-    def __init__(self, names: Sequence[str], lengths: Sequence[int]) -> None:
+    def __init__(self, form: Form) -> None:
         self.busy_s = 0.0
-        self._names = tuple(names)
-        self._lengths = tuple(lengths)
-        self._pushes = [0] * len(names)
-        self._pulls = [0] * len(names)
-        self._steps = [0] * len(names)
-        self._apply_s = [0.0] * len(names)
+        self._names = form.names
+        self._lengths = form.slots.lengths
+        self._pushed_lengths = form.push_slots.lengths
+        self._pulled_lengths = (form.reply_slots or form.slots).lengths
+        self._pushes = [0] * len(form)
+        self._pulls = [0] * len(form)
+        self._steps = [0] * len(form)
+        self._apply_s = [0.0] * len(form)
         self._staleness: dict[int, Counter[int]] = {}
         self._refused: Counter[str] = Counter()
         self._waited_s: dict[int, float] = {}
@@ -65,12 +69,13 @@ class Tally:
     @property
     def moved_bytes(self) -> int:
         """Payload that was pushed and pulled."""
-        counts = zip(self._lengths, self._pushes, self._pulls, strict=True)
-        return sum(length * (pushes + pulls) for length, pushes, pulls in counts)
+        moved = (*map(mul, self._pushed_lengths, self._pushes), *map(mul, self._pulled_lengths, self._pulls))
+        return int(sum(moved))
 
     def event(self, rank: int, time_s: float) -> Served:
         """Returns the counts as they are now."""
-        columns = (self._names, self._lengths, self._pushes, self._pulls, self._steps, self._apply_s)
+        pushed, pulled = map(mul, self._pushed_lengths, self._pushes), map(mul, self._pulled_lengths, self._pulls)
+        columns = (self._names, self._lengths, self._pushes, self._pulls, self._steps, self._apply_s, pushed, pulled)
         return Served(
             rank=rank,
             time_s=time_s,
@@ -83,8 +88,5 @@ class Tally:
             },
             waited_s={str(worker): seconds for worker, seconds in sorted(self._waited_s.items())},
             refused=dict(self._refused),
-            shards=tuple(
-                ServedShard(name, length, pushes, pulls, steps, apply_s, pushes * length, pulls * length)
-                for name, length, pushes, pulls, steps, apply_s in zip(*columns, strict=True)
-            ),
+            shards=tuple(map(ServedShard, *columns)),
         )

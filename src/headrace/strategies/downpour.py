@@ -64,6 +64,8 @@ class Downpour(Strategy):
         sharding, placement: as of `ParameterServer`.
         scale: "share" applies gradients with the learning rate times their share of the global batch, "full" with the
             whole learning rate, as the paper does; on the shards and in the local step.
+        transport: "shared_memory" on one host, or "tcp", encrypted, also on one.
+        push_codec, pull_codec: how gradients and parameters travel: "plain", "bf16", or "int8" with error feedback.
     """
 
     workers: int | None = None
@@ -75,6 +77,9 @@ class Downpour(Strategy):
     sharding: str = "whole"
     placement: str = "greedy"
     scale: str = "share"
+    transport: str = "shared_memory"
+    push_codec: str = "plain"
+    pull_codec: str = "plain"
 
     name = "downpour"
     synchronous = False
@@ -83,7 +88,7 @@ class Downpour(Strategy):
         check_count("workers", self.workers)
         for name in ("servers", "fetch_every", "push_every"):
             check_count(name, getattr(self, name))
-        check_seats(self.sharding, self.placement, self.scale)
+        check_seats(self.sharding, self.placement, self.scale, (self.transport, self.push_codec, self.pull_codec))
         check_whole("warmstart_steps", self.warmstart_steps)
 
     def check(self, options: Options) -> None:
@@ -131,7 +136,7 @@ class Downpour(Strategy):
         alone = blocks(parts.first, max(parts.first, self.warmstart_steps), self.push_every)
         first = rank == plan.servers[0]
         leases = Leases(len(plan.shares), until, parts.first, alone=alone) if first else None
-        return Server(open_port(form), form, applier, machines, leases)
+        return Server(open_port(form, self.transport), form, applier, machines, leases)
 
 
 @dataclass(frozen=True)

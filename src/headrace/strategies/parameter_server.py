@@ -58,6 +58,8 @@ class ParameterServer(Strategy):
         placement: which server gets a shard: "greedy" by bytes, or "round_robin".
         scale: "share" applies a gradient with the learning rate times its share of the global batch; "full" with the
             whole learning rate, as papers do.
+        transport: "shared_memory" on one host, or "tcp", encrypted, also on one.
+        push_codec, pull_codec: how gradients and parameters travel: "plain", "bf16", or "int8" with error feedback.
         remedies: for stale gradients; none by default.
     """
 
@@ -68,6 +70,9 @@ class ParameterServer(Strategy):
     sharding: str = "whole"
     placement: str = "greedy"
     scale: str = "share"
+    transport: str = "shared_memory"
+    push_codec: str = "plain"
+    pull_codec: str = "plain"
     remedies: Remedies = field(default_factory=Remedies)
 
     name = "parameter_server"
@@ -78,7 +83,7 @@ class ParameterServer(Strategy):
         check_count("servers", self.servers)
         check_whole("staleness_bound", self.staleness_bound)
         check_whole("backup_workers", self.backup_workers)
-        check_seats(self.sharding, self.placement, self.scale)
+        check_seats(self.sharding, self.placement, self.scale, (self.transport, self.push_codec, self.pull_codec))
         if self.backup_workers and self.staleness_bound:
             raise UsageError(
                 f"backup_workers={self.backup_workers} makes rounds synchronous, and staleness_bound="
@@ -139,7 +144,7 @@ class ParameterServer(Strategy):
         # Whoever is bound to the others does as many rounds as they do.
         fixed = self.staleness_bound is not None and not self.backup_workers
         leases = Leases(len(plan.shares), parts.until, parts.first, fixed) if first else None
-        return Server(open_port(form), form, applier, machines, leases)
+        return Server(open_port(form, self.transport), form, applier, machines, leases)
 
     def _regime(self, workers: int) -> tuple[Admission, Combination]:
         if self.staleness_bound == 0 or self.backup_workers:
