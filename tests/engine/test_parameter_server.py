@@ -33,6 +33,7 @@ REGIMES = {
     "lock-step": PAIR,
     "bound 2": hr.ParameterServer(2, staleness_bound=2),
     "asynchronous": hr.ParameterServer(2),
+    "downpour": hr.Downpour(2, push_every=2, fetch_every=3),
 }
 EVERY_FOUR = hr.Checkpoints(every_steps=4, every_s=None, keep=9)
 
@@ -225,7 +226,7 @@ def test_to_go_on_in_lock_step_is_no_interruption(tmp_path: Path, workers: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [REGIMES["asynchronous"], REGIMES["bound 2"]], ids=["asynchronous", "bound 2"])
+@pytest.mark.parametrize("strategy", list(REGIMES.values())[1:], ids=list(REGIMES)[1:])
 def test_to_go_on_by_oneself_visits_every_example_once(tmp_path: Path, strategy: hr.Strategy) -> None:
     arguments: dict[str, Any] = {"engine": hr.ThreadEngine(), "run_dir": tmp_path, "checkpoints": EVERY_FOUR}
     first = hr.launch(stopped_at(5), lasting_job("plain"), strategy, **arguments)

@@ -167,6 +167,8 @@ REGIMES: dict[str, hr.Strategy] = {
     "asynchronous on two servers": hr.ParameterServer(2, servers=2, sharding="fixed_shards:2"),
     "bound 2": hr.ParameterServer(3, staleness_bound=2),
     "lock-step": LOCK_STEP(3),
+    "downpour": hr.Downpour(3, push_every=3, fetch_every=2),
+    "downpour in turn": hr.Downpour(2, servers=2, push_every=2, fetch_every=1, overlap=False),
     "full scale": hr.ParameterServer(2, scale="full"),
     "remedies": hr.ParameterServer(3, remedies=Remedies(divide=True, compensation=0.04, asynchronous_workers=3)),
 }
