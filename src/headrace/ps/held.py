@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from headrace.ps.form import Form
 from headrace.spec.model import ModelSpec
 
-__all__ = ["HeldGradients"]
+__all__ = ["Accrued", "HeldGradients"]
 
 
 class HeldGradients:
@@ -32,12 +33,16 @@ class HeldGradients:
     def store_nothing(self) -> None:
         self._gradients = [None] * len(self._index)
 
-    def add(self, others: HeldGradients) -> None:
-        """Adds others, into memory of its own: autograd may give one tensor to two parameters."""
+    def add(self, others: HeldGradients, factor: float = 1.0) -> None:
+        """Adds others times a factor, into memory of its own: autograd may give one tensor to two parameters."""
         self._gradients = [
-            other if own is None else own if other is None else own + other
+            own if other is None else _times(other, factor) if own is None else torch.add(own, other, alpha=factor)
             for own, other in zip(self._gradients, others._gradients, strict=True)
         ]
+
+    def multiply(self, factor: float) -> None:
+        """Multiplies all, into memory of its own."""
+        self._gradients = [None if own is None else own * factor for own in self._gradients]
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
@@ -72,3 +77,42 @@ class HeldGradients:
     def _cut(self, flat: Tensor | None, form: Form, shard: int) -> Tensor | None:
         piece = form.pieces[shard]
         return None if flat is None else flat[piece.start : piece.start + piece.elements].view(piece.shape)
+
+
+class Accrued:
+    """The sum of several steps' gradients, each with its share of a round.
+
+    Where the shares are not alike (the last batch of an epoch is short), a gradient counts by its own: the sum times
+    the mean share is the sum of all gradients times their shares.
+
+    Args:
+        forms: by server.
+        model: as of `HeldGradients`.
+        weighed: whether shares count; else the sum is the plain one.
+    """
+
+    def __init__(self, forms: Sequence[Form], model: ModelSpec, weighed: bool) -> None:
+        self._new = partial(HeldGradients, forms, model)
+        self._weighed = weighed
+        self._sum = self._new()
+        self._shares: list[float] = []
+
+    def add(self, held: HeldGradients, share: float) -> None:
+        """Adds the gradients of one step; those of no examples are none."""
+        if share:
+            self._shares.append(share)
+            self._sum.add(held, share / self._shares[0] if self._weighed else 1.0)
+
+    def take(self) -> tuple[list[list[Tensor | None]], float, int]:
+        """Returns the sum by server and shard, the mean share, and of how many steps they are; then there are none."""
+        held, shares, self._sum, self._shares = self._sum, self._shares, self._new(), []
+        if len(set(shares)) < 2:
+            return held.by_shard(), shares[0] if shares else 0.0, len(shares)
+        mean = sum(shares) / len(shares)
+        if self._weighed:
+            held.multiply(shares[0] / mean)
+        return held.by_shard(), mean, len(shares)
+
+
+def _times(gradient: Tensor, factor: float) -> Tensor:
+    return gradient if factor == 1 else gradient * factor

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from headrace.ps.client import Client
 from headrace.ps.messages import Kind, Message
 from headrace.replica.portions import Fence, Portion, Portions
 
-__all__ = ["LeasedPortions", "blocks"]
+__all__ = ["Aside", "LeasedPortions", "blocks"]
+
+
+class Aside(Protocol):
+    """What a worker has going on beside its steps, on links of its own."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Payload that went over those links."""
+
+    def renew(self) -> None:
+        """Lets what goes on come to its end, and brings the parameters up to date."""
+
+    def close(self) -> None:
+        """Ends it all, and the links."""
 
 
 class LeasedPortions(Portions):
@@ -20,8 +34,8 @@ class LeasedPortions(Portions):
         parts: portions of a round.
         first, until: the round that the run begins with, and its first fence.
         span: rounds of a block.
-        renewing: called before all workers' parameters are brought up to date.
-        others: further clients of this worker.
+        aside: brings the parameters up to date where all meet; None to pull them.
+        alone: rounds from the run's begin on that worker 0 does alone, to the end of a block.
 
     Attributes:
         lease: the one that is held, or has just been pushed; -1 for none, or where somebody else commits it.
@@ -38,8 +52,8 @@ class LeasedPortions(Portions):
         first: int,
         until: int,
         span: int = 1,
-        renewing: Callable[[], None] = lambda: None,
-        others: Sequence[Client] = (),
+        aside: Aside | None = None,
+        alone: int = 0,
     ) -> None:
         self.lease = -1
         self.late = False
@@ -49,8 +63,8 @@ class LeasedPortions(Portions):
         self._servers = servers
         self._parts = parts
         self._span = span
-        self._renewing = renewing
-        self._others = tuple(others)
+        self._aside = aside
+        self._alone = alone
         self._begin, self._until = first, until
         # Blocks are counted on over fences, so that no lease has the number of another.
         self._block = first
@@ -82,23 +96,28 @@ class LeasedPortions(Portions):
         if leads:
             for server in range(self._servers):
                 self._client.ask(server, Message(Kind.SETTLE, lease=done))
-            self._client.tell(Message(Kind.ADVANCE, lease=self._block + blocks(done, until, self._span)))
+            alone = blocks(done, max(done, self._alone), self._span)
+            ahead = self._block + blocks(done, until, self._span)
+            self._client.tell(Message(Kind.ADVANCE, lease=ahead, numbers=(alone,)))
 
     @property
     def moved_bytes(self) -> int:  # type: ignore[override]
-        return sum(client.moved_bytes for client in (self._client, *self._others))
+        return self._client.moved_bytes + (self._aside.moved_bytes if self._aside else 0)
 
     def renew(self) -> None:
-        self._renewing()
-        self._client.pull()
+        if self._aside:
+            self._aside.renew()
+        else:
+            self._client.pull()
 
     def end(self) -> None:
         for server in range(self._servers):
             self._client.ask(server, Message(Kind.END))
 
     def close(self) -> None:
-        for client in (self._client, *self._others):
-            client.close()
+        if self._aside:
+            self._aside.close()
+        self._client.close()
 
 
 def blocks(first: int, until: int, span: int) -> int:

@@ -17,8 +17,7 @@ Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and algo
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +27,11 @@ from torch import Tensor, nn
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps.applier import Applier, Pace
 from headrace.ps.assembly import connect, form_of, open_port, places_of
+from headrace.ps.background import Background
 from headrace.ps.client import Client
 from headrace.ps.exchange import ServedExchange
 from headrace.ps.form import Form
-from headrace.ps.held import HeldGradients
+from headrace.ps.held import Accrued, HeldGradients
 from headrace.ps.leases import Leases
 from headrace.ps.leasing import LeasedPortions, blocks
 from headrace.ps.messages import Kind, Message
@@ -112,20 +112,34 @@ class Downpour(Strategy):
         broadcast(parts.module, parts.host)
         forms = [form_of(plan, parts.model, server) for server in plan.servers]
         places = [places_of(form, parts.module) for form in forms]
-        fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
-        addresses, check = parts.addresses(), parts.host.check
-        roles = [plan.roles[server] for server in plan.servers]
-        # One thread a link: what pushes and what fetches meanwhile has links of its own.
-        main = connect(addresses, forms, places, rank, check, roles, observes=self.overlap)
-        links = Links(main, main, main)
-        if self.overlap:
-            pusher = connect(addresses, forms, fetched, rank, check, roles)
-            links = Links(main, pusher, connect(addresses, forms, fetched, rank, check, roles, observes=True))
-        exchange = Pouring(self, plan, links, forms, (places, fetched), parts)
+        links = self._links(plan, rank, parts, forms, places)
+        exchange = Pouring(self, plan, links, forms, parts)
         if rank == 0:
             exchange.give(places)
         parts.host.barrier()
+        links.pull()
         return Replica(parts.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
+
+    def _links(
+        self, plan: Plan, rank: int, parts: Parts, forms: Sequence[Form], places: Sequence[Sequence[Tensor]]
+    ) -> Links:
+        roles, check = [plan.roles[server] for server in plan.servers], parts.host.check
+        addresses = parts.addresses()
+        if not self.overlap:
+            return Links(connect(addresses, forms, places, rank, check, roles), places)
+        # One thread a link: what pushes and what fetches meanwhile has links of its own.
+        fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
+        pushing = Background("push", connect(addresses, forms, fetched, rank, check, roles))
+        fetching = Background("fetch", connect(addresses, forms, fetched, rank, check, roles, observes=True))
+
+        def watch() -> None:
+            check()
+            # Whose push has failed would wait for data for ever.
+            pushing.check()
+            fetching.check()
+
+        main = connect(addresses, forms, places, rank, watch, roles, observes=True)
+        return Links(main, places, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
         form = form_of(plan, parts.model, rank)
@@ -139,23 +153,74 @@ class Downpour(Strategy):
         return Server(open_port(form, self.transport), form, applier, machines, leases)
 
 
-@dataclass(frozen=True)
 class Links:
     """A worker's clients: one for all, or one for each of its threads.
 
-    Attributes:
+    Args:
         main: asks for data, and does what is done where all workers meet.
-        pusher, fetcher: push and fetch, in the background where they are others than `main`.
+        places: of its copies.
+        pushing, fetching: what pushes and fetches in the background; None where `main` does both.
+        fetched: the places of what is fetched in the background.
+
+    Attributes:
+        main, pushing: see there.
+        versions: of the parameters that this worker goes on from, by server and shard.
     """
 
-    main: Client
-    pusher: Client
-    fetcher: Client
+    def __init__(
+        self,
+        main: Client,
+        places: Sequence[Sequence[Tensor]],
+        pushing: Background | None = None,
+        fetching: Background | None = None,
+        fetched: Sequence[Sequence[Tensor]] = (),
+    ) -> None:
+        self.main = main
+        self.pushing = pushing
+        self.versions = main.versions
+        self._fetching = fetching
+        self._places, self._fetched = ([place for own in each for place in own] for each in (places, fetched))
+
+    def pull(self) -> None:
+        """Brings the parameters up to date now."""
+        # Local steps have moved them since.
+        self.main.forget()
+        self.main.pull()
+        self.versions = self.main.versions
+
+    def refresh(self, due: bool) -> None:
+        """Brings the parameters up to date if that is due; in the background, where those fetched before come in now.
+
+        Whoever fetches slowly is waited for when the next fetch is due, or nothing fetched would ever come in.
+        """
+        if self._fetching is None:
+            if due:
+                self.pull()
+            return
+        if self._fetching.wait() if due else self._fetching.done():
+            torch._foreach_copy_(self._places, self._fetched)
+            self.versions = self._fetching.client.versions
+        if due:
+            self._fetching.start(self._fetching.client.pull)
+
+    def renew(self) -> None:
+        """Lets what goes on in the background come to its end, and brings the parameters up to date."""
+        for background in self._backgrounds():
+            background.wait()
+        self.pull()
 
     @property
-    def overlap(self) -> bool:
-        """Whether pushes and fetches go on in the background."""
-        return self.pusher is not self.main
+    def moved_bytes(self) -> int:
+        """Payload of what goes on in the background."""
+        return sum(background.client.moved_bytes for background in self._backgrounds())
+
+    def close(self) -> None:
+        """Ends what goes on in the background."""
+        for background in self._backgrounds():
+            background.close()
+
+    def _backgrounds(self) -> list[Background]:
+        return [each for each in (self.pushing, self._fetching) if each is not None]
 
 
 class Pouring(ServedExchange):
@@ -164,51 +229,32 @@ class Pouring(ServedExchange):
     plan: the run's.
     links: of this worker.
     forms: the servers' shards.
-    places: where they lie in this worker's parameters, and where fetched ones wait.
     parts: of this worker.
 
     Attributes:
         portions: this worker's data; a lease is of `push_every` steps.
     """
 
-    def __init__(
-        self,
-        strategy: Downpour,
-        plan: Plan,
-        links: Links,
-        forms: Sequence[Form],
-        places: tuple[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]],
-        parts: Parts,
-    ) -> None:
+    def __init__(self, strategy: Downpour, plan: Plan, links: Links, forms: Sequence[Form], parts: Parts) -> None:
         held = HeldGradients(forms, parts.model)
         super().__init__(links.main, forms, held, parts.host, parts.options, parts.scale, parts.device)
-        self.parameter_bytes = (1 + links.overlap) * sum(parameter.bytes for parameter in parts.model.parameters)
+        copies = 2 if strategy.overlap else 1
+        self.parameter_bytes = copies * sum(parameter.bytes for parameter in parts.model.parameters)
         self.portions = LeasedPortions(
-            links.main, len(forms), len(plan.shares), parts.first, parts.until, strategy.push_every, self._rest,
-            (links.pusher, links.fetcher) if links.overlap else (),
+            links.main, len(forms), len(plan.shares), parts.first, parts.until, strategy.push_every, links,
+            strategy.warmstart_steps,
         )  # fmt: skip
         self._strategy = strategy
         self._links = links
-        self._places, self._fetched = ([place for own in each for place in own] for each in places)
+        self._weighed = strategy.scale == "share"
         self._local = LocalSteps(parts)
-        self._empty = functools.partial(HeldGradients, forms, parts.model)
-        self._sum = self._empty()
-        self._summed = 0
+        self._accrued = Accrued(forms, parts.model, self._weighed)
+        self._spoilt = False
         self._step = 0
-        self._versions = links.main.versions
-        self._pushing, self._fetching = Background("push"), Background("fetch")
 
     def begin(self, round_: int) -> None:
+        # In a loop of one's own, forward lies behind: the parameters must not move before the gradient is there.
         self._round = round_
-        if self._step == 0 or not self._links.overlap:
-            if self._step % self._strategy.fetch_every == 0:
-                self._renew()
-        else:
-            if self._fetching.done():
-                torch._foreach_copy_(self._places, self._fetched)
-                self._versions = self._links.fetcher.versions
-            if self._step % self._strategy.fetch_every == 0:
-                self._fetching.start(self._links.fetcher.pull)
 
     def synchronize(self, finite: bool = True) -> Verdict:
         portions = self.portions
@@ -218,18 +264,19 @@ class Pouring(ServedExchange):
         verdict = self.judge(finite)
         self._step += 1
         if verdict.apply:
-            share = portions.share if self._strategy.scale == "share" else 1.0
-            self._local.step(self._round, self.held.gradients, share)
-            self._sum.add(self.held)
-            self._summed += 1
+            self._local.step(self._round, self.held.gradients, portions.share if self._weighed else 1.0)
+            self._accrued.add(self.held, portions.share)
+        else:
+            self._spoilt = True
         if not portions.left:
             self._pour()
+        self._links.refresh(due=self._step % self._strategy.fetch_every == 0)
         return verdict
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         self._local.load(settings)
-        self.client.forget()
         super().load(pieces, settings)
+        self._links.pull()
 
     def swap_average(self) -> None:
         self.client.forget()
@@ -237,34 +284,25 @@ class Pouring(ServedExchange):
 
     def _pour(self) -> None:
         """Pushes what has been accrued."""
-        gradients, summed, versions = self._sum.by_shard(), self._summed, self._versions
-        self._sum, self._summed = self._empty(), 0
-        portions, pusher = self.portions, self._links.pusher
-        lease, share, finite = portions.lease, portions.share, summed > 0
-
-        def push() -> None:
-            pusher.push(gradients, lease, 1.0, share, finite, steps=max(1, summed), versions=versions)
+        portions, pushing = self.portions, self._links.pushing
+        gradients, share, steps = self._accrued.take()
+        # Of a lease whose every gradient was left out, the server hears that there was one.
+        finite, self._spoilt = bool(steps) or not self._spoilt, False
+        client, lease = pushing.client if pushing else self.client, portions.lease
+        push = functools.partial(
+            client.push, gradients, lease, float(steps > 0), share, finite,
+            steps=max(1, steps), versions=self._links.versions,
+        )  # fmt: skip
+        if pushing is None:
+            push()
+            return
 
         def push_and_commit() -> None:
             push()
-            pusher.tell(Message(Kind.COMMIT, lease=lease))
+            client.tell(Message(Kind.COMMIT, lease=lease))
 
-        if self._links.overlap:
-            self._pushing.start(push_and_commit)
-            portions.lease = -1
-        else:
-            push()
-
-    def _rest(self) -> None:
-        """Lets what goes on in the background end, where all workers meet."""
-        self._pushing.wait()
-        self._fetching.wait()
-        self.client.forget()
-
-    def _renew(self) -> None:
-        self.client.forget()
-        self.client.pull()
-        self._versions = self.client.versions
+        pushing.start(push_and_commit)
+        portions.lease = -1
 
 
 class LocalSteps:
@@ -309,49 +347,3 @@ class LocalSteps:
         """Takes up where the schedule was."""
         if settings is not None:
             self._schedule.load(settings)
-
-
-def _ghost(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-
-
-class Background:
-    """One thing at a time, in a thread of its own.
-
-    Args:
-        name: of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = f"headrace-{name}"
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, task: Callable[[], object]) -> None:
-        """Does something; waits for what was begun before."""
-        self.wait()
-
-        def run() -> None:
-            try:
-                task()
-            except BaseException as error:  # raised again by whoever waits
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Returns when nothing is going on any more; raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def done(self) -> bool:
-        """Whether what was begun has just come to its end; it says so once."""
-        if self._thread is None or self._thread.is_alive():
-            return False
-        self.wait()
-        return True
