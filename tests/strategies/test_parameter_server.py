@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader, as_pipeline
-from headrace.errors import InfeasiblePlan, NonFiniteGradient, NonFiniteLoss, UnknownName, UsageError
+from headrace.errors import InfeasiblePlan, NonFiniteGradient, NonFiniteLoss, UnknownName, UsageError, WorkerFailed
 from headrace.ps.applier import Remedies
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.event import NonFinite, Served, Stepped
-from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Case, dense, verb_by_verb
+from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Bang, Case, dense, verb_by_verb
 from strategies.contract_options import BF16, OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, distance, train
 from strategies.test_contract import DOUBLE, SINGLE, assert_equal, assert_same_bits, belongings, on_one_device
@@ -359,10 +359,21 @@ def test_optimizers_that_need_whole_matrices_get_them_whole() -> None:
     assert_equal(outcome, on_one_device(VARIANTS["muon"], "tiny", torch.float64, None), DOUBLE)
 
 
+class Breaking(torch.optim.SGD):
+    """Fails when it moves what has a gradient of four columns, which it is not tried on before the run."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(tensor.shape == (6, 4) and tensor.grad is not None for tensor in self.param_groups[0]["params"]):
+            raise Bang("no step")
+        super().step(closure)
+
+
 @pytest.mark.slow
 def test_many_servers_and_workers_leave_nothing_behind() -> None:
     before = belongings()
     train(CASES["mlp"].job(COUNTS["tiny"]), hr.ParameterServer(4, servers=3, sharding="max_size:64B"))
+    with pytest.raises(WorkerFailed, match=r"rank 2 .* Bang: no step"):
+        train(CASES["mlp"].job(COUNTS["tiny"], optimizer=partial(Breaking, lr=0.1)), hr.ParameterServer(2))
     deadline = time.monotonic() + 5
     while belongings() != before and time.monotonic() < deadline:
         time.sleep(0.01)
