@@ -10,7 +10,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def work(
     """
     journal = Journal(order.run_dir, rank, order.started)
     worker: Worker | None = None
-    replica: Replica | None = None
+    closing = ExitStack()
     try:
         role = order.plan.roles[rank]
         stored = _stored(order.resume) if order.resume else None
@@ -71,8 +71,10 @@ def work(
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)
-        parts = _parts(order, role, host, module, page)
+        parts = _parts(order, role, host, module, page, closing)
         replica = order.strategy.replica(order.plan, rank, parts)
+        if replica.portions:
+            closing.callback(replica.portions.close)
         worker = _worker(order, role, replica, host, page, journal)
         _seed(order, rank)
         if stored:
@@ -95,8 +97,7 @@ def work(
         journal.write(_failed(rank, worker, journal, error))
         raise
     finally:
-        if replica is not None and replica.portions:
-            replica.portions.close()
+        closing.close()
         journal.close()
 
 
@@ -151,7 +152,9 @@ def objective_of(job: Job, weighed: bool = False) -> Objective:
     return Objective(loss, job.inputs, job.target, weighed)
 
 
-def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module, page: ControlPage) -> Parts:
+def _parts(
+    order: Order, role: Role, host: SharedCollective, module: nn.Module, page: ControlPage, closing: ExitStack
+) -> Parts:
     connect: Callable[[], Collective] | None = None
     if role.device != "cpu":
         torch.cuda.set_device(role.device)
@@ -171,6 +174,7 @@ def _parts(order: Order, role: Role, host: SharedCollective, module: nn.Module, 
         full_batch=min(examples, batch),
         first=first,
         until=next_fence(order, -(-examples // batch), first),
+        closing=closing,
         addresses=lambda: tuple(_address(page, server, host) for server in order.plan.servers),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -69,14 +70,16 @@ def connect(
     worker: int,
     check: Callable[[], None],
     servers: Sequence[Role],
+    closing: ExitStack,
     together: bool = False,
     observes: bool = False,
 ) -> Client:
-    """Returns a client of the servers at some addresses; for the last two see `Client`."""
-    connections = [
-        Connection(_link(address, form), form, own, server.rank, server.host)
-        for address, form, own, server in zip(addresses, forms, places, servers, strict=True)
-    ]
+    """Returns a client of the servers at some addresses; `closing` ends its links, for the last two see `Client`."""
+    connections = []
+    for address, form, own, server in zip(addresses, forms, places, servers, strict=True):
+        link = _link(address, form)
+        closing.callback(link.close)
+        connections.append(Connection(link, form, own, server.rank, server.host))
     return Client(connections, worker, check=check, together=together, observes=observes)
 
 

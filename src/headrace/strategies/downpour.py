@@ -126,11 +126,13 @@ class Downpour(Strategy):
         roles, check = [plan.roles[server] for server in plan.servers], parts.host.check
         addresses = parts.addresses()
         if not self.overlap:
-            return Links(connect(addresses, forms, places, rank, check, roles), places)
+            return Links(connect(addresses, forms, places, rank, check, roles, parts.closing), places)
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
-        pushing = Background("push", connect(addresses, forms, fetched, rank, check, roles))
-        fetching = Background("fetch", connect(addresses, forms, fetched, rank, check, roles, observes=True))
+        pushing = Background("push", connect(addresses, forms, fetched, rank, check, roles, parts.closing))
+        fetching = Background(
+            "fetch", connect(addresses, forms, fetched, rank, check, roles, parts.closing, observes=True)
+        )
 
         def watch() -> None:
             check()
@@ -138,7 +140,7 @@ class Downpour(Strategy):
             pushing.check()
             fetching.check()
 
-        main = connect(addresses, forms, places, rank, watch, roles, observes=True)
+        main = connect(addresses, forms, places, rank, watch, roles, parts.closing, observes=True)
         return Links(main, places, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -54,6 +55,7 @@ class Parts:
         rounds_per_epoch: of the training data.
         full_batch: examples of a round, but for an epoch's last one.
         first, until: the round that the run begins with, and the first before which all workers meet.
+        closing: closes what a strategy has opened, when the worker ends, however it does.
         addresses: waits until every server can be reached, and returns where, in the order of their ranks.
     """
 
@@ -68,6 +70,7 @@ class Parts:
     full_batch: int = 1
     first: int = 0
     until: int = 0
+    closing: ExitStack = field(default_factory=ExitStack)
     addresses: Callable[[], tuple[str, ...]] = tuple
 
     @cached_property
