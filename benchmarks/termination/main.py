@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-from processes import below
+from processes import below, processes
 
 from headrace.checkpoint import CheckpointFolder
 from headrace.report.events import read_events
@@ -115,7 +115,9 @@ def trial(folder: Path, strategy: str, dice: random.Random, log: Path) -> Trial:
         exit_s = time.monotonic() - at
     wrong = look(run_dir, 2 if workers else 1, process.returncode, log)
     time.sleep(0.05)
-    if left := [child.pid for child in children if Path(f"/proc/{child.pid}").exists()]:
+    now = processes()
+    # A zombie has ended; when it is reaped is the system's business.
+    if left := [child.pid for child in children if child.pid in now and now[child.pid].state != "Z"]:
         wrong += f" processes left: {left}"
     return Trial(strategy, moment_s, exit_s, process.returncode, wrong)
 

@@ -133,7 +133,8 @@ def test_before_it_has_begun(tmp_path: Path, after_s: float) -> None:
         process.communicate(timeout=20)
     # Before Python has come to our first line, the system ends it.
     assert process.returncode in (143, -signal.SIGTERM)
-    assert until(lambda: all(state(pid) == "" for pid in children), 5)
+    # Nobody goes on importing for it. When those who have ended are reaped is the system's business.
+    assert until(lambda: all(state(pid) in ("", "Z") for pid in children), 1)
     run_dir = tmp_path / "run"
     there = CheckpointFolder(run_dir / "checkpoints").latest()
     assert there[1] == ()

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any
 
+from headrace.engine.termination import end_with, leave_alone
 from headrace.engine.vitals import Vitals
 from headrace.errors import RunFailed, UnfitMachine, UsageError
 
@@ -52,6 +53,8 @@ class Nursery:
                 # Keys pressed in the terminal are the launcher's to answer.
                 start_new_session=True,
             )
+        # While it imports it hears nothing.
+        end_with(self._process.pid)
         self._socket = ours
         self._vitals = Vitals(self._process.pid)
         self._stopped_at: float | None = None
@@ -113,6 +116,7 @@ class Nursery:
     def close(self) -> None:
         """Ends the zygote and every process of it."""
         self._socket.close()
+        leave_alone(self._process.pid)
         if not self._ready or self._vitals.is_stopped():
             # It has no worker to end, and would import to the end first; or it cannot hear.
             self._process.kill()
