@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+import threading
+from collections import Counter
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -14,6 +17,9 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader, as_pipeline
+from headrace.errors import UsageError
+from headrace.ps.background import Background
+from headrace.spec.event import NonFinite, Served
 from strategies.contract_models import BATCH, COUNTS, MODELS, VARIANTS, verb_by_verb
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import distance, train
@@ -62,7 +68,7 @@ def downpour(job: hr.Job, fetch_every: int, push_every: int, fences: int) -> nn.
     accrued: dict[str, Tensor] = {}
     behind = 0
     for step, share in enumerate(islice(loader.rounds(), rounds)):
-        if step % fetch_every == 0 or step % fences == 0:
+        if step % fences % fetch_every == 0:
             module.load_state_dict(server.state_dict())
         loss = job.loss(module(share.batch[0]), share.batch[1])
         trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
@@ -172,3 +178,129 @@ def test_gradients_of_a_short_batch_count_by_their_own_share(scale: str) -> None
     pushed = {name: sum(rate / RATE * given[name] for rate, given in Nothing.given) for name in total}
     assert distance(pushed, total) <= DOUBLE
     assert {len(given) for _, given in Nothing.given} == {len(total)}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_local_steps_have_the_learning_rate_of_their_share(overlap: bool) -> None:
+    Nothing.given = []
+    job = without_fences(24, epochs=1, optimizer=Nothing)
+    begun = threading.Barrier(2)
+
+    def loop(worker: hr.Worker) -> None:
+        for number, batch in enumerate(worker.batches()):
+            if not number:
+                # Now that both have a lease, each has one of the two that there are.
+                begun.wait(30)
+            worker.step(batch)
+
+    hr.launch(loop, job, hr.Downpour(2, fetch_every=99, push_every=99, overlap=overlap), engine=hr.ThreadEngine())
+    expected = []
+    for rank in range(2):
+        module, accrued = copy.deepcopy(job.model), {}
+        assert isinstance(module, nn.Module)
+        loader = Loader(as_pipeline(job.data)[0], job.seed, BATCH, (1, 1), rank)
+        for share in islice(loader.rounds(), 6):
+            for name, gradient in gradients_of(job, module, share).items():
+                accrued[name] = accrued.get(name, 0) + gradient
+                module.get_parameter(name).data -= RATE / 2 * gradient
+        expected.append(accrued)
+    assert [rate for rate, _ in Nothing.given] == [RATE / 2] * 2
+    apart = [[distance(given, sums) for sums in expected] for _, given in Nothing.given]
+    assert max(map(min, apart)) <= DOUBLE
+    assert max(map(min, zip(*apart, strict=True))) <= DOUBLE
+
+
+def poisoned(bad: set[int], worker: hr.Worker) -> None:
+    """The usual loop, but that the inputs of some rounds are no numbers."""
+    for inputs, target in worker.batches():
+        worker.step((torch.full_like(inputs, float("nan")) if worker.round in bad else inputs, target))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_gradient_that_is_not_finite_is_left_out_of_the_sum(overlap: bool) -> None:
+    Nothing.given = []
+    job = without_fences(40, epochs=1, optimizer=Nothing)
+    job = dataclasses.replace(job, options=hr.Options(on_nonfinite="skip"))
+    strategy = hr.Downpour(1, fetch_every=1, push_every=3, overlap=overlap)
+    run = hr.launch(partial(poisoned, {1, 3, 4, 5}), job, strategy, engine=hr.ThreadEngine())
+    assert [event.step for event in run.events if isinstance(event, NonFinite)] == [1, 3, 4, 5]
+    module, expected = job.model, [{}, {}, {}, {}]
+    assert isinstance(module, nn.Module)
+    loader = Loader(as_pipeline(job.data)[0], job.seed, BATCH, (1,), 0)
+    for step, share in enumerate(islice(loader.rounds(), 10)):
+        if step not in {1, 3, 4, 5}:
+            for name, gradient in gradients_of(job, module, share).items():
+                expected[step // 3][name] = expected[step // 3].get(name, 0) + gradient
+    if not overlap:
+        # Else a worker may go on from its own local steps for longer.
+        pushed = [sums for sums in expected if sums]
+        assert max(distance(given, sums) for (_, given), sums in zip(Nothing.given, pushed, strict=True)) <= DOUBLE
+    assert len(Nothing.given) == 3
+    assert dict(served(run).refused) == {"not_finite": len(served(run).shards)}
+
+
+def served(run: hr.Run) -> Served:
+    return [event for event in run.events if isinstance(event, Served)][-1]
+
+
+def staleness(run: hr.Run) -> dict[int, int]:
+    """Returns how many pushes had which staleness."""
+    shards = len(served(run).shards)
+    total: Counter[int] = Counter()
+    for counts in served(run).staleness.values():
+        total.update({int(behind): count for behind, count in counts.items()})
+    assert all(count % shards == 0 for count in total.values())
+    return {behind: count // shards for behind, count in total.items()}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_push_is_of_the_version_that_came_in_last(overlap: bool) -> None:
+    # Nothing comes in: every push is one further behind.
+    strategy = hr.Downpour(1, fetch_every=99, push_every=1, overlap=overlap)
+    run = hr.fit(without_fences(COUNTS["even"]), strategy, engine=hr.ThreadEngine())
+    assert staleness(run) == dict.fromkeys(range(6), 1)
+    # Where all meet, after every epoch of two rounds, the newest come in.
+    run = hr.fit(MODELS["mlp"].job(COUNTS["even"]), strategy, engine=hr.ThreadEngine())
+    assert staleness(run) == {0: 3, 1: 3}
+
+
+def test_what_is_fetched_in_turn_is_new() -> None:
+    job = without_fences(COUNTS["even"], epochs=6)
+    run = hr.fit(job, hr.Downpour(1, fetch_every=3, push_every=1, overlap=False), engine=hr.ThreadEngine())
+    assert staleness(run) == {0: 4, 1: 4, 2: 4}
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_is_fetched_in_the_background_comes_in_by_the_next_fetch(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if slow:
+        # As if no fetch ever came to its end between two.
+        monkeypatch.setattr(Background, "done", lambda self: False)
+    job = without_fences(COUNTS["even"], epochs=20)
+    run = hr.fit(job, hr.Downpour(1, fetch_every=1, push_every=1), engine=hr.ThreadEngine())
+    counted = staleness(run)
+    # It was fetched two steps ago, when all but the last push had come.
+    assert max(counted) <= 2
+    assert sum(counted.values()) == 40
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"fetch_every": 0}, "fetch_every must be a whole number of at least 1, got 0"),
+        ({"fetch_every": "5"}, "fetch_every must be a whole number of at least 1, got '5'"),
+        ({"push_every": True}, "push_every must be a whole number"),
+        ({"push_every": None}, "push_every must be a whole number"),
+        ({"warmstart_steps": -1}, "warmstart_steps must be a whole number of at least 0, got -1"),
+        ({"warmstart_steps": None}, "warmstart_steps must be a whole number of at least 0, got None"),
+        ({"overlap": "no"}, "overlap must be True or False, got 'no'"),
+        ({"servers": 0}, "servers must be a whole number of at least 1, got 0"),
+        ({"scale": "x"}, "scale must be 'share' or 'full', got 'x'"),
+        ({"transport": "carrier pigeons"}, "transport"),
+        ({"push_every": 70_000}, "push_every must be at most 65,535"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        hr.Downpour(**given)

@@ -204,6 +204,8 @@ class Server:
         shards = self._named(message)
         versions = tuple(self._machines[shard].version for shard in shards)
         changed = [shard for shard, new, had in zip(shards, versions, message.numbers, strict=True) if new != had]
+        for shard, version in zip(shards, versions, strict=True):
+            self._port.show(shard, version)
         worker = self._observers[peer]
         if changed:
             self._applier.sent(worker, changed)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.errors import UsageError
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps.applier import Applier, Pace
 from headrace.ps.assembly import connect, form_of, open_port, places_of
@@ -50,6 +51,9 @@ from headrace.strategies.strategy import Parts, ServerParts, Strategy, broadcast
 
 __all__ = ["Downpour"]
 
+_MOST = 65_535
+"""Steps that a message can say a push is the sum of."""
+
 
 @dataclass(frozen=True)
 class Downpour(Strategy):
@@ -59,7 +63,7 @@ class Downpour(Strategy):
         workers: how many compute; None for the launcher's processes but `servers`, or the machine's accelerators.
         servers: how many hold shards.
         fetch_every, push_every: steps between two fetches, and between two pushes.
-        warmstart_steps: rounds that worker 0 trains alone before the others begin.
+        warmstart_steps: rounds that worker 0 trains alone before the others begin, to the end of a push.
         overlap: push and fetch while the worker goes on computing; else it waits for both.
         sharding, placement: as of `ParameterServer`.
         scale: "share" applies gradients with the learning rate times their share of the global batch, "full" with the
@@ -87,9 +91,13 @@ class Downpour(Strategy):
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
         for name in ("servers", "fetch_every", "push_every"):
-            check_count(name, getattr(self, name))
+            _check_steps(name, getattr(self, name))
         check_seats(self.sharding, self.placement, self.scale, (self.transport, self.push_codec, self.pull_codec))
+        if self.warmstart_steps is None:
+            raise UsageError("warmstart_steps must be a whole number of at least 0, got None")
         check_whole("warmstart_steps", self.warmstart_steps)
+        if not isinstance(self.overlap, bool):
+            raise UsageError(f"overlap must be True or False, got {self.overlap!r}")
 
     def check(self, options: Options) -> None:
         check_served(options)
@@ -126,7 +134,7 @@ class Downpour(Strategy):
         roles, check = [plan.roles[server] for server in plan.servers], parts.host.check
         addresses = parts.addresses()
         if not self.overlap:
-            return Links(connect(addresses, forms, places, rank, check, roles, parts.closing), places)
+            return Links(connect(addresses, forms, places, rank, check, roles, parts.closing), places, self.fetch_every)
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
         pushing = Background("push", connect(addresses, forms, fetched, rank, check, roles, parts.closing))
@@ -141,7 +149,7 @@ class Downpour(Strategy):
             fetching.check()
 
         main = connect(addresses, forms, places, rank, watch, roles, parts.closing, observes=True)
-        return Links(main, places, pushing, fetching, fetched)
+        return Links(main, places, self.fetch_every, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
         form = form_of(plan, parts.model, rank)
@@ -155,12 +163,21 @@ class Downpour(Strategy):
         return Server(open_port(form, self.transport), form, applier, machines, leases)
 
 
+def _check_steps(name: str, count: int | None) -> None:
+    if count is None:
+        raise UsageError(f"{name} must be a whole number of at least 1, got None")
+    check_count(name, count)
+    if count > _MOST:
+        raise UsageError(f"{name} must be at most {_MOST:,}, got {count:,}")
+
+
 class Links:
     """A worker's clients: one for all, or one for each of its threads.
 
     Args:
         main: asks for data, and does what is done where all workers meet.
         places: of its copies.
+        fetch_every: steps between two fetches, counted from wherever all met.
         pushing, fetching: what pushes and fetches in the background; None where `main` does both.
         fetched: the places of what is fetched in the background.
 
@@ -173,6 +190,7 @@ class Links:
         self,
         main: Client,
         places: Sequence[Sequence[Tensor]],
+        fetch_every: int,
         pushing: Background | None = None,
         fetching: Background | None = None,
         fetched: Sequence[Sequence[Tensor]] = (),
@@ -180,6 +198,8 @@ class Links:
         self.main = main
         self.pushing = pushing
         self.versions = main.versions
+        self._fetch_every = fetch_every
+        self._since = 0
         self._fetching = fetching
         self._places, self._fetched = ([place for own in each for place in own] for each in (places, fetched))
 
@@ -189,12 +209,15 @@ class Links:
         self.main.forget()
         self.main.pull()
         self.versions = self.main.versions
+        self._since = 0
 
-    def refresh(self, due: bool) -> None:
+    def step(self) -> None:
         """Brings the parameters up to date if that is due; in the background, where those fetched before come in now.
 
         Whoever fetches slowly is waited for when the next fetch is due, or nothing fetched would ever come in.
         """
+        self._since += 1
+        due = self._since == self._fetch_every
         if self._fetching is None:
             if due:
                 self.pull()
@@ -203,6 +226,7 @@ class Links:
             torch._foreach_copy_(self._places, self._fetched)
             self.versions = self._fetching.client.versions
         if due:
+            self._since = 0
             self._fetching.start(self._fetching.client.pull)
 
     def renew(self) -> None:
@@ -246,13 +270,11 @@ class Pouring(ServedExchange):
             links.main, len(forms), len(plan.shares), parts.first, parts.until, strategy.push_every, links,
             strategy.warmstart_steps,
         )  # fmt: skip
-        self._strategy = strategy
         self._links = links
         self._weighed = strategy.scale == "share"
         self._local = LocalSteps(parts)
         self._accrued = Accrued(forms, parts.model, self._weighed)
         self._spoilt = False
-        self._step = 0
 
     def begin(self, round_: int) -> None:
         # In a loop of one's own, forward lies behind: the parameters must not move before the gradient is there.
@@ -264,7 +286,6 @@ class Pouring(ServedExchange):
             # It had no data before the workers meet.
             return HEALTHY
         verdict = self.judge(finite)
-        self._step += 1
         if verdict.apply:
             self._local.step(self._round, self.held.gradients, portions.share if self._weighed else 1.0)
             self._accrued.add(self.held, portions.share)
@@ -272,7 +293,7 @@ class Pouring(ServedExchange):
             self._spoilt = True
         if not portions.left:
             self._pour()
-        self._links.refresh(due=self._step % self._strategy.fetch_every == 0)
+        self._links.step()
         return verdict
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
