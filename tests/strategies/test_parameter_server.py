@@ -307,6 +307,11 @@ def test_options_that_make_workers_meet_are_refused(options: dict[str, Any], rea
         train(Case(dense, options=hr.Options(**options)).job(COUNTS["even"]), LOCK_STEP(1))
 
 
+def test_a_loss_scale_of_each_worker_is_refused() -> None:
+    with pytest.raises(UsageError, match="use precision='bf16'"):
+        hr.ParameterServer(2).check(hr.Options(precision="fp16"))
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

@@ -32,6 +32,11 @@ def check_served(options: Options) -> None:
             "batch_norm='sync' makes workers meet in every layer, and those of a parameter server do not wait for "
             "each other; use batch_norm='local', or mirrored"
         )
+    if options.precision == "fp16":
+        raise UsageError(
+            "precision='fp16' needs one loss scale for all workers, and those of a parameter server do not agree on "
+            "anything in a round; use precision='bf16', which needs none"
+        )
 
 
 def check_whole(name: str, value: int | None) -> None:

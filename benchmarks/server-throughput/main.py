@@ -1,0 +1,45 @@
+"""Throughput of two workers and one server on one host, beside two workers that never talk. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import alternate, ratio, report, rival
+from workloads import throughput
+
+import headrace as hr
+from headrace.engine.local import LocalEngine
+
+CEILING = "ceiling: 2 unconnected, tuned"
+STRATEGIES = {
+    "parameter server, asynchronous": hr.ParameterServer(2),
+    "parameter server, shards of 4 MB": hr.ParameterServer(2, sharding="max_size:4MB"),
+    "parameter server, bound 0": hr.ParameterServer(2, staleness_bound=0),
+    "downpour, intervals 5": hr.Downpour(2),
+    "mirrored": hr.Mirrored(2),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", choices=("mlp", "cnn"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
+    arguments = parser.parse_args()
+    workload, seconds = arguments.workload, arguments.seconds
+    with LocalEngine() as engine:
+        ours = partial(throughput, workload, workers=2, seconds=seconds, engine=engine)
+        ceiling = partial(rival, "ddp", "1", workload, str(seconds), copies=2, tuned=True)
+        contestants = {CEILING: ceiling}
+        contestants |= {name: partial(ours, strategy=strategy) for name, strategy in STRATEGIES.items()}
+        figures = alternate(contestants, arguments.rounds)
+    ratios = {f"{name} / ceiling": ratio(figures, name, CEILING) for name in STRATEGIES}
+    report(Path(__file__).parent, workload, "examples/s", figures, ratios)
+
+
+if __name__ == "__main__":
+    main()
