@@ -243,14 +243,13 @@ def served(run: hr.Run) -> Served:
     return [event for event in run.events if isinstance(event, Served)][-1]
 
 
-def staleness(run: hr.Run) -> dict[int, int]:
-    """Returns how many pushes had which staleness."""
+def staleness(run: hr.Run) -> dict[int, float]:
+    """Returns how many pushes had which staleness; parts of them where their shards were of different versions."""
     shards = len(served(run).shards)
     total: Counter[int] = Counter()
     for counts in served(run).staleness.values():
         total.update({int(behind): count for behind, count in counts.items()})
-    assert all(count % shards == 0 for count in total.values())
-    return {behind: count // shards for behind, count in total.items()}
+    return {behind: count / shards for behind, count in total.items()}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -280,7 +279,7 @@ def test_what_is_fetched_in_the_background_comes_in_by_the_next_fetch(
     job = without_fences(COUNTS["even"], epochs=20)
     run = hr.fit(job, hr.Downpour(1, fetch_every=1, push_every=1), engine=hr.ThreadEngine())
     counted = staleness(run)
-    # It was fetched two steps ago, when all but the last push had come.
+    # It was fetched two steps ago, when all but the last push had come; of that one, some shards may have.
     assert max(counted) <= 2
     assert sum(counted.values()) == 40
 
