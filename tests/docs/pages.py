@@ -76,6 +76,7 @@ def pages() -> list[Path]:
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "examples").rglob("*.md")),
+        *sorted((ROOT / "src").rglob("*.md")),
     ]
 
 

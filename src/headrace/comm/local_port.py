@@ -313,6 +313,7 @@ class LocalLink(Link):
                 sleep(_NAP_S)
 
     def reply_slot(self, slot: int) -> Tensor:
+        self.moved_bytes += self._layout.pulled.lengths[slot]
         return self._layout.pulled.of(self._regions[1], slot)
 
     def close(self) -> None:

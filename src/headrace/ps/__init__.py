@@ -2,4 +2,46 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.ps.applier import Applier, Pace, Remedies
+    from headrace.ps.client import Client, Connection
+    from headrace.ps.form import Form, Piece
+    from headrace.ps.leases import Leases
+    from headrace.ps.server import Server
+    from headrace.ps.shard import Shard
+
+__all__ = [
+    "Applier",
+    "Client",
+    "Connection",
+    "Form",
+    "Leases",
+    "Pace",
+    "Piece",
+    "Remedies",
+    "Server",
+    "Shard",
+]
+
+# What is imported when it is first asked for: the machines need no torch.
+_HOMES = {
+    "Applier": "headrace.ps.applier",
+    "Client": "headrace.ps.client",
+    "Connection": "headrace.ps.client",
+    "Form": "headrace.ps.form",
+    "Leases": "headrace.ps.leases",
+    "Pace": "headrace.ps.applier",
+    "Piece": "headrace.ps.form",
+    "Remedies": "headrace.ps.applier",
+    "Server": "headrace.ps.server",
+    "Shard": "headrace.ps.shard",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'headrace.ps' has no attribute {name!r}")
