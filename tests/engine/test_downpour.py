@@ -152,7 +152,7 @@ def explode_at_once(worker: hr.Worker) -> None:
 def test_nothing_is_left_of_what_was_under_way(engine: type[Engine], tmp_path: Path) -> None:
     before = belongings()
     with closing(engine()) as started:
-        for _ in range(3):
+        for number in range(3):
             with pytest.raises(WorkerFailed, match="under way"):
                 hr.launch(
                     explode_at_once,
@@ -161,7 +161,7 @@ def test_nothing_is_left_of_what_was_under_way(engine: type[Engine], tmp_path: P
                     engine=started,
                     run_dir=tmp_path / "runs",
                 )
-            (tmp_path / "runs").rename(tmp_path / f"{_}")
+            (tmp_path / "runs").rename(tmp_path / f"run-{number}")
     assert belongings() == before
 
 
