@@ -37,16 +37,20 @@ class Digest:
     ) -> None:
         self._thread.shutdown()
 
-    def feed(self, data: memoryview) -> None:
+    def feed(self, data: memoryview, behind_bytes: int | None = None) -> None:
         """Returns when what was fed *before* has been digested, but for the last `behind_bytes` of it.
 
         `data` must not change until then.
+
+        Args:
+            data: any bytes.
+            behind_bytes: less than the usual, where `data` takes memory of its own.
         """
         if len(data) < _WORTH_A_THREAD:
             self._wait(0)
             self._state.update(data)
             return
-        self._wait(self._behind_bytes)
+        self._wait(self._behind_bytes if behind_bytes is None else min(behind_bytes, self._behind_bytes))
         self._waiting.append((len(data), self._thread.submit(self._state.update, data)))
         self._waiting_bytes += len(data)
 

@@ -39,10 +39,11 @@ def write(file: File, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
     except ValueError as error:
         raise UsageError(f"cannot save {name}: {error}") from None
     size = 0
-    # So that digesting goes on while the disk syncs. What is not copied on the way costs no memory meanwhile.
+    # So that digesting goes on while the disk syncs.
     with Digest(behind_bytes=_BEHIND) as digest:
-        for piece in _bytes(front, ordered):
-            digest.feed(piece)
+        for piece, copied in _bytes(front, ordered):
+            # What is not copied on the way costs no memory meanwhile.
+            digest.feed(piece, CHUNK if copied else None)
             size += len(piece)
             while piece:
                 piece = piece[file.write(piece) :]
@@ -85,13 +86,15 @@ def _entries(tensors: Sequence[tuple[str, Tensor]]) -> list[Entry]:
     return entries
 
 
-def _bytes(front: bytes, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    yield memoryview(front)
+def _bytes(front: bytes, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[memoryview, bool]]:
+    """Yields the file's content, and of each piece whether it is a copy of what is saved."""
+    yield memoryview(front), False
     for _, tensor in tensors:
         for chunk in _chunks(tensor.detach()):
             dense = chunk.resolve_conj().resolve_neg().contiguous().cpu()
+            own = tensor.is_contiguous() and dense.data_ptr() == chunk.data_ptr()
             # A lone element counts as contiguous whatever its stride is, and cannot be viewed as bytes then.
-            yield dense.as_strided(dense.shape, (1,)).view(torch.uint8).numpy().data
+            yield dense.as_strided(dense.shape, (1,)).view(torch.uint8).numpy().data, not own
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
