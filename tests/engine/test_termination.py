@@ -22,6 +22,7 @@ from engine.test_launched import free_port
 from headrace.checkpoint import CheckpointFolder
 from headrace.comm.control import ControlPage
 from headrace.comm.segment import Segment
+from headrace.engine import termination
 from headrace.engine.interrupts import ECHO_S, TERMINATED, orderly_interrupts
 from headrace.engine.local import LocalEngine
 from headrace.engine.termination import terminate
@@ -311,6 +312,8 @@ def page() -> Iterator[ControlPage]:
 def test_the_second_signal_ends_the_process_at_once(page: ControlPage, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
+    # What the other tests' engine has started is not this command's.
+    monkeypatch.setattr(termination, "_companions", set())
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         with orderly_interrupts(page) as interrupts:
@@ -332,6 +335,8 @@ def test_an_echo_after_the_run_does_not_break_off_the_commands_end(
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
+    # What the other tests' engine has started is not this command's.
+    monkeypatch.setattr(termination, "_companions", set())
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         with orderly_interrupts(page):
