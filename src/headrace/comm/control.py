@@ -20,7 +20,7 @@ import ctypes
 
 from headrace.comm.segment import Segment
 
-__all__ = ["NUMBERS", "ControlPage"]
+__all__ = ["NUMBERS", "Address", "ControlPage"]
 
 NUMBERS = 32
 """How many numbers one sum may hold."""
@@ -32,6 +32,28 @@ _SAVED = 3 * _LINE
 _ADDRESS = 4 * _LINE
 _NUMBERS = 7 * _LINE
 _BLOCK = _NUMBERS + 2 * NUMBERS * 8
+
+
+class Address:
+    """A text that one process writes once and others wait for.
+
+    Args:
+        place: a byte for its length, then the text.
+    """
+
+    def __init__(self, place: memoryview) -> None:
+        self._place = place
+
+    def tell(self, text: str) -> None:
+        """Writes it."""
+        encoded = text.encode()
+        self._place[1 : 1 + len(encoded)] = encoded
+        # Last, because it says that the rest is there.
+        self._place[0] = len(encoded)
+
+    def read(self) -> str:
+        """Returns it; "" before it is there."""
+        return bytes(self._place[1 : 1 + self._place[0]]).decode()
 
 
 class ControlPage:
@@ -50,7 +72,7 @@ class ControlPage:
         saves: by rank; [1 + rounds, bytes, error] as int64 of the last part of a checkpoint that it has written;
             error is 0, or the system's number.
         digests: by rank, 32 bytes: the SHA-256 of that part.
-        addresses: by rank, 192 bytes: the length, and where this server can be reached.
+        addresses: by rank, where this server can be reached.
         numbers: by rank, two float64 views of length `NUMBERS`.
     """
 
@@ -68,7 +90,7 @@ class ControlPage:
         self.offers = [memory[block + _OFFERED : block + _OFFERED + 24].cast("q") for block in blocks]
         self.saves = [memory[block + _SAVED : block + _SAVED + 24].cast("q") for block in blocks]
         self.digests = [memory[block + _SAVED + 24 : block + _SAVED + 56] for block in blocks]
-        self.addresses = [memory[block + _ADDRESS : block + _NUMBERS] for block in blocks]
+        self.addresses = [Address(memory[block + _ADDRESS : block + _NUMBERS]) for block in blocks]
         half = NUMBERS * 8
         self.numbers = [
             tuple(memory[block + _NUMBERS + i * half : block + _NUMBERS + (i + 1) * half].cast("d") for i in (0, 1))
@@ -83,19 +105,6 @@ class ControlPage:
     def counter_address(self, rank: int, which: int = 0) -> int:
         """Returns where in this process one of the rank's counters lies, for `futex`."""
         return self._base + _LINE + rank * _BLOCK + 4 * which
-
-    def tell_address(self, rank: int, address: str) -> None:
-        """Says where a server can be reached; it says so once."""
-        encoded = address.encode()
-        place = self.addresses[rank]
-        place[1 : 1 + len(encoded)] = encoded
-        # Last, because it says that the rest is there.
-        place[0] = len(encoded)
-
-    def address(self, rank: int) -> str:
-        """Returns where a server can be reached; "" before it has said so."""
-        place = self.addresses[rank]
-        return bytes(place[1 : 1 + place[0]]).decode()
 
     @property
     def abort(self) -> int:

@@ -38,7 +38,7 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
     server = None
     try:
         server = order.strategy.server(order.plan, rank, _parts(order))
-        page.tell_address(rank, server.address)
+        page.addresses[rank].tell(server.address)
         parameter_bytes, _ = server.memory()
         shards = sum(segment.owner == rank for segment in order.plan.segments)
         journal.write(ServerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), shards, parameter_bytes))

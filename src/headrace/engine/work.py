@@ -180,10 +180,10 @@ def _parts(
 
 
 def _address(page: ControlPage, server: int, host: SharedCollective) -> str:
-    while not page.address(server):
+    while not page.addresses[server].read():
         host.check()
         time.sleep(_LOOK_EVERY_S)
-    return page.address(server)
+    return page.addresses[server].read()
 
 
 def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]:
