@@ -30,11 +30,13 @@ def total(model: torch.nn.Module) -> float:
 
 
 def at_round(number: int, deed: Callable[[], None]) -> Callable[[hr.Worker], None]:
-    """The usual loop, but that rank 0 does a deed in a round."""
+    """The usual loop, but that rank 0 does a deed in a round, once: it may take over a lost worker's part of it."""
 
     def train(worker: hr.Worker) -> None:
+        due = worker.rank == 0
         for batch in worker.batches():
-            if worker.round == number and worker.rank == 0:
+            if worker.round == number and due:
+                due = False
                 say(deed=DEED)
                 deed()
             worker.step(batch)

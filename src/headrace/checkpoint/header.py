@@ -22,7 +22,7 @@ __all__ = ["BYTES", "MOST_BYTES", "NAMES", "PREFIX", "Entry", "encode", "length"
 
 PREFIX: Final = 8
 MOST_BYTES = 16 << 20
-MOST_ENTRIES = 100_000
+MOST_ENTRIES = 50_000
 MOST_DIMS = 64
 NAMES = {
     "F64": "float64",
