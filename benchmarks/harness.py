@@ -43,6 +43,11 @@ def ratio(figures: Mapping[str, list[float]], ours: str, theirs: str) -> float:
     return statistics.median(a / b for a, b in zip(figures[ours], figures[theirs], strict=True))
 
 
+def difference(figures: Mapping[str, list[float]], ours: str, theirs: str) -> float:
+    """Returns the median over rounds of ours - theirs."""
+    return statistics.median(a - b for a, b in zip(figures[ours], figures[theirs], strict=True))
+
+
 def rival(name: str, *arguments: str, copies: int = 1, tuned: bool = False, python: str = sys.executable) -> float:
     """Runs `copies` of a rival's script at the same time; returns the sum of the figures that they print last."""
     environment = {**os.environ, **(TUNED if tuned else {})}

@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 
-from headrace.comm.local_port import LocalLink, LocalPort
+from headrace.comm.local_link import LocalLink
+from headrace.comm.local_port import LocalPort
 from headrace.comm.remote_link import RemoteLink
 from headrace.comm.remote_port import RemotePort
 from headrace.policies.staleness import Anytime, Each
@@ -38,11 +39,18 @@ def form_of(elements: int, shard_bytes: int) -> Form:
     return Form([Piece("weight", start, (min(length, elements - start),)) for start in range(0, elements, length)])
 
 
-def serve(form: Form, elements: int, workers: int, tcp: bool, door: int) -> None:
+def serve(
+    form: Form,
+    elements: int,
+    workers: int,
+    tcp: bool,
+    door: int,
+    factory: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=RATE),  # noqa: B008 (a constant)
+) -> None:
     """Opens a server's port, writes its address to `door`, and serves until the end or the parent's."""
     torch.set_num_threads(1)
     port = RemotePort(form.slots, form.slots, secret=SECRET) if tcp else LocalPort(form.slots, form.slots)
-    applier = Applier(form, partial(torch.optim.SGD, lr=RATE), [ParameterSpec("weight", (elements,))])
+    applier = Applier(form, factory, [ParameterSpec("weight", (elements,))])
     server = Server(port, form, applier, [Shard(range(workers), Anytime(), Each()) for _ in form.pieces])
     parent = os.getppid()
     os.write(door, server.address.encode())

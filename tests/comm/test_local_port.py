@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from comm.ways import join, mail_of, next_of, open_link
-from headrace.comm.local_port import LocalLink, LocalPort
+from headrace.comm.local_link import LocalLink
+from headrace.comm.local_port import LocalPort
 from headrace.comm.port import Layout, Link, Mail, Slots
 
 SLOTS = Slots([8])

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from headrace.comm.local_port import LocalLink, LocalPort
+from headrace.comm.local_link import LocalLink
+from headrace.comm.local_port import LocalPort
 from headrace.comm.port import Link, Mail, Port, Slots
 from headrace.comm.remote_link import RemoteLink
 from headrace.comm.remote_port import RemotePort

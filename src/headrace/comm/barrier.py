@@ -7,20 +7,19 @@ from time import perf_counter
 
 from headrace.comm import futex
 from headrace.comm.control import ControlPage
+from headrace.comm.spin import Spin
 from headrace.errors import UsageError
 
 __all__ = ["Barrier"]
 
-_SPIN_MOST_S = 50e-6
-_SPIN_LEAST_S = 1e-6
+_SPIN_S = 50e-6
 _SLICE_S = 0.05
 
 
 class Barrier:
     """Every rank adds 1 to its own counter, then waits until all others' have caught up.
 
-    A short wait spins; how long is learnt: a spin that met its peer may be longer next time, one in vain is
-    halved, so that on a crowded host hardly anyone spins.
+    A short wait spins.
 
     Args:
         page: holds the counters.
@@ -40,7 +39,7 @@ class Barrier:
         self._own_address = self._addresses[rank]
         self._peers = [peer for peer in range(world) if peer != rank]
         self._check = check
-        self._spin_s = _SPIN_MOST_S
+        self._spin = Spin(_SPIN_S)
 
     def meet(self) -> None:
         """Returns when every rank has come."""
@@ -57,11 +56,11 @@ class Barrier:
     def _await(self, peer: int, target: int) -> None:
         counter, address = self._counters[peer], self._addresses[peer]
         began = perf_counter()
-        give_up = began + self._spin_s
+        give_up = began + self._spin.seconds
         while True:
             seen = counter[0]
             if _reached(seen, target):
-                self._spin_s = min(_SPIN_MOST_S, self._spin_s * 1.25)
+                self._spin.met()
                 return
             if perf_counter() > give_up:
                 break
@@ -71,8 +70,7 @@ class Barrier:
             if not _reached(seen, target) and perf_counter() - began > _SLICE_S:
                 self._check()
                 self._check_left(peer, target)
-        short = perf_counter() - began < _SPIN_MOST_S
-        self._spin_s = min(_SPIN_MOST_S, self._spin_s * 2) if short else max(_SPIN_LEAST_S, self._spin_s / 2)
+        self._spin.slept(perf_counter() - began)
 
     def _check_left(self, peer: int, target: int) -> None:
         rounds = self._ends[peer][0]

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -68,6 +69,10 @@ class Slots:
         """Returns a slot of a `(nbytes,)` uint8 region."""
         return region[self.starts[slot] : self.starts[slot] + self.lengths[slot]]
 
+    def cut(self, region: Tensor) -> list[Tensor]:
+        """Returns all slots of a region."""
+        return [self.of(region, slot) for slot in range(len(self))]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -116,10 +121,13 @@ class Port(ABC):
     """A server's end of all its links.
 
     Attributes:
+        vouched: whether links have looked at what they push. On one host they are this library's, and what they push
+            remains their own memory, which they could still change after any look of the server's.
         address: where links find it.
         moved_bytes: payload that has gone through it, both ways.
     """
 
+    vouched: ClassVar[bool] = False
     address: str
     moved_bytes: int
 

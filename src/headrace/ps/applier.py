@@ -125,16 +125,19 @@ class Applier:
             staleness: updates that it is behind.
             steps: whose gradients it is the sum of, each with that share.
         """
-        for shard, gradient in gradients:
-            self._parameters[shard].grad = self._compensated(shard, gradient, worker)
+        if self._sent:
+            gradients = [(shard, self._compensated(shard, gradient, worker)) for shard, gradient in gradients]
         factor = 1.0 if self._full else share
         if self._remedies.divide and staleness > 1:
             factor /= staleness
-        with self._lowered():
-            # All of them: an average goes on where there is no gradient.
-            self._updater.apply(shards, self._round, share * steps, factor)
-        for shard, _ in gradients:
-            self._parameters[shard].grad = None
+        if not self._updater.descend(gradients, self._round, factor):
+            for shard, gradient in gradients:
+                self._parameters[shard].grad = gradient
+            with self._lowered():
+                # All of them: an average goes on where there is no gradient.
+                self._updater.apply(shards, self._round, share * steps, factor)
+            for shard, _ in gradients:
+                self._parameters[shard].grad = None
         for shard in shards:
             self._done[shard] += share * steps
         self._advance(int(min(self._done) + _EXACTLY))

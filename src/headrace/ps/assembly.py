@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from headrace.comm.local_port import LocalLink, LocalPort
+from headrace.comm.local_link import LocalLink
+from headrace.comm.local_port import LocalPort
 from headrace.comm.port import Link, Port
 from headrace.ps.client import Client, Connection
 from headrace.ps.form import Form, Piece

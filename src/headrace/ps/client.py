@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic, sleep
 
 import torch
@@ -17,6 +17,7 @@ from headrace.errors import PeerLost, ServerRefused
 from headrace.ps.form import Form
 from headrace.ps.messages import Kind, Message, decode, encode
 from headrace.ps.shard import Reason
+from headrace.replica.conditioning import all_finite
 
 __all__ = ["Client", "Connection"]
 
@@ -96,7 +97,7 @@ class Client:
         lease: int,
         weight: float = 1.0,
         share: float = 1.0,
-        finite: bool = True,
+        finite: bool | None = None,
         pull: bool = False,
         steps: int = 1,
         versions: Sequence[Sequence[int]] | None = None,
@@ -108,7 +109,7 @@ class Client:
             lease: of the data that they were made from.
             weight: in the mean of the round; 0 where there was no data.
             share: of the round that they stand for.
-            finite: whether all of them are; those that are not are refused.
+            finite: whether all of them are, for whoever has looked; None to look. Those that are not are refused.
             pull: bring the parameters up to date in the same round trip.
             steps: whose gradients these are the sum of.
             versions: by server and shard, of the parameters that they were made with; None for those pulled last.
@@ -117,6 +118,8 @@ class Client:
             None if they count, else why not.
         """
         kind = Kind.PUSH_PULL if pull else Kind.PUSH
+        if finite is None:
+            finite = all_finite([gradient for own in gradients for gradient in own if gradient is not None])
         head = Message(kind, 0, finite, lease, weight, share, steps=steps)
         for index in range(max(len(server.buckets) for server in self._servers)):
             for number, server in enumerate(self._servers):
@@ -167,6 +170,7 @@ class _Server:
         self.link, self.form = connection.link, connection.form
         self.buckets = [range(len(self.form))] if together else _buckets(self.form)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
+        self._slots = [self.form.seat(shard, self.link.push_slot(shard)) for shard in range(len(self.form))]
         self._versions = [-1] * len(self.form)
         self._connection = connection
         self._check = check
@@ -184,17 +188,15 @@ class _Server:
         versions: Sequence[int] | None = None,
     ) -> None:
         """Puts the gradients of some shards where the server reads them, and says so."""
-        present = []
-        for shard in shards:
-            gradient = gradients[shard]
-            if gradient is not None and head.weight and head.flag:
-                self.form.encode(shard, gradient, self.link.push_slot(shard))
-                present.append(shard)
         known = self._versions if versions is None else versions
-        made_with = (max(0, known[shard]) for shard in shards)
-        numbers = tuple(v if gradients[s] is not None else ~v for s, v in zip(shards, made_with, strict=True))
-        message = replace(head, first=shards.start, numbers=numbers)
-        self.send(encode(message), present)
+        sends, present, numbers = bool(head.weight and head.flag), [], []
+        for shard in shards:
+            gradient, made_with = gradients[shard], max(0, known[shard])
+            numbers.append(made_with if gradient is not None else ~made_with)
+            if gradient is not None and sends:
+                self.form.encode(shard, gradient, self._slots[shard])
+                present.append(shard)
+        self.send(encode(head._replace(first=shards.start, numbers=tuple(numbers))), present)
         self._pending += 1
 
     @property
@@ -249,11 +251,11 @@ class _Server:
             if received is None:
                 # Others may compute for as long as they like; that they live is seen elsewhere.
                 self._check()
-            elif not self._is_lease(decode(received[0])):
+            elif not self._is_lease(received[0]):
                 raise ServerRefused("the server answered a question that was not asked")
         return self._leases.popleft()
 
-    def _receive(self) -> tuple[bytes, memoryview] | None:
+    def _receive(self) -> tuple[Message, memoryview] | None:
         try:
             return _heard(self.link.receive(_SLICE_S))
         except (ConnectionError, TimeoutError) as error:
@@ -281,9 +283,8 @@ class _Server:
         while True:
             received = self._receive()
             if received is not None:
-                message = decode(received[0])
-                if not self._is_lease(message):
-                    return message, received[1]
+                if not self._is_lease(received[0]):
+                    return received
                 continue
             self._check()
             if monotonic() > deadline:
@@ -301,11 +302,14 @@ class _Server:
                 self._versions[shard] = version
 
 
-def _heard(received: tuple[bytes, memoryview] | None) -> tuple[bytes, memoryview] | None:
+def _heard(received: tuple[bytes, memoryview] | None) -> tuple[Message, memoryview] | None:
     """Returns what was received, if it is no refusal."""
-    if received is not None and decode(received[0]).kind == Kind.ERROR:
+    if received is None:
+        return None
+    message = decode(received[0])
+    if message.kind == Kind.ERROR:
         raise ServerRefused(bytes(received[1]).decode(errors="replace"))
-    return received
+    return message, received[1]
 
 
 def _graver(one: Reason | None, other: Reason | None) -> Reason | None:

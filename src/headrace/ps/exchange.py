@@ -64,6 +64,11 @@ class ServedExchange(Exchange):
         looking = replace(options, clip_norm=None, clip_value=None)
         self._conditioner = Conditioner(looking, InProcess(Meeting(1), 0), scale, immediate=device.type == "cpu")
 
+    @property
+    def looked(self) -> bool:
+        """Whether gradients that `judge` lets pass are known to be finite."""
+        return self._conditioner.looks
+
     def judge(self, finite: bool) -> Verdict:
         """Looks at this worker's gradient, and clips it."""
         present = self.held.present

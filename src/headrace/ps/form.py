@@ -82,12 +82,14 @@ class Form:
         """Returns a place of `(bytes,)` uint8 as the shard that lies there."""
         return place.view(self._dtypes[shard]).view(self.pieces[shard].shape)
 
+    def seat(self, shard: int, place: Tensor) -> Tensor:
+        """Returns a push slot as `encode` and `decode` take it: as the shard, where that travels as it is."""
+        return self.view(shard, place) if isinstance(self._push[shard], Plain) else place
+
     def encode(self, shard: int, gradient: Tensor, place: Tensor) -> None:
-        """Puts a gradient into its push slot, and keeps what that loses for the next."""
+        """Puts a gradient into its push slot's `seat`, and keeps what that loses for the next."""
         if isinstance(self._push[shard], Plain):
-            target = self.view(shard, place)
-            if target.data_ptr() != gradient.data_ptr():
-                target.copy_(gradient)
+            place.copy_(gradient)
             return
         near = gradient.detach().cpu().contiguous()
         self._push[shard].encode(near, place, self._residual("push", 0, shard, self._push[shard]))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from array import array
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 __all__ = ["Kind", "Message", "decode", "encode"]
 
 _HEAD = struct.Struct("<BBHHHHqdd")
 _VERSION = 2
+_MOST = (1 << 16) - 1
 
 
 class Kind(IntEnum):
@@ -38,8 +39,7 @@ class Kind(IntEnum):
     ERROR = 68
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One of them.
 
     Attributes:
@@ -65,12 +65,9 @@ class Message:
 
 def encode(message: Message) -> bytes:
     """Returns a message as bytes."""
-    count = len(message.numbers)
-    head = _HEAD.pack(
-        *(_VERSION, message.kind, message.first, count, message.flag, message.steps),
-        *(message.lease, message.weight, message.share),
-    )
-    return head + array("q", message.numbers).tobytes()
+    kind, first, flag, lease, weight, share, numbers, steps = message
+    count = len(numbers)
+    return _form(count).pack(_VERSION, kind, first, count, flag, steps, lease, weight, share, *numbers)
 
 
 def decode(data: bytes) -> Message:
@@ -79,11 +76,15 @@ def decode(data: bytes) -> Message:
     Raises:
         ValueError: they stand for none.
     """
-    if len(data) < _HEAD.size:
-        raise ValueError(f"a message of {len(data)} bytes is too short")
-    version, kind, first, count, flag, steps, lease, weight, share = _HEAD.unpack_from(data)
-    if version != _VERSION or len(data) != _HEAD.size + 8 * count:
-        raise ValueError(f"no message of form {_VERSION}: {len(data)} bytes for {count} numbers of form {version}")
-    numbers = array("q")
-    numbers.frombytes(memoryview(data)[_HEAD.size :])
+    count, rest = divmod(len(data) - _HEAD.size, 8)
+    if count < 0 or rest or count > _MOST:
+        raise ValueError(f"a message of {len(data)} bytes is none of form {_VERSION}")
+    version, kind, first, told, flag, steps, lease, weight, share, *numbers = _form(count).unpack(data)
+    if version != _VERSION or told != count:
+        raise ValueError(f"no message of form {_VERSION}: {len(data)} bytes for {told} numbers of form {version}")
     return Message(Kind(kind), first, flag, lease, weight, share, tuple(numbers), steps)
+
+
+@functools.lru_cache(maxsize=256)
+def _form(count: int) -> struct.Struct:
+    return struct.Struct(f"{_HEAD.format}{count}q")

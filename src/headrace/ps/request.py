@@ -20,17 +20,17 @@ class Request:
     Attributes:
         peer: the link that it came from.
         message: what it said.
-        unpushed: shards that have not said yet what becomes of the gradient.
-        unpulled: shards that have not given their parameters yet.
+        shards: that it is about.
+        unsaid: words of shards that are still to come: one about each gradient, one about each pull.
+        gradients: by shard, of those that have one.
         refused: the first refusal's reason.
         came: when, seconds.
-        gradients: by shard, as far as they have been looked at.
     """
 
     peer: int
     message: Message
-    unpushed: set[int]
-    unpulled: set[int]
+    shards: range
+    unsaid: int
+    gradients: dict[int, Tensor]
     refused: Reason | None = None
     came: float = field(default_factory=perf_counter)
-    gradients: dict[int, Tensor] = field(default_factory=dict)

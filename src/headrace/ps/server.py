@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from headrace.comm.port import Mail, Port
@@ -40,6 +39,7 @@ from headrace.ps.shard import (
     Step,
 )
 from headrace.ps.tally import Tally
+from headrace.replica.conditioning import all_finite
 
 __all__ = ["Server"]
 
@@ -240,9 +240,11 @@ class Server:
         if any((worker, shard) in self._open for shard in shards):
             raise ValueError(f"worker {worker} asks again before it is answered")
         pushes, pulls = message.kind != Kind.PULL, message.kind != Kind.PUSH
-        request = Request(peer, message, set(shards if pushes else ()), set(shards if pulls else ()))
-        self._open |= {(worker, shard): request for shard in shards}
-        finite = bool(message.flag) and (not pushes or self._is_finite(request, shards))
+        gradients = self._gradients(peer, message, shards) if pushes else {}
+        request = Request(peer, message, shards, (pushes + pulls) * len(shards), gradients)
+        for shard in shards:
+            self._open[worker, shard] = request
+        finite = bool(message.flag) and (self._port.vouched or all_finite(list(gradients.values())))
         actions: _Actions = []
         for shard, version in zip(shards, message.numbers, strict=True):
             machine, made_with = self._machines[shard], max(version, ~version)
@@ -255,40 +257,33 @@ class Server:
             actions.append((shard, wanted))
         self._carry_out(actions)
 
-    def _is_finite(self, request: Request, shards: range) -> bool:
-        """Looks at all of a push: it counts as a whole or not at all."""
-        present = [gradient for shard in shards if (gradient := self._gradient(request, shard)) is not None]
-        total = sum(gradient.sum().item() for gradient in present)
-        # The sum of huge numbers may be infinite though none of them is; then a second look.
-        return total - total == 0 or all(bool(torch.isfinite(gradient).all()) for gradient in present)
-
-    def _gradient(self, request: Request, shard: int) -> Tensor | None:
-        """Returns what a worker has pushed for a shard; None if its loss does not depend on it."""
-        message = request.message
-        if message.numbers[shard - message.first] < 0 or not message.weight:
-            return None
-        if shard not in request.gradients:
-            request.gradients[shard] = self._form.decode(shard, self._port.pushed(request.peer, shard))
-        return request.gradients[shard]
+    def _gradients(self, peer: int, message: Message, shards: range) -> dict[int, Tensor]:
+        """Returns what a worker has pushed, by shard, without those on which its loss does not depend."""
+        if not message.weight or not message.flag:
+            return {}
+        unpack, pushed = self._form.decode, self._port.pushed
+        versions = zip(shards, message.numbers, strict=True)
+        return {shard: unpack(shard, pushed(peer, shard)) for shard, version in versions if version >= 0}
 
     def _carry_out(self, actions: _Actions) -> None:
         alone: dict[tuple[int, float, int], list[int]] = {}
+        words: list[tuple[int, Ack | Refuse | Reply]] = []
         for shard, wanted in actions:
             for action in wanted:
-                if isinstance(action, Step) and len(action.workers) == 1:
-                    # One push's steps are made together.
-                    alone.setdefault((action.workers[0], action.share, action.staleness), []).append(shard)
-                elif isinstance(action, Step):
-                    self._step_mean(shard, action)
+                if isinstance(action, Step):
+                    if len(action.workers) == 1:
+                        # One push's steps are made together.
+                        alone.setdefault((action.workers[0], action.share, action.staleness), []).append(shard)
+                    else:
+                        self._step_mean(shard, action)
+                elif not isinstance(action, Accumulate):
+                    words.append((shard, action))
         for (worker, share, staleness), shards in alone.items():
-            held = [(shard, self._gradient(self._open[worker, shard], shard)) for shard in shards]
-            present = [(shard, gradient) for shard, gradient in held if gradient is not None]
-            steps = self._open[worker, shards[0]].message.steps
-            self._step(shards, present, worker, share, staleness, steps)
-        for shard, wanted in actions:
-            for action in wanted:
-                if not isinstance(action, Step | Accumulate):
-                    self._tell(shard, action)
+            request = self._open[worker, shards[0]]
+            present = [(shard, request.gradients[shard]) for shard in shards if shard in request.gradients]
+            self._step(shards, present, worker, share, staleness, request.message.steps)
+        for shard, word in words:
+            self._tell(shard, word)
 
     def _step_mean(self, shard: int, step: Step) -> None:
         """Applies the mean of a round, added up in the order of the workers, so that every run adds alike."""
@@ -296,7 +291,7 @@ class Server:
         weight = sum(request.message.weight for request in requests)
         mean: Tensor | None = None
         for request in requests:
-            gradient = self._gradient(request, shard)
+            gradient = request.gradients.get(shard)
             if gradient is not None:
                 part = request.message.weight / weight
                 mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
@@ -326,37 +321,36 @@ class Server:
         request = self._open.get((action.worker, shard))
         if request is None:
             return
-        if isinstance(action, Reply) or (isinstance(action, Refuse) and action.lease < 0):
-            request.unpulled.discard(shard)
-        else:
-            request.unpushed.discard(shard)
         if isinstance(action, Refuse):
             # What comes too late anywhere comes again everywhere; a shard that has it already says so then.
             if request.refused is None or action.reason == Reason.LATE:
                 request.refused = action.reason
             if action.lease >= 0:
                 self.tally.refused(action.reason.name.lower())
-        if not request.unpushed and not request.unpulled:
+        request.unsaid -= 1
+        if not request.unsaid:
             self._answer(action.worker, request)
 
     def _answer(self, worker: int, request: Request) -> None:
-        asked = request.message
-        shards = range(asked.first, asked.first + len(asked.numbers))
-        for shard in shards:
+        asked, shards = request.message, request.shards
+        show, pulls = self._port.show, asked.kind != Kind.PUSH
+        versions, pulled = [], []
+        for shard, had in zip(shards, asked.numbers, strict=True):
             del self._open[worker, shard]
-        versions = tuple(self._machines[shard].version for shard in shards)
-        for shard, version in zip(shards, versions, strict=True):
-            self._port.show(shard, version)
-        changed = [shard for shard, new, had in zip(shards, versions, asked.numbers, strict=True) if new != had]
-        pulled = changed if asked.kind != Kind.PUSH else []
+            version = self._machines[shard].version
+            versions.append(version)
+            show(shard, version)
+            if pulls and version != had:
+                pulled.append(shard)
         if pulled:
             self._applier.sent(worker, pulled)
+        flag = request.refused.value if request.refused else 0
+        message = Message(Kind.ANSWER, asked.first, flag, asked.lease, numbers=tuple(versions))
+        self._port.release(request.peer, shards)
+        # Before it is counted, because somebody waits for it.
+        self._reply(worker, request.peer, message, pulled)
         pushed = shards if asked.kind != Kind.PULL else ()
         self.tally.answered(worker, pushed, pulled, perf_counter() - request.came)
-        flag = request.refused.value if request.refused else 0
-        message = Message(Kind.ANSWER, asked.first, flag, asked.lease, numbers=versions)
-        self._port.release(request.peer, shards)
-        self._reply(worker, request.peer, message, pulled)
 
     def _administer(self, mail: Mail, message: Message) -> None:
         """Does what is asked for between rounds, when nobody pushes."""

@@ -48,10 +48,12 @@ class Tally:
 
     def stepped(self, shards: Sequence[int], worker: int, staleness: int, seconds: float) -> None:
         """Notes an update of some shards; its time is theirs in proportion to their size."""
-        nbytes = sum(self._lengths[shard] for shard in shards) or 1
+        lengths, per_byte = self._lengths, seconds
+        if len(shards) > 1:
+            per_byte /= sum([lengths[shard] for shard in shards]) or 1
         for shard in shards:
             self._steps[shard] += 1
-            self._apply_s[shard] += seconds * self._lengths[shard] / nbytes
+            self._apply_s[shard] += per_byte * lengths[shard] if len(shards) > 1 else seconds
         self._staleness.setdefault(worker, Counter())[staleness] += len(shards)
 
     def refused(self, reason: str) -> None:

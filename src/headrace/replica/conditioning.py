@@ -44,6 +44,9 @@ class Conditioner:
         host: the ranks.
         scale: of the loss, None for none.
         immediate: whether every round is looked at. On an accelerator that means to wait for it each time.
+
+    Attributes:
+        looks: whether it does.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Conditioner:
         self._clip_value = options.clip_value
         self._host = host
         self._scale = scale
-        self._looks = immediate or scale is not None or options.on_nonfinite != "raise" or self._clip_norm is not None
+        self.looks = immediate or scale is not None or options.on_nonfinite != "raise" or self._clip_norm is not None
 
     def condition(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool) -> Verdict:
         """Decides, and clips. When it returns, every rank has.
@@ -63,7 +66,7 @@ class Conditioner:
             held: what this rank must change where something is to be changed.
             finite: whether its own loss is.
         """
-        if not self._looks:
+        if not self.looks:
             self._clip_elements(held)
             self._host.barrier()
             return HEALTHY

@@ -13,7 +13,7 @@ from headrace.errors import UsageError
 from headrace.replica.exchange import StatePiece
 from headrace.spec.plan import Segment
 
-__all__ = ["build", "build_over", "is_elementwise", "load_state", "state_bytes", "state_pieces"]
+__all__ = ["build", "build_over", "is_elementwise", "is_plain_sgd", "load_state", "state_bytes", "state_pieces"]
 
 Factory = Callable[..., Any]
 
@@ -197,3 +197,18 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _ghost(tensor: Tensor) -> nn.Parameter:
     ghost = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(ghost, requires_grad=tensor.requires_grad)
+
+
+def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether a step of it is `parameter -= lr * gradient`, rounded as by that, and nothing else."""
+    return (
+        type(optimizer) is torch.optim.SGD
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not any(map(_does_more, optimizer.param_groups))
+    )
+
+
+def _does_more(group: dict[str, Any]) -> bool:
+    adds = group["momentum"] or group["weight_decay"] or group["maximize"] or group["fused"]
+    return bool(adds) or not isinstance(group["lr"], float)

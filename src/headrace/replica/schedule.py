@@ -59,14 +59,17 @@ class Schedule:
             self._scheduler.step()
         self._spread()
 
+    def warmth(self, round_: int) -> float:
+        """Returns the share of the learning rates that warm-up allows a round."""
+        return (round_ + 1) / self._warmup if round_ < self._warmup else 1.0
+
     @contextmanager
     def warmed(self, round_: int, factor: float = 1.0) -> Iterator[None]:
         """Holds the learning rates of one round at their share during warm-up, times `factor`."""
         if round_ >= self._warmup and factor == 1.0:
             yield
             return
-        if round_ < self._warmup:
-            factor *= (round_ + 1) / self._warmup
+        factor *= self.warmth(round_)
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):

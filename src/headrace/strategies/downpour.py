@@ -310,7 +310,8 @@ class Pouring(ServedExchange):
         portions, pushing = self.portions, self._links.pushing
         gradients, share, steps = self._accrued.take()
         # Of a lease whose every gradient was left out, the server hears that there was one.
-        finite, self._spoilt = bool(steps) or not self._spoilt, False
+        # Nobody has looked at the sum.
+        finite, self._spoilt = None if steps else not self._spoilt, False
         client, lease = pushing.client if pushing else self.client, portions.lease
         push = functools.partial(
             client.push, gradients, lease, float(steps > 0), share, finite,

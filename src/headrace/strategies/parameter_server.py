@@ -180,8 +180,9 @@ class PushPull(ServedExchange):
             # It had no data before the workers meet, and nobody waits for it.
             return HEALTHY
         verdict = self.judge(finite)
+        known = verdict.apply if self.looked or not verdict.apply else None
         reason = self.client.push(
-            self.held.by_shard(), portions.lease, portions.weight, portions.share, verdict.apply, pull=True
+            self.held.by_shard(), portions.lease, portions.weight, portions.share, known, pull=True
         )
         self._fresh = True
         portions.late = reason == Reason.LATE

@@ -1,0 +1,83 @@
+"""What both ends of a link on one host do with its socket: messages that carry descriptors of memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from array import array
+
+from headrace.comm.port import LARGEST_MESSAGE, Layout, Slots
+
+__all__ = ["NOTHING", "head_bytes", "receive", "segment_bytes", "send", "take", "user_of"]
+
+NOTHING = memoryview(b"")
+_CREDENTIALS = struct.Struct("3i")
+_BLOB_BYTES = 1 << 32
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+_ROOM = [socket.CMSG_LEN(4 * most) for most in range(3)]
+
+
+def head_bytes(parameters: Slots) -> int:
+    """Returns the length of the words before the parameters: one a shard, `version << 1 | being written`."""
+    return -(-8 * len(parameters) // 64) * 64
+
+
+def segment_bytes(layout: Layout) -> list[int]:
+    """Returns the lengths of the pieces of memory that a link gives to the port."""
+    return [slots.nbytes for slots in (layout.pushes, layout.replies) if slots is not None]
+
+
+def user_of(connection: socket.socket) -> int:
+    """Returns who has made the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+def send(connection: socket.socket, message: bytes, blob: bytes) -> None:
+    """Sends a message, and a blob as a file of its own."""
+    if not blob:
+        connection.send(message)
+        return
+    descriptor = os.memfd_create("headrace-blob", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(blob)
+        socket.send_fds(connection, [message], [descriptor])
+    finally:
+        os.close(descriptor)
+
+
+def receive(connection: socket.socket) -> tuple[bytes, memoryview]:
+    """Returns a message and its blob; both empty if the other end has gone."""
+    message, descriptors = take(connection, 1)
+    return message, _blob_in(descriptors) if descriptors else NOTHING
+
+
+def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """Returns a message and at most so many descriptors, which are the caller's to close.
+
+    Raises:
+        ValueError: there were more, or it is too long.
+    """
+    message, ancillary, flags, _ = connection.recvmsg(LARGEST_MESSAGE, _ROOM[most], _CLOEXEC)
+    descriptors = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) // descriptors.itemsize * descriptors.itemsize])
+    if flags & _CUT:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ValueError("a message was too long")
+    return message, list(descriptors)
+
+
+def _blob_in(descriptors: list[int]) -> memoryview:
+    """Returns what lies in the file that was sent. Read, not mapped, because its owner may still shorten it."""
+    with os.fdopen(descriptors[0], "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        if length > _BLOB_BYTES:
+            raise ValueError(f"a blob of {length:,} bytes is too long")
+        file.seek(0)
+        return memoryview(file.read(length))
