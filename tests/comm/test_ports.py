@@ -287,6 +287,35 @@ def test_another_layout_is_refused_with_words(small: Pair, slots: tuple[list[int
     assert [each.message for each in mail_of(small.port, 1)] == [b"here"]
 
 
+@pytest.mark.parametrize("replies", [None, Slots([4])])
+def test_a_link_that_only_pulls_needs_no_place_for_pushes(way: str, replies: Slots | None) -> None:
+    port = open_port(way, SMALL, SMALL, replies)
+    link = join(port, lambda: open_link(way, port.address, SMALL, Slots(()), replies))
+    try:
+        link.send(b"give")
+        (mail,) = mail_of(port, 1)
+        with pytest.raises(ValueError, match=r"place for it|has not been sent"):
+            port.pushed(mail.peer, 0)
+        content = port.parameters(0) if replies is None else port.reply_slot(mail.peer, 0)
+        content.fill_(5)
+        port.show(0, 1)
+        port.send(mail.peer, b"there", [0])
+        received = threading.Thread(target=lambda: mail_of(port, 1))
+        received.start()
+        assert next_of(link)[0] == b"there"
+        if replies is None:
+            into = torch.zeros(8, dtype=torch.uint8)
+            assert link.fetch(0, into) == 1
+            assert into.tolist() == [5] * 8
+        else:
+            assert link.reply_slot(0).tolist() == [5] * 4
+        link.send(b"over")
+        received.join()
+    finally:
+        link.close()
+        port.close()
+
+
 @pytest.mark.parametrize(("way", "address"), [("local", "local:nobody"), ("remote", "tcp://127.0.0.1:1")])
 def test_where_nobody_listens_there_is_no_link(way: str, address: str) -> None:
     with pytest.raises(ConnectionError):

@@ -28,7 +28,7 @@ _SPIN_S = 100e-6
 class LocalLink(Link):
     """Args:
     address: of the port.
-    parameters, pushes, replies: the same places as the port's.
+    parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
 
     Raises:
         ConnectionError: nobody listens there, or whoever does is not of the same kind.
@@ -107,7 +107,7 @@ class LocalLink(Link):
 
     def reply_slot(self, slot: int) -> Tensor:
         self.moved_bytes += self._layout.pulled.lengths[slot]
-        return self._layout.pulled.of(self._regions[1], slot)
+        return self._layout.pulled.of(self._regions[-1], slot)
 
     def close(self) -> None:
         self._free()

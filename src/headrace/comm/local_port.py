@@ -106,7 +106,10 @@ class LocalPort(Port):
         return mail
 
     def pushed(self, peer: int, slot: int) -> Tensor:
-        return self._pushed[peer][slot]
+        try:
+            return self._pushed[peer][slot]
+        except IndexError:
+            raise ValueError("a push from a link without a place for it") from None
 
     def release(self, peer: int, slots: Sequence[int]) -> None:
         """It is the link's own memory."""
@@ -188,8 +191,8 @@ class LocalPort(Port):
             self.drop(peer)
             return
         try:
-            self._layout.compare(message)
-            lengths = segment_bytes(self._layout)
+            layout = self._layout.fit(message)
+            lengths = segment_bytes(layout)
             if len(lengths) != len(descriptors):
                 raise ValueError(f"{len(descriptors)} pieces of memory came, not {len(lengths)}")
             segments = self._segments.setdefault(peer, [])
@@ -202,9 +205,10 @@ class LocalPort(Port):
                 connection.send(b"\1" + str(error).encode())
             self.drop(peer)
             return
-        self._pushed[peer] = self._layout.pushes.cut(segments[0].tensor())
-        if len(segments) > 1:
-            self._replied[peer] = segments[1].tensor()
+        regions = [segment.tensor() for segment in segments]
+        self._pushed[peer] = layout.pushes.cut(regions[0]) if layout.pushes else []
+        if layout.replies:
+            self._replied[peer] = regions[-1]
         readable = os.open(f"/proc/self/fd/{self._shared.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             socket.send_fds(connection, [b"\0"], [readable])

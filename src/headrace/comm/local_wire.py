@@ -26,7 +26,7 @@ def head_bytes(parameters: Slots) -> int:
 
 def segment_bytes(layout: Layout) -> list[int]:
     """Returns the lengths of the pieces of memory that a link gives to the port."""
-    return [slots.nbytes for slots in (layout.pushes, layout.replies) if slots is not None]
+    return [slots.nbytes for slots in (layout.pushes, layout.replies) if slots]
 
 
 def user_of(connection: socket.socket) -> int:

@@ -11,7 +11,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -80,7 +80,7 @@ class Layout:
 
     Attributes:
         parameters: places of the shards' parameters.
-        pushes: places of what a link pushes.
+        pushes: places of what a link pushes; none for a link that only pulls.
         replies: places of what a link pulls in another form; None if it pulls parameters as they are.
     """
 
@@ -98,18 +98,22 @@ class Layout:
         every = (self.parameters, self.pushes, self.replies or Slots(()))
         return _HELLO.pack(_MAGIC, *(number for slots in every for number in (len(slots), sum(slots.lengths))))
 
-    def compare(self, hello: bytes) -> None:
-        """Raises:
-        ValueError: the link that says this is laid out otherwise.
+    def fit(self, hello: bytes) -> Layout:
+        """Returns the layout of a link that says this: the same, perhaps without pushes.
+
+        Raises:
+            ValueError: it is another one.
         """
         if len(hello) != _HELLO.size or not hello.startswith(_MAGIC):
             raise ValueError("this is a parameter server of headrace, and whoever calls is no worker of it")
+        for layout in (self, replace(self, pushes=Slots(()))):
+            if hello == layout.hello():
+                return layout
         own, theirs = (_HELLO.unpack(each)[1:] for each in (self.hello(), hello))
-        if own != theirs:
-            raise ValueError(
-                f"the server has {_words(own)}, the worker {_words(theirs)}; build the same model on both, with the "
-                "same sharding and compression"
-            )
+        raise ValueError(
+            f"the server has {_words(own)}, the worker {_words(theirs)}; build the same model on both, with the "
+            "same sharding and compression"
+        )
 
 
 def _words(numbers: Sequence[int]) -> str:

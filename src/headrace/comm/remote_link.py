@@ -39,7 +39,7 @@ class RemoteLink(Link):
 
     Args:
         address: of the port, "tcp://host:port".
-        parameters, pushes, replies: the same places as the port's.
+        parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
         secret: the run's.
 
     Raises:

@@ -292,7 +292,7 @@ class RemotePort(Port):
         try:
             if sort_of(parts) != Sort.HELLO:
                 raise ValueError("a link begins with its layout")
-            self._layout.compare(bytes(parts[1]))
+            self._layout.fit(bytes(parts[1]))
         except ValueError as error:
             self._write(peer, iter([letter(Sort.FAREWELL, str(error).encode())]), 0)
             peer.until = monotonic() + _FAREWELL_S

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headrace.comm.local_link import LocalLink
 from headrace.comm.local_port import LocalPort
-from headrace.comm.port import Link, Port
+from headrace.comm.port import Link, Port, Slots
 from headrace.ps.client import Client, Connection
 from headrace.ps.form import Form, Piece
 
@@ -78,16 +78,16 @@ def connect(
     """Returns a client of the servers at some addresses; `closing` ends its links, for the last two see `Client`."""
     connections = []
     for address, form, own, server in zip(addresses, forms, places, servers, strict=True):
-        link = _link(address, form)
+        link = _link(address, form, Slots(()) if observes else form.push_slots)
         closing.callback(link.close)
         connections.append(Connection(link, form, own, server.rank, server.host))
     return Client(connections, worker, check=check, together=together, observes=observes)
 
 
-def _link(address: str, form: Form) -> Link:
+def _link(address: str, form: Form, pushes: Slots) -> Link:
     if address.startswith("local:"):
-        return LocalLink(address, form.slots, form.push_slots, form.reply_slots)
+        return LocalLink(address, form.slots, pushes, form.reply_slots)
     from headrace.comm.remote_link import RemoteLink
 
     where, _, secret = address.partition("#")
-    return RemoteLink(where, form.slots, form.push_slots, form.reply_slots, secret=bytes.fromhex(secret))
+    return RemoteLink(where, form.slots, pushes, form.reply_slots, secret=bytes.fromhex(secret))

@@ -73,7 +73,7 @@ class Client:
         together: bool = False,
         observes: bool = False,
     ) -> None:
-        self._servers = [_Server(connection, check, timeout_s, together) for connection in connections]
+        self._servers = [_Server(connection, check, timeout_s, together, observes) for connection in connections]
         for server in self._servers:
             joining = Message(Kind.JOIN, flag=observes, numbers=(worker, incarnation))
             server.ask(joining, server.form.describe())
@@ -166,11 +166,14 @@ class Client:
 class _Server:
     """One server, as a client sees it."""
 
-    def __init__(self, connection: Connection, check: Callable[[], None], timeout_s: float, together: bool) -> None:
+    def __init__(
+        self, connection: Connection, check: Callable[[], None], timeout_s: float, together: bool, observes: bool
+    ) -> None:
         self.link, self.form = connection.link, connection.form
         self.buckets = [range(len(self.form))] if together else _buckets(self.form)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
-        self._slots = [self.form.seat(shard, self.link.push_slot(shard)) for shard in range(len(self.form))]
+        pushed = range(0 if observes else len(self.form))
+        self._slots = [self.form.seat(shard, self.link.push_slot(shard)) for shard in pushed]
         self._versions = [-1] * len(self.form)
         self._connection = connection
         self._check = check

@@ -71,17 +71,25 @@ def check_seats(sharding: str, placement: str, scale: str, ways: tuple[str, str,
 
 
 def seats(
-    strategy: str, workers: int | None, servers: int, sharding: str, placement: str, model: ModelSpec, cluster: Cluster
+    strategy: str,
+    workers: int | None,
+    servers: int,
+    sharding: str,
+    placement: str,
+    model: ModelSpec,
+    cluster: Cluster,
+    copies: int = 3,
 ) -> tuple[tuple[Role, ...], tuple[Segment, ...]]:
     """Says who works, who serves, and which server has which shard.
+
+    A worker needs the model's size `copies` times: its parameters, what autograd makes, what lies on its way.
 
     Raises:
         InfeasiblePlan: with the numbers.
     """
     roles = worker_and_server_roles(strategy, workers, servers, cluster)
     count = len(roles) - servers
-    # Each worker: its copy, what autograd makes, what it shares; the servers: parameters.
-    require_memory(strategy, (3 * count + 1) * model.trainable_bytes, cluster)
+    require_memory(strategy, (copies * count + 1) * model.trainable_bytes, cluster)
     if sharding != "whole" and not model.sliceable:
         raise InfeasiblePlan(
             f"sharding={sharding!r} cuts parameters, and the job's optimizer needs whole ones (as Muon does); "

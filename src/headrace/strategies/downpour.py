@@ -103,7 +103,11 @@ class Downpour(Strategy):
         check_served(options)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        roles, segments = seats(self.name, self.workers, self.servers, self.sharding, self.placement, model, cluster)
+        # Besides: the sum that accrues; with overlap the one that is being pushed, too, and what is being fetched.
+        copies = 6 if self.overlap else 4
+        roles, segments = seats(
+            self.name, self.workers, self.servers, self.sharding, self.placement, model, cluster, copies
+        )
         return Plan(
             strategy=self.name,
             options=describe_options(self),
