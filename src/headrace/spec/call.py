@@ -25,10 +25,11 @@ def parse_call(text: str) -> tuple[str, dict[str, object]]:
         options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
         if len(options) < len(call.keywords):
             raise ValueError("an option has no name")
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError):
+        # Where Python's parser stumbled says less than what is right.
         raise UsageError(
             f"{text!r} is not a name with options: write it as {name.strip() or 'name'}(option=value, other='text')"
-        ) from error
+        ) from None
     return call.func.id, options
 
 

@@ -194,7 +194,8 @@ def check_count(name: str, count: int | None) -> None:
     UsageError: `count` is no whole number of at least 1, nor None.
     """
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}; leave it out for what there is")
+        remedy = "leave it out for what there is" if name == "workers" else "give a number such as 1 or 2"
+        raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}; {remedy}")
 
 
 def step_ops(plan: Plan, exchanged_bytes: int = 0) -> tuple[Op, ...]:
