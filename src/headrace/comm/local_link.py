@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from torch import Tensor
 
 from headrace.comm import futex
-from headrace.comm.local_wire import head_bytes, receive, segment_bytes, send, take, user_of
+from headrace.comm.local_wire import SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
 from headrace.comm.port import Layout, Link, Slots
 from headrace.comm.segment import Segment
 from headrace.comm.spin import Spin, look
@@ -22,7 +22,6 @@ __all__ = ["LocalLink"]
 _HELLO_S = 30.0
 _STALL_S = 60.0
 _NAP_S = 30e-6
-_SPIN_S = 100e-6
 
 
 class LocalLink(Link):
@@ -59,7 +58,7 @@ class LocalLink(Link):
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._spin = Spin(_SPIN_S)
+        self._spin = Spin(SPIN_S)
         self._arrived: deque[tuple[bytes, memoryview]] = deque()
 
     def push_slot(self, slot: int) -> Tensor:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from headrace.comm import futex
-from headrace.comm.local_wire import NOTHING, head_bytes, receive, segment_bytes, send, take, user_of
+from headrace.comm.local_wire import NOTHING, SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
 from headrace.comm.port import Layout, Mail, Port, Slots
 from headrace.comm.segment import Segment
 from headrace.comm.spin import Spin, look
@@ -34,8 +34,6 @@ __all__ = ["LocalPort"]
 
 _OWED_BYTES = 1 << 26
 """Messages and blobs that a link may leave unread, besides what the kernel holds."""
-
-_SPIN_S = 100e-6
 
 
 class LocalPort(Port):
@@ -64,7 +62,7 @@ class LocalPort(Port):
         self.address = f"local:{name}"
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
-        self._spin = Spin(_SPIN_S)
+        self._spin = Spin(SPIN_S)
         self._next = 0
         self._gone: list[int] = []
         self._unsent: dict[int, deque[tuple[bytes, bytes]]] = {}

@@ -9,9 +9,12 @@ from array import array
 
 from headrace.comm.port import LARGEST_MESSAGE, Layout, Slots
 
-__all__ = ["NOTHING", "head_bytes", "receive", "segment_bytes", "send", "take", "user_of"]
+__all__ = ["NOTHING", "SPIN_S", "head_bytes", "receive", "segment_bytes", "send", "take", "user_of"]
 
 NOTHING = memoryview(b"")
+SPIN_S = 300e-6
+"""How long to look for a message before one sleeps: a push of some kB takes a fifth of it, to be woken a tenth."""
+
 _CREDENTIALS = struct.Struct("3i")
 _BLOB_BYTES = 1 << 32
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)

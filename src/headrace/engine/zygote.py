@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -31,11 +32,15 @@ _SET_PARENT_DEATH_SIGNAL = 1
 def main(descriptor: int) -> None:
     """Serves the launcher at the other end of an inherited socket until it hangs up."""
     launcher = socket.socket(fileno=descriptor)
+    gc.disable()
     # What the forks are for: torch and all of ours, and what the first optimizer of a process would import.
     import torch._dynamo  # noqa: F401
 
     import headrace.engine.process  # noqa: F401
 
+    # Nothing of it is ever garbage, and to look through it would hold up a worker or server for a tenth of a second.
+    gc.freeze()
+    gc.enable()
     launcher.send(b'{"ready":true}')
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
