@@ -15,6 +15,9 @@ from headrace.spec.plan import Op, Plan, Role, Segment
 
 __all__ = ["check_seats", "check_served", "check_whole", "seats", "served_ops"]
 
+_PIECES = "max_size:4MB"
+"""How parameters are cut if nobody says how: while a server works on a piece, the next one is on its way."""
+
 
 def check_served(options: Options) -> None:
     """Refuses options that cannot be had where workers do not go in step.
@@ -47,7 +50,7 @@ def check_whole(name: str, value: int | None) -> None:
         raise UsageError(f"{name} must be a whole number of at least 0, got {value!r}")
 
 
-def check_seats(sharding: str, placement: str, scale: str, ways: tuple[str, str, str]) -> None:
+def check_seats(sharding: str | None, placement: str, scale: str, ways: tuple[str, str, str]) -> None:
     """Refuses what does not exist.
 
     Args:
@@ -57,7 +60,8 @@ def check_seats(sharding: str, placement: str, scale: str, ways: tuple[str, str,
     Raises:
         UsageError: with what does exist.
     """
-    parse_sharding(sharding)
+    if sharding is not None:
+        parse_sharding(sharding)
     transport, *codecs = ways
     if placement not in PLACEMENTS:
         raise UnknownName("placement", placement, PLACEMENTS)
@@ -74,7 +78,7 @@ def seats(
     strategy: str,
     workers: int | None,
     servers: int,
-    sharding: str,
+    sharding: str | None,
     placement: str,
     model: ModelSpec,
     cluster: Cluster,
@@ -90,6 +94,8 @@ def seats(
     roles = worker_and_server_roles(strategy, workers, servers, cluster)
     count = len(roles) - servers
     require_memory(strategy, (copies * count + 1) * model.trainable_bytes, cluster)
+    if sharding is None:
+        sharding = _PIECES if model.sliceable else "whole"
     if sharding != "whole" and not model.sliceable:
         raise InfeasiblePlan(
             f"sharding={sharding!r} cuts parameters, and the job's optimizer needs whole ones (as Muon does); "

@@ -78,7 +78,7 @@ class Downpour(Strategy):
     push_every: int = 5
     warmstart_steps: int = 0
     overlap: bool = True
-    sharding: str = "whole"
+    sharding: str | None = None
     placement: str = "greedy"
     scale: str = "share"
     transport: str = "shared_memory"

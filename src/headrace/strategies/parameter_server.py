@@ -54,7 +54,7 @@ class ParameterServer(Strategy):
         backup_workers: so many of the workers are spare: a round takes the first gradients of the others' number, and
             drops those that come late.
         sharding: how parameters are cut along their first axis: "whole", "fixed_shards:4", "max_size:4MB",
-            "min_size:256kB/8".
+            "min_size:256kB/8"; None for pieces of at most 4 MB, where the optimizer can work on pieces.
         placement: which server gets a shard: "greedy" by bytes, or "round_robin".
         scale: "share" applies a gradient with the learning rate times its share of the global batch; "full" with the
             whole learning rate, as papers do.
@@ -67,7 +67,7 @@ class ParameterServer(Strategy):
     servers: int = 1
     staleness_bound: int | None = None
     backup_workers: int = 0
-    sharding: str = "whole"
+    sharding: str | None = None
     placement: str = "greedy"
     scale: str = "share"
     transport: str = "shared_memory"
