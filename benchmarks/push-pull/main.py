@@ -23,6 +23,7 @@ if __name__ == "__main__":
     for size, elements in SIZES.items():
         contestants |= {
             f"headrace, {size}": partial(rival, "ours_push_pull", elements),
+            f"headrace, looks first, {size}": partial(rival, "ours_push_pull", elements, "--look"),
             f"gloo, {size}": partial(rival, "gloo_push_pull", elements),
             f"torch RPC, {size}": partial(rival, "rpc_push_pull", elements),
             f"Ray actor, {size}": partial(rival, "ray_push_pull", elements, python=options.ray),
@@ -30,8 +31,9 @@ if __name__ == "__main__":
         }
     figures = alternate(contestants, options.rounds)
     ratios = {
-        f"{other} / headrace, {size}": ratio(figures, f"{other}, {size}", f"headrace, {size}")
+        f"{other} / {ours}, {size}": ratio(figures, f"{other}, {size}", f"{ours}, {size}")
         for size in SIZES
+        for ours in ("headrace", "headrace, looks first")
         for other in RIVALS
     }
     ratios |= {

@@ -15,9 +15,10 @@ import headrace as hr
 from headrace.engine.local import LocalEngine
 
 CEILING = "ceiling: 2 unconnected, tuned"
+TENSORFLOW = "TensorFlow ParameterServerStrategy"
+PYTHON = Path(__file__).parents[2] / ".cache" / "tensorflow" / "bin" / "python"
 STRATEGIES = {
     "parameter server, asynchronous": hr.ParameterServer(2),
-    "parameter server, shards of 4 MB": hr.ParameterServer(2, sharding="max_size:4MB"),
     "parameter server, bound 0": hr.ParameterServer(2, staleness_bound=0),
     "downpour, intervals 5": hr.Downpour(2),
     "mirrored": hr.Mirrored(2),
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("workload", choices=("mlp", "cnn"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
+    parser.add_argument("--tensorflow", default=str(PYTHON), help="a Python that has TensorFlow")
     arguments = parser.parse_args()
     workload, seconds = arguments.workload, arguments.seconds
     with LocalEngine() as engine:
@@ -36,8 +38,12 @@ def main() -> None:
         ceiling = partial(rival, "ddp", "1", workload, str(seconds), copies=2, tuned=True)
         contestants = {CEILING: ceiling}
         contestants |= {name: partial(ours, strategy=strategy) for name, strategy in STRATEGIES.items()}
+        contestants[TENSORFLOW] = partial(
+            rival, "tf_parameter_server", "2", workload, str(seconds), python=arguments.tensorflow
+        )
         figures = alternate(contestants, arguments.rounds)
     ratios = {f"{name} / ceiling": ratio(figures, name, CEILING) for name in STRATEGIES}
+    ratios |= {f"{name} / {TENSORFLOW}": ratio(figures, name, TENSORFLOW) for name in STRATEGIES}
     report(Path(__file__).parent, workload, "examples/s", figures, ratios)
 
 
