@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import alternate, ratio, report, rival
 
+TCP = ("--tcp", "--shard-bytes", str(1 << 20))
 SIZES = {"4 kB": "1000", "100 MB": "25000000"}
 RAY = Path(__file__).parents[2] / ".cache" / "rivals" / "bin" / "python"
 RIVALS = ("gloo", "torch RPC", "Ray actor")
@@ -27,7 +28,7 @@ if __name__ == "__main__":
             f"gloo, {size}": partial(rival, "gloo_push_pull", elements),
             f"torch RPC, {size}": partial(rival, "rpc_push_pull", elements),
             f"Ray actor, {size}": partial(rival, "ray_push_pull", elements, python=options.ray),
-            f"headrace, TCP with CURVE, {size}": partial(rival, "ours_push_pull", elements, "--tcp"),
+            f"headrace, TCP with CURVE, {size}": partial(rival, "ours_push_pull", elements, *TCP, tuned=True),
         }
     figures = alternate(contestants, options.rounds)
     ratios = {

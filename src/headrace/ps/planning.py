@@ -15,8 +15,9 @@ from headrace.spec.plan import Op, Plan, Role, Segment
 
 __all__ = ["check_seats", "check_served", "check_whole", "seats", "served_ops"]
 
-_PIECES = "max_size:4MB"
-"""How parameters are cut if nobody says how: while a server works on a piece, the next one is on its way."""
+_PIECES = {"shared_memory": "max_size:4MB", "tcp": "max_size:1MB"}
+"""How parameters are cut if nobody says how: while a server works on a piece, the next one is on its way. Over TCP a
+piece is a letter, which needs not be put together."""
 
 
 def check_served(options: Options) -> None:
@@ -82,6 +83,7 @@ def seats(
     placement: str,
     model: ModelSpec,
     cluster: Cluster,
+    transport: str,
     copies: int = 3,
 ) -> tuple[tuple[Role, ...], tuple[Segment, ...]]:
     """Says who works, who serves, and which server has which shard.
@@ -95,7 +97,7 @@ def seats(
     count = len(roles) - servers
     require_memory(strategy, (copies * count + 1) * model.trainable_bytes, cluster)
     if sharding is None:
-        sharding = _PIECES if model.sliceable else "whole"
+        sharding = _PIECES[transport] if model.sliceable else "whole"
     if sharding != "whole" and not model.sliceable:
         raise InfeasiblePlan(
             f"sharding={sharding!r} cuts parameters, and the job's optimizer needs whole ones (as Muon does); "

@@ -106,7 +106,7 @@ class Downpour(Strategy):
         # Besides: the sum that accrues; with overlap the one that is being pushed, too, and what is being fetched.
         copies = 6 if self.overlap else 4
         roles, segments = seats(
-            self.name, self.workers, self.servers, self.sharding, self.placement, model, cluster, copies
+            self.name, self.workers, self.servers, self.sharding, self.placement, model, cluster, self.transport, copies
         )
         return Plan(
             strategy=self.name,

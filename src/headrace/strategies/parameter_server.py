@@ -54,7 +54,8 @@ class ParameterServer(Strategy):
         backup_workers: so many of the workers are spare: a round takes the first gradients of the others' number, and
             drops those that come late.
         sharding: how parameters are cut along their first axis: "whole", "fixed_shards:4", "max_size:4MB",
-            "min_size:256kB/8"; None for pieces of at most 4 MB, where the optimizer can work on pieces.
+            "min_size:256kB/8"; None for pieces of at most 4 MB, over TCP 1 MB, where the
+            optimizer can work on pieces.
         placement: which server gets a shard: "greedy" by bytes, or "round_robin".
         scale: "share" applies a gradient with the learning rate times its share of the global batch; "full" with the
             whole learning rate, as papers do.
@@ -94,7 +95,9 @@ class ParameterServer(Strategy):
         check_served(options)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        roles, segments = seats(self.name, self.workers, self.servers, self.sharding, self.placement, model, cluster)
+        roles, segments = seats(
+            self.name, self.workers, self.servers, self.sharding, self.placement, model, cluster, self.transport
+        )
         workers = len(roles) - self.servers
         if self.backup_workers and self.servers > 1:
             raise InfeasiblePlan(
