@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,8 @@ from headrace.ps.form import Form
 from headrace.ps.messages import Kind, Message
 
 MODEL_BYTES = 100 << 20
-SHARD_BYTES = 10 << 20
+SHARD_BYTES = {False: 4 << 20, True: 1 << 20}
+"""What is the default, without and with TCP."""
 PUSHES = 20
 LOOK_S = 0.02
 OPTIMIZERS = {
@@ -34,13 +36,19 @@ OPTIMIZERS = {
 """And how many times the parameters their state is."""
 
 
-def resident(process: int) -> int:
-    """Returns the bytes that a process holds, without the segments in which links keep their gradients."""
-    total, of_links = 0, False
-    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+def held(process: int) -> int:
+    """Returns the bytes of a process's own memory: its segment of parameters, and whatever is no file's."""
+    total, field = 0, ""
+    os.kill(process, signal.SIGSTOP)  # or mappings come and go while they are read
+    try:
+        lines = Path(f"/proc/{process}/smaps").read_text().splitlines()
+    finally:
+        os.kill(process, signal.SIGCONT)
+    for line in lines:
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            of_links = "headrace-push" in line
-        elif line.startswith("Rss:") and not of_links:
+            # What links push lies in segments of theirs.
+            field = "Rss:" if "headrace-parameters" in line else "Anonymous:"
+        elif line.startswith(field):
             total += 1024 * int(line.split()[1])
     return total
 
@@ -56,11 +64,13 @@ def run(form: Form, elements: int, factory: Callable[..., torch.optim.Optimizer]
     """Returns the most bytes that a server has taken in the time of some pushes."""
     torch.set_num_threads(1)
     begin, started = os.pipe()
+    going, go = os.pipe()
 
     def server(door: int) -> None:
         warm_up(factory)
         ctypes.CDLL(None).malloc_trim(0)
-        os.write(started, str(resident(os.getpid())).encode())
+        os.write(started, b".")
+        os.read(going, 1)
         serve(form, elements, workers, tcp, door, factory)
 
     def worker(number: int, address: str, pipe: int) -> None:
@@ -74,14 +84,16 @@ def run(form: Form, elements: int, factory: Callable[..., torch.optim.Optimizer]
         client.close()
 
     process, door = spawn(server)
-    before = int(os.read(begin, 64))
+    os.read(begin, 1)
+    before = held(process)
+    os.write(go, b".")
     address = os.read(door, 1024).decode()
     pipes = [spawn(functools.partial(worker, number, address))[1] for number in range(workers)]
     most = 0
     while pipes:
         over, _, _ = select.select(pipes, (), (), LOOK_S)
         pipes = [pipe for pipe in pipes if pipe not in over]
-        most = max(most, resident(process))
+        most = max(most, held(process))
     last = Client([join(address, form, torch.zeros(elements), workers)], workers)
     last.ask(0, Message(Kind.END))
     last.close()
@@ -94,18 +106,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     elements = MODEL_BYTES // 4
-    form = form_of(elements, SHARD_BYTES)
 
     def extra(name: str, workers: int, tcp: bool) -> float:
         factory, states = OPTIMIZERS[name]
-        return (run(form, elements, factory, workers, tcp) - (1 + states) * MODEL_BYTES) / SHARD_BYTES
+        form = form_of(elements, SHARD_BYTES[tcp])
+        return (run(form, elements, factory, workers, tcp) - (1 + states) * MODEL_BYTES) / 1e6
 
     cases = [(name, 1, False) for name in OPTIMIZERS] + [("Adam", 4, False), ("Adam", 1, True), ("Adam", 4, True)]
     contestants = {
         f"{name}, {workers} worker{'s' * (workers > 1)}{', TCP' * tcp}": functools.partial(extra, name, workers, tcp)
         for name, workers, tcp in cases
     }
-    report(Path(__file__).parent, "server-memory", "largest shards", alternate(contestants, arguments.rounds), {})
+    report(Path(__file__).parent, "server-memory", "MB", alternate(contestants, arguments.rounds), {})
 
 
 if __name__ == "__main__":

@@ -85,9 +85,10 @@ def throughput(strategy: Strategy, seconds: float, engine: LocalEngine) -> float
     )
     with tempfile.TemporaryDirectory() as folder:
         run = fit(job, strategy, run_dir=Path(folder) / "run", seconds=seconds, engine=engine)
-    if run.throughput is None:
+        rate = run.throughput
+    if rate is None:
         raise RuntimeError(f"{seconds} s are too short")
-    return run.throughput
+    return rate
 
 
 def main() -> None:

@@ -184,9 +184,11 @@ class Link(ABC):
     """A worker's end.
 
     Attributes:
+        window: how many pushes may be on their way, because the port has to keep them; None for any number.
         moved_bytes: payload that has gone through it, both ways.
     """
 
+    window: ClassVar[int | None] = None
     moved_bytes: int
 
     @abstractmethod

@@ -47,6 +47,8 @@ class RemoteLink(Link):
         UsageError: the secret is too short, or this is no address.
     """
 
+    window = 2
+
     def __init__(
         self, address: str, parameters: Slots, pushes: Slots, replies: Slots | None = None, *, secret: bytes
     ) -> None:

@@ -125,6 +125,8 @@ class Client:
             for number, server in enumerate(self._servers):
                 if index < len(server.buckets):
                     own = None if versions is None else versions[number]
+                    # All workers push in the same order, so none waits for one that waits for it.
+                    server.make_room(pull)
                     server.push(kind, server.buckets[index], gradients[number], head, own)
         reason: Reason | None = None
         for server in self._servers:
@@ -220,17 +222,25 @@ class _Server:
     def finish(self, pulls: bool = True) -> Reason | None:
         """Waits for all answers, and fetches what they are about if that was asked for; returns a refusal's reason."""
         while self._pending:
-            # As long as other workers need.
-            message, _ = self._next(math.inf)
-            if message.kind != Kind.ANSWER:
-                raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
-            self._pending -= 1
-            if message.flag:
-                self._reason = _graver(self._reason, Reason(message.flag))
-            if pulls:
-                self._fetch(message)
+            self._await_answer(pulls)
         reason, self._reason = self._reason, None
         return reason
+
+    def make_room(self, pulls: bool) -> None:
+        """Waits until another push may be on its way."""
+        while self.link.window is not None and self._pending >= self.link.window:
+            self._await_answer(pulls)
+
+    def _await_answer(self, pulls: bool) -> None:
+        # As long as other workers need.
+        message, _ = self._next(math.inf)
+        if message.kind != Kind.ANSWER:
+            raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
+        self._pending -= 1
+        if message.flag:
+            self._reason = _graver(self._reason, Reason(message.flag))
+        if pulls:
+            self._fetch(message)
 
     def ask(self, message: Message, blob: bytes = b"") -> memoryview:
         """Sends a message that is about no shards' content, and waits for its answer; returns the blob."""
