@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ class Applier:
         self._pace = pace or Pace()
         self._round = self._pace.first
         self._done = [float(self._round)] * len(form)
+        self._begun: set[int] = set()
         self._sent: dict[tuple[int, int], Tensor] = {}
 
     def seat(self, tensors: Sequence[Tensor]) -> None:
@@ -138,6 +140,9 @@ class Applier:
                 self._updater.apply(shards, self._round, share * steps, factor)
             for shard, _ in gradients:
                 self._parameters[shard].grad = None
+            if not self._begun.issuperset(shards):
+                self._begun.update(shards)
+                _trim()
         for shard in shards:
             self._done[shard] += share * steps
         self._advance(int(min(self._done) + _EXACTLY))
@@ -224,6 +229,17 @@ class Applier:
         while self._round < done:
             self._updater.skip(self._round)
             self._round += 1
+
+
+def _trim() -> None:
+    """Gives free memory back.
+
+    An optimizer makes its state in a shard's first step, between tensors that are gone after it. They leave holes that
+    the next shard's state just does not fit into, as many as there are shards.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def _ghost(parameter: ParameterSpec) -> nn.Parameter:
