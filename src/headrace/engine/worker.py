@@ -135,13 +135,12 @@ class Worker:
         return self.epoch_ended if every is None else (self.round + 1) % every == 0 or self.round + 1 >= self.rounds
 
     def batches(self) -> Iterator[Any]:
-        """Yields this worker's share of every global batch of the run, on its device.
-
-        Where data is leased, it yields the portions that this worker gets.
-        """
+        """Yields this worker's share of every global batch, on its device; where data is leased, what it gets."""
         first = self.round + 1
         if self._saver.must_begin(first, rolls_back=self._order.job.options.on_nonfinite == "rollback"):
             self._save()
+            # Whatever happens next: a history that was left does not come back, and there is something to roll back to.
+            self._saver.wait()
         if self._leased is not None:
             yield from self._portions(self._leased)
             return
