@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import headrace as hr
+from headrace.comm.remote_link import RemoteLink
 from headrace.errors import UnknownName
 from headrace.spec.event import Served
 
@@ -50,6 +51,21 @@ def moved(run: hr.Run) -> tuple[int, int]:
     last = {event.rank: event for event in run.events if isinstance(event, Served)}
     shards = [shard for event in last.values() for shard in event.shards]
     return sum(shard.pushed_bytes for shard in shards), sum(shard.pulled_bytes for shard in shards)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize(("workers", "servers"), [(3, 1), (2, 2)])
+def test_a_model_of_more_pushes_than_may_be_on_their_way(workers: int, servers: int) -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 100_000), nn.Tanh(), nn.Linear(100_000, 4)).double()
+
+    strategy = hr.ParameterServer(workers, servers, staleness_bound=0, transport="tcp")
+    # Every worker waits for answers in the middle of its push, and they depend on the others' pushes.
+    run, alone = (train(each, model=wide, epochs=1) for each in (strategy, hr.OneDevice()))
+    assert distance(run, alone) <= 1e-9
+    last = {event.rank: event for event in run.events if isinstance(event, Served)}
+    assert min(len(event.shards) for event in last.values()) > RemoteLink.window
 
 
 @torch.no_grad()
