@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from comm.ways import WAYS, open_link, open_port
 from headrace.policies.staleness import Anytime, Each
@@ -147,6 +148,19 @@ def test_hooks_of_the_optimizer_are_called_on_the_servers() -> None:
             server._applier._updater.optimizer.register_step_pre_hook(lambda *_: called.append(1))
         client.pull()
         client.push(gradients_of(model, *batches()[0]), 0)
+    assert len(called) == len(FORMS)
+
+
+def test_hooks_of_all_optimizers_are_called_on_the_servers() -> None:
+    called: list[int] = []
+    model = zeros()
+    hook = register_optimizer_step_post_hook(lambda *_: called.append(1))
+    try:
+        with serving("local", partial(torch.optim.SGD, lr=0.05)) as servers, joined("local", servers, model) as client:
+            client.pull()
+            client.push(gradients_of(model, *batches()[0]), 0)
+    finally:
+        hook.remove()
     assert len(called) == len(FORMS)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from headrace.errors import UsageError
 from headrace.replica.exchange import StatePiece
@@ -201,12 +202,10 @@ def _ghost(tensor: Tensor) -> nn.Parameter:
 
 def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether a step of it is `parameter -= lr * gradient`, rounded as by that, and nothing else."""
-    return (
-        type(optimizer) is torch.optim.SGD
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not any(map(_does_more, optimizer.param_groups))
-    )
+    if type(optimizer) is not torch.optim.SGD or any(map(_does_more, optimizer.param_groups)):
+        return False
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return not any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def _does_more(group: dict[str, Any]) -> bool:
