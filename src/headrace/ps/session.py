@@ -89,6 +89,7 @@ class Session:
         self._probed_at = 0.0
         self._probe: tuple[int, tuple[int, ...]] = (0, ())
         self._moved_bytes = 0
+        self._usable = False
         self._sit(connection.link)
         try:
             self._join(connection.link, connection.patience_s)
