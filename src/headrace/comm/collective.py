@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
+
+_Result = TypeVar("_Result")
 
 __all__ = ["Collective", "SharedCollective"]
 
@@ -49,6 +52,19 @@ class Collective(ABC):
 
 class SharedCollective(Collective):
     """A group on one host, whose ranks can see the same memory."""
+
+    @property
+    def members(self) -> list[int]:
+        """Places in the run of all ranks."""
+        return list(range(self.world))
+
+    def is_gone(self, member: int) -> bool:
+        """Whether a member was lost without harm to the others."""
+        return False
+
+    def together(self, act: Callable[[], _Result]) -> _Result:
+        """Does something with all ranks; where members may be lost, again without them."""
+        return act()
 
     @abstractmethod
     def check(self) -> None:

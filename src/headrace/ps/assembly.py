@@ -68,20 +68,27 @@ def connect(
     addresses: Sequence[str],
     forms: Sequence[Form],
     places: Sequence[Sequence[Tensor]],
-    worker: int,
+    worker: tuple[int, int],
     check: Callable[[], None],
     servers: Sequence[Role],
     closing: ExitStack,
     together: bool = False,
     observes: bool = False,
 ) -> Client:
-    """Returns a client of the servers at some addresses; `closing` ends its links, for the last two see `Client`."""
+    """Returns a client of the servers at some addresses.
+
+    Args:
+        addresses, forms, places, servers: by server.
+        worker: its number and incarnation.
+        check, together, observes: as `Client` takes them.
+        closing: ends its links.
+    """
     connections = []
     for address, form, own, server in zip(addresses, forms, places, servers, strict=True):
         link = _link(address, form, Slots(()) if observes else form.push_slots)
         closing.callback(link.close)
         connections.append(Connection(link, form, own, server.rank, server.host))
-    return Client(connections, worker, check=check, together=together, observes=observes)
+    return Client(connections, *worker, check=check, together=together, observes=observes)
 
 
 def _link(address: str, form: Form, pushes: Slots) -> Link:

@@ -26,11 +26,12 @@ class Kind(IntEnum):
     ADVANCE = 7
     STATE = 8
     LOAD = 9
-    SWAP = 10
+    AVERAGE = 10
     SETTLE = 11
     LEAVE = 12
     END = 13
     COMMIT = 14
+    BEGIN = 15
 
     ANSWER = 64
     GRANT = 65

@@ -69,7 +69,7 @@ class Server:
     form: of its shards.
     applier: moves them.
     machines: one a shard.
-    leases: of the run's data, on the one server that gives them out; None elsewhere.
+    coordinates: leases of the run's data, and the first fence in rounds, on the one server that gives them out.
 
     Attributes:
         tally: what has been done so far.
@@ -81,20 +81,24 @@ class Server:
         form: Form,
         applier: Applier,
         machines: Sequence[Shard],
-        leases: Leases | None = None,
+        coordinates: tuple[Leases, int] | None = None,
     ) -> None:
         self.tally = Tally(form)
         self._port = port
         self._form = form
         self._applier = applier
         self._machines = list(machines)
-        self._coordinator = Coordinator(leases, port.send) if leases else None
+        self._coordinator = None
+        if coordinates:
+            leases, until = coordinates
+            self._coordinator = Coordinator(leases, port.send, until)
         self._tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
         applier.seat(self._tensors)
         self._members: dict[int, tuple[int, int]] = {}
         self._peers: dict[int, int] = {}
         self._observers: dict[int, int] = {}
         self._open: dict[tuple[int, int], Request] = {}
+        self._settled = -1
         self._ended = False
 
     @property
@@ -110,6 +114,17 @@ class Server:
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""
         return self._applier.memory()
+
+    def lost(self, worker: int, incarnation: int) -> None:
+        """Is told that a worker has gone, in this incarnation and all before, whether it ever came here or not."""
+        peer = self._peers.get(worker)
+        if peer is not None:
+            if self._members[peer][1] > incarnation:
+                return
+            self._forget(peer)
+            self._port.drop(peer)
+        else:
+            self._leave(worker)
 
     def close(self) -> None:
         """Ends all links."""
@@ -155,7 +170,7 @@ class Server:
             self._show(mail.peer, message)
         elif message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL):
             self._take(mail.peer, message)
-        elif message.kind in (Kind.ASK, Kind.COMMIT, Kind.HALT, Kind.ADVANCE):
+        elif message.kind in (Kind.ASK, Kind.COMMIT, Kind.HALT, Kind.ADVANCE, Kind.BEGIN):
             if self._coordinator is None:
                 raise ValueError("this server gives out no data")
             self._coordinator.handle(self._worker_at(mail.peer), mail.peer, message)
@@ -192,6 +207,9 @@ class Server:
             return
         del self._peers[worker]
         self._open = {key: request for key, request in self._open.items() if key[0] != worker}
+        self._leave(worker)
+
+    def _leave(self, worker: int) -> None:
         self._tell_all(Leave(worker))
         if self._coordinator is not None:
             self._coordinator.lost(worker)
@@ -359,20 +377,26 @@ class Server:
             blob = self._applier.state(message.first) if message.flag else self._applier.settings().encode()
         elif message.kind == Kind.LOAD:
             self._load(message, bytes(mail.blob))
-        elif message.kind == Kind.SWAP:
+        elif message.kind == Kind.AVERAGE:
             with self._port.changing(range(len(self._machines))):
-                self._applier.swap_average()
+                self._applier.show_average(bool(message.flag))
             self._tell_all(Renew())
         elif message.kind == Kind.SETTLE:
-            self._applier.settle(message.lease)
-            self._tell_all(Settle())
+            self._settle(message.lease)
         elif message.kind == Kind.LEAVE:
-            self._forget(mail.peer)
+            self._forget(self._peers.get(self._worker_at(mail.peer), mail.peer))
         elif message.kind == Kind.END:
             self._ended = True
         else:
             raise ValueError(f"{message.kind.name} is nothing that a worker asks")
         self._port.send(mail.peer, encode(Message(Kind.DONE)), blob=blob)
+
+    def _settle(self, done: int) -> None:
+        """Is told how many rounds are done, by all who have met: by some of them when new pushes have come since."""
+        if done > self._settled:
+            self._settled = done
+            self._applier.settle(done)
+            self._tell_all(Settle())
 
     def _load(self, message: Message, blob: bytes) -> None:
         if not message.flag:
