@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 _Result = TypeVar("_Result")
@@ -33,9 +34,11 @@ class Collective(ABC):
     def all_reduce(self, tensor: Tensor) -> None:
         """Replaces a contiguous tensor, of the same shape and type on all ranks, by the sum over ranks."""
 
-    @abstractmethod
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Begins an `all_reduce`; the sum is there when what it returns has been called."""
+        # At once, unless somebody else's cores do it: those that would add in the background are those that compute.
+        self.all_reduce(tensor)
+        return _nothing
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
@@ -58,6 +61,14 @@ class SharedCollective(Collective):
         """Places in the run of all ranks."""
         return list(range(self.world))
 
+    def regroup(self, members: Sequence[tuple[int, int]], meeting: int) -> None:
+        """Goes on with others, where members may be lost or come; else all stay.
+
+        Args:
+            members: place and incarnation of all, every one of whom calls this.
+            meeting: greater than at any time before.
+        """
+
     def is_gone(self, member: int) -> bool:
         """Whether a member was lost without harm to the others."""
         return False
@@ -72,9 +83,19 @@ class SharedCollective(Collective):
         PeerLost: another rank is known to be lost.
         """
 
+    def broadcast(self, tensor: Tensor) -> None:
+        if self.rank != 0:
+            tensor.zero_()
+        # Bytes, because adding zeros to numbers would lose the sign of a zero.
+        self.all_reduce(tensor.view(-1).view(torch.uint8))
+
     @abstractmethod
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         """Returns one zeroed region of `nbytes` a rank, by rank, as `(nbytes,)` uint8: everyone's to see.
 
         Collective, `nbytes` may differ. What a rank writes is seen by others that pass a later `barrier`.
         """
+
+
+def _nothing() -> None:
+    """The sum is there already."""

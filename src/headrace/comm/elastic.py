@@ -67,12 +67,6 @@ class Elastic(SharedCollective):
         self.regroup(members, 0)
 
     def regroup(self, members: Sequence[tuple[int, int]], meeting: int) -> None:
-        """Goes on with others; every one of them calls it.
-
-        Args:
-            members: place and incarnation of all.
-            meeting: greater than at any time before.
-        """
         self._incarnations = dict(members)
         self._members = list(self._incarnations)
         if meeting:
@@ -83,11 +77,6 @@ class Elastic(SharedCollective):
         self._seat()
 
     def together(self, act: Callable[[], _Result]) -> _Result:
-        """Does something with all members, again without those who are lost meanwhile.
-
-        Args:
-            act: meets the others, and may be broken off wherever it does.
-        """
         while True:
             try:
                 return act()
@@ -142,15 +131,6 @@ class Elastic(SharedCollective):
             piece.copy_(total)
             self.moved_bytes += 16 * count
 
-    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        self.all_reduce(tensor)
-        return _nothing
-
-    def broadcast(self, tensor: Tensor) -> None:
-        if self.rank:
-            tensor.zero_()
-        self.all_reduce(tensor)
-
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         """Raises:
         NotImplementedError: what a lost member has shared cannot be had again.
@@ -173,7 +153,3 @@ class Elastic(SharedCollective):
             self._check()
             check_left(self._page.ends, member, self._place, lambda: reached(counter[1], target))
         return True
-
-
-def _nothing() -> None:
-    """The sum is there already."""

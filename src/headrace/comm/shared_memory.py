@@ -89,17 +89,6 @@ class SharedMemory(SharedCollective):
         self.barrier()
         return tuple(regions)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        if self.rank != 0:
-            tensor.zero_()
-        # Bytes, because adding zeros to numbers would lose the sign of a zero.
-        self.all_reduce(tensor.view(-1).view(torch.uint8))
-
-    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        # At once: the cores that would add in the background are those that compute.
-        self.all_reduce(tensor)
-        return _nothing
-
     def all_reduce(self, tensor: Tensor) -> None:
         if not tensor.is_contiguous():
             raise ValueError("all_reduce needs a contiguous tensor")
@@ -155,7 +144,3 @@ def _add_directly(piece: Tensor, sources: list[Tensor]) -> None:
     torch.add(sources[0], sources[1], out=piece)
     for source in sources[2:]:
         piece.add_(source)
-
-
-def _nothing() -> None:
-    """The sum is there already."""

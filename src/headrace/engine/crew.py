@@ -39,8 +39,8 @@ class Crew:
         self._log_path = log_path
         log_path(order.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
 
-    def start(self, role: Role, incarnation: int = 0) -> None:
-        """Starts a process; `incarnation` is how many there were in its place before."""
+    def start(self, role: Role) -> None:
+        """Starts a process; how many there were in its place before stands in the control page."""
         read_end, write_end = os.pipe()
         message = {
             "ranks": self._seats,
@@ -49,7 +49,6 @@ class Crew:
             "path": sys.path,
             "log": str(self._log_path(self._order.run_dir, role.rank)),
             "data_bytes": self._length,
-            "incarnation": incarnation,
         }
         # The lock is not read there; it holds the run's directory until the last worker has ended.
         further = [descriptor for descriptor in (self._memory, self._order.attempt.lock) if descriptor >= 0]

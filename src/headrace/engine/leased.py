@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from headrace.comm.elastic import Elastic
+from headrace.comm.collective import SharedCollective
 from headrace.data import Loader
 from headrace.engine.order import Order
 from headrace.errors import UsageError
@@ -46,7 +46,9 @@ class Leased:
         wanted_away: whether it was asked to leave, and has asked for nothing since.
     """
 
-    def __init__(self, order: Order, portions: Portions, loader: Loader, host: Elastic, fate: memoryview) -> None:
+    def __init__(
+        self, order: Order, portions: Portions, loader: Loader, host: SharedCollective, fate: memoryview
+    ) -> None:
         self.fence = -1
         self.wanted_away = False
         self._fate = fate
@@ -145,7 +147,7 @@ class Leased:
 
     def leave(self) -> None:
         """Leaves for good, between two portions, while others go on."""
-        self._portions.leave()
+        self._portions.ask(leaves=True)
 
     def _ask(self) -> None:
         if self._asked or self.fence >= 0:

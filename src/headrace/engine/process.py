@@ -92,9 +92,9 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
         return 0
     if plan.servers:
         # Whoever comes in another's place is alone until the next meeting.
-        incarnation: int = order["incarnation"]
+        incarnation = page.fates[rank][0]
         members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
-        work(assignment, rank, Elastic(page, rank, members, check), page, incarnation=incarnation)
+        work(assignment, rank, Elastic(page, rank, members, check), page)
         return 0
     host = SharedMemory(page, rank, check)
     work(assignment, rank, host, page)

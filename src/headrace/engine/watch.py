@@ -147,7 +147,7 @@ class Watch:
             raise PeerLost(rank, self._host(rank), f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
         if replaced:
             self._running.add(rank)
-            self._crew.start(self._order.plan.roles[rank], incarnation)
+            self._crew.start(self._order.plan.roles[rank])
         elif not self._running & set(self._seats):
             self._abort(rank)
             raise PeerLost(rank, self._host(rank), f"{cause}, the last of the workers")

@@ -50,7 +50,6 @@ def work(
     host: SharedCollective,
     page: ControlPage,
     building: AbstractContextManager[Any] | None = None,
-    incarnation: int = 0,
 ) -> None:
     """Builds the replica, runs the loop, and leaves the trained model in the run's directory (rank 0).
 
@@ -62,13 +61,12 @@ def work(
         host: the workers of this host.
         page: the run's signals.
         building: held while the model is built from the seed, where workers share one generator.
-        incarnation: how many there were in this worker's place before.
     """
     journal = Journal(order.run_dir, rank, order.started)
     worker: Worker | None = None
     closing = ExitStack()
     try:
-        role = order.plan.roles[rank]
+        role, incarnation = order.plan.roles[rank], page.fates[rank][0]
         stored = _stored(order.resume) if order.resume else None
         with building or nullcontext():
             module = build_module(order.job)
@@ -79,7 +77,7 @@ def work(
         replica = order.strategy.replica(order.plan, rank, parts)
         if replica.portions:
             closing.callback(replica.portions.close)
-        worker = _worker(order, role, replica, host, page, journal, incarnation)
+        worker = _worker(order, role, replica, host, page, journal)
         _seed(order, rank, incarnation)
         if stored:
             worker.resume(stored)
@@ -88,11 +86,12 @@ def work(
             replica.portions.begin()
         journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
         (order.train or train)(worker)
-        if not worker.left:
+        meets = worker.leave()
+        if meets:
             _end_together(page, rank, worker, host)
             host.together(lambda: _leave_model(order, host, parts.module))
         journal.write(_ended(rank, worker, replica, host, journal, parts))
-        if not worker.left:
+        if meets:
             host.together(lambda: _part(replica, host))
     except PeerLost:
         raise
@@ -132,7 +131,6 @@ def _part(replica: Replica, host: SharedCollective) -> None:
 
 def _end_together(page: ControlPage, rank: int, worker: Worker, host: SharedCollective) -> None:
     """Waits until every rank's loop has ended: what follows are meetings of those who have nothing else to do."""
-    worker.leave()
     page.ends[rank][0] = worker.round + 2
     for member in host.members:
         while not (page.ends[member][0] or host.is_gone(member)):
@@ -222,7 +220,6 @@ def _worker(
     host: SharedCollective,
     page: ControlPage,
     journal: Journal,
-    incarnation: int,
 ) -> Worker:
     job, plan = order.job, order.plan
     # Leased portions are nobody's share; evaluation is everybody's.
@@ -240,7 +237,7 @@ def _worker(
             return Loader(eval_pipeline, job.seed, size, parts, rank, ordered=True)
 
         evaluation = Evaluation(job, replica, functools.cache(swept), host)
-    return Worker(order, role.rank, replica, loader, evaluation, host, page, journal, incarnation)
+    return Worker(order, role.rank, replica, loader, evaluation, host, page, journal)
 
 
 def _save(module: nn.Module, order: Order) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
-from headrace.comm.elastic import Elastic
 from headrace.data import Loader
 from headrace.engine.evaluation import Evaluation, Stopper, average
 from headrace.engine.journal import Journal
@@ -52,16 +51,17 @@ class Worker:
     Args:
         order: the run.
         rank: index in the run.
+        world: how many workers there are; where they may come and go, how many met last.
         replica: the model and its three verbs.
         loader: of the training data.
         evaluation: of the evaluation data, if there is any.
         host: the workers of this host.
         page: the run's signals.
         journal: of this process.
-        incarnation: how many there were in this worker's place before.
 
     Attributes:
         rank: index in the run.
+        world: how many workers there are; where they may come and go, how many met last.
         model: this worker's copy.
         device: where it lives.
         rounds: how many there are in the whole run.
@@ -78,9 +78,9 @@ class Worker:
         host: SharedCollective,
         page: ControlPage,
         journal: Journal,
-        incarnation: int = 0,
     ) -> None:
         self.rank = rank
+        self.world = host.world
         self.model: nn.Module = replica.compute.module
         self.device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         self.rounds = order.job.steps or (order.job.epochs or 0) * loader.rounds_per_epoch
@@ -100,11 +100,9 @@ class Worker:
         self._over_before = at_home and self.round + 1 >= self.rounds
         self._stopper = Stopper(options.early_stopping)
         self._state = WorkerState(order, rank, replica, host, self._stopper, loader.rounds_per_epoch)
-        self._leased = None
-        if replica.portions:
-            assert isinstance(host, Elastic)  # whoever leases may be lost
-            self._leased = Leased(order, replica.portions, loader, host, page.fates[rank])
-        self._replaces = incarnation > 0
+        fate = page.fates[rank]
+        self._leased = Leased(order, replica.portions, loader, host, fate) if replica.portions else None
+        self._replaces = page.fates[rank][0] > 0
         alone = self._leased is not None
         self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back, alone)
         self._halted, self._agreed, self._open = False, False, alone and self.round + 1 < self.rounds
@@ -113,11 +111,6 @@ class Worker:
         self._times = [0.0, 0.0, 0.0, 0.0]
         self._examples = 0
         self._deadline = math.inf if order.seconds is None else monotonic() + order.seconds
-
-    @property
-    def world(self) -> int:
-        """How many workers there are; where they may come and go, how many met last."""
-        return self._host.world
 
     @property
     def epoch_ended(self) -> bool:
@@ -291,15 +284,18 @@ class Worker:
         """Takes up what a checkpoint says of this worker, when its replica stands."""
         self._state.load(stored)
 
-    @property
-    def left(self) -> bool:
-        """Whether this worker was asked to leave, and has left while others go on."""
-        return self._leased is not None and self._leased.wanted_away
+    def leave(self) -> bool:
+        """Ends the loop; returns whether this worker meets the others now, and has not left them earlier.
 
-    def leave(self) -> None:
-        """Ends the loop; a `UsageError` where it leaves undone what others wait for."""
-        if self._open and self._leased is not None:
-            self._leased.require_fence(self.rank, "ended", self.round + 1)
+        Raises:
+            UsageError: the loop leaves undone what others wait for.
+        """
+        leased = self._leased
+        if leased is not None and leased.wanted_away:
+            return False
+        if self._open and leased is not None:
+            leased.require_fence(self.rank, "ended", self.round + 1)
+        return True
 
     def finish(self) -> None:
         """Saves a last time, and leaves in the model what a trained one is: averaged weights and statistics."""
@@ -374,6 +370,7 @@ class Worker:
             self._host.barrier()
 
         self._host.together(ask)
+        self.world = self._host.world
         return True
 
     def _ask_for_fence(self, leased: Leased) -> None:

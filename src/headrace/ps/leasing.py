@@ -75,7 +75,10 @@ class LeasedPortions(Portions):
         self._client.begin(self._leads)
         self.renew()
 
-    def ask(self) -> None:
+    def ask(self, leaves: bool = False) -> None:
+        if leaves:
+            self._leave()
+            return
         self._client.tell(Message(Kind.ASK, flag=self.late, lease=self.lease, numbers=(self._incarnation,)))
         self.lease, self.late = -1, False
 
@@ -118,18 +121,18 @@ class LeasedPortions(Portions):
         for server in range(self._servers):
             self._client.end(server)
 
-    def leave(self) -> None:
+    def close(self) -> None:
+        if self._aside:
+            self._aside.close()
+        self._client.close()
+
+    def _leave(self) -> None:
         if self._aside:
             self._aside.renew()
         if self.lease >= 0:
             self._client.tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease))
         for server in range(self._servers):
             self._client.ask(server, Message(Kind.LEAVE))
-
-    def close(self) -> None:
-        if self._aside:
-            self._aside.close()
-        self._client.close()
 
 
 def blocks(first: int, until: int, span: int) -> int:

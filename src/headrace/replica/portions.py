@@ -56,8 +56,12 @@ class Portions(ABC):
         """Waits until there are parameters to begin with, and fetches them; rank 0 has brought them by now."""
 
     @abstractmethod
-    def ask(self) -> None:
-        """Asks for the next portion; the one before is done, or given back where its gradient came too late."""
+    def ask(self, leaves: bool = False) -> None:
+        """Asks for the next portion; the one before is done, or given back where its gradient came too late.
+
+        Args:
+            leaves: ask for nothing, because this worker leaves while others go on.
+        """
 
     @abstractmethod
     def next(self) -> Portion | Fence:
@@ -92,10 +96,6 @@ class Portions(ABC):
     @abstractmethod
     def end(self) -> None:
         """Ends whoever leases, when the run is over; all who meet at its end do, and the first has done it."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Says that this worker leaves while others go on; its last portion is done."""
 
     @abstractmethod
     def close(self) -> None:
