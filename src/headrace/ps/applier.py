@@ -186,9 +186,9 @@ class Applier:
         """
         self._updater.load([], json.loads(settings) if settings else None)
 
-    def swap_average(self) -> None:
-        """Lets parameters and their moving averages change places."""
-        self._updater.swap_average()
+    def show_average(self, on: bool) -> None:
+        """Lets the moving averages stand where the parameters do, or the parameters again."""
+        self._updater.show_average(on)
 
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""

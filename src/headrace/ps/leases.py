@@ -8,11 +8,13 @@ lost is given out again.
     worker 0     ═══        ═══        ═══      ║        before all that lie in front are committed
     worker 1          ═════════════       ══════║
 
-At a fence the workers meet: to evaluate, to save, to end.
+At a fence the workers meet: to evaluate, to save, to end. All are told at once who meets: those who are present then.
+Who comes later waits for the fence to be left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = ["Advance", "Answer", "Ask", "Commit", "Event", "Fence", "Grant", "Halt", "Leases", "Lost", "Return"]
@@ -58,10 +60,12 @@ class Advance:
     """The workers have met; on, to the next fence.
 
     Attributes:
-        until: rounds that lie in front of it.
-        alone: so many of them that worker 0 does alone.
+        done: rounds in front of the fence where they have met; it has been left if it is another one.
+        until: rounds that lie in front of the next.
+        alone: so many of those between that worker 0 does alone.
     """
 
+    done: int
     until: int
     alone: int = 0
 
@@ -88,10 +92,19 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A worker meets the others; `round` rounds are done."""
+    """A worker meets the others.
+
+    Attributes:
+        worker: who.
+        round: rounds that are done.
+        meeting: how many meetings there were in the run, this one counted.
+        members: all who meet, whoever has been there longest first.
+    """
 
     worker: int
     round: int
+    meeting: int
+    members: tuple[int, ...]
 
 
 Answer = Grant | Fence
@@ -108,12 +121,23 @@ class Leases:
             same number of rounds; else whoever asks gets the next. Where a worker is lost, others get its portions, and
             up to the fence whoever has done its own gets any: nobody is left with rounds that need more than one.
         alone: rounds from the first on that worker 0 does alone.
+        workers: who is present from the begin, and waited for until it asks or is lost; others are from when they ask.
 
     Attributes:
+        first: see there.
         until: rounds in front of the next fence.
     """
 
-    def __init__(self, portions: int, until: int, first: int = 0, fixed: bool = False, alone: int = 0) -> None:
+    def __init__(
+        self,
+        portions: int,
+        until: int,
+        first: int = 0,
+        fixed: bool = False,
+        alone: int = 0,
+        workers: Iterable[int] = (),
+    ) -> None:
+        self.first = first
         self.until = until
         self._portions = portions
         self._fixed = fixed
@@ -124,13 +148,16 @@ class Leases:
         self._held: dict[int, int] = {}
         self._lost: set[int] = set()
         self._loose = False
+        self._present = dict.fromkeys(workers)
         self._asking: list[int] = []
         self._met: set[int] = set()
+        self._meetings = 0
 
     def handle(self, event: Event) -> list[Answer]:
         """Returns what the workers are told."""
         if isinstance(event, Ask):
             self._lost.discard(event.worker)
+            self._present.setdefault(event.worker)
             if event.worker not in self._asking:
                 self._asking.append(event.worker)
         elif isinstance(event, Commit | Return):
@@ -142,11 +169,13 @@ class Leases:
             self._release([lease for lease, worker in self._held.items() if worker == event.worker])
             self._asking = [worker for worker in self._asking if worker != event.worker]
             self._met.discard(event.worker)
+            self._present.pop(event.worker, None)
             self._lost.add(event.worker)
             self._loose = True
         elif isinstance(event, Halt):
             self.until = min(self.until, -(-self._begun() // self._portions))
-        else:
+        elif event.done == self.until:
+            # All who have met say so, and the first one counts.
             self._together = (self.until + event.alone) * self._portions
             self.until = event.until
             self._met.clear()
@@ -165,19 +194,23 @@ class Leases:
     def _answer(self) -> list[Answer]:
         answers: list[Answer] = []
         for worker in self._asking[:]:
-            if worker in self._met:
-                continue
-            lease = self._take(worker)
+            # Whatever is left while they meet lies behind the fence.
+            lease = None if self._met else self._take(worker)
             if lease is not None:
                 self._held[lease] = worker
+                self._asking.remove(worker)
                 answers.append(Grant(worker, lease, *divmod(lease, self._portions)))
-            elif not self._held and not self._left():
-                self._met.add(worker)
-                answers.append(Fence(worker, self.until))
-            else:
-                continue
-            self._asking.remove(worker)
-        return answers
+        return answers + self._meet()
+
+    def _meet(self) -> list[Answer]:
+        """Brings all together when there is nothing left in front of the fence; whoever comes later waits outside."""
+        if self._met or not self._present or self._held or self._left() or len(self._asking) < len(self._present):
+            return []
+        members = tuple(self._present)
+        self._met.update(members)
+        self._asking.clear()
+        self._meetings += 1
+        return [Fence(worker, self.until, self._meetings, members) for worker in members]
 
     def _take(self, worker: int) -> int | None:
         ready = [*self._free, *(lease for lease in self._next if lease < self._stop())]

@@ -49,6 +49,18 @@ class Membership:
         """Returns who is at the other end of a link."""
         return self._at.get(peer)
 
+    def newest(self, worker: int) -> int:
+        """Returns the newest incarnation of a worker that is known of, or -1."""
+        return self._newest.get(worker, -1)
+
+    def links(self, worker: int) -> list[int]:
+        """Returns the links of a worker's clients."""
+        return [peer for peer, each in self._at.items() if each.worker == worker]
+
+    def bar(self, worker: int, incarnation: int) -> None:
+        """Notes that this incarnation of a worker, and all before, must not come again."""
+        self._renew(worker, incarnation + 1)
+
     def join(self, peer: int, worker: int, incarnation: int, session: int, observes: bool) -> tuple[Member, int]:
         """Notes that a client speaks over this link from now on; returns it, and the link that it had before, or -1.
 
@@ -56,12 +68,9 @@ class Membership:
             Replaced: the worker has come in a newer incarnation.
             ValueError: it is not who it was.
         """
-        newest = self._newest.setdefault(worker, incarnation)
-        if incarnation < newest:
-            raise Replaced(worker, newest)
-        if incarnation > newest:
-            self._newest[worker] = incarnation
-            self._known = {number: each for number, each in self._known.items() if each.worker != worker}
+        if incarnation < self.newest(worker):
+            raise Replaced(worker, self.newest(worker))
+        self._renew(worker, incarnation)
         member = self._known.setdefault(session, Member(worker, incarnation, session, observes, peer))
         if (member.worker, member.incarnation, member.observes) != (worker, incarnation, observes):
             raise ValueError(f"worker {worker} comes as one that was worker {member.worker}")
@@ -85,6 +94,11 @@ class Membership:
         if member is not None and for_good:
             self._known.pop(member.session, None)
         return member
+
+    def _renew(self, worker: int, incarnation: int) -> None:
+        if incarnation > self.newest(worker):
+            self._newest[worker] = incarnation
+            self._known = {number: each for number, each in self._known.items() if each.worker != worker}
 
 
 class Grace:

@@ -26,12 +26,13 @@ class Kind(IntEnum):
     ADVANCE = 7
     STATE = 8
     LOAD = 9
-    SWAP = 10
+    AVERAGE = 10
     SETTLE = 11
     LEAVE = 12
     END = 13
     COMMIT = 14
-    ALIVE = 15
+    BEGIN = 15
+    ALIVE = 16
 
     ANSWER = 64
     GRANT = 65
@@ -48,6 +49,7 @@ class Message(NamedTuple):
         kind: what it is about.
         first: of the shards that it is about; their number is that of `numbers`.
         flag: a push: 1 if it is finite. An answer: the `Reason` of a refusal, 0 for none.
+            LEAVE: 1 for this client alone, 0 for its worker.
         lease: that a push is made from; -1 for none.
         weight, share: of a push, as the `Shard` knows them.
         steps: whose gradients a push is the sum of; each has that share.

@@ -113,10 +113,10 @@ class Requests:
         for shard, machine in enumerate(self._machines):
             self._port.show(shard, machine.version)
 
-    def swap_average(self) -> None:
-        """Exchanges all parameters and their averages."""
+    def show_average(self, on: bool) -> None:
+        """Lets the moving averages stand where the parameters do, or the parameters again."""
         with self._port.changing(range(len(self._machines))):
-            self._applier.swap_average()
+            self._applier.show_average(on)
         self.tell_all(Renew())
 
     def load(self, shard: int, blob: bytes) -> None:

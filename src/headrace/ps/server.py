@@ -39,7 +39,7 @@ class Server:
     form: of its shards.
     applier: moves them.
     machines: one a shard.
-    leases: of the run's data, on the one server that gives them out; None elsewhere.
+    coordinates: leases of the run's data, and the first fence in rounds, on the one server that gives them out.
     grace_s: how long a worker whose link has ended may take to come over another, before it is taken for lost.
 
     Attributes:
@@ -52,7 +52,7 @@ class Server:
         form: Form,
         applier: Applier,
         machines: Sequence[Shard],
-        leases: Leases | None = None,
+        coordinates: tuple[Leases, int] | None = None,
         grace_s: float = 2.0,
     ) -> None:
         self.tally = Tally(form)
@@ -60,9 +60,13 @@ class Server:
         self._form = form
         self._applier = applier
         self._requests = Requests(port, form, applier, machines, self.tally)
-        self._coordinator = Coordinator(leases, port.send) if leases else None
+        self._coordinator = None
+        if coordinates:
+            leases, until = coordinates
+            self._coordinator = Coordinator(leases, port.send, until)
         self._members = Membership()
         self._grace = Grace(grace_s)
+        self._settled = -1
         self._ended = False
 
     @property
@@ -78,6 +82,15 @@ class Server:
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""
         return self._applier.memory()
+
+    def lost(self, worker: int, incarnation: int) -> None:
+        """Is told that a worker has gone, in this incarnation and all before, whether it ever came here or not."""
+        if self._members.newest(worker) > incarnation:
+            return
+        self._members.bar(worker, incarnation)
+        for peer in self._members.links(worker):
+            self._refuse(peer, Replaced(worker, incarnation + 1))
+        self._leave(worker)
 
     def close(self) -> None:
         """Ends all links."""
@@ -145,6 +158,8 @@ class Server:
             self._requests.take(member, message)
         elif message.kind == Kind.ASK:
             self._leasing().ask(member, message)
+        elif message.kind == Kind.BEGIN:
+            self._leasing().begin(member, message)
         else:
             self._administer(member, mail, message)
 
@@ -195,10 +210,13 @@ class Server:
         member = self._members.leave(peer, for_good)
         if member is None or member.observes:
             return
-        self._requests.drop(member.worker)
-        self._requests.tell_all(Leave(member.worker))
+        self._leave(member.worker)
+
+    def _leave(self, worker: int) -> None:
+        self._requests.drop(worker)
+        self._requests.tell_all(Leave(worker))
         if self._coordinator is not None:
-            self._coordinator.lost(member.worker)
+            self._coordinator.lost(worker)
 
     def _say_open(self, member: Member, message: Message) -> None:
         """Says what is still to be answered; whatever else a client waits for was lost on its way."""
@@ -225,14 +243,22 @@ class Server:
                 self._requests.load(message.first, bytes(mail.blob))
             else:
                 self._applier.configure(bytes(mail.blob).decode())
-        elif message.kind == Kind.SWAP:
-            self._requests.swap_average()
+        elif message.kind == Kind.AVERAGE:
+            self._requests.show_average(bool(message.flag))
         elif message.kind == Kind.SETTLE:
-            self._applier.settle(message.lease)
-            self._requests.tell_all(Settle())
+            self._settle(message.lease)
         elif message.kind == Kind.LEAVE:
-            self._forget(mail.peer, for_good=True)
+            # One of a worker's clients says it for all, or only for itself.
+            for peer in [mail.peer] if message.flag else self._members.links(member.worker):
+                self._forget(peer, for_good=True)
         elif message.kind == Kind.END:
             self._ended = True
         else:
             raise ValueError(f"{message.kind.name} is nothing that a worker asks")
+
+    def _settle(self, done: int) -> None:
+        """Is told how many rounds are done, by all who have met: by some of them when new pushes have come since."""
+        if done > self._settled:
+            self._settled = done
+            self._applier.settle(done)
+            self._requests.tell_all(Settle())
