@@ -11,7 +11,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -46,7 +46,7 @@ class Mail:
     peer: int
     message: bytes
     blob: memoryview = _NOTHING
-    memory: Segment | None = None
+    memory: Segment | None = field(default=None, compare=False)
 
 
 class Slots:

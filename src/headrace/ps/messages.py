@@ -31,12 +31,17 @@ class Kind(IntEnum):
     LEAVE = 12
     END = 13
     COMMIT = 14
+    FOLLOW = 32
+    HELD = 33
 
     ANSWER = 64
     GRANT = 65
     FENCE = 66
     DONE = 67
     ERROR = 68
+    FILL = 96
+    MEMORY = 97
+    ENTRY = 98
 
 
 class Message(NamedTuple):
@@ -61,6 +66,13 @@ class Message(NamedTuple):
     share: float = 0.0
     numbers: tuple[int, ...] = ()
     steps: int = 1
+
+    @property
+    def pushed(self) -> list[int]:
+        """The shards whose gradients come with it: those on which the loss depends, if all are finite and count."""
+        if self.kind not in (Kind.PUSH, Kind.PUSH_PULL) or not self.weight or not self.flag:
+            return []
+        return [shard for shard, version in enumerate(self.numbers, self.first) if version >= 0]
 
 
 def encode(message: Message) -> bytes:

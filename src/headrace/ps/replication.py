@@ -172,16 +172,17 @@ class Replication:
         process: its number.
 
     Attributes:
-        epoch: of the newest view that it has heard of; 0 before.
+        epoch: of `view`; 0 before the first.
         last: number of the log's last piece, as far as it is known here.
         dealt: number of the last piece that is dealt with here, or is about to be.
+        view: the newest that it has heard of.
     """
 
     def __init__(self, process: int) -> None:
         self.epoch = 0
         self.last = self.dealt = 0
         self._process = process
-        self._view = View(0, -1)
+        self.view = View(0, -1)
         self._stage = _IDLE
         self._callers: set[Called] = set()
 
@@ -213,9 +214,9 @@ class Replication:
 
     def _look(self, view: View) -> list[Action]:
         if view.epoch <= self.epoch:
-            return [] if view == self._view else [Refuse(self.epoch)]
+            return [] if view == self.view else [Refuse(self.epoch)]
         led, followed, first = self.leads, self._stage == _FOLLOWING, not self.epoch
-        self.epoch, self._view = view.epoch, view
+        self.epoch, self.view = view.epoch, view
         self._callers = {caller for caller in self._callers if caller.epoch >= view.epoch}
         if view.primary != self._process:
             if view.backup == self._process:
@@ -239,7 +240,7 @@ class Replication:
         return forward if self._stage in (_CATCHING, _GUARDED) else [*forward, *self._deal(self.last)]
 
     def _begin_to_fill(self) -> list[Action]:
-        backup = self._view.backup
+        backup = self.view.backup
         if self._stage != _ALONE or backup is None or Called(self.epoch, backup) not in self._callers:
             return []
         self._stage = _FILLING

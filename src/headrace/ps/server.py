@@ -240,7 +240,7 @@ class Server:
         if any((worker, shard) in self._open for shard in shards):
             raise ValueError(f"worker {worker} asks again before it is answered")
         pushes, pulls = message.kind != Kind.PULL, message.kind != Kind.PUSH
-        gradients = self._gradients(peer, message, shards) if pushes else {}
+        gradients = self._gradients(peer, message)
         request = Request(peer, message, shards, (pushes + pulls) * len(shards), gradients)
         for shard in shards:
             self._open[worker, shard] = request
@@ -257,13 +257,10 @@ class Server:
             actions.append((shard, wanted))
         self._carry_out(actions)
 
-    def _gradients(self, peer: int, message: Message, shards: range) -> dict[int, Tensor]:
+    def _gradients(self, peer: int, message: Message) -> dict[int, Tensor]:
         """Returns what a worker has pushed, by shard, without those on which its loss does not depend."""
-        if not message.weight or not message.flag:
-            return {}
         unpack, pushed = self._form.decode, self._port.pushed
-        versions = zip(shards, message.numbers, strict=True)
-        return {shard: unpack(shard, pushed(peer, shard)) for shard, version in versions if version >= 0}
+        return {shard: unpack(shard, pushed(peer, shard)) for shard in message.pushed}
 
     def _carry_out(self, actions: _Actions) -> None:
         alone: dict[tuple[int, float, int], list[int]] = {}
