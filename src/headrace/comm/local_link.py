@@ -19,8 +19,8 @@ from headrace.comm.spin import Spin, look
 
 __all__ = ["LocalLink"]
 
-_HELLO_S = 30.0
 _STALL_S = 60.0
+_WRITTEN_S = 30.0
 _NAP_S = 30e-6
 
 
@@ -28,18 +28,28 @@ class LocalLink(Link):
     """Args:
     address: of the port.
     parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
+    hello_s: how long the port may take to greet.
 
     Raises:
         ConnectionError: nobody listens there, or whoever does is not of the same kind.
+        TimeoutError: it does not greet.
     """
 
-    def __init__(self, address: str, parameters: Slots, pushes: Slots, replies: Slots | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        parameters: Slots,
+        pushes: Slots,
+        replies: Slots | None = None,
+        *,
+        hello_s: float = 30.0,
+    ) -> None:
         self.moved_bytes = 0
         self._layout = Layout(parameters, pushes, replies)
         self._own = [Segment.create(nbytes, "push") for nbytes in segment_bytes(self._layout)]
         self._regions = [segment.tensor() for segment in self._own]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(_HELLO_S)
+        self._socket.settimeout(hello_s)
         try:
             self._socket.connect("\0" + address.removeprefix("local:"))
             if user_of(self._socket) != os.getuid():
@@ -89,7 +99,7 @@ class LocalLink(Link):
 
     def fetch(self, slot: int, into: Tensor) -> int:
         words, source = self._words, self._sources[slot]
-        deadline = monotonic() + _HELLO_S
+        deadline = monotonic() + _WRITTEN_S
         while True:
             before: int = words[slot]
             if not before & 1:
@@ -100,7 +110,10 @@ class LocalLink(Link):
                     self.moved_bytes += source.numel()
                     return before >> 1
             elif monotonic() > deadline:
-                raise ConnectionAbortedError(f"shard {slot} has been written to for {_HELLO_S:.0f} s")
+                raise ConnectionAbortedError(f"shard {slot} has been written to for {_WRITTEN_S:.0f} s")
+            elif any(events & select.POLLHUP for _, events in self._poll.poll(0)):
+                # Nobody will say that it is written.
+                raise ConnectionResetError("the server has gone while it wrote")
             else:
                 sleep(_NAP_S)
 

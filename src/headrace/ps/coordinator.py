@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from headrace.ps.leases import Advance, Answer, Ask, Commit, Grant, Halt, Leases, Lost, Return
+from headrace.ps.membership import Member
 from headrace.ps.messages import Kind, Message, encode
 
 __all__ = ["Coordinator"]
+
+
+@dataclass
+class _Asked:
+    """A worker's last question for data.
+
+    Attributes:
+        member: who has asked, for that worker.
+        number: of the question.
+        answer: what it was told; empty as long as it waits.
+    """
+
+    member: Member
+    number: int
+    answer: bytes = b""
 
 
 class Coordinator:
@@ -19,36 +36,49 @@ class Coordinator:
     def __init__(self, leases: Leases, send: Callable[[int, bytes], None]) -> None:
         self._leases = leases
         self._send = send
-        self._askers: dict[int, int] = {}
+        self._asked: dict[int, _Asked] = {}
 
-    def handle(self, worker: int, peer: int, message: Message) -> None:
-        """Deals with what a worker says or asks about data, on one of its links."""
-        answers: list[Answer] = []
+    def handle(self, worker: int, message: Message) -> None:
+        """Deals with what a worker says about data."""
         if message.kind == Kind.HALT:
-            answers = self._leases.handle(Halt())
+            self._tell(self._leases.handle(Halt()))
         elif message.kind == Kind.ADVANCE:
-            answers = self._leases.handle(Advance(message.lease, *message.numbers[:1]))
-        else:
-            if message.lease >= 0:
-                # A question comes with the news of what became of the lease before.
-                answers = self._leases.handle((Return if message.flag else Commit)(message.lease, worker))
-            if message.kind == Kind.ASK:
-                self._askers[worker] = peer
-                answers += self._leases.handle(Ask(worker))
-        self._tell(answers)
+            self._tell(self._leases.handle(Advance(message.lease, *message.numbers[:1])))
+        elif message.lease >= 0:
+            self._tell(self._leases.handle((Return if message.flag else Commit)(message.lease, worker)))
+
+    def ask(self, member: Member, message: Message) -> None:
+        """Deals with a question for data, which comes with the news of what became of the lease before."""
+        asked = self._asked.get(member.worker)
+        if asked is not None and asked.member is member and asked.number == message.number:
+            # It comes again over another link.
+            if asked.answer:
+                self._send(member.peer, asked.answer)
+            return
+        self.handle(member.worker, message)
+        self._asked[member.worker] = _Asked(member, message.number)
+        self._tell(self._leases.handle(Ask(member.worker)))
+
+    def open(self, member: Member) -> list[int]:
+        """Returns the number of the question that a client waits on, if it does."""
+        asked = self._asked.get(member.worker)
+        return [asked.number] if asked is not None and asked.member is member and not asked.answer else []
 
     def lost(self, worker: int) -> None:
         """Is told that a worker is gone."""
-        self._askers.pop(worker, None)
+        self._asked.pop(worker, None)
         self._tell(self._leases.handle(Lost(worker)))
 
     def _tell(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
-            peer = self._askers.get(answer.worker)
-            if peer is None:
+            asked = self._asked.get(answer.worker)
+            if asked is None:
                 continue
             if isinstance(answer, Grant):
-                message = Message(Kind.GRANT, lease=answer.lease, numbers=(answer.round, answer.part))
+                message = Message(
+                    Kind.GRANT, lease=answer.lease, numbers=(answer.round, answer.part), number=asked.number
+                )
             else:
-                message = Message(Kind.FENCE, numbers=(answer.round,))
-            self._send(peer, encode(message))
+                message = Message(Kind.FENCE, numbers=(answer.round,), number=asked.number)
+            asked.answer = encode(message)
+            self._send(asked.member.peer, asked.answer)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 __all__ = ["Kind", "Message", "decode", "encode"]
 
-_HEAD = struct.Struct("<BBHHHHqdd")
-_VERSION = 2
+_HEAD = struct.Struct("<BBHHHHqddQ")
+_VERSION = 3
 _MOST = (1 << 16) - 1
 
 
@@ -31,6 +31,7 @@ class Kind(IntEnum):
     LEAVE = 12
     END = 13
     COMMIT = 14
+    ALIVE = 15
     FOLLOW = 32
     HELD = 33
 
@@ -39,6 +40,7 @@ class Kind(IntEnum):
     FENCE = 66
     DONE = 67
     ERROR = 68
+    OPEN = 69
     FILL = 96
     MEMORY = 97
     ENTRY = 98
@@ -55,7 +57,10 @@ class Message(NamedTuple):
         weight, share: of a push, as the `Shard` knows them.
         steps: whose gradients a push is the sum of; each has that share.
         numbers: a push or pull: a version for each shard, `~version` where the push has no gradient for it. An answer:
-            the versions. ADVANCE: rounds that worker 0 does alone. Others: see `Kind`.
+            the versions. ADVANCE: rounds that worker 0 does alone. JOIN: worker, incarnation, session. OPEN: of what
+            was asked and is not answered yet. ERROR: worker and incarnation, where `flag` says that this one took its
+            place.
+        number: counted by whoever asks, from 1 on; an answer repeats it. 0 where nothing is to be remembered.
     """
 
     kind: Kind
@@ -66,6 +71,7 @@ class Message(NamedTuple):
     share: float = 0.0
     numbers: tuple[int, ...] = ()
     steps: int = 1
+    number: int = 0
 
     @property
     def pushed(self) -> list[int]:
@@ -77,9 +83,9 @@ class Message(NamedTuple):
 
 def encode(message: Message) -> bytes:
     """Returns a message as bytes."""
-    kind, first, flag, lease, weight, share, numbers, steps = message
+    kind, first, flag, lease, weight, share, numbers, steps, number = message
     count = len(numbers)
-    return _form(count).pack(_VERSION, kind, first, count, flag, steps, lease, weight, share, *numbers)
+    return _form(count).pack(_VERSION, kind, first, count, flag, steps, lease, weight, share, number, *numbers)
 
 
 def decode(data: bytes) -> Message:
@@ -91,10 +97,10 @@ def decode(data: bytes) -> Message:
     count, rest = divmod(len(data) - _HEAD.size, 8)
     if count < 0 or rest or count > _MOST:
         raise ValueError(f"a message of {len(data)} bytes is none of form {_VERSION}")
-    version, kind, first, told, flag, steps, lease, weight, share, *numbers = _form(count).unpack(data)
+    version, kind, first, told, flag, steps, lease, weight, share, number, *numbers = _form(count).unpack(data)
     if version != _VERSION or told != count:
         raise ValueError(f"no message of form {_VERSION}: {len(data)} bytes for {told} numbers of form {version}")
-    return Message(Kind(kind), first, flag, lease, weight, share, tuple(numbers), steps)
+    return Message(Kind(kind), first, flag, lease, weight, share, tuple(numbers), steps, number)
 
 
 @functools.lru_cache(maxsize=256)

@@ -38,7 +38,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker becomes a member, or comes again in a new incarnation."""
+    """A worker becomes a member, comes again in a new incarnation, or in the same one over another link.
+
+    In the same one it stays where it was; what it has asked, and has given to a round that is open, comes again.
+    """
 
     worker: int
     incarnation: int = 0
@@ -203,6 +206,7 @@ class Shard:
         self._admission = admission
         self._combination = combination
         self._done: set[int] = set()
+        self._last: dict[int, tuple[Push, Ack | Refuse]] = {}
         self._ahead: int | None = None
         self._contributed: dict[int, Push] = {}
         self._waiting: dict[int, Pull] = {}
@@ -215,6 +219,7 @@ class Shard:
             return self._pull(event)
         if isinstance(event, Settle):
             self._done.clear()
+            self._last.clear()
             self._ahead = None
             self.version = max(self.version, event.version)
             return []
@@ -230,6 +235,10 @@ class Shard:
         worker = push.worker
         if self._incarnations.get(worker) != push.incarnation:
             return [Refuse(worker, push.lease, Reason.STRANGER)]
+        last = self._last.get(worker)
+        if last is not None and last[0].lease == push.lease and last[0] == push:
+            # Its answer was lost on the way. It is not another round, and what was true stays so.
+            return [last[1]]
         if self._combination.needed(len(self.clocks)):
             return self._contribute(push)
         self.clocks[worker] += 1
@@ -254,10 +263,14 @@ class Shard:
         A duplicate is a round of its worker, too, which has made it because another was lost between shards. Were it
         none, two workers could each be the one that is waited for on a shard, while they wait on the other one.
         """
+        word: Ack | Refuse = Ack(push.worker, push.lease)
         if push.lease in self._done:
-            return Refuse(push.worker, push.lease, Reason.DUPLICATE)
+            word = Refuse(push.worker, push.lease, Reason.DUPLICATE)
+        elif not push.finite:
+            word = Refuse(push.worker, push.lease, Reason.NOT_FINITE)
         self._done.add(push.lease)
-        return Ack(push.worker, push.lease) if push.finite else Refuse(push.worker, push.lease, Reason.NOT_FINITE)
+        self._last[push.worker] = (push, word)
+        return word
 
     def _close(self) -> list[Action]:
         """Ends the round if enough have contributed."""
@@ -301,7 +314,8 @@ class Shard:
         worker = event.worker
         self._waiting.pop(worker, None)
         # What it has given to the round that is open goes with it; the lease comes again.
-        self._contributed.pop(worker, None)
+        if self._contributed.pop(worker, None) is not None:
+            self.clocks[worker] -= 1
         incarnation = event.incarnation if isinstance(event, Join) else None
         if self._incarnations.pop(worker, None) != incarnation:
             self.clocks.pop(worker, None)

@@ -327,7 +327,8 @@ class Pouring(ServedExchange):
 
         def push_and_commit() -> None:
             push()
-            client.tell(Message(Kind.COMMIT, lease=lease))
+            # Nobody looks at this link before the next push: what was only told could be lost.
+            client.ask(0, Message(Kind.COMMIT, lease=lease))
 
         pushing.start(push_and_commit)
         portions.lease = -1

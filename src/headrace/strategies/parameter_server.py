@@ -127,7 +127,9 @@ class ParameterServer(Strategy):
         servers = [plan.roles[server] for server in plan.servers]
         # Whoever drops what comes late must drop it whole.
         together = self.backup_workers > 0
-        client = connect(parts.addresses(), forms, places, rank, parts.host.check, servers, parts.closing, together)
+        client = connect(
+            parts.addresses(), forms, places, rank, parts.host.check, servers, parts.closing, together=together
+        )
         portions = LeasedPortions(client, len(forms), len(plan.shares), parts.first, parts.until)
         held = HeldGradients(forms, parts.model)
         exchange = PushPull(client, forms, portions, held, parts)
