@@ -12,6 +12,7 @@ from typing import Any
 
 from comm.ways import DEADLINE_S, open_link, open_port
 from headrace.comm.port import Mail, Port, Slots
+from headrace.comm.segment import Segment
 from headrace.ps.log import pushed_by
 from headrace.ps.pairing import Pairing
 from headrace.ps.replication import View
@@ -52,8 +53,11 @@ class Scribe:
         self.book.append((mail.peer, mail.message.hex(), digest(mail.blob), pushed))
         self.port.send(mail.peer, str(len(self.book)).encode())
 
-    def snapshot(self) -> bytes:
-        return json.dumps(self.book).encode()
+    def share(self) -> Segment:
+        content = json.dumps(self.book).encode()
+        segment = Segment.create(len(content), "book")
+        segment.memory[:] = content
+        return segment
 
     def restore(self, snapshot: memoryview) -> None:
         self.book = [tuple(entry) for entry in json.loads(bytes(snapshot))]
@@ -86,7 +90,7 @@ class Runner:
         )
         self.address = self.pairing.port.address
         self.server = make(self.pairing)
-        self.pairing.attach(self.server.snapshot, self.server.restore)
+        self.pairing.attach(self.server.share, self.server.restore)
         self._group = group
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from headrace.ps.leases import Advance, Answer, Ask, Commit, Grant, Halt, Leases, Lost, Return
+from headrace.ps.leases import Advance, Answer, Ask, Commit, Grant, Halt, Leases, LeasesState, Lost, Return
 from headrace.ps.membership import Member
 from headrace.ps.messages import Kind, Message, encode
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "CoordinatorState"]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedState:
+    """A worker's last question for data.
+
+    Attributes:
+        worker: whose.
+        session: of the client that has asked.
+        number: of the question.
+        answer: in hexadecimal digits.
+    """
+
+    worker: int
+    session: int
+    number: int
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorState:
+    """All that a coordinator knows, as JSON takes it."""
+
+    leases: LeasesState
+    asked: tuple[AskedState, ...]
+
+    def detached(self) -> CoordinatorState:
+        """Returns it without its workers."""
+        return CoordinatorState(self.leases.detached(), ())
 
 
 @dataclass
@@ -68,6 +97,29 @@ class Coordinator:
         """Is told that a worker is gone."""
         self._asked.pop(worker, None)
         self._tell(self._leases.handle(Lost(worker)))
+
+    def state(self) -> CoordinatorState:
+        """Returns all that it knows."""
+        asked = (
+            AskedState(worker, each.member.session, each.number, each.answer.hex())
+            for worker, each in self._asked.items()
+        )
+        return CoordinatorState(self._leases.state(), tuple(asked))
+
+    def load(self, state: CoordinatorState, members: Mapping[int, Member]) -> None:
+        """Becomes what another one was.
+
+        Args:
+            state: its.
+            members: by session.
+
+        Raises:
+            ValueError: nobody ever was so.
+        """
+        self._leases.load(state.leases)
+        self._asked = {
+            each.worker: _Asked(members[each.session], each.number, bytes.fromhex(each.answer)) for each in state.asked
+        }
 
     def _tell(self, answers: Iterable[Answer]) -> None:
         for answer in answers:

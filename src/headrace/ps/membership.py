@@ -10,7 +10,7 @@ from time import monotonic
 from headrace.comm.port import Mail
 from headrace.errors import Replaced
 
-__all__ = ["Grace", "Member", "Membership"]
+__all__ = ["Grace", "Member", "Membership", "MembershipState"]
 
 
 @dataclass
@@ -35,6 +35,21 @@ class Member:
     away: bool = False
     heard: int = 0
     done: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipState:
+    """All that is known of clients, as JSON takes it.
+
+    Attributes:
+        known: all that may come again.
+        linked: those that have links.
+        newest: worker and its newest incarnation.
+    """
+
+    known: tuple[Member, ...]
+    linked: tuple[Member, ...]
+    newest: tuple[tuple[int, ...], ...]
 
 
 class Membership:
@@ -78,6 +93,22 @@ class Membership:
             if each.worker == member.worker
             and (each.incarnation < member.incarnation or (each is not member and not each.observes | member.observes))
         ]
+
+    def state(self) -> MembershipState:
+        """Returns all that is known."""
+        return MembershipState(tuple(self._known.values()), tuple(self._at.values()), tuple(self._newest.items()))
+
+    def load(self, state: MembershipState) -> dict[int, Member]:
+        """Knows what another one has known; returns the members by session.
+
+        Raises:
+            ValueError: nobody ever has known that.
+        """
+        self._newest = {worker: incarnation for worker, incarnation in state.newest}
+        self._known = {member.session: member for member in state.known}
+        every = {member.session: member for member in state.linked} | self._known
+        self._at = {member.peer: every[member.session] for member in state.linked}
+        return every
 
     def leave(self, peer: int, for_good: bool = False) -> Member | None:
         """Notes that nobody speaks over this link any more, and perhaps never comes again; returns who did."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headrace.comm.port import Blob, Link, Mail, Port, Slots
+from headrace.comm.segment import Segment
 from headrace.ps.follower import Follower
 from headrace.ps.log import LONGEST, Links, Payload, Piece, encode_piece, pack, pushed_by
 from headrace.ps.messages import Kind, Message, decode, encode
@@ -80,7 +81,7 @@ class Pairing:
         self._follower = Follower(pushes, self._links, connect)
         self._address = ""
         self._grace_s = grace_s
-        self._snapshot: Callable[[], Blob] = bytes
+        self._snapshot: Callable[[], Segment] | None = None
         self._outside: dict[int, int] = {}
         self._inside: dict[int, int] = {}
         self._ends: deque[tuple[float, int]] = deque()
@@ -92,7 +93,7 @@ class Pairing:
         self._shared: set[int] = set()
         self._fill_at: int | None = None
 
-    def attach(self, snapshot: Callable[[], Blob], restore: Callable[[memoryview], object]) -> None:
+    def attach(self, snapshot: Callable[[], Segment], restore: Callable[[memoryview], object]) -> None:
         """Is told how to copy what the server is, and how to become such a copy."""
         self._snapshot = snapshot
         self._follower.restore = restore
@@ -246,7 +247,10 @@ class Pairing:
         self._backup = next((peer for peer, caller in self._callers.items() if caller == wanted), -1)
         self._shared.clear()
         head = Message(Kind.FILL, lease=number, numbers=(view.epoch, *self._links.numbers()))
-        self._real.send(self._backup, encode(head), blob=self._snapshot(), limited=False)
+        assert self._snapshot is not None, "whoever makes a server attaches it"
+        snapshot = self._snapshot()
+        self._send(encode(head), snapshot)
+        snapshot.close()
 
     def _forward(self, number: int, at_once: bool) -> None:
         """Writes a piece of the log to the backup.
@@ -307,14 +311,11 @@ class _LogPort(Port):
     def __init__(self, port: Port, pairing: Pairing, replies: Slots | None) -> None:
         self.vouched = port.vouched
         self.address = port.address
+        self.moved_bytes = 0
         self._port = port
         self._pairing = pairing
         self._replies = replies
         self._pushed: Mapping[int, Tensor] = {}
-
-    @property
-    def moved_bytes(self) -> int:  # type: ignore[override]
-        return self._port.moved_bytes
 
     def parameters(self, slot: int) -> Tensor:
         return self._port.parameters(slot)
@@ -329,6 +330,7 @@ class _LogPort(Port):
         # One at a time, so that what was pushed twice into one slot is dealt with as it came.
         piece = self._pairing.receive(timeout_s)
         self._pushed = piece.pushed if piece else {}
+        self.moved_bytes = self._port.moved_bytes
         return [piece.mail] if piece else []
 
     def pushed(self, peer: int, slot: int) -> Tensor:

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+import torch
+from torch import Tensor
+
 from headrace.comm.port import Mail, Port
+from headrace.comm.segment import Segment
 from headrace.errors import Replaced
 from headrace.ps.applier import Applier
 from headrace.ps.coordinator import Coordinator
@@ -19,8 +23,10 @@ from headrace.ps.form import Form
 from headrace.ps.leases import Leases
 from headrace.ps.membership import Grace, Member, Membership
 from headrace.ps.messages import Kind, Message, decode, encode
+from headrace.ps.pairing import Pairing
 from headrace.ps.requests import Requests, StepFailed
 from headrace.ps.shard import Join, Leave, Settle, Shard
+from headrace.ps.snapshot import ServerState, pack, unpack
 from headrace.ps.tally import Tally
 
 __all__ = ["Server"]
@@ -41,9 +47,11 @@ class Server:
     machines: one a shard.
     leases: of the run's data, on the one server that gives them out; None elsewhere.
     grace_s: how long a worker whose link has ended may take to come over another, before it is taken for lost.
+    pairing: with its backup, or of that with its primary; then `port` is the pairing's, and `grace_s` is.
 
     Attributes:
         tally: what has been done so far.
+        pairing: see there.
     """
 
     def __init__(
@@ -54,16 +62,22 @@ class Server:
         machines: Sequence[Shard],
         leases: Leases | None = None,
         grace_s: float = 2.0,
+        pairing: Pairing | None = None,
     ) -> None:
         self.tally = Tally(form)
+        self.pairing = pairing
         self._port = port
         self._form = form
         self._applier = applier
         self._requests = Requests(port, form, applier, machines, self.tally)
         self._coordinator = Coordinator(leases, port.send) if leases else None
         self._members = Membership()
-        self._grace = Grace(grace_s)
+        # With a backup, what is told again later must be part of the log.
+        self._grace = None if pairing else Grace(grace_s)
+        self._settled = -1
         self._ended = False
+        if pairing:
+            pairing.attach(self.share, self.restore)
 
     @property
     def address(self) -> str:
@@ -79,6 +93,57 @@ class Server:
         """Returns the bytes of parameters, and of the optimizer's state."""
         return self._applier.memory()
 
+    def snapshot(self) -> memoryview:
+        """Returns all that it is, for `restore`."""
+        return self._pack(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).numpy().data
+
+    def share(self) -> Segment:
+        """Returns all that it is, in memory that another process of this host can be given."""
+        made: list[Segment] = []
+
+        def allocate(nbytes: int) -> Tensor:
+            made.append(Segment.create(nbytes, "snapshot"))
+            return made[0].tensor()
+
+        self._pack(allocate)
+        return made[0]
+
+    def restore(self, snapshot: memoryview, detached: bool = False) -> None:
+        """Becomes what another server was.
+
+        Args:
+            snapshot: of it.
+            detached: without its clients, as of a server whose run is resumed.
+
+        Raises:
+            ValueError: it is none, or is of another model or strategy; what this server is then, is not said.
+        """
+        state, tensors = unpack(snapshot)
+        difference = self._form.difference(state.form.encode())
+        if difference:
+            raise ValueError(difference.replace("the worker", "the snapshot"))
+        if detached:
+            state = state.detached()
+        try:
+            members = self._members.load(state.members)
+            self._requests.load(state.requests, state.shards, tensors)
+            self._applier.become(state.applier, tensors)
+            lost = () if detached else (name for name in tensors if name.startswith("residual/"))
+            self._form.residuals = {name: tensors[name] for name in lost}
+            self._settled, self._ended = state.settled, state.ended
+            if self._coordinator is not None and state.coordinator is not None:
+                self._coordinator.load(state.coordinator, members)
+        except (LookupError, TypeError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"no snapshot of a server: {error!r}") from error
+
+    def _pack(self, allocate: Callable[[int], Tensor]) -> Tensor:
+        requests, shards, tensors = self._requests.state()
+        applier, its_tensors = self._applier.whole()
+        coordinator = self._coordinator.state() if self._coordinator else None
+        form, members = self._form.describe().decode(), self._members.state()
+        state = ServerState(form, self._settled, self._ended, members, requests, shards, applier, coordinator)
+        return pack(state, tensors | its_tensors | self._form.residuals, allocate)
+
     def close(self) -> None:
         """Ends all links."""
         self._port.close()
@@ -92,7 +157,8 @@ class Server:
     def turn(self, timeout_s: float) -> None:
         """Deals with all mail that is there; waits for some, but not longer than `timeout_s`."""
         mail = self._port.receive(timeout_s)
-        mail += self._grace.over(mail)
+        if self._grace is not None:
+            mail += self._grace.over(mail)
         began = perf_counter()
         self.tally.queued(len(mail))
         try:
@@ -211,7 +277,7 @@ class Server:
         """Does what is asked for between rounds, when nobody pushes; what comes again is answered alone."""
         blob = b""
         if message.kind == Kind.STATE:
-            blob = self._applier.state(message.first) if message.flag else self._applier.settings().encode()
+            blob = self._applier.state(message.first if message.flag else None)
         elif message.number != member.done:
             self._do(member, mail, message)
             member.done = message.number
@@ -222,12 +288,13 @@ class Server:
             self._leasing().handle(member.worker, message)
         elif message.kind == Kind.LOAD:
             if message.flag:
-                self._requests.load(message.first, bytes(mail.blob))
+                self._requests.replace(message.first, bytes(mail.blob))
             else:
-                self._applier.configure(bytes(mail.blob).decode())
+                self._applier.load(bytes(mail.blob))
         elif message.kind == Kind.SWAP:
             self._requests.swap_average()
         elif message.kind == Kind.SETTLE:
+            self._settled = message.lease
             self._applier.settle(message.lease)
             self._requests.tell_all(Settle())
         elif message.kind == Kind.LEAVE:
