@@ -13,13 +13,14 @@ from headrace.comm.local_port import LocalPort
 from headrace.comm.port import Link, Port, Slots
 from headrace.ps.client import Client
 from headrace.ps.form import Form, Piece
+from headrace.ps.pairing import Pairing
 from headrace.ps.session import Connection
 
 if TYPE_CHECKING:
     from headrace.spec.model import ModelSpec
     from headrace.spec.plan import Plan, Role
 
-__all__ = ["connect", "form_of", "open_port", "places_of"]
+__all__ = ["connect", "form_of", "open_port", "pair", "places_of"]
 
 _HELLO_S = 30.0
 _AGAIN_S = 2.0
@@ -67,6 +68,15 @@ def open_port(form: Form, transport: str) -> Port:
     # It is told to this run's own processes alone, through memory that no other user sees.
     port.address += f"#{port.secret.hex()}"
     return port
+
+
+def pair(port: Port, form: Form, process: int) -> Pairing:
+    """Returns what lets a server have a backup, or be one; `process` is its number, which no other process ever has."""
+
+    def call(address: str) -> Link:
+        return _link(address, form, Slots(()), _AGAIN_S)
+
+    return Pairing(port, form.push_slots, form.reply_slots, process, call)
 
 
 def connect(

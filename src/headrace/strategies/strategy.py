@@ -132,6 +132,7 @@ class ServerParts:
         rounds_per_epoch: of the training data.
         first: the round that the run begins with.
         until: the first round before which the workers meet.
+        process: the number of this process, where servers have backups; no other process ever has it.
     """
 
     model: ModelSpec
@@ -140,6 +141,7 @@ class ServerParts:
     rounds_per_epoch: int
     first: int
     until: int
+    process: int = 0
 
 
 class Strategy(ABC):
@@ -179,7 +181,7 @@ class Strategy(ABC):
         """
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
-        """Builds what a rank runs that is a server in the plan; strategies without servers have none."""
+        """Builds what a rank runs that is a server or a backup in the plan; strategies without servers have none."""
         raise NotImplementedError(f"{self.name} has no servers")
 
 
