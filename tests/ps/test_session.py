@@ -2,132 +2,23 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import pytest
 import torch
 
-from comm.ways import SECRET, WAYS
-from headrace.comm.local_link import LocalLink
-from headrace.comm.local_port import LocalPort
-from headrace.comm.port import Link, Port
-from headrace.comm.remote_link import RemoteLink
-from headrace.comm.remote_port import RemotePort
+from comm.ways import WAYS
+from headrace.comm.faulty import Faults, Odds
 from headrace.errors import PeerLost, Replaced
-from headrace.policies.staleness import Anytime, Combination, Each, FirstOf
-from headrace.ps.applier import Applier
+from headrace.policies.staleness import FirstOf
 from headrace.ps.client import Client
-from headrace.ps.form import Form, Piece
-from headrace.ps.leases import Leases
 from headrace.ps.messages import Kind, Message
-from headrace.ps.server import Server
-from headrace.ps.session import Connection
-from headrace.ps.shard import Shard
-from headrace.spec.model import ParameterSpec
-
-WIDTH = 64
-PATIENCE_S = 20.0
-
-
-class Stand:
-    """A server of one parameter of `WIDTH` numbers, in a thread of its own, and clients of it.
-
-    Args:
-        way: "local" or "remote".
-        workers: members.
-        combination: of the shard.
-        codec: of what is pushed.
-    """
-
-    def __init__(
-        self, way: str, workers: int = 1, combination: Combination | None = None, codec: str = "plain"
-    ) -> None:
-        self.form = Form([Piece("weight", 0, (WIDTH,))], codec)
-        slots = (self.form.slots, self.form.push_slots, self.form.reply_slots)
-        self.port: Port = LocalPort(*slots) if way == "local" else RemotePort(*slots, secret=SECRET)
-        applier = Applier(self.form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
-        machines = [Shard(range(workers), Anytime(), combination or Each())]
-        self.server = Server(self.port, self.form, applier, machines, Leases(workers, 1000), grace_s=PATIENCE_S)
-        self.machine = machines[0]
-        self._way = way
-        self._stop = threading.Event()
-        self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._clients: list[Client] = []
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while not self._stop.is_set():
-            self.server.turn(0.01)
-            while not self._between.empty():
-                self._between.get()()
-
-    def link(self) -> Link:
-        """Opens a link to it."""
-        slots = (self.form.slots, self.form.push_slots, self.form.reply_slots)
-        if self._way == "local":
-            return LocalLink(self.port.address, *slots)
-        return RemoteLink(self.port.address, *slots, secret=SECRET)
-
-    def client(self, worker: int = 0, incarnation: int = 0, lasts: bool = True) -> tuple[Client, torch.Tensor]:
-        """Returns a client and the copy that it pulls to; one that opens other links, if it `lasts`."""
-        copy = torch.zeros(WIDTH)
-        reopen = self.link if lasts else None
-        connection = Connection(self.link(), self.form, [copy], 7, "there", reopen, PATIENCE_S, 0.2)
-        client = Client([connection], worker, incarnation)
-        self._clients.append(client)
-        return client, copy
-
-    def cut(self, worker: int = 0) -> None:
-        """Ends the link of a worker, whatever it has asked."""
-        done = threading.Event()
-
-        def cut() -> None:
-            for peer, member in list(self.server._members._at.items()):
-                if member.worker == worker and not member.away:
-                    self.port.drop(peer)
-                    self.server._end(peer)
-            done.set()
-
-        self._between.put(cut)
-        assert done.wait(PATIENCE_S)
-
-    def close(self) -> None:
-        for client in self._clients:
-            client.close()
-        self._stop.set()
-        self._thread.join()
-        self.server.close()
+from ps.stands import WIDTH, counted, one_hot, standing
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@contextmanager
-def standing(*arguments: object, **others: object) -> Iterator[Stand]:
-    stand = Stand(*arguments, **others)  # type: ignore[arg-type]
-    with ExitStack() as closing:
-        closing.callback(stand.close)
-        yield stand
-
-
-def one_hot(coordinate: int) -> list[list[torch.Tensor]]:
-    """Returns the gradient that makes a coordinate one more."""
-    gradient = torch.zeros(WIDTH)
-    gradient[coordinate] = -1.0
-    return [[gradient]]
-
-
-def counted(pushes: int) -> torch.Tensor:
-    expected = torch.zeros(WIDTH)
-    expected[:pushes] = 1.0
-    return expected
 
 
 def test_pushes_go_on_over_another_link(way: str) -> None:
@@ -239,3 +130,63 @@ def test_a_worker_that_comes_again_in_time_keeps_its_portion(way: str) -> None:
         assert first.push(one_hot(0), 0) is None
         first.tell(Message(Kind.ASK, lease=0))
         assert first.lease().lease == 3
+
+
+ODDS = {
+    "lost": (Odds(lost=0.1), Odds(lost=0.1)),
+    "request lost": (Odds(lost=0.2), Odds()),
+    "reply lost": (Odds(), Odds(lost=0.2)),
+    "doubled": (Odds(doubled=0.4), Odds(doubled=0.4)),
+    "late": (Odds(late=0.2), Odds(late=0.2)),
+    "cut": (Odds(cut=0.1), Odds(cut=0.1)),
+    "all": (*[Odds(lost=0.03, doubled=0.1, late=0.03, cut=0.03)] * 2,),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ODDS)
+def test_whatever_happens_on_the_way_everything_counts_once(way: str, kind: str) -> None:
+    faults = Faults(7, *ODDS[kind])
+    with standing(way, faults=faults) as stand:
+        client, copy = stand.client()
+        client.pull()
+        for lease in range(WIDTH // 2):
+            client.tell(Message(Kind.ASK, lease=lease - 1))
+            granted = client.lease()
+            assert (granted.kind, granted.lease) == (Kind.GRANT, lease)
+            assert client.push(one_hot(lease), lease, pull=lease % 2 == 1) is None
+        assert torch.equal(copy, counted(WIDTH // 2))
+        assert stand.machine.clocks == {0: WIDTH // 2}
+    assert faults.happened.total() >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lost", "cut"])
+def test_two_who_make_rounds_together_end_them_whatever_happens(way: str, kind: str) -> None:
+    with standing(way, 2, FirstOf(2), faults=Faults(3, *ODDS[kind])) as stand:
+        pairs = [stand.client(worker) for worker in range(2)]
+
+        def work(worker: int) -> None:
+            for round_ in range(16):
+                lease = 2 * round_ + worker
+                assert pairs[worker][0].push(one_hot(lease), lease, pull=True) is None
+                ended.append(lease)
+
+        ended: list[int] = []
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(ended) == list(range(32))
+        for _, copy in pairs:
+            assert torch.equal(copy, counted(32) / 2)
+
+
+@pytest.mark.slow
+def test_a_link_that_has_fallen_silent_is_left(way: str) -> None:
+    with standing(way, faults=Faults(5, Odds(silent=0.1), Odds(silent=0.1)), patience_s=1.0) as stand:
+        client, copy = stand.client()
+        for lease in range(10):
+            assert client.push(one_hot(lease), lease, pull=True) is None
+        assert torch.equal(copy, counted(10))

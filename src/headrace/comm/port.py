@@ -203,7 +203,7 @@ class Link(ABC):
         moved_bytes: payload that has gone through it, both ways.
     """
 
-    window: ClassVar[int | None] = None
+    window: int | None = None
     moved_bytes: int
 
     @abstractmethod

@@ -89,19 +89,20 @@ class Session:
         self._probed_at = 0.0
         self._probe: tuple[int, tuple[int, ...]] = (0, ())
         self._moved_bytes = 0
+        self._usable = False
         self._sit(connection.link)
         try:
-            self._join(connection.link)
+            self._join(connection.link, connection.patience_s)
         except (ConnectionError, TimeoutError) as error:
             self.reconnect(error)
         except BaseException:
-            connection.link.close()
+            self._abandon()
             raise
 
     @property
     def moved_bytes(self) -> int:
         """Payload that has gone over all links."""
-        return self._moved_bytes + self.link.moved_bytes
+        return self._moved_bytes + (self.link.moved_bytes if self._usable else 0)
 
     def ask(self, message: Message, slots: Sequence[int] = (), blob: bytes = b"") -> int:
         """Sends a message, with what lies in some push slots, which must stay there until it is answered.
@@ -146,8 +147,7 @@ class Session:
         self._hear_last_words()
         if reopen is None:
             raise self._lost(cause) from cause
-        self._moved_bytes += self.link.moved_bytes
-        self.link.close()
+        self._abandon()
         deadline = monotonic() + patience_s
         while True:
             try:
@@ -157,29 +157,35 @@ class Session:
                 cause = error
             self._check()
             if monotonic() > deadline:
-                known = f"the link to it has ended, and no other could be opened for {patience_s:.0f} s ({cause})"
+                known = f"the link to it has ended, and no other could be opened for {patience_s:g} s ({cause})"
                 raise PeerLost(self._connection.rank, self._connection.host, known) from cause
             sleep(_SLICE_S)
 
     def close(self) -> None:
         """Ends the conversation; says so, if nothing is waited for."""
-        if not self._unanswered:
-            with suppress(OSError):
+        if self._usable and not self._unanswered:
+            with suppress(ConnectionError, TimeoutError):
                 self.link.send(encode(Message(Kind.LEAVE, number=self._number + 1)))
+        self._abandon()
+
+    def _abandon(self) -> None:
+        if self._usable:
+            self._moved_bytes += self.link.moved_bytes
+        self._usable = False
         self.link.close()
 
     def _sit(self, link: Link) -> None:
         form = self._connection.form
-        self.link = link
+        self.link, self._usable = link, True
         self._slots = [link.push_slot(shard) for shard in self._pushes]
         self.seats = [form.seat(shard, slot) for shard, slot in zip(self._pushes, self._slots, strict=True)]
 
-    def _join(self, link: Link) -> None:
-        """Makes a link this client's; what it does not need to say twice it says again where no answer comes."""
-        deadline = monotonic() + self._connection.patience_s
+    def _join(self, link: Link, most_s: float) -> None:
+        """Makes a link this client's; says again that it is where no answer comes."""
+        deadline = monotonic() + most_s
         while monotonic() < deadline:
             link.send(self._joining, (), self._connection.form.describe())
-            again = monotonic() + self._connection.probe_s
+            again = min(deadline, monotonic() + self._connection.probe_s)
             while monotonic() < again:
                 received = link.receive(_SLICE_S)
                 if received is None:
@@ -189,12 +195,13 @@ class Session:
                 if message.kind == Kind.DONE:
                     return
                 self._hear(message, received[1])
-        raise TimeoutError(f"it has not answered for {self._connection.patience_s:.0f} s")
+        raise TimeoutError(f"it has not answered for {most_s:.1f} s")
 
     def _resume(self, link: Link) -> None:
         """Goes on over a new link."""
         try:
-            self._join(link)
+            # The next one may be of more use.
+            self._join(link, self._connection.patience_s / 4)
             for _, slots, _ in self._unanswered.values():
                 for slot in slots:
                     # Not encoded again: what was lost in encoding is kept for the next gradient, and is there once.
@@ -215,7 +222,7 @@ class Session:
         if self._silent_since is None:
             self._silent_since = self._probed_at = now
         elif now - self._silent_since > self._connection.patience_s:
-            self.reconnect(TimeoutError(f"it has said nothing for {self._connection.patience_s:.0f} s"))
+            self.reconnect(TimeoutError(f"it has said nothing for {self._connection.patience_s:g} s"))
         elif now - self._probed_at > self._connection.probe_s:
             self._number += 1
             self._probe, self._probed_at = (self._number, tuple(self._unanswered)), now
