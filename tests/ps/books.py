@@ -226,6 +226,8 @@ class LeaseBook:
         self.fences: list[int] = []
         self.asking: set[int] = set()
         self.lost: set[int] = set()
+        self.present: set[int] = set()
+        self.met: set[int] = set()
         self.loose = False
 
     def __repr__(self) -> str:
@@ -240,6 +242,7 @@ class LeaseBook:
         """Lets the leases handle an event, and checks what they answer."""
         if isinstance(event, lease.Ask):
             self.asking.add(event.worker)
+            self.present.add(event.worker)
             self.lost.discard(event.worker)
         elif isinstance(event, lease.Commit):
             if self.held.pop(event.lease, None) is not None:
@@ -249,16 +252,20 @@ class LeaseBook:
         elif isinstance(event, lease.Lost):
             self.held = {number: worker for number, worker in self.held.items() if worker != event.worker}
             self.asking.discard(event.worker)
+            self.present.discard(event.worker)
+            self.met.discard(event.worker)
             self.lost.add(event.worker)
             self.loose = True
         elif isinstance(event, lease.Halt):
             begun = max([-1, *self.held, *self.committed]) // self.world.portions + 1
             assert begun <= self.until
-        elif isinstance(event, lease.Advance):
+        elif isinstance(event, lease.Advance) and event.done == self.until:
             self.until = event.until
             self.loose = bool(self.lost)
+            self.met.clear()
         answers: list[lease.Answer] = self.machine.handle(event)
         self._check_until(event)
+        self._check_meeting([answer for answer in answers if isinstance(answer, lease.Fence)])
         for answer in answers:
             assert answer.worker in self.asking, "who has not asked is told nothing"
             self.asking.remove(answer.worker)
@@ -279,6 +286,14 @@ class LeaseBook:
             self.until = self.machine.until
         assert self.machine.until == self.until
 
+    def _check_meeting(self, fences: list[lease.Fence]) -> None:
+        if fences:
+            assert not self.met, "one meeting at a time"
+            self.met = {fence.worker for fence in fences}
+            assert self.met == self.present, "all who are there meet"
+            assert {fence.members for fence in fences} == {fences[0].members}, "all know who meets"
+            assert sorted(fences[0].members) == sorted(self.met)
+
     def _check_grant(self, grant: lease.Grant) -> None:
         assert grant.lease == grant.round * self.world.portions + grant.part
         assert 0 <= grant.part < self.world.portions
@@ -296,3 +311,5 @@ class LeaseBook:
         if self.loose or not self.world.fixed:
             assert not (free and self.asking), "nobody waits while there are portions"
         assert not {number % self.world.portions for number in free} & self.asking, "nobody waits while it has some"
+        over = not free and not self.held and not self.met
+        assert not (over and self.present and self.asking >= self.present), "nobody waits when all are done"

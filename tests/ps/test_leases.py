@@ -23,10 +23,25 @@ def test_portions_go_to_whoever_asks_and_the_fence_waits_for_all() -> None:
     leases = Leases(portions=2, until=1)
     assert told(leases, Ask(5), Ask(3), Ask(4)) == [Grant(5, 0, 0, 0), Grant(3, 1, 0, 1)]
     assert told(leases, Commit(1), Ask(3)) == []
-    assert told(leases, Commit(0)) == [Fence(4, 1), Fence(3, 1)]
-    assert told(leases, Ask(5)) == [Fence(5, 1)]
+    assert told(leases, Commit(0)) == []
+    assert told(leases, Ask(5)) == [Fence(worker, 1, 1, (5, 3, 4)) for worker in (5, 3, 4)]
     assert told(leases, Ask(4), Ask(5)) == []
-    assert told(leases, Advance(2)) == [Grant(4, 2, 1, 0), Grant(5, 3, 1, 1)]
+    assert told(leases, Advance(1, 2)) == [Grant(4, 2, 1, 0), Grant(5, 3, 1, 1)]
+
+
+def test_who_is_awaited_from_the_begin_holds_up_the_fence_until_it_asks_or_is_lost() -> None:
+    leases = Leases(portions=1, until=1, workers=range(3))
+    assert told(leases, Ask(1), Commit(0), Ask(1), Ask(0)) == [Grant(1, 0, 0, 0)]
+    assert told(leases, Lost(2)) == [Fence(0, 1, 1, (0, 1)), Fence(1, 1, 1, (0, 1))]
+
+
+def test_who_comes_during_a_meeting_waits_outside_and_all_who_met_let_go_on_once() -> None:
+    leases = Leases(portions=1, until=1)
+    assert told(leases, Ask(0), Commit(0), Ask(0)) == [Grant(0, 0, 0, 0), Fence(0, 1, 1, (0,))]
+    assert told(leases, Ask(1)) == []
+    assert told(leases, Advance(1, 2)) == [Grant(1, 1, 1, 0)]
+    assert told(leases, Advance(1, 5)) == []
+    assert leases.until == 2
 
 
 def test_what_is_returned_or_lost_comes_first_and_only_once() -> None:
@@ -44,13 +59,14 @@ def test_nobody_speaks_for_the_lease_of_another() -> None:
     # Both are held still: no fence for who is done, and nothing that is free.
     leases.handle(Commit(1, worker=1))
     assert leases.handle(Ask(1)) == []
-    assert leases.handle(Commit(0, worker=0)) == [Fence(1, 1)]
+    assert told(leases, Commit(0, worker=0), Ask(0)) == [Fence(0, 1, 1, (0, 1)), Fence(1, 1, 1, (0, 1))]
 
 
 def test_a_fixed_portion_is_of_one_worker() -> None:
     leases = Leases(portions=2, until=2, fixed=True)
     assert told(leases, Ask(1), Commit(1), Ask(1), Commit(3), Ask(1)) == [Grant(1, 1, 0, 1), Grant(1, 3, 1, 1)]
-    assert told(leases, Ask(0), Commit(0), Ask(0), Commit(2)) == [Grant(0, 0, 0, 0), Grant(0, 2, 1, 0), Fence(1, 2)]
+    assert told(leases, Ask(0), Commit(0), Ask(0), Commit(2)) == [Grant(0, 0, 0, 0), Grant(0, 2, 1, 0)]
+    assert told(leases, Ask(0)) == [Fence(1, 2, 1, (1, 0)), Fence(0, 2, 1, (1, 0))]
 
 
 def test_fixed_portions_of_who_is_lost_go_to_the_others_until_it_is_back() -> None:
@@ -70,10 +86,25 @@ def test_a_halt_lets_the_rounds_end_that_have_begun(asked: int, fence: int, fixe
     assert leases.until == fence
 
 
-def test_who_is_lost_at_a_fence_is_told_of_it_again() -> None:
+def test_who_is_lost_at_a_fence_waits_outside_when_it_is_back_unless_all_are_lost() -> None:
     leases = Leases(portions=1, until=1)
-    assert told(leases, Ask(0), Commit(0), Ask(0), Ask(1)) == [Grant(0, 0, 0, 0), Fence(0, 1), Fence(1, 1)]
-    assert told(leases, Lost(1), Ask(1)) == [Fence(1, 1)]
+    assert told(leases, Ask(0), Ask(1), Commit(0)) == [Grant(0, 0, 0, 0)]
+    assert told(leases, Ask(0)) == [Fence(0, 1, 1, (0, 1)), Fence(1, 1, 1, (0, 1))]
+    assert told(leases, Lost(1), Ask(1)) == []
+    assert told(leases, Lost(0)) == [Fence(1, 1, 2, (1,))]
+
+
+def test_no_fence_in_front_of_what_only_a_lost_worker_may_do_or_what_somebody_holds_who_asks_again() -> None:
+    leases = Leases(portions=1, until=1, alone=1)
+    assert told(leases, Ask(0), Ask(1), Lost(0)) == [Grant(0, 0, 0, 0)]
+    assert told(leases, Ask(0), Ask(0)) == [Grant(0, 0, 0, 0)]
+    assert told(leases, Commit(0)) == [Fence(1, 1, 1, (1, 0)), Fence(0, 1, 1, (1, 0))]
+
+
+def test_one_meeting_at_a_time() -> None:
+    leases = Leases(portions=1, until=0)
+    assert told(leases, Ask(0)) == [Fence(0, 0, 1, (0,))]
+    assert told(leases, Ask(1), Ask(0)) == []
 
 
 @dataclass(frozen=True)
@@ -115,7 +146,7 @@ class _Crowd:
     def finish(self, workers: int) -> None:
         """All come back and work on until they meet."""
         for _ in range(1000):
-            if len(self.met) == workers:
+            if self.met:
                 return
             for worker in range(workers):
                 self.go(worker, "commit")
@@ -140,17 +171,17 @@ def test_under_any_order_of_events_each_portion_is_committed_once_before_its_fen
     crowd.finish(workers)
     crowd.met.clear()
     done = crowd.book.begin = crowd.book.until
-    crowd.take(Advance(done + 2))
+    crowd.take(Advance(done, done + 2))
     crowd.finish(workers)
     assert crowd.book.committed == set(range((done + 2) * portions))
 
 
 PLANTED = {
-    "a fence in front of what is not committed": ("not self._held and not self._left()", "not self._left()"),
+    "some do not come": ("len(self._asking) < len(self._present)", "not self._asking"),
+    "whoever lets go on again": ("elif event.done == self.until:", "else:"),
     "returns get lost": ("self._release([event.lease])", "self._held.pop(event.lease, None)"),
     "losses free nothing": ("if worker == event.worker])", "if worker == event.worker][:0])"),
     "the lost still ask": ("[worker for worker in self._asking if worker != event.worker]", "self._asking"),
-    "the lost have met": ("self._met.discard(event.worker)", "pass"),
     "a halt cuts rounds": ("-(-self._begun() // self._portions)", "self._begun() // self._portions"),
     "one portion behind the fence": ("for lease in self._next if lease < self._stop())]", "for lease in self._next)]"),
     "given out twice": ("self._free.remove(lease)", "pass"),

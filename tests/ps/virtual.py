@@ -142,6 +142,7 @@ class _Run:
         self.inbox: dict[int, dict[int, Any]] = {worker: {} for worker in self.workers}
         self.missing = dict.fromkeys(self.workers, 0)
         self.met: set[int] = set()
+        self.members: set[int] = set()
         self.last: dict[int, Push] = {}
         self.ended = False
         self.renews = bool(world.seed % 2)
@@ -293,6 +294,7 @@ class _Run:
         del self.lives[worker]
         self.inbox[worker].clear()
         self.met.discard(worker)
+        self.members.discard(worker)
         self._meet()
         self._send(worker, -1, self._lost, worker)
         for place in self.shards:
@@ -336,6 +338,10 @@ class _Run:
     def _leased(self, events: tuple[lease.Event, ...]) -> set[int]:
         answers = [answer for event in events for answer in self.leases.handle(event)]
         for answer in answers:
+            if isinstance(answer, lease.Fence):
+                # Who was lost before the leases heard of it does not come, though there may be another by now.
+                there = {worker for worker in self.lives if self.asked[worker] == self.incarnations[worker]}
+                self.members = there & set(answer.members)
             self._send(answer.worker, -100, self._reach, answer.worker, self.asked[answer.worker], -1, answer)
         return {answer.worker for answer in answers}
 
@@ -347,7 +353,7 @@ class _Run:
         self._look_ahead()
 
     def _meet(self) -> None:
-        if not self.lives or self.met != set(self.lives):
+        if not self.members or self.met < self.members:
             return
         done = self.leases.until
         self.fences = [fence for fence in self.fences if fence > done]
@@ -360,12 +366,13 @@ class _Run:
         for book in self.books:
             book.settle(version)
         self.leases.begin = done
-        answered = self._leased((lease.Advance(self.fences[0]),))
-        assert not answered, "nobody asks while all meet"
+        met, self.met, self.members = sorted(self.met), set(), set()
+        # Whoever has come meanwhile waits for this.
+        self._leased((lease.Advance(done, self.fences[0]),))
+        assert not self._leased((lease.Advance(done, self.fences[0] + 1),)), "the first one counts"
         self._look_ahead()
-        for worker in sorted(self.met):
+        for worker in met:
             self._answer(worker, -3, None)
-        self.met.clear()
 
     def _look_ahead(self) -> None:
         if isinstance(self.world.combination, FirstOf):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import torch
 from torch import Tensor
+
+_Result = TypeVar("_Result")
 
 __all__ = ["Collective", "SharedCollective"]
 
@@ -30,9 +34,11 @@ class Collective(ABC):
     def all_reduce(self, tensor: Tensor) -> None:
         """Replaces a contiguous tensor, of the same shape and type on all ranks, by the sum over ranks."""
 
-    @abstractmethod
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Begins an `all_reduce`; the sum is there when what it returns has been called."""
+        # At once, unless somebody else's cores do it: those that would add in the background are those that compute.
+        self.all_reduce(tensor)
+        return _nothing
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
@@ -50,11 +56,38 @@ class Collective(ABC):
 class SharedCollective(Collective):
     """A group on one host, whose ranks can see the same memory."""
 
+    @property
+    def members(self) -> list[int]:
+        """Places in the run of all ranks."""
+        return list(range(self.world))
+
+    def regroup(self, members: Sequence[tuple[int, int]], meeting: int) -> None:
+        """Goes on with others, where members may be lost or come; else all stay.
+
+        Args:
+            members: place and incarnation of all, every one of whom calls this.
+            meeting: greater than at any time before.
+        """
+
+    def is_gone(self, member: int) -> bool:
+        """Whether a member was lost without harm to the others."""
+        return False
+
+    def together(self, act: Callable[[], _Result]) -> _Result:
+        """Does something with all ranks; where members may be lost, again without them."""
+        return act()
+
     @abstractmethod
     def check(self) -> None:
         """Raises:
         PeerLost: another rank is known to be lost.
         """
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if self.rank != 0:
+            tensor.zero_()
+        # Bytes, because adding zeros to numbers would lose the sign of a zero.
+        self.all_reduce(tensor.view(-1).view(torch.uint8))
 
     @abstractmethod
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
@@ -62,3 +95,7 @@ class SharedCollective(Collective):
 
         Collective, `nbytes` may differ. What a rank writes is seen by others that pass a later `barrier`.
         """
+
+
+def _nothing() -> None:
+    """The sum is there already."""

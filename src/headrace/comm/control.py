@@ -9,8 +9,9 @@
 │ loss, end                    │           written by the rank
 │ pid, descriptor, nbytes      │           a segment that it offers to the others
 │ saved, bytes, error, digest  │           its part of a checkpoint
+│ lost, wanted away            │           how many of its processes were lost, says the launcher
 │ address                      │           where a server can be reached
-│ 2 x 32 numbers               │           for sums, by turns
+│ 2 x 4096 numbers              │           for sums, by turns
 └──────────────────────────────┘  x ranks
 """
 
@@ -22,15 +23,16 @@ from headrace.comm.segment import Segment
 
 __all__ = ["NUMBERS", "Address", "ControlPage"]
 
-NUMBERS = 32
+NUMBERS = 4096
 """How many numbers one sum may hold."""
 
 _LINE = 64
 _WATCHED = _LINE
 _OFFERED = 2 * _LINE
 _SAVED = 3 * _LINE
-_ADDRESS = 4 * _LINE
-_NUMBERS = 7 * _LINE
+_FATE = 4 * _LINE
+_ADDRESS = 5 * _LINE
+_NUMBERS = 8 * _LINE
 _BLOCK = _NUMBERS + 2 * NUMBERS * 8
 
 
@@ -64,7 +66,7 @@ class ControlPage:
         ranks: how many processes work together.
 
     Attributes:
-        counters: by rank, an int32 view of length 2: of all ranks' barrier, and of the workers' alone.
+        counters: by rank, an int32 view of length 2: of all ranks' barrier, and of the one of those who meet.
         beats: by rank; [beat, step, examples, pid] as int64.
         losses: by rank, a float64 view of length 1.
         ends: by rank, an int64 view of length 1: 1 + the rounds that a loop which has ended did; 0 before.
@@ -72,6 +74,7 @@ class ControlPage:
         saves: by rank; [1 + rounds, bytes, error] as int64 of the last part of a checkpoint that it has written;
             error is 0, or the system's number.
         digests: by rank, 32 bytes: the SHA-256 of that part.
+        fates: by rank; [how many of its processes were lost so far, 1 if it is to leave] as int64, by the launcher.
         addresses: by rank, where this server can be reached.
         numbers: by rank, two float64 views of length `NUMBERS`.
     """
@@ -90,6 +93,7 @@ class ControlPage:
         self.offers = [memory[block + _OFFERED : block + _OFFERED + 24].cast("q") for block in blocks]
         self.saves = [memory[block + _SAVED : block + _SAVED + 24].cast("q") for block in blocks]
         self.digests = [memory[block + _SAVED + 24 : block + _SAVED + 56] for block in blocks]
+        self.fates = [memory[block + _FATE : block + _FATE + 16].cast("q") for block in blocks]
         self.addresses = [Address(memory[block + _ADDRESS : block + _NUMBERS]) for block in blocks]
         half = NUMBERS * 8
         self.numbers = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -71,10 +71,6 @@ class InProcess(SharedCollective):
         tensor.copy_(total)
         self.moved_bytes += 2 * tensor.numel() * tensor.element_size()
 
-    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        self.all_reduce(tensor)
-        return _nothing
-
     def broadcast(self, tensor: Tensor) -> None:
         first: Tensor = self._exchange(tensor)[0]
         if self.rank != 0:
@@ -101,7 +97,3 @@ class InProcess(SharedCollective):
         self._meeting.offers[self.rank] = value
         self.barrier()
         return list(self._meeting.offers)
-
-
-def _nothing() -> None:
-    """The sum is there already."""

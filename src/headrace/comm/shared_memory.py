@@ -42,15 +42,14 @@ class SharedMemory(SharedCollective):
         page: the run's control page; every rank maps the same.
         rank: this process's.
         check: called while waiting; raises where a peer was lost.
-        workers: the group is that of the first so many ranks; None for all.
     """
 
-    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], workers: int | None = None) -> None:
+    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None]) -> None:
         self.rank = rank
-        self.world = page.ranks if workers is None else workers
+        self.world = page.ranks
         self.moved_bytes = 0
         self._page = page
-        self._barrier = Barrier(page, rank, check, workers)
+        self._barrier = Barrier(page, rank, check)
         self._check = check
         self._segments: list[Segment] = []
         self._turn = 0
@@ -71,7 +70,7 @@ class SharedMemory(SharedCollective):
         for index, value in enumerate(values):
             own[index] = value
         self.barrier()
-        every = [numbers[self._turn] for numbers in self._page.numbers[: self.world]]
+        every = [numbers[self._turn] for numbers in self._page.numbers]
         return [sum(numbers[index] for numbers in every) for index in range(len(values))]
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
@@ -80,7 +79,7 @@ class SharedMemory(SharedCollective):
         offer[0], offer[1], offer[2] = os.getpid(), own.descriptor if own else -1, nbytes
         self.barrier()
         regions = []
-        for rank, (pid, descriptor, length) in enumerate(self._page.offers[: self.world]):
+        for rank, (pid, descriptor, length) in enumerate(self._page.offers):
             if not length:
                 regions.append(torch.empty(0, dtype=torch.uint8))
                 continue
@@ -89,17 +88,6 @@ class SharedMemory(SharedCollective):
             regions.append(segment.tensor())
         self.barrier()
         return tuple(regions)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        if self.rank != 0:
-            tensor.zero_()
-        # Bytes, because adding zeros to numbers would lose the sign of a zero.
-        self.all_reduce(tensor.view(-1).view(torch.uint8))
-
-    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        # At once: the cores that would add in the background are those that compute.
-        self.all_reduce(tensor)
-        return _nothing
 
     def all_reduce(self, tensor: Tensor) -> None:
         if not tensor.is_contiguous():
@@ -156,7 +144,3 @@ def _add_directly(piece: Tensor, sources: list[Tensor]) -> None:
     torch.add(sources[0], sources[1], out=piece)
     for source in sources[2:]:
         piece.add_(source)
-
-
-def _nothing() -> None:
-    """The sum is there already."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,13 @@ class Evaluation:
     Args:
         job: says which.
         replica: of this worker.
-        loader: of the evaluation data.
+        loader: of a rank's part of the evaluation data, among so many.
         host: the workers.
     """
 
-    def __init__(self, job: Job, replica: Replica, loader: Loader, host: SharedCollective) -> None:
+    def __init__(
+        self, job: Job, replica: Replica, loader: Callable[[int, int], Loader], host: SharedCollective
+    ) -> None:
         self._job = job
         self._replica = replica
         self._loader = loader
@@ -54,7 +56,7 @@ class Evaluation:
         training = module.training
         with self._averaged(weight):
             module.eval()
-            for share in self._loader.sweep():
+            for share in self._loader(self._host.rank, self._host.world).sweep():
                 if share.examples:
                     self._measure(share, measures, sums)
         module.train(training)
@@ -77,14 +79,17 @@ class Evaluation:
         own = [buffer.clone() for buffer in buffers]
         average(buffers, self._host, weight)
         averages = self._job.options.ema_decay is not None
-        if averages:
-            self._replica.exchange.swap_average()
-        yield
-        if averages:
-            self._replica.exchange.swap_average()
-        with torch.no_grad():
-            for buffer, saved in zip(buffers, own, strict=True):
-                buffer.copy_(saved)
+        try:
+            if averages:
+                self._replica.exchange.show_average(True)
+            yield
+            if averages:
+                self._replica.exchange.show_average(False)
+        finally:
+            # Where a worker is lost, all is done again.
+            with torch.no_grad():
+                for buffer, saved in zip(buffers, own, strict=True):
+                    buffer.copy_(saved)
 
 
 def average(buffers: list[Tensor], host: SharedCollective, weight: float = 1.0) -> None:
@@ -93,10 +98,12 @@ def average(buffers: list[Tensor], host: SharedCollective, weight: float = 1.0) 
         return
     (total,) = host.sum([weight])
     part = weight / total if total else 1 / host.world
-    for buffer in buffers:
-        near = buffer.cpu() * part
-        host.all_reduce(near)
-        buffer.copy_(near)
+    means = [buffer.cpu() * part for buffer in buffers]
+    for mean in means:
+        host.all_reduce(mean)
+    # When all are there, because a worker may be lost meanwhile, and then all is done again.
+    for buffer, mean in zip(buffers, means, strict=True):
+        buffer.copy_(mean)
 
 
 class Stopper:
@@ -143,6 +150,13 @@ class Stopper:
             f"ends early: {wish.metric} has got no better for {wish.patience} evaluations; "
             f"best {best:.4g} after {self._best_step} steps"
         )
+
+    def agree(self, host: SharedCollective) -> None:
+        """Takes up the state of the first of those who meet, which has seen most."""
+        own = (self._best if math.isfinite(self._best) else math.nan, self._best_step, self._waited)
+        best, step, waited = host.sum(own if host.rank == 0 else [0.0] * len(own))
+        self._best = math.inf if math.isnan(best) else best
+        self._best_step, self._waited = int(step), int(waited)
 
     def _follows(self) -> str:
         return f"{self._wish.mode} {self._wish.metric}" if self._wish else ""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from headrace.comm.control import ControlPage
+from headrace.comm.elastic import Elastic
 from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
 from headrace.engine.interrupts import orderly_interrupts
@@ -93,9 +94,8 @@ class Group:
         elif not plan.servers:
             work(order, self.rank, self.host, self.page)
         else:
-            workers = SharedMemory(self.page, self.rank, self._check, plan.workers)
-            work(order, self.rank, workers, self.page)
-            workers.close()
+            members = [(worker, 0) for worker in range(plan.workers)]
+            work(order, self.rank, Elastic(self.page, self.rank, members, self._check), self.page)
 
     def close(self) -> None:
         """Leaves the group."""

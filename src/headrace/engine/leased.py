@@ -39,13 +39,19 @@ class Leased:
     portions: its leases.
     loader: of the training data.
     host: the workers.
+    fate: this worker's, of the control page.
 
     Attributes:
         fence: rounds that are done at the fence where this worker stands; -1 while it is at none.
+        wanted_away: whether it was asked to leave, and has asked for nothing since.
     """
 
-    def __init__(self, order: Order, portions: Portions, loader: Loader, host: SharedCollective) -> None:
+    def __init__(
+        self, order: Order, portions: Portions, loader: Loader, host: SharedCollective, fate: memoryview
+    ) -> None:
         self.fence = -1
+        self.wanted_away = False
+        self._fate = fate
         self._order = order
         self._portions = portions
         self._loader = loader
@@ -70,6 +76,8 @@ class Leased:
         if not self._rest:
             self._ask()
             self.at_fence()
+        if self.wanted_away:
+            return None
         if self._portion is not None and not self._rest:
             self._asked = False
             self._rest = range(self._portion.round, self._portion.round + self._portion.rounds)
@@ -133,17 +141,30 @@ class Leased:
     def leave_fence(self) -> None:
         """Goes on, when all that was to be done here is done."""
         done, self.fence, self._asked, self._stepped = self.fence, -1, False, False
-        self._host.barrier()
+        self._host.together(self._host.barrier)
         until = next_fence(self._order, self._loader.rounds_per_epoch, done)
-        self._portions.advance(done, until, leads=self._host.rank == 0)
+        self._portions.advance(done, until)
+
+    def leave(self) -> None:
+        """Leaves for good, between two portions, while others go on."""
+        self._portions.ask(leaves=True)
 
     def _ask(self) -> None:
-        if not self._asked and self.fence < 0:
-            self._portions.ask()
-            self._asked = True
+        if self._asked or self.fence >= 0:
+            return
+        if self._fate[1]:
+            self.wanted_away = True
+            return
+        self._portions.ask()
+        self._asked = True
 
     def _meet(self, fence: Fence) -> None:
         self.fence = fence.round
-        self._host.barrier()
-        self._portions.renew()
-        self._host.barrier()
+        self._host.regroup(fence.members, fence.meeting)
+
+        def renew() -> None:
+            self._host.barrier()
+            self._portions.renew()
+            self._host.barrier()
+
+        self._host.together(renew)

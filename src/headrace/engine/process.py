@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from headrace.comm.control import ControlPage
+from headrace.comm.elastic import Elastic
 from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
 from headrace.engine.journal import Journal
@@ -89,7 +90,13 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     if plan.roles[rank].kind == "server":
         serve(assignment, rank, page, check)
         return 0
-    host = SharedMemory(page, rank, check, plan.workers if plan.servers else None)
+    if plan.servers:
+        # Whoever comes in another's place is alone until the next meeting.
+        incarnation = page.fates[rank][0]
+        members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
+        work(assignment, rank, Elastic(page, rank, members, check), page)
+        return 0
+    host = SharedMemory(page, rank, check)
     work(assignment, rank, host, page)
     host.close()
     return 0

@@ -12,8 +12,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -33,6 +34,21 @@ __all__ = ["Saver"]
 _LOOK_EVERY_S = 0.002
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Of a checkpoint.
+
+    Attributes:
+        done: rounds.
+        rank: whose part, among those who save.
+        place: of that worker in the control page.
+    """
+
+    done: int
+    rank: int
+    place: int
+
+
 class Saver:
     """One rank's part in the run's checkpoints; every rank calls the same verbs in the same order.
 
@@ -40,8 +56,7 @@ class Saver:
 
     Args:
         order: when to save, how much to keep.
-        rank: this worker's.
-        host: the workers of this host.
+        host: the workers of this host; the first of them leads.
         page: where they tell each other what they have written.
         journal: of this process.
 
@@ -50,10 +65,9 @@ class Saver:
         saved: rounds in the last one of this history; -1 if there is none.
     """
 
-    def __init__(self, order: Order, rank: int, host: SharedCollective, page: ControlPage, journal: Journal) -> None:
+    def __init__(self, order: Order, host: SharedCollective, page: ControlPage, journal: Journal) -> None:
         self.folder = CheckpointFolder(order.run_dir / "checkpoints")
         self._wish = order.checkpoints
-        self._rank = rank
         self._host = host
         self._page = page
         self._journal = journal
@@ -92,7 +106,7 @@ class Saver:
         """Rank 0 decides whether to save when `done` rounds will be done, before that round's barrier."""
         self._tell()
         wish = self._wish
-        if self._rank or wish is None:
+        if self._host.rank or wish is None:
             return
         by_steps = wish.every_steps is not None and done % wish.every_steps == 0
         if by_steps or self.overdue:
@@ -117,7 +131,9 @@ class Saver:
         self._last_s = began
         self.saved = done
         problem: OSError | None = None
-        if self._rank == 0:
+        members = self._host.members
+        part = _Part(done, self._host.rank, members[self._host.rank])
+        if part.rank == 0:
             try:
                 self.folder.begin(done)
             except OSError as error:
@@ -129,7 +145,7 @@ class Saver:
             if problem:
                 self._news.append(self._warning(done, problem.strerror or str(problem)))
             return
-        arguments = (done, tensors, description, stall_s)
+        arguments = (part, members, tensors, description, stall_s)
         self._thread = threading.Thread(target=self._write, args=arguments, name="headrace-saver", daemon=True)
         self._thread.start()
 
@@ -150,41 +166,52 @@ class Saver:
         if self._failure:
             raise self._failure
 
-    def _write(self, done: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any], stall_s: float) -> None:
+    def _write(
+        self,
+        part: _Part,
+        members: Sequence[int],
+        tensors: Mapping[str, Tensor],
+        description: Mapping[str, Any],
+        stall_s: float,
+    ) -> None:
         began = monotonic()
         try:
-            self._write_part(done, tensors)
-            if self._rank == 0:
-                self._commit(done, description, stall_s, began)
+            self._write_part(part, tensors)
+            if part.rank == 0:
+                self._commit(part.done, members, description, stall_s, began)
         except Exception as failure:  # raised again by the worker's own thread, which would wait for ever
             self._failure = failure
 
-    def _write_part(self, done: int, tensors: Mapping[str, Tensor]) -> None:
-        saves, digest = self._page.saves[self._rank], self._page.digests[self._rank]
+    def _write_part(self, part: _Part, tensors: Mapping[str, Tensor]) -> None:
+        saves, digest = self._page.saves[part.place], self._page.digests[part.place]
         error = 0
         try:
-            record = self.folder.write(done, self._rank, tensors)
+            record = self.folder.write(part.done, part.rank, tensors)
             digest[:] = bytes.fromhex(record.sha256)
             saves[1] = record.bytes
         except OSError as failure:
             error = failure.errno or -1
         saves[2] = error
         # Last, because it says that the rest is there.
-        saves[0] = done + 1
+        saves[0] = part.done + 1
 
-    def _commit(self, done: int, description: Mapping[str, Any], stall_s: float, began: float) -> None:
-        saves = self._page.saves[: self._host.world]
-        while not all(save[0] == done + 1 for save in saves):
-            self._host.check()
-            time.sleep(_LOOK_EVERY_S)
+    def _commit(
+        self, done: int, members: Sequence[int], description: Mapping[str, Any], stall_s: float, began: float
+    ) -> None:
+        lost = self._await(done, members)
+        if lost is not None:
+            self.folder.abandon(done)
+            self._news.append(self._warning(done, f"rank {lost} was lost while it wrote its part"))
+            return
+        saves = [self._page.saves[member] for member in members]
         errors = [save[2] for save in saves if save[2]]
         if errors:
             self.folder.abandon(done)
             self._news.append(self._warning(done, os.strerror(errors[0])))
             return
         files = [
-            FileRecord(file_name(rank), save[1], bytes(self._page.digests[rank]).hex())
-            for rank, save in enumerate(saves)
+            FileRecord(file_name(rank), save[1], bytes(self._page.digests[member]).hex())
+            for rank, (member, save) in enumerate(zip(members, saves, strict=True))
         ]
         assert self._wish is not None
         try:
@@ -198,6 +225,18 @@ class Saver:
             self._news.append(Notice(0, self._journal.now(), text))
         size = sum(record.bytes for record in files)
         self._news.append(Saved(0, self._journal.now(), done, size, stall_s, monotonic() - began))
+
+    def _await(self, done: int, members: Sequence[int]) -> int | None:
+        """Waits until all have written their parts; returns who never will, if somebody was lost."""
+        for member in members:
+            while self._page.saves[member][0] != done + 1:
+                # Asked first: what a lost worker has written it has written before.
+                gone = self._host.is_gone(member)
+                if gone and self._page.saves[member][0] != done + 1:
+                    return member
+                self._host.check()
+                time.sleep(_LOOK_EVERY_S)
+        return None
 
     def _is_there(self, done: int) -> bool:
         try:

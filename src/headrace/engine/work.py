@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import resource
 import socket
@@ -11,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,33 +66,33 @@ def work(
     worker: Worker | None = None
     closing = ExitStack()
     try:
-        role = order.plan.roles[rank]
+        role, incarnation = order.plan.roles[rank], page.fates[rank][0]
         stored = _stored(order.resume) if order.resume else None
         with building or nullcontext():
             module = build_module(order.job)
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)
-        parts = _parts(order, role, host, module, page, closing)
+        parts = replace(_parts(order, role, host, module, page, closing), incarnation=incarnation)
         replica = order.strategy.replica(order.plan, rank, parts)
         if replica.portions:
             closing.callback(replica.portions.close)
         worker = _worker(order, role, replica, host, page, journal)
-        _seed(order, rank)
+        _seed(order, rank, incarnation)
         if stored:
             worker.resume(stored)
             del stored
+        if replica.portions:
+            replica.portions.begin()
         journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
         (order.train or train)(worker)
-        worker.leave()
-        _end_together(page, rank, worker.round + 1, host)
-        worker.finish()
-        if rank == 0:
-            _save(parts.module, order)
-        # Under a launcher every rank goes on with the saved model.
-        host.barrier()
+        meets = worker.leave()
+        if meets:
+            _end_together(page, rank, worker, host)
+            host.together(lambda: _leave_model(order, host, parts.module))
         journal.write(_ended(rank, worker, replica, host, journal, parts))
-        _part(replica, rank, host)
+        if meets:
+            host.together(lambda: _part(replica, host))
     except PeerLost:
         raise
     except BaseException as error:
@@ -110,29 +112,41 @@ def _failed(rank: int, worker: Worker | None, journal: Journal, error: BaseExcep
     return Failed(rank, journal.now(), step, f"{type(error).__name__}: {error}", shown, code)
 
 
-def _part(replica: Replica, rank: int, host: SharedCollective) -> None:
+def _leave_model(order: Order, host: SharedCollective, module: nn.Module) -> None:
+    if host.rank == 0:
+        _save(module, order)
+    # Under a launcher every rank goes on with the saved model.
+    host.barrier()
+
+
+def _part(replica: Replica, host: SharedCollective) -> None:
     if replica.portions:
         # Whoever still asks must be answered.
         host.barrier()
-        if rank == 0:
+        if host.rank == 0:
             replica.portions.end()
+        # Not before, because another one does it if the first is lost.
+        host.barrier()
 
 
-def _end_together(page: ControlPage, rank: int, rounds: int, host: SharedCollective) -> None:
+def _end_together(page: ControlPage, rank: int, worker: Worker, host: SharedCollective) -> None:
     """Waits until every rank's loop has ended: what follows are meetings of those who have nothing else to do."""
-    page.ends[rank][0] = rounds + 1
-    while not all(end[0] for end in page.ends[: host.world]):
-        host.check()
-        time.sleep(_LOOK_EVERY_S)
+    page.ends[rank][0] = worker.round + 2
+    for member in host.members:
+        while not (page.ends[member][0] or host.is_gone(member)):
+            host.check()
+            time.sleep(_LOOK_EVERY_S)
+    worker.finish()
 
 
-def _seed(order: Order, rank: int) -> None:
+def _seed(order: Order, rank: int, incarnation: int) -> None:
     resume = order.resume
-    if resume is None or resume.same:
+    if incarnation == 0 and (resume is None or resume.same):
         seed_random((order.job.seed << 16) + 1 + rank)
     else:
         # No rank's own state fits, and that of the run's begin has been drawn from already.
-        seed_random(hash((order.job.seed, rank, resume.step)) % 2**63)
+        step = resume.step if resume else 0
+        seed_random(hash((order.job.seed, rank, step, incarnation)) % 2**63)
 
 
 def _stored(resume: Resumption) -> Stored:
@@ -200,7 +214,12 @@ def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]
 
 
 def _worker(
-    order: Order, role: Role, replica: Replica, host: SharedCollective, page: ControlPage, journal: Journal
+    order: Order,
+    role: Role,
+    replica: Replica,
+    host: SharedCollective,
+    page: ControlPage,
+    journal: Journal,
 ) -> Worker:
     job, plan = order.job, order.plan
     # Leased portions are nobody's share; evaluation is everybody's.
@@ -209,11 +228,15 @@ def _worker(
     loader = Loader(pipeline, job.seed, job.global_batch_size, shares, role.data_rank)
     evaluation = None
     if job.eval_data is not None:
-        batch = job.options.eval_batch_size
-        size = batch * len(shares) if batch else max(job.global_batch_size, len(shares))
         eval_pipeline, _ = as_pipeline(job.eval_data)
-        swept = Loader(eval_pipeline, job.seed, size, shares, role.data_rank, ordered=True)
-        evaluation = Evaluation(job, replica, swept, host)
+
+        def swept(rank: int, world: int) -> Loader:
+            parts = (1,) * world if plan.servers else plan.shares
+            batch = job.options.eval_batch_size
+            size = batch * world if batch else max(job.global_batch_size, world)
+            return Loader(eval_pipeline, job.seed, size, parts, rank, ordered=True)
+
+        evaluation = Evaluation(job, replica, functools.cache(swept), host)
     return Worker(order, role.rank, replica, loader, evaluation, host, page, journal)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from datetime import datetime
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -21,20 +20,13 @@ from headrace.engine.losses import Losses
 from headrace.engine.order import Order
 from headrace.engine.recovery import Recovery
 from headrace.engine.saver import Saver
-from headrace.engine.snapshot import (
-    Stored,
-    making_sense,
-    model_tensors,
-    owned_pieces,
-    random_states,
-    restore_random_states,
-)
+from headrace.engine.snapshot import Stored
+from headrace.engine.state import WorkerState
 from headrace.errors import RunFailed, UsageError
 from headrace.metrics import Mean
 from headrace.replica.batch_norm import averaged_buffers
 from headrace.replica.compute import Computed
 from headrace.replica.exchange import Replica
-from headrace.replica.update import AVERAGE
 from headrace.replica.whole_model import WholeModel
 from headrace.spec.event import Evaluated, Notice
 from headrace.spec.share import Share
@@ -59,6 +51,7 @@ class Worker:
     Args:
         order: the run.
         rank: index in the run.
+        world: how many workers there are; where they may come and go, how many met last.
         replica: the model and its three verbs.
         loader: of the training data.
         evaluation: of the evaluation data, if there is any.
@@ -67,7 +60,8 @@ class Worker:
         journal: of this process.
 
     Attributes:
-        rank, world: index in the run, and how many workers there are.
+        rank: index in the run.
+        world: how many workers there are; where they may come and go, how many met last.
         model: this worker's copy.
         device: where it lives.
         rounds: how many there are in the whole run.
@@ -101,11 +95,14 @@ class Worker:
         self._host = host
         self._page = page
         self._journal = journal
-        self._saver = Saver(order, rank, host, page, journal)
+        self._saver = Saver(order, host, page, journal)
         at_home = order.resume is not None and order.resume.folder == self._saver.folder.path
         self._over_before = at_home and self.round + 1 >= self.rounds
         self._stopper = Stopper(options.early_stopping)
-        self._leased = Leased(order, replica.portions, loader, host) if replica.portions else None
+        self._state = WorkerState(order, rank, replica, host, self._stopper, loader.rounds_per_epoch)
+        fate = page.fates[rank]
+        self._leased = Leased(order, replica.portions, loader, host, fate) if replica.portions else None
+        self._replaces = page.fates[rank][0] > 0
         alone = self._leased is not None
         self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back, alone)
         self._halted, self._agreed, self._open = False, False, alone and self.round + 1 < self.rounds
@@ -137,7 +134,8 @@ class Worker:
     def batches(self) -> Iterator[Any]:
         """Yields this worker's share of every global batch, on its device; where data is leased, what it gets."""
         first = self.round + 1
-        if self._saver.must_begin(first, rolls_back=self._order.job.options.on_nonfinite == "rollback"):
+        rolls_back = self._order.job.options.on_nonfinite == "rollback"
+        if not self._replaces and self._saver.must_begin(first, rolls_back):
             self._save()
             # Whatever happens next: a history that was left does not come back, and there is something to roll back to.
             self._saver.wait()
@@ -178,6 +176,9 @@ class Worker:
             while self._open:
                 began = perf_counter()
                 item = leased.next()
+                if leased.wanted_away:
+                    leased.leave()
+                    return
                 if item is not None:
                     self.round, self._share = item
                     batch = self._replica.compute.place(self._share.batch)
@@ -261,46 +262,49 @@ class Worker:
         if self._evaluation is None:
             return {}
         began = monotonic()
-        metrics, examples = self._evaluation.run(self._weight)
+        metrics, examples = self._host.together(self._measure)
         done = self.round + 1
         ending = self._stopper.see(metrics, done)
-        if self.rank == 0:
+        if self._host.rank == 0:
             now = self._journal.now()
             epochs = done // self._loader.rounds_per_epoch
-            self._journal.write(Evaluated(0, now, done, epochs, examples, metrics, monotonic() - began))
+            self._journal.write(Evaluated(self.rank, now, done, epochs, examples, metrics, monotonic() - began))
             if ending:
-                self._journal.write(Notice(0, now, ending))
+                self._journal.write(Notice(self.rank, now, ending))
         return metrics
+
+    def _measure(self) -> tuple[dict[str, float], int]:
+        assert self._evaluation is not None
+        if self._leased:
+            # Who has come later knows nothing of the evaluations before.
+            self._stopper.agree(self._host)
+        return self._evaluation.run(self._weight)
 
     def resume(self, stored: Stored) -> None:
         """Takes up what a checkpoint says of this worker, when its replica stands."""
-        resume = self._order.resume
-        assert resume is not None
-        with making_sense(stored.path):
-            pieces = stored.pieces()
-            if resume.reset_optimizer:
-                # The averages are weights, and go on with the weights.
-                self._replica.exchange.load([piece for piece in pieces if piece.key == AVERAGE])
-            else:
-                self._replica.exchange.load(pieces, stored.description["settings"])
-                self._stopper.load(stored.description["early_stopping"])
-            if resume.same:
-                stored.load_buffers(self.model, self.rank, self.world)
-                restore_random_states(stored.random(self.rank), self.device)
+        self._state.load(stored)
 
-    def leave(self) -> None:
-        """Ends the loop; a `UsageError` where it leaves undone what others wait for."""
-        if self._open and self._leased is not None:
-            self._leased.require_fence(self.rank, "ended", self.round + 1)
+    def leave(self) -> bool:
+        """Ends the loop; returns whether this worker meets the others now, and has not left them earlier.
+
+        Raises:
+            UsageError: the loop leaves undone what others wait for.
+        """
+        leased = self._leased
+        if leased is not None and leased.wanted_away:
+            return False
+        if self._open and leased is not None:
+            leased.require_fence(self.rank, "ended", self.round + 1)
+        return True
 
     def finish(self) -> None:
         """Saves a last time, and leaves in the model what a trained one is: averaged weights and statistics."""
         if self._order.checkpoints and self._saver.saved != self.round + 1 and not self._over_before:
             self._save()
         self._saver.wait()
-        average(averaged_buffers(self.model), self._host, self._weight)
+        self._host.together(lambda: average(averaged_buffers(self.model), self._host, self._weight))
         if self._order.job.options.ema_decay is not None:
-            self._replica.exchange.swap_average()
+            self._host.together(lambda: self._replica.exchange.show_average(True))
 
     @property
     def _weight(self) -> float:
@@ -313,24 +317,13 @@ class Worker:
         return Share(batch, share.examples, share.examples if self._leased else share.of, share.epoch)
 
     def _save(self) -> None:
+        self._host.together(self._save_once)
+
+    def _save_once(self) -> None:
         began = monotonic()
         # A loss that nobody has looked at may be none, and then what is here is not worth keeping.
         self._losses.read()
-        tensors = {
-            **owned_pieces(self._replica.exchange.state(), self._order.plan, self.rank),
-            **random_states(self.device),
-        }
-        averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self.model)}
-        average(list(averaged.values()), self._host, self._weight)
-        tensors |= model_tensors(self.model, self.rank, self.world, averaged)
-        description = {
-            **self._order.description,
-            "epoch": (self.round + 1) // self._loader.rounds_per_epoch,
-            "round_of_epoch": (self.round + 1) % self._loader.rounds_per_epoch,
-            "settings": self._replica.exchange.settings(),
-            "early_stopping": self._stopper.state(),
-            "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
-        }
+        tensors, description = self._state.take(self.round + 1, self._weight)
         self._saver.save(self.round + 1, tensors, description, began)
 
     def _roll_back(self) -> None:
@@ -340,9 +333,7 @@ class Worker:
         checkpoint = self._saver.newest()
         if checkpoint is None:
             raise RunFailed(f"there is no sound checkpoint in {self._saver.folder.path} to roll back to")
-        stored = Stored(checkpoint)
-        self._replica.exchange.load([*stored.pieces(), *stored.parameter_pieces()])
-        stored.load_buffers(self.model, self.rank, self.world)
+        self._state.bring_back(Stored(checkpoint))
 
     def _require_step(self) -> None:
         # Who leaves out a round does not meet the others in it, and would take their next meeting for another.
@@ -373,12 +364,18 @@ class Worker:
             return False
         self._agreed = True
         self.round = leased.fence - 1
-        self._ask()
-        self._host.barrier()
+
+        def ask() -> None:
+            self._ask()
+            self._host.barrier()
+
+        self._host.together(ask)
+        self.world = self._host.world
         return True
 
     def _ask_for_fence(self, leased: Leased) -> None:
-        if self.rank == 0 and leased.fence < 0 and not self._halted:
+        # Each of them, because nobody knows who lives long enough.
+        if leased.fence < 0 and not self._halted:
             self._halted = bool(self._page.stop) or monotonic() > self._deadline or self._saver.overdue
             if self._halted:
                 leased.halt()
@@ -386,14 +383,16 @@ class Worker:
     def _ask(self) -> None:
         self._halted = False
         # Rank 0 decides before this round's first barrier, so that everybody knows after it.
-        if self.rank == 0 and (self._page.stop or monotonic() > self._deadline) and not self._page.stop_after:
+        if self._host.rank == 0 and (self._page.stop or monotonic() > self._deadline) and not self._page.stop_after:
             self._page.stop_after = self.round + 1
         self._saver.ask(self.round + 1)
 
     def _record(self, computed: Computed, loss: float | None) -> float | None:
         self._examples += self._share.examples
         beat = self._page.beats[self.rank]
-        beat[1], beat[2] = self.round + 1, self._examples
+        beat[1] = self.round + 1
+        # Whoever had this place before has counted, too.
+        beat[2] += self._share.examples
         head = (self.round, self._share.epoch, self._share.examples, computed.weight)
         self._losses.note(head, computed.loss, loss, self._times)
         return loss

@@ -71,11 +71,13 @@ class ApplierState:
         round: that is open.
         done: rounds, by shard.
         settings: of the optimizer and its schedule, as JSON.
+        shows_average: whether the averages stand where the parameters do.
     """
 
     round: int
     done: tuple[float, ...]
     settings: str
+    shows_average: bool
 
 
 class Applier:
@@ -204,7 +206,7 @@ class Applier:
             tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
         # Optimizers that draw numbers go on with the same ones.
         tensors["random"] = torch.get_rng_state()
-        return ApplierState(self._round, tuple(self._done), self.state().decode()), tensors
+        return ApplierState(self._round, tuple(self._done), self.state().decode(), self._updater.shows_average), tensors
 
     def become(self, state: ApplierState, tensors: Mapping[str, Tensor]) -> None:
         """Becomes what another one of the same shards was.
@@ -229,10 +231,12 @@ class Applier:
             self._updater.load(own, index=index)
         torch.set_rng_state(like(tensors, "random", torch.get_rng_state()).clone())
         self._round, self._done = state.round, list(state.done)
+        # The tensors are already as they stood.
+        self._updater.shows_average = state.shows_average
 
-    def swap_average(self) -> None:
-        """Lets parameters and their moving averages change places."""
-        self._updater.swap_average()
+    def show_average(self, on: bool) -> None:
+        """Lets the moving averages stand where the parameters do, or the parameters again."""
+        self._updater.show_average(on)
 
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""

@@ -83,20 +83,20 @@ def connect(
     addresses: Sequence[str],
     forms: Sequence[Form],
     places: Sequence[Sequence[Tensor]],
-    worker: int,
+    worker: tuple[int, int],
     check: Callable[[], None],
     servers: Sequence[Role],
     closing: ExitStack,
     *,
     together: bool = False,
     observes: bool = False,
-    incarnation: int = 0,
     find: Callable[[int], str] | None = None,
 ) -> Client:
     """Returns a client of the servers at some addresses; `closing` ends its links.
 
     Args:
-        together, observes, incarnation: see `Client`.
+        worker: its number and incarnation.
+        together, observes: see `Client`.
         find: says where a server is now, by its place in `addresses`, when the link to it has ended; raises
             ConnectionError if it is nowhere. None for where it was.
     """
@@ -114,7 +114,7 @@ def connect(
         link = open_link(index, address, _HELLO_S)
         closing.callback(link.close)
         connections.append(Connection(link, form, own, server.rank, server.host, reopen))
-    client = Client(connections, worker, incarnation, check, together=together, observes=observes)
+    client = Client(connections, *worker, check, together=together, observes=observes)
     closing.callback(client.close)
     return client
 

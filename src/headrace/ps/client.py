@@ -133,6 +133,10 @@ class Client:
         """Tells the first server, which gives out the data, something, and does not wait for its answer."""
         self._servers[0].tell(message)
 
+    def begin(self, leads: bool) -> bool:
+        """Says that there are parameters to begin with, if this worker has brought them; returns whether there are."""
+        return bool(self.ask(0, Message(Kind.BEGIN, flag=leads)))
+
     def lease(self) -> Message:
         """Waits for the first server's next word about data: a grant or a fence."""
         return self._servers[0].lease()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from headrace.ps.leases import Advance, Answer, Ask, Commit, Grant, Halt, Leases, LeasesState, Lost, Return
 from headrace.ps.membership import Member
@@ -33,12 +34,13 @@ class AskedState:
 class CoordinatorState:
     """All that a coordinator knows, as JSON takes it."""
 
+    stretch: tuple[int, ...]
     leases: LeasesState
     asked: tuple[AskedState, ...]
 
     def detached(self) -> CoordinatorState:
         """Returns it without its workers."""
-        return CoordinatorState(self.leases.detached(), ())
+        return CoordinatorState(self.stretch, self.leases.detached(), ())
 
 
 @dataclass
@@ -59,12 +61,15 @@ class _Asked:
 class Coordinator:
     """Args:
     leases: of the run's data.
+    first, until: rounds at the run's begin, and at its first fence.
     send: gives a link a message.
     """
 
-    def __init__(self, leases: Leases, send: Callable[[int, bytes], None]) -> None:
+    def __init__(self, leases: Leases, first: int, until: int, send: Callable[[int, bytes], None]) -> None:
         self._leases = leases
         self._send = send
+        # Round and lease number at the fence before, round at the next: with them whoever comes late knows where it is.
+        self._stretch = (first, first, until)
         self._asked: dict[int, _Asked] = {}
 
     def handle(self, worker: int, message: Message) -> None:
@@ -72,9 +77,17 @@ class Coordinator:
         if message.kind == Kind.HALT:
             self._tell(self._leases.handle(Halt()))
         elif message.kind == Kind.ADVANCE:
-            self._tell(self._leases.handle(Advance(message.lease, *message.numbers[:1])))
+            self._advance(message.lease, message.numbers)
         elif message.lease >= 0:
             self._tell(self._leases.handle((Return if message.flag else Commit)(message.lease, worker)))
+
+    def _advance(self, fence: int, numbers: tuple[int, ...]) -> None:
+        if len(numbers) != 4:
+            raise ValueError(f"whoever lets all go on says where to by 4 numbers, not {len(numbers)}")
+        ahead, alone, done, until = numbers
+        if fence == self._leases.until:
+            self._stretch = (done, fence, until)
+        self._tell(self._leases.handle(Advance(fence, ahead, alone)))
 
     def ask(self, member: Member, message: Message) -> None:
         """Deals with a question for data, which comes with the news of what became of the lease before."""
@@ -104,7 +117,7 @@ class Coordinator:
             AskedState(worker, each.member.session, each.number, each.answer.hex())
             for worker, each in self._asked.items()
         )
-        return CoordinatorState(self._leases.state(), tuple(asked))
+        return CoordinatorState(self._stretch, self._leases.state(), tuple(asked))
 
     def load(self, state: CoordinatorState, members: Mapping[int, Member]) -> None:
         """Becomes what another one was.
@@ -116,6 +129,8 @@ class Coordinator:
         Raises:
             ValueError: nobody ever was so.
         """
+        done, fence, until = state.stretch
+        self._stretch = (done, fence, until)
         self._leases.load(state.leases)
         self._asked = {
             each.worker: _Asked(members[each.session], each.number, bytes.fromhex(each.answer)) for each in state.asked
@@ -127,10 +142,14 @@ class Coordinator:
             if asked is None:
                 continue
             if isinstance(answer, Grant):
-                message = Message(
-                    Kind.GRANT, lease=answer.lease, numbers=(answer.round, answer.part), number=asked.number
-                )
+                numbers = (*self._stretch, answer.round, answer.part)
+                message = Message(Kind.GRANT, lease=answer.lease, numbers=numbers, number=asked.number)
             else:
-                message = Message(Kind.FENCE, numbers=(answer.round,), number=asked.number)
+                # Of a worker that was lost before anybody said so here, there may be another one by now.
+                members = chain.from_iterable(
+                    (each, self._asked[each].member.incarnation) for each in answer.members if each in self._asked
+                )
+                numbers = (*self._stretch, answer.round, answer.meeting, *members)
+                message = Message(Kind.FENCE, numbers=numbers, number=asked.number)
             asked.answer = encode(message)
             self._send(asked.member.peer, asked.answer)

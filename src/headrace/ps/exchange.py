@@ -37,6 +37,7 @@ class ServedExchange(Exchange):
         options: the job's.
         scale: of the loss, None for none.
         device: where the gradients come from.
+        leads: whether this worker brings what there is to begin with.
 
     Attributes:
         client, held: see there.
@@ -54,8 +55,10 @@ class ServedExchange(Exchange):
         options: Options,
         scale: LossScale | None,
         device: torch.device,
+        leads: bool,
     ) -> None:
         self.client = client
+        self._leads = leads
         self.held = held
         self._forms = forms
         self._host = host
@@ -83,11 +86,11 @@ class ServedExchange(Exchange):
     def skip(self, round_: int) -> None:
         """The servers have left it out."""
 
-    def swap_average(self) -> None:
+    def show_average(self, on: bool) -> None:
         self._host.barrier()
         if self._host.rank == 0:
             for server in range(len(self._forms)):
-                self.client.ask(server, Message(Kind.SWAP))
+                self.client.ask(server, Message(Kind.AVERAGE, flag=on))
         self._host.barrier()
         self.client.pull()
 
@@ -107,8 +110,7 @@ class ServedExchange(Exchange):
         by_parameter: dict[str, list[StatePiece]] = {}
         for state in pieces:
             by_parameter.setdefault(state.parameter, []).append(state)
-        self._host.barrier()
-        for server in self._own():
+        for server in range(len(self._forms) if self._leads else 0):
             said = "" if settings is None else json.dumps(settings)
             # First, because it forgets what state there was.
             self.client.ask(server, Message(Kind.LOAD), said.encode())
@@ -116,12 +118,10 @@ class ServedExchange(Exchange):
                 own = by_parameter.get(piece.parameter, ())
                 blob = save({each.name: each.value.contiguous() for each in own})
                 self.client.ask(server, Message(Kind.LOAD, shard, 1), blob)
-        self._host.barrier()
-        self.client.pull()
 
     def give(self, places: Sequence[Sequence[Tensor]]) -> None:
-        """Gives the servers this worker's parameters to begin with."""
-        for server, (form, own) in enumerate(zip(self._forms, places, strict=True)):
+        """Gives the servers this worker's parameters, if these are what there is to begin with."""
+        for server, (form, own) in enumerate(zip(self._forms, places, strict=True) if self._leads else ()):
             for shard, (piece, value) in enumerate(zip(form.pieces, own, strict=True)):
                 state = StatePiece(piece.parameter, PARAMETER, piece.start, value)
                 self.client.ask(server, Message(Kind.LOAD, shard, 1), save({state.name: value.cpu()}))
@@ -130,5 +130,5 @@ class ServedExchange(Exchange):
         return self.parameter_bytes, 0
 
     def _own(self) -> range:
-        """The servers whose state this worker brings into a checkpoint and back."""
+        """The servers whose state this worker brings into a checkpoint."""
         return range(self._host.rank, len(self._forms), self._host.world)

@@ -8,11 +8,13 @@ lost is given out again.
     worker 0     ═══        ═══        ═══      ║        before all that lie in front are committed
     worker 1          ═════════════       ══════║
 
-At a fence the workers meet: to evaluate, to save, to end.
+At a fence the workers meet: to evaluate, to save, to end. All are told at once who meets: those who are present then.
+Who comes later waits for the fence to be left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from headrace.ps.spans import numbers_in, spans_of
@@ -73,10 +75,12 @@ class Advance:
     """The workers have met; on, to the next fence.
 
     Attributes:
-        until: rounds that lie in front of it.
-        alone: so many of them that worker 0 does alone.
+        done: rounds in front of the fence where they have met; it has been left if it is another one.
+        until: rounds that lie in front of the next.
+        alone: so many of those between that worker 0 does alone.
     """
 
+    done: int
     until: int
     alone: int = 0
 
@@ -103,10 +107,19 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A worker meets the others; `round` rounds are done."""
+    """A worker meets the others.
+
+    Attributes:
+        worker: who.
+        round: rounds that are done.
+        meeting: how many meetings there were in the run, this one counted.
+        members: all who meet, whoever has been there longest first.
+    """
 
     worker: int
     round: int
+    meeting: int
+    members: tuple[int, ...]
 
 
 Answer = Grant | Fence
@@ -125,6 +138,8 @@ class LeasesState:
         free: leases that were given out and are free again, from each to before another.
         held: lease and worker of each that is given out.
         lost, met: workers that are gone, and that were told of the fence.
+        present: workers that are waited for, in the order in which they came.
+        meetings: so far.
         asking: workers, in the order in which they came.
         loose: whether any portion goes to any worker, because some are lost.
     """
@@ -138,6 +153,8 @@ class LeasesState:
     held: tuple[tuple[int, ...], ...]
     lost: tuple[int, ...]
     met: tuple[int, ...]
+    present: tuple[int, ...]
+    meetings: int
     asking: tuple[int, ...]
     loose: bool
 
@@ -150,7 +167,7 @@ class LeasesState:
     def detached(self) -> LeasesState:
         """Returns it without its workers: what they hold is free."""
         free = numbers_in(self.free) | {lease for lease, _ in self.held}
-        return replace(self, free=spans_of(free), held=(), met=(), asking=())
+        return replace(self, free=spans_of(free), held=(), met=(), asking=(), present=())
 
 
 class Leases:
@@ -164,12 +181,21 @@ class Leases:
             same number of rounds; else whoever asks gets the next. Where a worker is lost, others get its portions, and
             up to the fence whoever has done its own gets any: nobody is left with rounds that need more than one.
         alone: rounds from the first on that worker 0 does alone.
+        workers: who is present from the begin, and waited for until it asks or is lost; others are from when they ask.
 
     Attributes:
         until: rounds in front of the next fence.
     """
 
-    def __init__(self, portions: int, until: int, first: int = 0, fixed: bool = False, alone: int = 0) -> None:
+    def __init__(
+        self,
+        portions: int,
+        until: int,
+        first: int = 0,
+        fixed: bool = False,
+        alone: int = 0,
+        workers: Iterable[int] = (),
+    ) -> None:
         self.until = until
         self._portions = portions
         self._first = first * portions
@@ -181,13 +207,16 @@ class Leases:
         self._held: dict[int, int] = {}
         self._lost: set[int] = set()
         self._loose = False
+        self._present = dict.fromkeys(workers)
         self._asking: list[int] = []
         self._met: set[int] = set()
+        self._meetings = 0
 
     def handle(self, event: Event) -> list[Answer]:
         """Returns what the workers are told."""
         if isinstance(event, Ask):
             self._lost.discard(event.worker)
+            self._present.setdefault(event.worker)
             if event.worker not in self._asking:
                 self._asking.append(event.worker)
         elif isinstance(event, Commit | Return):
@@ -199,11 +228,13 @@ class Leases:
             self._release([lease for lease, worker in self._held.items() if worker == event.worker])
             self._asking = [worker for worker in self._asking if worker != event.worker]
             self._met.discard(event.worker)
+            self._present.pop(event.worker, None)
             self._lost.add(event.worker)
             self._loose = True
         elif isinstance(event, Halt):
             self.until = min(self.until, -(-self._begun() // self._portions))
-        else:
+        elif event.done == self.until:
+            # All who have met say so, and the first one counts.
             self._first = self.until * self._portions
             self._together = self._first + event.alone * self._portions
             self.until = event.until
@@ -223,6 +254,8 @@ class Leases:
             held=tuple(self._held.items()),
             lost=tuple(sorted(self._lost)),
             met=tuple(sorted(self._met)),
+            present=tuple(self._present),
+            meetings=self._meetings,
             asking=tuple(self._asking),
             loose=self._loose,
         )
@@ -242,6 +275,7 @@ class Leases:
         self._next, self._free = list(state.next), numbers_in(state.free)
         self._held = {lease: worker for lease, worker in state.held}
         self._lost, self._met, self._asking = set(state.lost), set(state.met), list(state.asking)
+        self._present, self._meetings = dict.fromkeys(state.present), state.meetings
         self._loose = state.loose
 
     def _begun(self) -> int:
@@ -256,19 +290,23 @@ class Leases:
     def _answer(self) -> list[Answer]:
         answers: list[Answer] = []
         for worker in self._asking[:]:
-            if worker in self._met:
-                continue
-            lease = self._take(worker)
+            # Whatever is left while they meet lies behind the fence.
+            lease = None if self._met else self._take(worker)
             if lease is not None:
                 self._held[lease] = worker
+                self._asking.remove(worker)
                 answers.append(Grant(worker, lease, *divmod(lease, self._portions)))
-            elif not self._held and not self._left():
-                self._met.add(worker)
-                answers.append(Fence(worker, self.until))
-            else:
-                continue
-            self._asking.remove(worker)
-        return answers
+        return answers + self._meet()
+
+    def _meet(self) -> list[Answer]:
+        """Brings all together when there is nothing left in front of the fence; whoever comes later waits outside."""
+        if self._met or not self._present or self._held or self._left() or len(self._asking) < len(self._present):
+            return []
+        members = tuple(self._present)
+        self._met.update(members)
+        self._asking.clear()
+        self._meetings += 1
+        return [Fence(worker, self.until, self._meetings, members) for worker in members]
 
     def _take(self, worker: int) -> int | None:
         ready = [*self._free, *(lease for lease in self._next if lease < self._stop())]

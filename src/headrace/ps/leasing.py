@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from headrace.ps.client import Client
 from headrace.ps.messages import Kind, Message
 from headrace.replica.portions import Fence, Portion, Portions
+
+_LOOK_EVERY_S = 0.005
 
 __all__ = ["Aside", "LeasedPortions", "blocks"]
 
@@ -30,9 +33,9 @@ class LeasedPortions(Portions):
 
     Args:
         client: of this worker.
+        leads: whether this worker brings the parameters to begin with.
         servers: how many there are.
         parts: portions of a round.
-        first, until: the round that the run begins with, and its first fence.
         span: rounds of a block.
         aside: brings the parameters up to date where all meet; None to pull them.
         alone: rounds from the run's begin on that worker 0 does alone, to the end of a block.
@@ -47,10 +50,9 @@ class LeasedPortions(Portions):
     def __init__(
         self,
         client: Client,
+        leads: bool,
         servers: int,
         parts: int,
-        first: int,
-        until: int,
         span: int = 1,
         aside: Aside | None = None,
         alone: int = 0,
@@ -60,29 +62,37 @@ class LeasedPortions(Portions):
         self.weight, self.share = 0.0, 0.0
         self.left = 0
         self._client = client
+        self._leads = leads
         self._servers = servers
         self._parts = parts
         self._span = span
         self._aside = aside
         self._alone = alone
-        self._begin, self._until = first, until
         # Blocks are counted on over fences, so that no lease has the number of another.
-        self._block = first
+        self._fence = 0
 
-    def ask(self) -> None:
+    def begin(self) -> None:
+        while not self._client.begin(self._leads):
+            time.sleep(_LOOK_EVERY_S)
+        self.renew()
+
+    def ask(self, leaves: bool = False) -> None:
+        if leaves:
+            self._leave()
+            return
         self._client.tell(Message(Kind.ASK, flag=self.late, lease=self.lease))
         self.lease, self.late = -1, False
 
     def next(self) -> Portion | Fence:
         answer = self._client.lease()
-        block = answer.numbers[0]
-        round_ = min(self._until, self._begin + (block - self._block) * self._span)
+        begin, first, until, block, which, *members = answer.numbers
+        round_ = min(until, begin + (block - first) * self._span)
         if answer.kind == Kind.FENCE:
-            self._begin, self._block = round_, block
-            return Fence(round_)
+            self._fence = block
+            return Fence(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
         self.lease = answer.lease
-        self.left = min(self._span, self._until - round_)
-        return Portion(round_, answer.numbers[1], self._parts, self.left)
+        self.left = min(self._span, until - round_)
+        return Portion(round_, which, self._parts, self.left)
 
     def weigh(self, weight: float, share: float) -> None:
         self.weight, self.share = weight, share
@@ -91,14 +101,12 @@ class LeasedPortions(Portions):
     def halt(self) -> None:
         self._client.tell(Message(Kind.HALT))
 
-    def advance(self, done: int, until: int, leads: bool) -> None:
-        self._until = until
-        if leads:
-            for server in range(self._servers):
-                self._client.ask(server, Message(Kind.SETTLE, lease=done))
-            alone = blocks(done, max(done, self._alone), self._span)
-            ahead = self._block + blocks(done, until, self._span)
-            self._client.tell(Message(Kind.ADVANCE, lease=ahead, numbers=(alone,)))
+    def advance(self, done: int, until: int) -> None:
+        for server in range(self._servers):
+            self._client.ask(server, Message(Kind.SETTLE, lease=done))
+        alone = blocks(done, max(done, self._alone), self._span)
+        ahead = self._fence + blocks(done, until, self._span)
+        self._client.tell(Message(Kind.ADVANCE, lease=self._fence, numbers=(ahead, alone, done, until)))
 
     @property
     def moved_bytes(self) -> int:  # type: ignore[override]
@@ -118,6 +126,14 @@ class LeasedPortions(Portions):
         if self._aside:
             self._aside.close()
         self._client.close()
+
+    def _leave(self) -> None:
+        if self._aside:
+            self._aside.renew()
+        if self.lease >= 0:
+            self._client.tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease))
+        for server in range(self._servers):
+            self._client.ask(server, Message(Kind.LEAVE))
 
 
 def blocks(first: int, until: int, span: int) -> int:

@@ -94,6 +94,10 @@ class Membership:
             and (each.incarnation < member.incarnation or (each is not member and not each.observes | member.observes))
         ]
 
+    def clients(self, worker: int) -> list[Member]:
+        """Returns all clients of a worker that have links."""
+        return [each for each in self._at.values() if each.worker == worker]
+
     def state(self) -> MembershipState:
         """Returns all that is known."""
         return MembershipState(tuple(self._known.values()), tuple(self._at.values()), tuple(self._newest.items()))

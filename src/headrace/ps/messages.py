@@ -26,12 +26,13 @@ class Kind(IntEnum):
     ADVANCE = 7
     STATE = 8
     LOAD = 9
-    SWAP = 10
+    AVERAGE = 10
     SETTLE = 11
     LEAVE = 12
     END = 13
     COMMIT = 14
     ALIVE = 15
+    BEGIN = 16
     FOLLOW = 32
     HELD = 33
 

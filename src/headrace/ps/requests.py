@@ -176,10 +176,10 @@ class Requests:
         for shard, machine in enumerate(self._machines):
             self._port.show(shard, machine.version)
 
-    def swap_average(self) -> None:
+    def show_average(self, on: bool) -> None:
         """Exchanges all parameters and their averages."""
         with self._port.changing(range(len(self._machines))):
-            self._applier.swap_average()
+            self._applier.show_average(on)
         self.tell_all(Renew())
 
     def replace(self, shard: int, blob: bytes) -> None:

@@ -45,7 +45,8 @@ class Server:
     form: of its shards.
     applier: moves them.
     machines: one a shard.
-    leases: of the run's data, on the one server that gives them out; None elsewhere.
+    coordinates: leases of the run's data, and the run's first round and first fence, on the one server that gives
+        them out; None elsewhere.
     grace_s: how long a worker whose link has ended may take to come over another, before it is taken for lost.
     pairing: with its backup, or of that with its primary; then `port` is the pairing's, and `grace_s` is.
 
@@ -60,7 +61,7 @@ class Server:
         form: Form,
         applier: Applier,
         machines: Sequence[Shard],
-        leases: Leases | None = None,
+        coordinates: tuple[Leases, int, int] | None = None,
         grace_s: float = 2.0,
         pairing: Pairing | None = None,
     ) -> None:
@@ -70,11 +71,12 @@ class Server:
         self._form = form
         self._applier = applier
         self._requests = Requests(port, form, applier, machines, self.tally)
-        self._coordinator = Coordinator(leases, port.send) if leases else None
+        self._coordinator = Coordinator(*coordinates, port.send) if coordinates else None
         self._members = Membership()
         # With a backup, what is told again later must be part of the log.
         self._grace = None if pairing else Grace(grace_s)
         self._settled = -1
+        self._begun = False
         self._ended = False
         if pairing:
             pairing.attach(self.share, self.restore)
@@ -130,7 +132,7 @@ class Server:
             self._applier.become(state.applier, tensors)
             lost = () if detached else (name for name in tensors if name.startswith("residual/"))
             self._form.residuals = {name: tensors[name] for name in lost}
-            self._settled, self._ended = state.settled, state.ended
+            self._settled, self._begun, self._ended = state.settled, state.begun, state.ended
             if self._coordinator is not None and state.coordinator is not None:
                 self._coordinator.load(state.coordinator, members)
         except (LookupError, TypeError, OverflowError, RuntimeError) as error:
@@ -141,7 +143,9 @@ class Server:
         applier, its_tensors = self._applier.whole()
         coordinator = self._coordinator.state() if self._coordinator else None
         form, members = self._form.describe().decode(), self._members.state()
-        state = ServerState(form, self._settled, self._ended, members, requests, shards, applier, coordinator)
+        state = ServerState(
+            form, self._settled, self._begun, self._ended, members, requests, shards, applier, coordinator
+        )
         return pack(state, tensors | its_tensors | self._form.residuals, allocate)
 
     def close(self) -> None:
@@ -281,7 +285,16 @@ class Server:
         elif message.number != member.done:
             self._do(member, mail, message)
             member.done = message.number
+        if message.kind == Kind.BEGIN and self._begun:
+            blob = b"begun"
         self._port.send(mail.peer, encode(Message(Kind.DONE, number=message.number)), blob=blob)
+
+    def _settle(self, done: int) -> None:
+        """Is told how many rounds are done, by all who have met: by some of them when new pushes have come since."""
+        if done > self._settled:
+            self._settled = done
+            self._applier.settle(done)
+            self._requests.tell_all(Settle())
 
     def _do(self, member: Member, mail: Mail, message: Message) -> None:
         if message.kind in _LEASED:
@@ -291,14 +304,15 @@ class Server:
                 self._requests.replace(message.first, bytes(mail.blob))
             else:
                 self._applier.load(bytes(mail.blob))
-        elif message.kind == Kind.SWAP:
-            self._requests.swap_average()
+        elif message.kind == Kind.AVERAGE:
+            self._requests.show_average(bool(message.flag))
         elif message.kind == Kind.SETTLE:
-            self._settled = message.lease
-            self._applier.settle(message.lease)
-            self._requests.tell_all(Settle())
+            self._settle(message.lease)
+        elif message.kind == Kind.BEGIN:
+            self._begun |= message.flag == 1
         elif message.kind == Kind.LEAVE:
-            self._forget(mail.peer, for_good=True)
+            for each in self._members.clients(member.worker):
+                self._forget(each.peer, for_good=True)
         elif message.kind == Kind.END:
             self._ended = True
         else:

@@ -41,6 +41,7 @@ class ServerState:
     Attributes:
         form: describes the shards.
         settled: rounds that were done at the last fence; -1 before.
+        begun: whether somebody has brought parameters to begin with.
         ended: whether the run has.
         members: the clients.
         requests: that are open.
@@ -51,6 +52,7 @@ class ServerState:
 
     form: str
     settled: int
+    begun: bool
     ended: bool
     members: MembershipState
     requests: tuple[RequestState, ...]

@@ -93,8 +93,11 @@ class Exchange(ABC):
         """Ends a round without an update."""
 
     @abstractmethod
-    def swap_average(self) -> None:
-        """Lets parameters and their moving averages change places. Every rank calls it, twice in all."""
+    def show_average(self, on: bool) -> None:
+        """Lets the moving averages stand where the parameters do, or the parameters again. Every rank calls it.
+
+        To ask for what is so already changes nothing.
+        """
 
     @abstractmethod
     def state(self) -> tuple[StatePiece, ...]:

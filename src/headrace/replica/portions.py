@@ -31,9 +31,13 @@ class Fence:
 
     Attributes:
         round: rounds that are done.
+        meeting: how many meetings there were in the run, this one counted.
+        members: rank and incarnation of all who meet; the first leads.
     """
 
     round: int
+    meeting: int
+    members: tuple[tuple[int, int], ...]
 
 
 class Portions(ABC):
@@ -48,8 +52,16 @@ class Portions(ABC):
     late: bool
 
     @abstractmethod
-    def ask(self) -> None:
-        """Asks for the next portion; the one before is done, or given back where its gradient came too late."""
+    def begin(self) -> None:
+        """Waits until there are parameters to begin with, and fetches them; rank 0 has brought them by now."""
+
+    @abstractmethod
+    def ask(self, leaves: bool = False) -> None:
+        """Asks for the next portion; the one before is done, or given back where its gradient came too late.
+
+        Args:
+            leaves: ask for nothing, because this worker leaves while others go on.
+        """
 
     @abstractmethod
     def next(self) -> Portion | Fence:
@@ -69,13 +81,12 @@ class Portions(ABC):
         """Asks for a fence as soon as the rounds that have been begun are done."""
 
     @abstractmethod
-    def advance(self, done: int, until: int, leads: bool) -> None:
-        """Goes on behind a fence, when all have met.
+    def advance(self, done: int, until: int) -> None:
+        """Goes on behind a fence, when all have met; all say so, because nobody knows who lives long enough.
 
         Args:
             done: rounds that are done.
             until: the next fence.
-            leads: whether this worker is the one that lets all go on.
         """
 
     @abstractmethod
@@ -84,7 +95,7 @@ class Portions(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Ends whoever leases, when the run is over; one of the workers does."""
+        """Ends whoever leases, when the run is over; all who meet at its end do, and the first has done it."""
 
     @abstractmethod
     def close(self) -> None:

@@ -53,6 +53,7 @@ class Updater:
         self._scale = scale
         self._decay = options.ema_decay
         self._averages: dict[int, Tensor] = {}
+        self.shows_average = False
 
     def step(self, round_: int) -> None:
         """Applies the optimizer once."""
@@ -100,8 +101,11 @@ class Updater:
         """Ends a round without an update, or one whose updates were made piece by piece: the schedule counts rounds."""
         self._schedule.advance(round_)
 
-    def swap_average(self) -> None:
-        """Lets parameters and their moving averages change places; nothing where there are none."""
+    def show_average(self, on: bool) -> None:
+        """Lets the moving averages stand where the parameters do, or the parameters again."""
+        if on == self.shows_average:
+            return
+        self.shows_average = on
         for index, average in self._averages.items():
             tensor = self._tensors[index]
             kept = tensor.clone()
@@ -186,8 +190,8 @@ class UpdatingExchange(Exchange):
     def skip(self, round_: int) -> None:
         self.updater.skip(round_)
 
-    def swap_average(self) -> None:
-        self.updater.swap_average()
+    def show_average(self, on: bool) -> None:
+        self.updater.show_average(on)
 
     def state(self) -> tuple[StatePiece, ...]:
         return self.updater.state()

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from headrace.report.progress import Progress
 from headrace.report.quantities import byte_count
-from headrace.spec.event import Evaluated, Event, NonFinite, Notice, Saved
+from headrace.spec.event import Evaluated, Event, Lost, NonFinite, Notice, Saved
 
 __all__ = ["Show", "whose"]
 
@@ -70,6 +70,8 @@ class Show:
                 self._progress.line(f"{self._label}: saved step {event.step}, {byte_count(event.bytes)}")
             case NonFinite() if event.action in _ACTIONS:
                 self._count(event)
+            case Lost():
+                self._progress.line(f"{self._label}: {event.line}")
             case Notice():
                 self._progress.line(f"{self._label}: {event.text}")
 

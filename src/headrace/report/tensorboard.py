@@ -11,7 +11,7 @@ from typing import Self
 
 from headrace.errors import UnfitMachine
 from headrace.report.show import whose
-from headrace.spec.event import Evaluated, Event, Failed, NonFinite, Notice, RunStarted, Saved, Stepped
+from headrace.spec.event import Evaluated, Event, Failed, Lost, NonFinite, Notice, RunStarted, Saved, Stepped
 
 __all__ = ["TensorBoard"]
 
@@ -80,6 +80,8 @@ class TensorBoard:
                 self._writer.add_scalar("checkpoints/bytes", event.bytes, event.step, time_s)
             case NonFinite():
                 self._writer.add_text("not finite", f"{event.action}, {whose(event)}", event.step, time_s)
+            case Lost():
+                self._writer.add_text("lost", event.line, 0, time_s)
             case Notice():
                 self._writer.add_text("notice", event.text, 0, time_s)
             case Failed():

@@ -19,6 +19,7 @@ __all__ = [
     "Evaluated",
     "Event",
     "Failed",
+    "Lost",
     "NonFinite",
     "Notice",
     "RunEnded",
@@ -203,6 +204,30 @@ class Failed(Event):
 
 
 @dataclass(frozen=True)
+class Lost(Event):
+    """By the launcher: a process is gone, and the run goes on.
+
+    Attributes:
+        lost: its rank.
+        incarnation: how many there were in its place before.
+        cause: one line.
+        replaced: whether another one is started in its place.
+    """
+
+    kind: ClassVar[str] = "lost"
+    lost: int
+    incarnation: int
+    cause: str
+    replaced: bool
+
+    @property
+    def line(self) -> str:
+        """What happened, for people."""
+        then = "another one takes its place" if self.replaced else "the others go on without it"
+        return f"rank {self.lost} was lost ({self.cause}): {then}"
+
+
+@dataclass(frozen=True)
 class WorkerEnded(Event):
     """By a worker, last.
 
@@ -311,7 +336,7 @@ class RunEnded(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        *(RunStarted, WorkerStarted, Stepped, Evaluated, Saved, NonFinite, Notice, Failed, WorkerEnded, RunEnded),
+        *(RunStarted, WorkerStarted, Stepped, Evaluated, Saved, NonFinite, Notice, Failed, Lost, WorkerEnded, RunEnded),
         *(ServerStarted, Served, ServerEnded),
     )
 }

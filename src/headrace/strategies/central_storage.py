@@ -212,10 +212,10 @@ class CentralStorageExchange(UpdatingExchange):
         super().update(round_)
         self._host.barrier()
 
-    def swap_average(self) -> None:
+    def show_average(self, on: bool) -> None:
         # Nobody may still read what is changed, nor read on before all of it is.
         self._host.barrier()
-        super().swap_average()
+        super().show_average(on)
         self._host.barrier()
         self._storage.fetch()
 

@@ -47,7 +47,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
-from headrace.strategies.strategy import Parts, ServerParts, Strategy, broadcast, check_count, describe_options
+from headrace.strategies.strategy import Parts, ServerParts, Strategy, check_count, describe_options
 
 __all__ = ["Downpour"]
 
@@ -133,29 +133,26 @@ class Downpour(Strategy):
         return served_ops(plan)
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
-        broadcast(parts.module, parts.host)
         forms = [form_of(plan, parts.model, server) for server in plan.servers]
         places = [places_of(form, parts.module) for form in forms]
         links = self._links(plan, rank, parts, forms, places)
-        exchange = Pouring(self, plan, links, forms, parts)
-        if rank == 0:
-            exchange.give(places)
-        parts.host.barrier()
-        links.pull()
+        exchange = Pouring(self, plan, links, forms, parts, rank == 0 and not links.main.begin(False))
+        exchange.give(places)
         return Replica(parts.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
 
     def _links(
         self, plan: Plan, rank: int, parts: Parts, forms: Sequence[Form], places: Sequence[Sequence[Tensor]]
     ) -> Links:
         roles, check = [plan.roles[server] for server in plan.servers], parts.host.check
+        who = rank, parts.incarnation
         addresses = parts.addresses()
         if not self.overlap:
-            return Links(connect(addresses, forms, places, rank, check, roles, parts.closing), places, self.fetch_every)
+            return Links(connect(addresses, forms, places, who, check, roles, parts.closing), places, self.fetch_every)
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
-        pushing = Background("push", connect(addresses, forms, fetched, rank, check, roles, parts.closing))
+        pushing = Background("push", connect(addresses, forms, fetched, who, check, roles, parts.closing))
         fetching = Background(
-            "fetch", connect(addresses, forms, fetched, rank, check, roles, parts.closing, observes=True)
+            "fetch", connect(addresses, forms, fetched, who, check, roles, parts.closing, observes=True)
         )
 
         def watch() -> None:
@@ -164,7 +161,7 @@ class Downpour(Strategy):
             pushing.check()
             fetching.check()
 
-        main = connect(addresses, forms, places, rank, watch, roles, parts.closing, observes=True)
+        main = connect(addresses, forms, places, who, watch, roles, parts.closing, observes=True)
         return Links(main, places, self.fetch_every, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
@@ -176,10 +173,12 @@ class Downpour(Strategy):
         until = parts.first + blocks(parts.first, parts.until, self.push_every)
         alone = blocks(parts.first, max(parts.first, self.warmstart_steps), self.push_every)
         first = rank == plan.servers[0]
-        leases = Leases(len(plan.shares), until, parts.first, alone=alone) if first else None
+        members = range(plan.workers)
+        leases = Leases(len(plan.shares), until, parts.first, alone=alone, workers=members) if first else None
+        coordinates = (leases, parts.first, parts.until) if leases else None
         port = open_port(form, self.transport)
         pairing = pair(port, form, parts.process) if self.backups else None
-        return Server(pairing.port if pairing else port, form, applier, machines, leases, pairing=pairing)
+        return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
 
 
 def _check_steps(name: str, count: int | None) -> None:
@@ -275,19 +274,22 @@ class Pouring(ServedExchange):
     links: of this worker.
     forms: the servers' shards.
     parts: of this worker.
+    leads: whether this worker brings what there is to begin with.
 
     Attributes:
         portions: this worker's data; a lease is of `push_every` steps.
     """
 
-    def __init__(self, strategy: Downpour, plan: Plan, links: Links, forms: Sequence[Form], parts: Parts) -> None:
+    def __init__(
+        self, strategy: Downpour, plan: Plan, links: Links, forms: Sequence[Form], parts: Parts, leads: bool
+    ) -> None:
         held = HeldGradients(forms, parts.model)
-        super().__init__(links.main, forms, held, parts.host, parts.options, parts.scale, parts.device)
+        super().__init__(links.main, forms, held, parts.host, parts.options, parts.scale, parts.device, leads)
         copies = 2 if strategy.overlap else 1
         self.parameter_bytes = copies * sum(parameter.bytes for parameter in parts.model.parameters)
         self.portions = LeasedPortions(
-            links.main, len(forms), len(plan.shares), parts.first, parts.until, strategy.push_every, links,
-            strategy.warmstart_steps,
+            links.main, leads, len(forms), len(plan.shares),
+            strategy.push_every, links, strategy.warmstart_steps,
         )  # fmt: skip
         self._links = links
         self._weighed = strategy.scale == "share"
@@ -318,11 +320,10 @@ class Pouring(ServedExchange):
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         self._local.load(settings)
         super().load(pieces, settings)
-        self._links.pull()
 
-    def swap_average(self) -> None:
+    def show_average(self, on: bool) -> None:
         self.client.forget()
-        super().swap_average()
+        super().show_average(on)
 
     def _pour(self) -> None:
         """Pushes what has been accrued."""

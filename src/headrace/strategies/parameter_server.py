@@ -37,7 +37,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
-from headrace.strategies.strategy import Parts, ServerParts, Strategy, broadcast, check_count, describe_options
+from headrace.strategies.strategy import Parts, ServerParts, Strategy, check_count, describe_options
 
 __all__ = ["ParameterServer"]
 
@@ -132,21 +132,20 @@ class ParameterServer(Strategy):
         return served_ops(plan)
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
-        broadcast(parts.module, parts.host)
         forms = [form_of(plan, parts.model, server) for server in plan.servers]
         places = [places_of(form, parts.module) for form in forms]
         servers = [plan.roles[server] for server in plan.servers]
         # Whoever drops what comes late must drop it whole.
         together = self.backup_workers > 0
         client = connect(
-            parts.addresses(), forms, places, rank, parts.host.check, servers, parts.closing, together=together
-        )
-        portions = LeasedPortions(client, len(forms), len(plan.shares), parts.first, parts.until)
+            parts.addresses(), forms, places, (rank, parts.incarnation), parts.host.check, servers, parts.closing,
+            together=together,
+        )  # fmt: skip
+        leads = rank == 0 and not client.begin(False)
+        portions = LeasedPortions(client, leads, len(forms), len(plan.shares))
         held = HeldGradients(forms, parts.model)
-        exchange = PushPull(client, forms, portions, held, parts)
-        if rank == 0:
-            exchange.give(places)
-        parts.host.barrier()
+        exchange = PushPull(client, forms, portions, held, parts, leads)
+        exchange.give(places)
         return Replica(parts.whole_model(held, portions=len(plan.shares)), exchange, portions)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
@@ -160,10 +159,11 @@ class ParameterServer(Strategy):
         machines = [Shard(range(workers), admission, combination) for _ in range(len(form))]
         # Whoever is bound to the others does as many rounds as they do.
         fixed = self.staleness_bound is not None and not self.backup_workers
-        leases = Leases(len(plan.shares), parts.until, parts.first, fixed) if first else None
+        leases = Leases(len(plan.shares), parts.until, parts.first, fixed, workers=range(workers)) if first else None
+        coordinates = (leases, parts.first, parts.until) if leases else None
         port = open_port(form, self.transport)
         pairing = pair(port, form, parts.process) if self.backups else None
-        return Server(pairing.port if pairing else port, form, applier, machines, leases, pairing=pairing)
+        return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
 
     def _regime(self, workers: int) -> tuple[Admission, Combination]:
         if self.staleness_bound == 0 or self.backup_workers:
@@ -178,12 +178,19 @@ class PushPull(ServedExchange):
     portions: says from which lease a gradient is.
     held: the gradients.
     parts: of this worker.
+    leads: whether this worker brings what there is to begin with.
     """
 
     def __init__(
-        self, client: Client, forms: Sequence[Form], portions: LeasedPortions, held: HeldGradients, parts: Parts
+        self,
+        client: Client,
+        forms: Sequence[Form],
+        portions: LeasedPortions,
+        held: HeldGradients,
+        parts: Parts,
+        leads: bool,
     ) -> None:
-        super().__init__(client, forms, held, parts.host, parts.options, parts.scale, parts.device)
+        super().__init__(client, forms, held, parts.host, parts.options, parts.scale, parts.device, leads)
         self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)
         self._portions = portions
         self._fresh = False

@@ -57,6 +57,7 @@ class Parts:
         first, until: the round that the run begins with, and the first before which all workers meet.
         closing: closes what a strategy has opened, when the worker ends, however it does.
         addresses: waits until every server can be reached, and returns where, in the order of their ranks.
+        incarnation: of this worker: how many there were in its place before.
     """
 
     module: nn.Module
@@ -72,6 +73,7 @@ class Parts:
     until: int = 0
     closing: ExitStack = field(default_factory=ExitStack)
     addresses: Callable[[], tuple[str, ...]] = tuple
+    incarnation: int = 0
 
     @cached_property
     def wire(self) -> Collective | None:

@@ -1,0 +1,93 @@
+"""One worker's part of a run's state: taken for a checkpoint, and put back from one."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.comm.collective import SharedCollective
+from headrace.engine.evaluation import Stopper, average
+from headrace.engine.order import Order
+from headrace.engine.snapshot import (
+    Stored,
+    making_sense,
+    model_tensors,
+    owned_pieces,
+    random_states,
+    restore_random_states,
+)
+from headrace.replica.batch_norm import averaged_buffers
+from headrace.replica.exchange import Replica
+from headrace.replica.update import AVERAGE
+
+__all__ = ["WorkerState"]
+
+
+class WorkerState:
+    """Args:
+    order: the run.
+    rank: of this worker.
+    replica: of this worker.
+    host: the workers.
+    stopper: what evaluations have said so far.
+    rounds_per_epoch: of the training data.
+    """
+
+    def __init__(
+        self, order: Order, rank: int, replica: Replica, host: SharedCollective, stopper: Stopper, rounds_per_epoch: int
+    ) -> None:
+        self._order = order
+        self._rank = rank
+        self._replica = replica
+        self._host = host
+        self._stopper = stopper
+        self._rounds_per_epoch = rounds_per_epoch
+        self._model = replica.compute.module
+        self._device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+
+    def take(self, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Returns copies of this worker's part, and what is said of the whole; all workers do it together.
+
+        Args:
+            done: rounds.
+            weight: of this worker's running statistics in their mean.
+        """
+        exchange, rank = self._replica.exchange, self._host.rank
+        tensors = {**owned_pieces(exchange.state(), self._order.plan, rank), **random_states(self._device)}
+        averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
+        average(list(averaged.values()), self._host, weight)
+        tensors |= model_tensors(self._model, rank, self._host.world, averaged)
+        description = {
+            **self._order.description,
+            "epoch": done // self._rounds_per_epoch,
+            "round_of_epoch": done % self._rounds_per_epoch,
+            "settings": exchange.settings(),
+            "early_stopping": self._stopper.state(),
+            "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        return tensors, description
+
+    def load(self, stored: Stored) -> None:
+        """Takes up what a checkpoint says of this worker."""
+        resume = self._order.resume
+        assert resume is not None
+        with making_sense(stored.path):
+            pieces = stored.pieces()
+            if resume.reset_optimizer:
+                # The averages are weights, and go on with the weights.
+                self._replica.exchange.load([piece for piece in pieces if piece.key == AVERAGE])
+            else:
+                self._replica.exchange.load(pieces, stored.description["settings"])
+                self._stopper.load(stored.description["early_stopping"])
+            # Whoever comes in another's place is alone, and no part of the checkpoint is its own.
+            if resume.same and stored.ranks == self._host.world:
+                stored.load_buffers(self._model, self._rank, self._host.world)
+                restore_random_states(stored.random(self._rank), self._device)
+
+    def bring_back(self, stored: Stored) -> None:
+        """Makes everything what a checkpoint of this history says; the data goes on."""
+        self._replica.exchange.load([*stored.pieces(), *stored.parameter_pieces()])
+        stored.load_buffers(self._model, self._rank, self._host.world)

@@ -1,0 +1,231 @@
+"""The launcher's eye on the processes of one run: who has ended, who is frozen, who is replaced.
+
+    loses its life ──► everybody's end                   a server, a worker of a strategy in which all go in step
+                  └──► another one in its place          a worker that leases its data
+    raises an error ─► everybody's end                   whose code would raise it again
+
+Importing this module does not import torch, so that an engine can be made first thing.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from headrace.engine.nursery import Nursery
+from headrace.engine.order import Order, Progress
+from headrace.engine.vitals import Vitals
+from headrace.errors import PeerLost, WorkerFailed
+from headrace.spec.event import LAUNCHER, Failed, Lost, decode
+
+if TYPE_CHECKING:
+    # For the types alone: they import torch.
+    from headrace.comm.control import ControlPage
+    from headrace.engine.crew import Crew
+
+__all__ = ["Watch"]
+
+_GRACE_S = 0.5
+_KILL_S = 2.0
+_LOOK_EVERY_S = 0.05
+_LOG_CHARACTERS = 4000
+
+_IN_VAIN = 5
+"""So often in a row a worker may be lost before it has done anything."""
+
+
+@dataclass
+class _Seat:
+    """A worker's place.
+
+    Attributes:
+        examples: that were done there when its last process was started.
+        in_vain: processes in a row that have done none.
+        cause: why its process is being ended.
+    """
+
+    examples: int = 0
+    in_vain: int = 0
+    cause: str = field(default="")
+
+
+class Watch:
+    """Follows the processes of one run.
+
+    Args:
+        order: the run.
+        page: its signals.
+        nursery: that started the processes.
+        crew: starts others in their place.
+        progress: told how far they are.
+    """
+
+    def __init__(
+        self, order: Order, page: ControlPage, nursery: Nursery, crew: Crew, progress: Callable[[Progress], None]
+    ) -> None:
+        # Not before, because it imports torch.
+        from headrace.engine.journal import Journal
+
+        self._order = order
+        self._page = page
+        self._nursery = nursery
+        self._crew = crew
+        self._progress = progress
+        self._journal = Journal(order.run_dir, LAUNCHER, order.started)
+        self._running = {role.rank for role in order.plan.roles}
+        self._vitals: dict[int, Vitals] = {}
+        # Whose workers lease their data: another one does what was not done.
+        leased = order.plan.servers != ()
+        self._seats = {role.rank: _Seat() for role in order.plan.roles if leased and role.kind == "worker"}
+
+    def follow(self) -> None:
+        """Returns when all have ended; raises for the first that failed."""
+        try:
+            while self._running:
+                try:
+                    self._look()
+                except KeyboardInterrupt:
+                    if self._page.stop:
+                        raise
+                    self._page.stop = 1
+        finally:
+            self._kill()
+            self._journal.close()
+
+    def _look(self) -> None:
+        ended = self._collect()
+        for rank, code in ended.items():
+            if rank in self._seats and self._is_late(rank):
+                continue
+            if code < 0 and rank in self._seats:
+                self._lose(rank, self._seats[rank].cause or _killed_by(code))
+            elif code != 0 or not self._said_goodbye(rank):
+                self._fail(rank, ended)
+        self._nursery.check(self._order.timeout_s)
+        page, workers = self._page, self._order.plan.workers
+        examples = sum(beat[2] for beat in page.beats)
+        self._progress(Progress(max(beat[1] for beat in page.beats[:workers]), page.losses[0][0], examples))
+        for rank in self._running:
+            self._check_frozen(rank)
+        self._end_late()
+
+    def _check_frozen(self, rank: int) -> None:
+        beat = self._page.beats[rank]
+        vitals = self._vitals.get(rank)
+        if vitals is None or vitals.pid != beat[3]:
+            # Until it has begun its id is 0, and then it must begin within the same time.
+            vitals = self._vitals[rank] = Vitals(beat[3])
+        silent_s = vitals.silent_s(beat[0])
+        if silent_s <= self._order.timeout_s:
+            return
+        cause = f"gave no sign of life for {silent_s:.1f} s (stopped, or its disk hangs)"
+        if rank in self._seats:
+            # It must not wake up when there is another one in its place.
+            self._seats[rank].cause = cause
+            self._nursery.kill([rank])
+            return
+        self._abort(rank)
+        raise PeerLost(rank, self._host(rank), cause)
+
+    def _lose(self, rank: int, cause: str) -> None:
+        """Lets the others know that a worker is gone for good, and starts another one in its place."""
+        page, seat = self._page, self._seats[rank]
+        examples = page.beats[rank][2]
+        seat.in_vain = 0 if examples > seat.examples else seat.in_vain + 1
+        seat.examples, seat.cause = examples, ""
+        # First who it was, because the others look for that.
+        page.fates[rank][0] += 1
+        page.beats[rank][3] = 0
+        replaced = not self._is_over() and not page.fates[rank][1]
+        incarnation = page.fates[rank][0]
+        self._journal.write(Lost(LAUNCHER, self._journal.now(), rank, incarnation - 1, cause, replaced))
+        if seat.in_vain == _IN_VAIN:
+            self._abort(rank)
+            raise PeerLost(rank, self._host(rank), f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
+        if replaced:
+            self._running.add(rank)
+            self._crew.start(self._order.plan.roles[rank])
+        elif not self._running & set(self._seats):
+            self._abort(rank)
+            raise PeerLost(rank, self._host(rank), f"{cause}, the last of the workers")
+
+    def _is_over(self) -> bool:
+        """Whether a worker's loop has ended: then all have met for the last time, and nobody else is needed."""
+        return any(self._page.ends[rank][0] for rank in self._seats)
+
+    def _is_late(self, rank: int) -> bool:
+        """Whether a worker has no part any more in what is left to do."""
+        return self._is_over() and not self._page.ends[rank][0]
+
+    def _end_late(self) -> None:
+        """Ends whoever came when everything was done, and waits for data of servers that have ended."""
+        if self._seats and not self._running.intersection(self._order.plan.servers):
+            late = [rank for rank in self._running & set(self._seats) if self._is_late(rank)]
+            if late:
+                self._nursery.kill(late)
+
+    def _fail(self, rank: int, codes: dict[int, int]) -> None:
+        code = codes[rank]
+        self._abort(rank)
+        if code < 0:
+            raise PeerLost(rank, self._host(rank), _killed_by(code))
+        # Others may have failed at the same time, and it is the first one's error that explains.
+        deadline = monotonic() + _GRACE_S
+        while self._running and monotonic() < deadline:
+            codes |= self._collect()
+        failures = [failure for peer in codes for failure in self._failures(peer)]
+        if failures:
+            first = min(failures, key=lambda failure: failure.time_s)
+            raise WorkerFailed(first.rank, self._host(first.rank), first.cause, first.traceback, first.exit_code)
+        cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
+        raise WorkerFailed(rank, self._host(rank), cause, self._end_of_log(rank))
+
+    def _abort(self, rank: int) -> None:
+        if not self._page.abort:
+            self._page.abort = rank + 1
+
+    def _kill(self) -> None:
+        if not self._running or not self._nursery.is_alive():
+            return
+        self._nursery.kill(sorted(self._running))
+        deadline = monotonic() + _KILL_S
+        while self._running and monotonic() < deadline:
+            self._collect()
+        if self._running:
+            # It does not answer, so it is ended itself, and the system ends what it has forked.
+            self._nursery.close()
+
+    def _collect(self) -> dict[int, int]:
+        ended = dict(self._nursery.ended(_LOOK_EVERY_S))
+        self._running.difference_update(ended)
+        return ended
+
+    def _failures(self, rank: int) -> list[Failed]:
+        events = [decode(line) for line in self._lines(rank) if line.startswith('{"kind":"failed"')]
+        return [event for event in events if isinstance(event, Failed) and event.time_s >= self._order.attempt.began_s]
+
+    def _said_goodbye(self, rank: int) -> bool:
+        """Whether a rank that ended without an error had done its work; os._exit(0) in user code has no error."""
+        ends = ('{"kind":"worker_ended"', '{"kind":"server_ended"')
+        return any(line.startswith(ends) for line in self._lines(rank)[-1:])
+
+    def _end_of_log(self, rank: int) -> str:
+        from headrace.engine.process import log_path
+
+        return log_path(self._order.run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
+
+    def _lines(self, rank: int) -> list[str]:
+        from headrace.engine.journal import events_path
+
+        path = events_path(self._order.run_dir, rank)
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+    def _host(self, rank: int) -> str:
+        return self._order.plan.roles[rank].host
+
+
+def _killed_by(code: int) -> str:
+    return f"killed by signal {-code} ({signal.Signals(-code).name})"
