@@ -136,6 +136,6 @@ class Worker:
             late = reason == Reason.LATE
             self.pushed += 1
             if self._number == 0 and self.pushed == 5:
-                client.ask(0, Message(Kind.SWAP))
+                client.ask(0, Message(Kind.AVERAGE, flag=1))
                 client.ask(0, Message(Kind.STATE, 0, 1))
         client.close()

@@ -43,18 +43,10 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
         shards = sum(segment.owner == rank for segment in order.plan.segments)
         journal.write(ServerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), shards, parameter_bytes))
         told = monotonic()
-        seats = [seat for seat in range(page.ranks) if seat not in order.plan.servers]
-        lost = dict.fromkeys(seats, 0)
 
         def look() -> None:
             nonlocal told
             check()
-            for seat in seats:
-                count = page.fates[seat][0]
-                if count > lost[seat]:
-                    # Its link may say so later, or it has never had one.
-                    lost[seat] = count
-                    server.lost(seat, count - 1)
             if monotonic() - told > _TELL_EVERY_S:
                 told = monotonic()
                 journal.write(server.tally.event(rank, journal.now()))

@@ -149,7 +149,7 @@ class Coordinator:
                 members = chain.from_iterable(
                     (each, self._asked[each].member.incarnation) for each in answer.members if each in self._asked
                 )
-                numbers = (*self._stretch, answer.round, answer.meeting, *members)
-                message = Message(Kind.FENCE, numbers=numbers, number=asked.number)
+                fence = (*self._stretch, answer.round, answer.meeting, *members)
+                message = Message(Kind.FENCE, numbers=fence, number=asked.number)
             asked.answer = encode(message)
             self._send(asked.member.peer, asked.answer)
