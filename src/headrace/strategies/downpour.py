@@ -146,14 +146,13 @@ class Downpour(Strategy):
         roles, check = [plan.roles[server] for server in plan.servers], parts.host.check
         who = rank, parts.incarnation
         addresses = parts.addresses()
+        opens = functools.partial(connect, addresses, forms, find=parts.find)
         if not self.overlap:
-            return Links(connect(addresses, forms, places, who, check, roles, parts.closing), places, self.fetch_every)
+            return Links(opens(places, who, check, roles, parts.closing), places, self.fetch_every)
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
-        pushing = Background("push", connect(addresses, forms, fetched, who, check, roles, parts.closing))
-        fetching = Background(
-            "fetch", connect(addresses, forms, fetched, who, check, roles, parts.closing, observes=True)
-        )
+        pushing = Background("push", opens(fetched, who, check, roles, parts.closing))
+        fetching = Background("fetch", opens(fetched, who, check, roles, parts.closing, observes=True))
 
         def watch() -> None:
             check()
@@ -161,7 +160,7 @@ class Downpour(Strategy):
             pushing.check()
             fetching.check()
 
-        main = connect(addresses, forms, places, who, watch, roles, parts.closing, observes=True)
+        main = opens(places, who, watch, roles, parts.closing, observes=True)
         return Links(main, places, self.fetch_every, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:

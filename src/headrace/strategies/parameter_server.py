@@ -139,7 +139,7 @@ class ParameterServer(Strategy):
         together = self.backup_workers > 0
         client = connect(
             parts.addresses(), forms, places, (rank, parts.incarnation), parts.host.check, servers, parts.closing,
-            together=together,
+            together=together, find=parts.find,
         )  # fmt: skip
         leads = rank == 0 and not client.begin(False)
         portions = LeasedPortions(client, leads, len(forms), len(plan.shares))

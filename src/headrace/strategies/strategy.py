@@ -57,6 +57,8 @@ class Parts:
         first, until: the round that the run begins with, and the first before which all workers meet.
         closing: closes what a strategy has opened, when the worker ends, however it does.
         addresses: waits until every server can be reached, and returns where, in the order of their ranks.
+        find: returns where a server can be reached now, by its place among the servers; raises ConnectionError if it
+            cannot be.
         incarnation: of this worker: how many there were in its place before.
     """
 
@@ -73,6 +75,7 @@ class Parts:
     until: int = 0
     closing: ExitStack = field(default_factory=ExitStack)
     addresses: Callable[[], tuple[str, ...]] = tuple
+    find: Callable[[int], str] | None = None
     incarnation: int = 0
 
     @cached_property
