@@ -69,7 +69,7 @@ def serve(number: int, folder: Path, way: str, width: int, workers: int, bug: st
     applier = Applier(form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (width,))])
     machine = Shard(range(workers), Anytime(), Each())
     machines: list[Any] = [Broken(machine, bug) if bug else machine]
-    coordinates = (Leases(width, 1), 1) if number == 0 else None
+    coordinates = (Leases(width, 1), 0, 1) if number == 0 else None
     server = Server(open_port(way, form.slots, form.push_slots), form, applier, machines, coordinates, grace_s=0.5)
     part = address_file(folder, number).with_suffix(".part")
     part.write_text(server.address)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.ps.shard import Event, Join, Leave, Renew, Settle
+from headrace.ps.shard import Event, Join, Leave, Reason, Renew, Settle
 
 __all__ = ["BareBook", "Operation", "violations"]
 
@@ -46,6 +46,14 @@ class Operation:
     staleness: int | None = None
     refused: bool = False
     content: int | None = None
+
+    def tell(self, now: float, value: Any) -> None:
+        """Notes what the worker was told: a pull a version, a push None or why it does not count."""
+        self.ended = now
+        if self.pushes:
+            self.refused = value not in (None, Reason.DUPLICATE)
+        else:
+            self.version = value
 
 
 def violations(operations: Iterable[Operation], workers: int, bound: int | None = None) -> list[str]:

@@ -286,11 +286,7 @@ class _Run:
     def _answer(self, worker: int, place: int, value: Any) -> None:
         asked = self.asking.pop((worker, place), None)
         if asked is not None:
-            asked.ended = self.now
-            if asked.pushes:
-                asked.refused = value not in (None, Reason.DUPLICATE)
-            else:
-                asked.version = value
+            asked.tell(self.now, value)
         self.inbox[worker][place] = value
         self._look(worker)
 

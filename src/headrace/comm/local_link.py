@@ -126,7 +126,7 @@ class LocalLink(Link):
         self._shared.close()
 
     def _receive(self) -> tuple[bytes, memoryview]:
-        message, blob = receive(self._socket)
+        message, blob = receive(self._socket, shared=True)
         if not message:
             raise ConnectionResetError("the server has gone")
         return message, blob

@@ -8,6 +8,7 @@ import struct
 from array import array
 
 from headrace.comm.port import LARGEST_MESSAGE, Layout, Slots
+from headrace.comm.segment import Segment, is_sealed
 
 __all__ = ["NOTHING", "SPIN_S", "head_bytes", "receive", "segment_bytes", "send", "take", "user_of"]
 
@@ -38,24 +39,31 @@ def user_of(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-def send(connection: socket.socket, message: bytes, blob: bytes) -> None:
-    """Sends a message, and a blob as a file of its own."""
-    if not blob:
+def send(connection: socket.socket, message: bytes, blob: bytes | bytearray | memoryview | int) -> None:
+    """Sends a message, and a blob as a file of its own; it may be the descriptor of one."""
+    if isinstance(blob, int):
+        socket.send_fds(connection, [message], [blob])
+    elif blob:
+        descriptor = os.memfd_create("headrace-blob", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(descriptor), "wb") as file:
+                file.write(blob)
+            socket.send_fds(connection, [message], [descriptor])
+        finally:
+            os.close(descriptor)
+    else:
         connection.send(message)
-        return
-    descriptor = os.memfd_create("headrace-blob", os.MFD_CLOEXEC)
-    try:
-        with os.fdopen(os.dup(descriptor), "wb") as file:
-            file.write(blob)
-        socket.send_fds(connection, [message], [descriptor])
-    finally:
-        os.close(descriptor)
 
 
-def receive(connection: socket.socket) -> tuple[bytes, memoryview]:
-    """Returns a message and its blob; both empty if the other end has gone."""
+def receive(connection: socket.socket, shared: bool = False) -> tuple[bytes, memoryview]:
+    """Returns a message and its blob; both empty if the other end has gone.
+
+    Args:
+        connection: to it.
+        shared: whether to take a blob that is a `Segment` as the shared memory that it is.
+    """
     message, descriptors = take(connection, 1)
-    return message, _blob_in(descriptors) if descriptors else NOTHING
+    return message, _blob_in(descriptors[0], shared) if descriptors else NOTHING
 
 
 def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
@@ -76,10 +84,14 @@ def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
     return message, list(descriptors)
 
 
-def _blob_in(descriptors: list[int]) -> memoryview:
-    """Returns what lies in the file that was sent. Read, not mapped, because its owner may still shorten it."""
-    with os.fdopen(descriptors[0], "rb") as file:
-        length = os.fstat(file.fileno()).st_size
+def _blob_in(descriptor: int, shared: bool) -> memoryview:
+    """Returns what lies in the file that was sent. Read, not mapped, where its owner may still shorten it."""
+    length = os.fstat(descriptor).st_size
+    if shared and 0 < length <= _BLOB_BYTES and is_sealed(descriptor):
+        segment = Segment.received(descriptor, length)
+        segment.close()
+        return segment.memory
+    with os.fdopen(descriptor, "rb") as file:
         if length > _BLOB_BYTES:
             raise ValueError(f"a blob of {length:,} bytes is too long")
         file.seek(0)

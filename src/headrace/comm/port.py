@@ -11,12 +11,16 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-__all__ = ["LARGEST_MESSAGE", "Layout", "Link", "Mail", "Port", "Slots"]
+from headrace.comm.segment import Segment
+
+__all__ = ["LARGEST_MESSAGE", "Blob", "Layout", "Link", "Mail", "Port", "Slots"]
+
+Blob = bytes | bytearray | memoryview | Segment
+"""What is sent along with a message; on one host a segment is shared, not copied, and must stay as it is."""
 
 LARGEST_MESSAGE = 60_000
 """Bytes; whatever is longer is a blob."""
@@ -35,11 +39,13 @@ class Mail:
         peer: number of the link, never used twice by one port.
         message: empty if the link is gone, however it went.
         blob: what came along; empty for most.
+        memory: in which the link pushes; None if its pushes are sent.
     """
 
     peer: int
     message: bytes
     blob: memoryview = _NOTHING
+    memory: Segment | None = field(default=None, compare=False)
 
 
 class Slots:
@@ -131,7 +137,7 @@ class Port(ABC):
         moved_bytes: payload that has gone through it, both ways.
     """
 
-    vouched: ClassVar[bool] = False
+    vouched: bool = False
     address: str
     moved_bytes: int
 
@@ -168,8 +174,16 @@ class Port(ABC):
         """Returns where to put what a link pulls in another form than the server's own, `(bytes,)` uint8."""
 
     @abstractmethod
-    def send(self, peer: int, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        """Sends a message, with the parameters in `slots`. A link that is gone takes nothing and hurts nobody."""
+    def send(
+        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
+    ) -> None:
+        """Sends a message, with the parameters in `slots`. A link that is gone takes nothing and hurts nobody.
+
+        Args:
+            peer: the link.
+            message, slots, blob: what.
+            limited: end the link if it leaves too much unread.
+        """
 
     @abstractmethod
     def drop(self, peer: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.errors import UnfitMachine
 
-__all__ = ["Segment", "available_bytes"]
+__all__ = ["Segment", "available_bytes", "is_sealed"]
 
 
 def available_bytes() -> int:
@@ -27,6 +27,14 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise UnfitMachine("/proc/meminfo names no MemAvailable: headrace's one-host exchange needs Linux")
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Tells whether nobody can make the file behind a descriptor shorter."""
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False  # a kind of file that has no seals
 
 
 class Segment:
@@ -99,8 +107,7 @@ class Segment:
         Raises:
             ValueError: it has another length, or may change it.
         """
-        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        if not sealed or os.fstat(descriptor).st_size != nbytes:
+        if not is_sealed(descriptor) or os.fstat(descriptor).st_size != nbytes:
             os.close(descriptor)
             raise ValueError(f"the shared memory that was sent is not {nbytes:,} bytes for good")
         return cls(descriptor, nbytes, writable)

@@ -87,7 +87,7 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     del packed
     check = _checker(page, assignment)
     plan = assignment.plan
-    if plan.roles[rank].kind == "server":
+    if plan.roles[rank].kind != "worker":
         serve(assignment, rank, page, check)
         return 0
     if plan.servers:

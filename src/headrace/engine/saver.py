@@ -133,8 +133,6 @@ class Saver:
         problem: OSError | None = None
         members = self._host.members
         part = _Part(done, self._host.rank, members[self._host.rank])
-        # What is there may be of a save that a lost worker has broken off.
-        self._page.saves[part.place][0] = 0
         if part.rank == 0:
             try:
                 self.folder.begin(done)

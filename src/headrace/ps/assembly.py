@@ -13,13 +13,14 @@ from headrace.comm.local_port import LocalPort
 from headrace.comm.port import Link, Port, Slots
 from headrace.ps.client import Client
 from headrace.ps.form import Form, Piece
+from headrace.ps.pairing import Pairing
 from headrace.ps.session import Connection
 
 if TYPE_CHECKING:
     from headrace.spec.model import ModelSpec
     from headrace.spec.plan import Plan, Role
 
-__all__ = ["connect", "form_of", "open_port", "places_of"]
+__all__ = ["connect", "form_of", "open_port", "pair", "places_of"]
 
 _HELLO_S = 30.0
 _AGAIN_S = 2.0
@@ -69,6 +70,15 @@ def open_port(form: Form, transport: str) -> Port:
     return port
 
 
+def pair(port: Port, form: Form, process: int) -> Pairing:
+    """Returns what lets a server have a backup, or be one; `process` is its number, which no other process ever has."""
+
+    def call(address: str) -> Link:
+        return _link(address, form, Slots(()), _AGAIN_S)
+
+    return Pairing(port, form.push_slots, form.reply_slots, process, call)
+
+
 def connect(
     addresses: Sequence[str],
     forms: Sequence[Form],
@@ -82,13 +92,11 @@ def connect(
     observes: bool = False,
     find: Callable[[int], str] | None = None,
 ) -> Client:
-    """Returns a client of the servers at some addresses.
+    """Returns a client of the servers at some addresses; `closing` ends its links.
 
     Args:
-        addresses, forms, places, servers: by server.
         worker: its number and incarnation.
-        check, together, observes: as `Client` takes them.
-        closing: ends its links.
+        together, observes: see `Client`.
         find: says where a server is now, by its place in `addresses`, when the link to it has ended; raises
             ConnectionError if it is nowhere. None for where it was.
     """
@@ -106,7 +114,7 @@ def connect(
         link = open_link(index, address, _HELLO_S)
         closing.callback(link.close)
         connections.append(Connection(link, form, own, server.rank, server.host, reopen))
-    client = Client(connections, *worker, check=check, together=together, observes=observes)
+    client = Client(connections, *worker, check, together=together, observes=observes)
     closing.callback(client.close)
     return client
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from time import monotonic
 
 import torch
@@ -134,19 +133,9 @@ class Client:
         """Tells the first server, which gives out the data, something, and does not wait for its answer."""
         self._servers[0].tell(message)
 
-    def begun(self) -> bool:
-        """Whether somebody has brought the parameters to begin with."""
-        return bool(self.ask(0, Message(Kind.BEGIN, flag=2)))
-
-    def begin(self, leads: bool) -> None:
-        """Says that the parameters are there, if this worker has brought them, or waits for who does."""
-        self._servers[0].ask(Message(Kind.BEGIN, flag=leads), patient=True)
-
-    def end(self, server: int) -> None:
-        """Ends a server; nothing if others have done it."""
-        self._servers[server].session.expect_end()
-        with suppress(PeerLost):
-            self.ask(server, Message(Kind.END))
+    def begin(self, leads: bool) -> bool:
+        """Says that there are parameters to begin with, if this worker has brought them; returns whether there are."""
+        return bool(self.ask(0, Message(Kind.BEGIN, flag=leads)))
 
     def lease(self) -> Message:
         """Waits for the first server's next word about data: a grant or a fence."""
@@ -236,16 +225,10 @@ class _Server:
         if pulls:
             self._fetch(message)
 
-    def ask(self, message: Message, blob: bytes = b"", patient: bool = False) -> memoryview:
-        """Sends a message that is about no shards' content, and waits for its answer; returns the blob.
-
-        Args:
-            message: see there.
-            blob: goes along.
-            patient: wait for as long as others may need.
-        """
+    def ask(self, message: Message, blob: bytes = b"") -> memoryview:
+        """Sends a message that is about no shards' content, and waits for its answer; returns the blob."""
         self.tell(message, blob)
-        answer, returned = self._next(self._told, math.inf if patient else monotonic() + self._timeout_s)
+        answer, returned = self._next(self._told, monotonic() + self._timeout_s)
         if answer.kind != Kind.DONE:
             raise ServerRefused(f"the server answered {answer.kind.name} to {message.kind.name}")
         return returned

@@ -10,7 +10,7 @@ from time import monotonic
 from headrace.comm.port import Mail
 from headrace.errors import Replaced
 
-__all__ = ["Grace", "Member", "Membership"]
+__all__ = ["Grace", "Member", "Membership", "MembershipState"]
 
 
 @dataclass
@@ -37,6 +37,21 @@ class Member:
     done: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class MembershipState:
+    """All that is known of clients, as JSON takes it.
+
+    Attributes:
+        known: all that may come again.
+        linked: those that have links.
+        newest: worker and its newest incarnation.
+    """
+
+    known: tuple[Member, ...]
+    linked: tuple[Member, ...]
+    newest: tuple[tuple[int, ...], ...]
+
+
 class Membership:
     """What is known of a client is kept when its link ends: if it comes again, it goes on where it was."""
 
@@ -49,18 +64,6 @@ class Membership:
         """Returns who is at the other end of a link."""
         return self._at.get(peer)
 
-    def newest(self, worker: int) -> int:
-        """Returns the newest incarnation of a worker that is known of, or -1."""
-        return self._newest.get(worker, -1)
-
-    def links(self, worker: int) -> list[int]:
-        """Returns the links of a worker's clients."""
-        return [peer for peer, each in self._at.items() if each.worker == worker]
-
-    def bar(self, worker: int, incarnation: int) -> None:
-        """Notes that this incarnation of a worker, and all before, must not come again."""
-        self._renew(worker, incarnation + 1)
-
     def join(self, peer: int, worker: int, incarnation: int, session: int, observes: bool) -> tuple[Member, int]:
         """Notes that a client speaks over this link from now on; returns it, and the link that it had before, or -1.
 
@@ -68,9 +71,12 @@ class Membership:
             Replaced: the worker has come in a newer incarnation.
             ValueError: it is not who it was.
         """
-        if incarnation < self.newest(worker):
-            raise Replaced(worker, self.newest(worker))
-        self._renew(worker, incarnation)
+        newest = self._newest.setdefault(worker, incarnation)
+        if incarnation < newest:
+            raise Replaced(worker, newest)
+        if incarnation > newest:
+            self._newest[worker] = incarnation
+            self._known = {number: each for number, each in self._known.items() if each.worker != worker}
         member = self._known.setdefault(session, Member(worker, incarnation, session, observes, peer))
         if (member.worker, member.incarnation, member.observes) != (worker, incarnation, observes):
             raise ValueError(f"worker {worker} comes as one that was worker {member.worker}")
@@ -88,17 +94,32 @@ class Membership:
             and (each.incarnation < member.incarnation or (each is not member and not each.observes | member.observes))
         ]
 
+    def clients(self, worker: int) -> list[Member]:
+        """Returns all clients of a worker that have links."""
+        return [each for each in self._at.values() if each.worker == worker]
+
+    def state(self) -> MembershipState:
+        """Returns all that is known."""
+        return MembershipState(tuple(self._known.values()), tuple(self._at.values()), tuple(self._newest.items()))
+
+    def load(self, state: MembershipState) -> dict[int, Member]:
+        """Knows what another one has known; returns the members by session.
+
+        Raises:
+            ValueError: nobody ever has known that.
+        """
+        self._newest = {worker: incarnation for worker, incarnation in state.newest}
+        self._known = {member.session: member for member in state.known}
+        every = {member.session: member for member in state.linked} | self._known
+        self._at = {member.peer: every[member.session] for member in state.linked}
+        return every
+
     def leave(self, peer: int, for_good: bool = False) -> Member | None:
         """Notes that nobody speaks over this link any more, and perhaps never comes again; returns who did."""
         member = self._at.pop(peer, None)
         if member is not None and for_good:
             self._known.pop(member.session, None)
         return member
-
-    def _renew(self, worker: int, incarnation: int) -> None:
-        if incarnation > self.newest(worker):
-            self._newest[worker] = incarnation
-            self._known = {number: each for number, each in self._known.items() if each.worker != worker}
 
 
 class Grace:

@@ -31,8 +31,10 @@ class Kind(IntEnum):
     LEAVE = 12
     END = 13
     COMMIT = 14
-    BEGIN = 15
-    ALIVE = 16
+    ALIVE = 15
+    BEGIN = 16
+    FOLLOW = 32
+    HELD = 33
 
     ANSWER = 64
     GRANT = 65
@@ -40,6 +42,9 @@ class Kind(IntEnum):
     DONE = 67
     ERROR = 68
     OPEN = 69
+    FILL = 96
+    MEMORY = 97
+    ENTRY = 98
 
 
 class Message(NamedTuple):
@@ -69,6 +74,13 @@ class Message(NamedTuple):
     numbers: tuple[int, ...] = ()
     steps: int = 1
     number: int = 0
+
+    @property
+    def pushed(self) -> list[int]:
+        """The shards whose gradients come with it: those on which the loss depends, if all are finite and count."""
+        if self.kind not in (Kind.PUSH, Kind.PUSH_PULL) or not self.weight or not self.flag:
+            return []
+        return [shard for shard, version in enumerate(self.numbers, self.first) if version >= 0]
 
 
 def encode(message: Message) -> bytes:

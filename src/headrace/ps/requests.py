@@ -8,7 +8,7 @@ A request is about a range of shards and gets one answer, when all of them have 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -18,7 +18,7 @@ from headrace.comm.port import Port
 from headrace.ps.applier import Applier
 from headrace.ps.form import Form
 from headrace.ps.membership import Member
-from headrace.ps.messages import Kind, Message, encode
+from headrace.ps.messages import Kind, Message, decode, encode
 from headrace.ps.shard import (
     Accumulate,
     Ack,
@@ -33,12 +33,14 @@ from headrace.ps.shard import (
     Reply,
     Settle,
     Shard,
+    ShardState,
     Step,
 )
 from headrace.ps.tally import Tally
+from headrace.ps.tensors import like
 from headrace.replica.conditioning import all_finite
 
-__all__ = ["Requests", "StepFailed"]
+__all__ = ["RequestState", "Requests", "StepFailed"]
 
 _Actions = list[tuple[int, list[Action]]]
 """What shards want done."""
@@ -79,6 +81,30 @@ class _Request:
     came: float = field(default_factory=perf_counter)
 
 
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """A request as JSON takes it; its gradients are tensors, see `gradient_name`.
+
+    Attributes:
+        worker, peer: whose, and over which link it came.
+        message: in hexadecimal digits.
+        unsaid: see `_Request`.
+        refused: the `Reason`; 0 for none.
+        present: the shards whose gradients it holds.
+    """
+
+    worker: int
+    peer: int
+    message: str
+    unsaid: int
+    refused: int
+    present: tuple[int, ...]
+
+
+def _gradient_name(worker: int, shard: int) -> str:
+    return f"gradient/{worker}/{shard}"
+
+
 class Requests:
     """All that is not answered yet, and those who answer it.
 
@@ -100,6 +126,43 @@ class Requests:
         applier.seat(self._tensors)
         self._open: dict[tuple[int, int], _Request] = {}
 
+    def state(self) -> tuple[tuple[RequestState, ...], tuple[ShardState, ...], dict[str, Tensor]]:
+        """Returns what is open, the shards, and the parameters and gradients, which are not copied."""
+        tensors = {f"parameter/{shard}": tensor for shard, tensor in enumerate(self._tensors)}
+        states = []
+        for (worker, shard), request in self._open.items():
+            if shard in request.gradients:
+                tensors[_gradient_name(worker, shard)] = request.gradients[shard]
+            if shard == request.shards.start:
+                refused = request.refused.value if request.refused else 0
+                message, present = encode(request.message).hex(), tuple(request.gradients)
+                states.append(RequestState(worker, request.peer, message, request.unsaid, refused, present))
+        return tuple(states), tuple(machine.state() for machine in self._machines), tensors
+
+    def load(self, open_: Sequence[RequestState], shards: Sequence[ShardState], tensors: Mapping[str, Tensor]) -> None:
+        """Becomes what others were.
+
+        Raises:
+            ValueError: they were of other shards, or never so.
+        """
+        for machine, state in zip(self._machines, shards, strict=True):
+            machine.load(state)
+        every = range(len(self._machines))
+        with self._port.changing(every):
+            for shard, tensor in enumerate(self._tensors):
+                tensor.copy_(like(tensors, f"parameter/{shard}", tensor))
+            self.show_all()
+        self._open.clear()
+        for each in open_:
+            message = decode(bytes.fromhex(each.message))
+            gradients = {
+                shard: like(tensors, _gradient_name(each.worker, shard), self._tensors[shard]).clone()
+                for shard in each.present
+            }
+            refused = Reason(each.refused) if each.refused else None
+            request = _Request(each.peer, message, self._named(message), each.unsaid, gradients, refused)
+            self._open |= {(each.worker, shard): request for shard in request.shards}
+
     def drop(self, worker: int) -> None:
         """Forgets what a worker waits for."""
         self._open = {key: request for key, request in self._open.items() if key[0] != worker}
@@ -114,15 +177,15 @@ class Requests:
             self._port.show(shard, machine.version)
 
     def show_average(self, on: bool) -> None:
-        """Lets the moving averages stand where the parameters do, or the parameters again."""
+        """Exchanges all parameters and their averages."""
         with self._port.changing(range(len(self._machines))):
             self._applier.show_average(on)
         self.tell_all(Renew())
 
-    def load(self, shard: int, blob: bytes) -> None:
+    def replace(self, shard: int, blob: bytes) -> None:
         """Replaces a shard's state by another."""
         with self._port.changing([shard]):
-            self._applier.load(shard, blob)
+            self._applier.load(blob, shard)
         self._carry_out([(shard, self._machines[shard].handle(Renew()))])
 
     def tell_all(self, event: Join | Leave | Settle | Renew) -> None:
@@ -168,7 +231,7 @@ class Requests:
         if any((worker, shard) in self._open for shard in shards):
             raise ValueError(f"worker {worker} asks again before it is answered")
         pushes, pulls = message.kind != Kind.PULL, message.kind != Kind.PUSH
-        gradients = self._gradients(peer, message, shards) if pushes else {}
+        gradients = self._gradients(peer, message)
         request = _Request(peer, message, shards, (pushes + pulls) * len(shards), gradients)
         for shard in shards:
             self._open[worker, shard] = request
@@ -185,13 +248,10 @@ class Requests:
             actions.append((shard, wanted))
         self._carry_out(actions)
 
-    def _gradients(self, peer: int, message: Message, shards: range) -> dict[int, Tensor]:
+    def _gradients(self, peer: int, message: Message) -> dict[int, Tensor]:
         """Returns what a worker has pushed, by shard, without those on which its loss does not depend."""
-        if not message.weight or not message.flag:
-            return {}
         unpack, pushed = self._form.decode, self._port.pushed
-        versions = zip(shards, message.numbers, strict=True)
-        return {shard: unpack(shard, pushed(peer, shard)) for shard, version in versions if version >= 0}
+        return {shard: unpack(shard, pushed(peer, shard)) for shard in message.pushed}
 
     def _carry_out(self, actions: _Actions) -> None:
         alone: dict[tuple[int, float, int], list[int]] = {}

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+import torch
+from torch import Tensor
+
 from headrace.comm.port import Mail, Port
+from headrace.comm.segment import Segment
 from headrace.errors import Replaced
 from headrace.ps.applier import Applier
 from headrace.ps.coordinator import Coordinator
@@ -19,8 +23,10 @@ from headrace.ps.form import Form
 from headrace.ps.leases import Leases
 from headrace.ps.membership import Grace, Member, Membership
 from headrace.ps.messages import Kind, Message, decode, encode
+from headrace.ps.pairing import Pairing
 from headrace.ps.requests import Requests, StepFailed
 from headrace.ps.shard import Join, Leave, Settle, Shard
+from headrace.ps.snapshot import ServerState, pack, unpack
 from headrace.ps.tally import Tally
 
 __all__ = ["Server"]
@@ -39,11 +45,14 @@ class Server:
     form: of its shards.
     applier: moves them.
     machines: one a shard.
-    coordinates: leases of the run's data, and the first fence in rounds, on the one server that gives them out.
+    coordinates: leases of the run's data, and the run's first round and first fence, on the one server that gives
+        them out; None elsewhere.
     grace_s: how long a worker whose link has ended may take to come over another, before it is taken for lost.
+    pairing: with its backup, or of that with its primary; then `port` is the pairing's, and `grace_s` is.
 
     Attributes:
         tally: what has been done so far.
+        pairing: see there.
     """
 
     def __init__(
@@ -52,22 +61,25 @@ class Server:
         form: Form,
         applier: Applier,
         machines: Sequence[Shard],
-        coordinates: tuple[Leases, int] | None = None,
+        coordinates: tuple[Leases, int, int] | None = None,
         grace_s: float = 2.0,
+        pairing: Pairing | None = None,
     ) -> None:
         self.tally = Tally(form)
+        self.pairing = pairing
         self._port = port
         self._form = form
         self._applier = applier
         self._requests = Requests(port, form, applier, machines, self.tally)
-        self._coordinator = None
-        if coordinates:
-            leases, until = coordinates
-            self._coordinator = Coordinator(leases, port.send, until)
+        self._coordinator = Coordinator(*coordinates, port.send) if coordinates else None
         self._members = Membership()
-        self._grace = Grace(grace_s)
+        # With a backup, what is told again later must be part of the log.
+        self._grace = None if pairing else Grace(grace_s)
         self._settled = -1
+        self._begun = False
         self._ended = False
+        if pairing:
+            pairing.attach(self.share, self.restore)
 
     @property
     def address(self) -> str:
@@ -83,14 +95,58 @@ class Server:
         """Returns the bytes of parameters, and of the optimizer's state."""
         return self._applier.memory()
 
-    def lost(self, worker: int, incarnation: int) -> None:
-        """Is told that a worker has gone, in this incarnation and all before, whether it ever came here or not."""
-        if self._members.newest(worker) > incarnation:
-            return
-        self._members.bar(worker, incarnation)
-        for peer in self._members.links(worker):
-            self._refuse(peer, Replaced(worker, incarnation + 1))
-        self._leave(worker)
+    def snapshot(self) -> memoryview:
+        """Returns all that it is, for `restore`."""
+        return self._pack(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).numpy().data
+
+    def share(self) -> Segment:
+        """Returns all that it is, in memory that another process of this host can be given."""
+        made: list[Segment] = []
+
+        def allocate(nbytes: int) -> Tensor:
+            made.append(Segment.create(nbytes, "snapshot"))
+            return made[0].tensor()
+
+        self._pack(allocate)
+        return made[0]
+
+    def restore(self, snapshot: memoryview, detached: bool = False) -> None:
+        """Becomes what another server was.
+
+        Args:
+            snapshot: of it.
+            detached: without its clients, as of a server whose run is resumed.
+
+        Raises:
+            ValueError: it is none, or is of another model or strategy; what this server is then, is not said.
+        """
+        state, tensors = unpack(snapshot)
+        difference = self._form.difference(state.form.encode())
+        if difference:
+            raise ValueError(difference.replace("the worker", "the snapshot"))
+        if detached:
+            state = state.detached()
+        try:
+            members = self._members.load(state.members)
+            self._requests.load(state.requests, state.shards, tensors)
+            self._applier.become(state.applier, tensors)
+            lost = () if detached else (name for name in tensors if name.startswith("residual/"))
+            self._form.residuals = {name: tensors[name] for name in lost}
+            self._settled, self._begun, self._ended = state.settled, state.begun, state.ended
+            if self._coordinator is not None and state.coordinator is not None:
+                self._coordinator.load(state.coordinator, members)
+        except (LookupError, TypeError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"no snapshot of a server: {error!r}") from error
+
+    def _pack(self, allocate: Callable[[int], Tensor]) -> Tensor:
+        requests, shards, tensors = self._requests.state()
+        applier, its_tensors = self._applier.whole()
+        coordinator = self._coordinator.state() if self._coordinator else None
+        form, members = self._form.describe().decode(), self._members.state()
+        state = ServerState(
+            form, self._settled, self._begun, self._ended, members, requests, shards, applier, coordinator
+        )
+        return pack(state, tensors | its_tensors | self._form.residuals, allocate)
 
     def close(self) -> None:
         """Ends all links."""
@@ -105,7 +161,8 @@ class Server:
     def turn(self, timeout_s: float) -> None:
         """Deals with all mail that is there; waits for some, but not longer than `timeout_s`."""
         mail = self._port.receive(timeout_s)
-        mail += self._grace.over(mail)
+        if self._grace is not None:
+            mail += self._grace.over(mail)
         began = perf_counter()
         self.tally.queued(len(mail))
         try:
@@ -158,8 +215,6 @@ class Server:
             self._requests.take(member, message)
         elif message.kind == Kind.ASK:
             self._leasing().ask(member, message)
-        elif message.kind == Kind.BEGIN:
-            self._leasing().begin(member, message)
         else:
             self._administer(member, mail, message)
 
@@ -210,13 +265,10 @@ class Server:
         member = self._members.leave(peer, for_good)
         if member is None or member.observes:
             return
-        self._leave(member.worker)
-
-    def _leave(self, worker: int) -> None:
-        self._requests.drop(worker)
-        self._requests.tell_all(Leave(worker))
+        self._requests.drop(member.worker)
+        self._requests.tell_all(Leave(member.worker))
         if self._coordinator is not None:
-            self._coordinator.lost(worker)
+            self._coordinator.lost(member.worker)
 
     def _say_open(self, member: Member, message: Message) -> None:
         """Says what is still to be answered; whatever else a client waits for was lost on its way."""
@@ -229,32 +281,13 @@ class Server:
         """Does what is asked for between rounds, when nobody pushes; what comes again is answered alone."""
         blob = b""
         if message.kind == Kind.STATE:
-            blob = self._applier.state(message.first) if message.flag else self._applier.settings().encode()
+            blob = self._applier.state(message.first if message.flag else None)
         elif message.number != member.done:
             self._do(member, mail, message)
             member.done = message.number
+        if message.kind == Kind.BEGIN and self._begun:
+            blob = b"begun"
         self._port.send(mail.peer, encode(Message(Kind.DONE, number=message.number)), blob=blob)
-
-    def _do(self, member: Member, mail: Mail, message: Message) -> None:
-        if message.kind in _LEASED:
-            self._leasing().handle(member.worker, message)
-        elif message.kind == Kind.LOAD:
-            if message.flag:
-                self._requests.load(message.first, bytes(mail.blob))
-            else:
-                self._applier.configure(bytes(mail.blob).decode())
-        elif message.kind == Kind.AVERAGE:
-            self._requests.show_average(bool(message.flag))
-        elif message.kind == Kind.SETTLE:
-            self._settle(message.lease)
-        elif message.kind == Kind.LEAVE:
-            # One of a worker's clients says it for all, or only for itself.
-            for peer in [mail.peer] if message.flag else self._members.links(member.worker):
-                self._forget(peer, for_good=True)
-        elif message.kind == Kind.END:
-            self._ended = True
-        else:
-            raise ValueError(f"{message.kind.name} is nothing that a worker asks")
 
     def _settle(self, done: int) -> None:
         """Is told how many rounds are done, by all who have met: by some of them when new pushes have come since."""
@@ -262,3 +295,26 @@ class Server:
             self._settled = done
             self._applier.settle(done)
             self._requests.tell_all(Settle())
+
+    def _do(self, member: Member, mail: Mail, message: Message) -> None:
+        if message.kind in _LEASED:
+            self._leasing().handle(member.worker, message)
+        elif message.kind == Kind.LOAD:
+            if message.flag:
+                self._requests.replace(message.first, bytes(mail.blob))
+            else:
+                self._applier.load(bytes(mail.blob))
+        elif message.kind == Kind.AVERAGE:
+            self._requests.show_average(bool(message.flag))
+        elif message.kind == Kind.SETTLE:
+            self._settle(message.lease)
+        elif message.kind == Kind.BEGIN:
+            self._begun |= message.flag == 1
+        elif message.kind == Kind.LEAVE:
+            # One of a worker's clients says it for all of them, or for itself.
+            for each in [member] if message.flag else self._members.clients(member.worker):
+                self._forget(each.peer, for_good=True)
+        elif message.kind == Kind.END:
+            self._ended = True
+        else:
+            raise ValueError(f"{message.kind.name} is nothing that a worker asks")

@@ -89,7 +89,7 @@ class Session:
         self._probed_at = 0.0
         self._probe: tuple[int, tuple[int, ...]] = (0, ())
         self._moved_bytes = 0
-        self._usable = self._ending = False
+        self._usable = False
         self._sit(connection.link)
         try:
             self._join(connection.link, connection.patience_s)
@@ -145,7 +145,7 @@ class Session:
         """Goes on over another link, because this one is of no use any more."""
         reopen, patience_s = self._connection.reopen, self._connection.patience_s
         self._hear_last_words()
-        if reopen is None or self._ending:
+        if reopen is None:
             raise self._lost(cause) from cause
         self._abandon()
         deadline = monotonic() + patience_s
@@ -160,10 +160,6 @@ class Session:
                 known = f"the link to it has ended, and no other could be opened for {patience_s:g} s ({cause})"
                 raise PeerLost(self._connection.rank, self._connection.host, known) from cause
             sleep(_SLICE_S)
-
-    def expect_end(self) -> None:
-        """Takes the end of the link for that of the server, and looks for no other, from now on."""
-        self._ending = True
 
     def close(self) -> None:
         """Ends the conversation; says so, if nothing is waited for."""
@@ -258,7 +254,7 @@ class Session:
     def _lost(self, error: OSError) -> PeerLost:
         """Returns what to raise where the link has ended, unless somebody knows better."""
         deadline = monotonic() + _KNOWN_S
-        while monotonic() < deadline and not self._ending:
+        while monotonic() < deadline:
             self._check()
             sleep(_SLICE_S / 10)
         return PeerLost(self._connection.rank, self._connection.host, f"the link to it has ended ({error})")

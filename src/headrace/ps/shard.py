@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from headrace.policies.staleness import Admission, Combination
+from headrace.ps.spans import numbers_in, spans_of
 
 __all__ = [
     "Accumulate",
@@ -32,7 +33,9 @@ __all__ = [
     "Reply",
     "Settle",
     "Shard",
+    "ShardState",
     "Step",
+    "Word",
 ]
 
 
@@ -186,6 +189,41 @@ class Reply:
 Action = Accumulate | Step | Ack | Refuse | Reply
 
 
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a member was told of its last push.
+
+    Attributes:
+        push: which.
+        refused: the `Reason`; 0 if it is applied.
+    """
+
+    push: Push
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """All that a shard knows, as JSON takes it.
+
+    Attributes:
+        version, ahead: the shard's.
+        members: worker, incarnation and clock of each.
+        done: the leases that are done since the last `Settle`, from each to before another.
+        contributed: to the round that is open.
+        waiting: in the order in which they came.
+        told: to each member, of its last push.
+    """
+
+    version: int
+    ahead: int | None
+    members: tuple[tuple[int, ...], ...]
+    done: tuple[tuple[int, ...], ...]
+    contributed: tuple[Push, ...]
+    waiting: tuple[Pull, ...]
+    told: tuple[Word, ...]
+
+
 class Shard:
     """One piece of the parameters, as far as it decides anything.
 
@@ -230,6 +268,37 @@ class Shard:
             self._ahead = event.leases
             return self._close() + self._release()
         return self._change(event)
+
+    def state(self) -> ShardState:
+        """Returns all that it knows."""
+        return ShardState(
+            version=self.version,
+            ahead=self._ahead,
+            members=tuple((worker, self._incarnations[worker], clock) for worker, clock in self.clocks.items()),
+            done=spans_of(self._done),
+            contributed=tuple(self._contributed.values()),
+            waiting=tuple(self._waiting.values()),
+            told=tuple(
+                Word(push, word.reason.value if isinstance(word, Refuse) else 0) for push, word in self._last.values()
+            ),
+        )
+
+    def load(self, state: ShardState) -> None:
+        """Becomes what another shard with the same policies was.
+
+        Raises:
+            ValueError: no shard ever was so.
+        """
+        clocks = {worker: clock for worker, _, clock in state.members}
+        asking = {push.worker for push in state.contributed} | {pull.worker for pull in state.waiting}
+        if state.version < 0 or len(clocks) != len(state.members) or not clocks.keys() >= asking:
+            raise ValueError(f"{len(state.members)} members of version {state.version}, of which {asking} wait")
+        self.version, self._ahead, self.clocks = state.version, state.ahead, clocks
+        self._incarnations = {worker: incarnation for worker, incarnation, _ in state.members}
+        self._done = numbers_in(state.done)
+        self._contributed = {push.worker: push for push in state.contributed}
+        self._waiting = {pull.worker: pull for pull in state.waiting}
+        self._last = {word.push.worker: (word.push, _word_of(word)) for word in state.told}
 
     def _push(self, push: Push) -> list[Action]:
         worker = push.worker
@@ -324,3 +393,8 @@ class Shard:
             self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
             self._incarnations[worker] = incarnation
         return self._close() + self._release()
+
+
+def _word_of(word: Word) -> Ack | Refuse:
+    push = word.push
+    return Refuse(push.worker, push.lease, Reason(word.refused)) if word.refused else Ack(push.worker, push.lease)
