@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.nursery import Nursery
 from headrace.engine.order import Order, Progress
+from headrace.engine.staffing import Staffing
 from headrace.engine.vitals import Vitals
-from headrace.errors import PeerLost, WorkerFailed
-from headrace.spec.event import LAUNCHER, Failed, Lost, decode
+from headrace.errors import PeerLost, UsageError, WorkerFailed
+from headrace.spec.event import LAUNCHER, Failed, Lost, Notice, decode
 
 if TYPE_CHECKING:
     # For the types alone: they import torch.
@@ -83,7 +84,8 @@ class Watch:
         self._left = set(order.plan.servers)
         self._ended_at = math.inf
         # Whose workers lease their data: another one does what was not done.
-        self._workers = range(order.plan.workers) if order.plan.servers else range(0)
+        self._workers = set(range(order.plan.workers) if order.plan.servers else ())
+        self._staffing = Staffing(order.run_dir)
         self._succession = Succession(order.plan, page)
         ranks = (role.rank for role in order.plan.roles)
         self._seats = {rank: _Seat() for rank in ranks if rank in self._workers or rank in self._succession}
@@ -117,13 +119,14 @@ class Watch:
             elif code != 0 or not self._said_goodbye(rank):
                 self._fail(rank, ended)
         self._nursery.check(self._order.timeout_s)
-        page, workers = self._page, self._order.plan.workers
+        page = self._page
         examples = sum(beat[2] for beat in page.beats)
-        self._progress(Progress(max(beat[1] for beat in page.beats[:workers]), page.losses[0][0], examples))
+        self._progress(Progress(max(beat[1] for beat in page.beats), page.losses[0][0], examples))
         for rank in self._succession.look():
             self._seats[rank].in_vain = 0
         for rank in self._running:
             self._check_frozen(rank)
+        self._staffing.look(self._change_workers)
         self._end_late()
 
     def _check_frozen(self, rank: int) -> None:
@@ -164,12 +167,51 @@ class Watch:
             raise PeerLost(rank, self._host(rank), f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
         if replaced:
             self._running.add(rank)
-            self._crew.start(self._order.plan.roles[rank])
+            self._crew.start(self._order.plan.role(rank))
             if rank in self._succession:
                 self._succession.up(rank)
         elif not self._running.intersection(self._workers):
             self._abort(rank)
             raise PeerLost(rank, self._host(rank), f"{cause}, the last of the workers")
+
+    def _change_workers(self, count: int) -> str:
+        """Lets workers join, or leave below 0; returns what happened.
+
+        Raises:
+            UsageError: that cannot be.
+        """
+        fates = self._page.fates
+        if not self._order.strategy.elastic or self._is_over():
+            what = "comes to its end" if self._is_over() else f"is of {self._order.plan.strategy} as it was asked for"
+            raise UsageError(
+                f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
+                "parameter_server without a bound, or downpour"
+            )
+        there = sorted(rank for rank in self._workers & self._running if not fates[rank][1])
+        taken = {role.rank for role in self._order.plan.roles} - self._workers
+        free = [rank for rank in range(self._page.ranks) if rank not in taken and rank not in self._running]
+        if count > len(free) or len(there) + count < 1:
+            raise UsageError(
+                f"{len(there)} workers and {count:+d} are {len(there) + count}; a run has 1 to {len(there) + len(free)}"
+            )
+        for rank in free[:count] if count > 0 else ():
+            self._hire(rank)
+        for rank in there[count:] if count < 0 else ():
+            fates[rank][1] = 1
+        changed = f"{count} more begin" if count > 0 else f"{-count} leave when their portions are done"
+        text = f"{len(there) + count} workers from now on: {changed}"
+        self._journal.write(Notice(LAUNCHER, self._journal.now(), text))
+        return text
+
+    def _hire(self, rank: int) -> None:
+        fates, beat = self._page.fates[rank], self._page.beats[rank]
+        # Not the first one, because those begin together.
+        fates[0] += 1
+        fates[1] = beat[3] = 0
+        self._seats[rank] = _Seat(examples=beat[2])
+        self._workers.add(rank)
+        self._running.add(rank)
+        self._crew.start(self._order.plan.role(rank))
 
     def _succeed(self, rank: int, cause: str) -> None:
         try:
@@ -258,7 +300,7 @@ class Watch:
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     def _host(self, rank: int) -> str:
-        return self._order.plan.roles[rank].host
+        return self._order.plan.role(rank).host
 
 
 def _killed_by(code: int) -> str:

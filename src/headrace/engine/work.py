@@ -67,7 +67,7 @@ def work(
     worker: Worker | None = None
     closing = ExitStack()
     try:
-        role, incarnation = order.plan.roles[rank], page.fates[rank][0]
+        role, incarnation = order.plan.role(rank), page.fates[rank][0]
         stored = _stored(order.resume) if order.resume else None
         with building or nullcontext():
             module = build_module(order.job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["EVERY_WORKER", "Op", "Plan", "Role", "Segment"]
 
@@ -83,6 +83,12 @@ class Plan:
     def backups(self) -> tuple[int, ...]:
         """Ranks of the servers' backups: one for each server, in their order, or none."""
         return tuple(role.rank for role in self.roles if role.kind == "backup")
+
+    def role(self, rank: int) -> Role:
+        """Returns what a rank is; those behind all others are workers that have joined a run that went on."""
+        if rank < len(self.roles):
+            return self.roles[rank]
+        return replace(self.roles[0], rank=rank, data_rank=0)
 
     def server_of(self, rank: int) -> int:
         """Returns the server whose shards a server or a backup holds: their owner in `segments`."""

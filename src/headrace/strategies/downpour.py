@@ -102,6 +102,10 @@ class Downpour(Strategy):
         if not isinstance(self.overlap, bool):
             raise UsageError(f"overlap must be True or False, got {self.overlap!r}")
 
+    @property
+    def elastic(self) -> bool:
+        return True
+
     def check(self, options: Options) -> None:
         check_served(options)
 

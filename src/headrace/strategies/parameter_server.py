@@ -94,6 +94,11 @@ class ParameterServer(Strategy):
                 f"{self.staleness_bound} lets workers be apart; give one of them"
             )
 
+    @property
+    def elastic(self) -> bool:
+        # Whoever waits for others counts them.
+        return self.staleness_bound is None and not self.backup_workers
+
     def check(self, options: Options) -> None:
         check_served(options)
 

@@ -162,6 +162,11 @@ class Strategy(ABC):
     synchronous: ClassVar[bool]
     one_model: ClassVar[bool] = True
 
+    @property
+    def elastic(self) -> bool:
+        """Whether further workers may join a run that goes on, and others leave it."""
+        return False
+
     @abstractmethod
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         """Decides who does what and who owns what. Pure.
