@@ -199,7 +199,8 @@ class Watch:
         for rank in there[count:] if count < 0 else ():
             fates[rank][1] = 1
         changed = f"{count} more begin" if count > 0 else f"{-count} leave when their portions are done"
-        text = f"{len(there) + count} workers from now on: {changed}"
+        total = len(there) + count
+        text = f"{total} worker{'s' * (total > 1)} from now on: {changed}"
         self._journal.write(Notice(LAUNCHER, self._journal.now(), text))
         return text
 
