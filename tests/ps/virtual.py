@@ -54,6 +54,7 @@ class World:
         halts: how often somebody asks for an early fence.
         eager: pull with the push, not before the next step.
         rests: whether a worker for which there is no portion leaves until there is one.
+        ahead: whether shards are told how many leases come before the next fence.
         arbiter: whether one more machine says first which gradients make a round, by claims of no content; whoever is
             of it sends its gradient to all shards, and pulls what has at least the round that comes.
     """
@@ -74,6 +75,7 @@ class World:
     halts: int = 0
     eager: bool = False
     rests: bool = False
+    ahead: bool = True
     arbiter: bool = False
 
 
@@ -246,8 +248,11 @@ class _Run:
             for place in self.shards if self.world.rests else ():
                 self._send(worker, place, self._tell, place, Leave(worker))
             answer = (yield 1)[-1]
-            for place in self.shards if self.world.rests else ():
-                self._send(worker, place, self._tell, place, Join(worker, self.incarnations[worker]))
+            if self.world.rests:
+                for place in self.shards:
+                    self._send(worker, place, self._tell, place, Join(worker, self.incarnations[worker]))
+                # Not before it counts again everywhere, because others may go on when it has met them.
+                yield from self._pull(worker, 0)
         return answer  # type: ignore[no-any-return]
 
     def _pull(self, worker: int, least: int) -> Generator[int, Any, dict[int, int]]:
@@ -393,7 +398,7 @@ class _Run:
             self._answer(worker, -3, None)
 
     def _look_ahead(self) -> None:
-        if isinstance(self.world.combination, FirstOf):
+        if isinstance(self.world.combination, FirstOf) and self.world.ahead:
             for place, book in enumerate(self.books):
                 ahead = (self.leases.until - self.leases.begin) * self.world.portions
                 self._tell(place, shard.Ahead(ahead))

@@ -310,6 +310,10 @@ class Server:
             self._settle(message.lease)
         elif message.kind == Kind.BEGIN:
             self._begun |= message.flag == 1
+        elif message.kind == Kind.REST:
+            # Whoever waits for data holds up nobody who has some.
+            here = Join(member.worker, member.incarnation)
+            self._requests.tell_all(Leave(member.worker) if message.flag else here)
         elif message.kind == Kind.LEAVE:
             # One of a worker's clients says it for all of them, or for itself.
             for each in [member] if message.flag else self._members.clients(member.worker):

@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+_EXACTLY = 1e-9
+"""Shares of a round add up to 1 but for rounding."""
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """A worker becomes a member, comes again in a new incarnation, or in the same one over another link.
@@ -355,7 +359,13 @@ class Shard:
         ]
         self._contributed.clear()
         self.version += 1
-        step: list[Action] = [Step(tuple(push.worker for push in counted), 1.0, 0)] if counted else []
+        # Where some are lost, a round is of other data than one global batch, and moves the parameters as far.
+        fresh = (
+            p.share for p, a in zip(pushes, answers, strict=True) if getattr(a, "reason", None) != Reason.DUPLICATE
+        )
+        share = sum(fresh)
+        share = 1.0 if abs(share - 1.0) < _EXACTLY else share
+        step: list[Action] = [Step(tuple(push.worker for push in counted), share, 0)] if counted else []
         return [*step, *answers]
 
     def _pull(self, pull: Pull) -> list[Action]:

@@ -147,7 +147,9 @@ class ParameterServer(Strategy):
             together=together, find=parts.find,
         )  # fmt: skip
         leads = rank == 0 and not client.begin(False)
-        portions = LeasedPortions(client, leads, len(forms), len(plan.shares))
+        # Where some are lost, others may have to do their portions alone.
+        rests = self.staleness_bound is not None or self.backup_workers > 0
+        portions = LeasedPortions(client, leads, len(forms), len(plan.shares), rests=rests)
         held = HeldGradients(forms, parts.model)
         exchange = PushPull(client, forms, portions, held, parts, leads)
         exchange.give(places)
