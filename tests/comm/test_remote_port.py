@@ -16,7 +16,7 @@ import zmq
 from comm.test_ports import start
 from comm.ways import DEADLINE_S, SECRET, join, mail_of, next_of, open_link
 from headrace.comm import zeromq
-from headrace.comm.pieces import Sort, letter
+from headrace.comm.pieces import PART_BYTES, Sort, letter
 from headrace.comm.port import Layout, Link, Mail, Slots
 from headrace.comm.remote_link import RemoteLink
 from headrace.comm.remote_port import RemotePort
@@ -89,7 +89,7 @@ def still_served(port: RemotePort, link: Link) -> None:
 def cut_off(port: RemotePort, lines: int) -> None:
     """Serves the port until so many connections are left."""
     deadline = monotonic() + DEADLINE_S
-    while len(port._lines) > lines:
+    while len(port._door._lines) > lines:
         assert monotonic() < deadline
         port.receive(0.05)
 
@@ -231,7 +231,7 @@ def test_who_does_not_begin_with_its_layout_is_never_heard(
     for _ in range(3):
         raw().send_multipart(parts)
     deadline = monotonic() + DEADLINE_S
-    while len(port._lines) < 4:
+    while len(port._door._lines) < 4:
         assert monotonic() < deadline
         assert port.receive(0.05) == []
     # It does not go by itself, so it is cut off.
@@ -241,7 +241,7 @@ def test_who_does_not_begin_with_its_layout_is_never_heard(
 
 def test_half_of_a_push_is_none(port: RemotePort, link: Link, raw: Raw) -> None:
     broken = greeted(port, raw)
-    broken.send_multipart(whole((entry(1, 0), bytes(1 << 20)), sort=Sort.PART, message=b""))
+    broken.send_multipart(whole((entry(1, 0), bytes(PART_BYTES)), sort=Sort.PART, message=b""))
     still_served(port, link)
     broken.close()
     assert [mail.message for mail in mail_of(port, 1)] == [b""]

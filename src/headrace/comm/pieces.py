@@ -20,12 +20,29 @@ from torch import Tensor
 
 from headrace.comm.port import LARGEST_MESSAGE
 
-__all__ = ["PIECE_BYTES", "Collector", "Delivery", "Letter", "Sort", "cut", "letter", "sort_of"]
+__all__ = [
+    "MOST_PARTS",
+    "PART_BYTES",
+    "PIECE_BYTES",
+    "Collector",
+    "Delivery",
+    "Letter",
+    "Sort",
+    "cut",
+    "letter",
+    "sort_of",
+]
 
 PIECE_BYTES = 1 << 20
 """Payload of one letter, at most."""
 
+PART_BYTES = 1 << 17
+"""One payload, at most. A port has to take a part before it knows from whom it is, so it is not much."""
+
 _PAYLOADS = 1024
+MOST_PARTS = 2 + _PAYLOADS
+"""Of one letter."""
+
 _BLOB = -1
 _NOTHING = memoryview(b"")
 _HEAD = struct.Struct("<BBH")
@@ -104,9 +121,12 @@ def cut(
     payloads, held = Letter(), 0
     for slot, length in [*slots, *([(_BLOB, len(blob))] if blob else [])]:
         version, content, start = 0, _NOTHING, 0
+        whole = min(length, PIECE_BYTES)
         while start < length or not start:
-            size = min(length - start, PIECE_BYTES)
-            if payloads and (held + size > PIECE_BYTES or len(payloads) == _PAYLOADS):
+            size = min(length - start, PART_BYTES, PIECE_BYTES)
+            # What fits into one letter is not begun in the one before.
+            next_size, next_count = (size, 1) if start else (whole, -(-whole // PART_BYTES))
+            if payloads and (held + next_size > PIECE_BYTES or len(payloads) + next_count > _PAYLOADS):
                 yield [_head(Sort.PART, entries), b"", *payloads]
                 entries, payloads, held = [], Letter(), 0
             if not start:
