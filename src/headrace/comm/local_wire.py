@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
 from array import array
 
 from headrace.comm.port import LARGEST_MESSAGE, Layout, Slots
+from headrace.comm.segment import memory_file
 
 __all__ = ["NOTHING", "SPIN_S", "head_bytes", "receive", "segment_bytes", "send", "take", "user_of"]
 
@@ -16,7 +18,6 @@ SPIN_S = 300e-6
 """How long to look for a message before one sleeps: a push of some kB takes a fifth of it, to be woken a tenth."""
 
 _CREDENTIALS = struct.Struct("3i")
-_BLOB_BYTES = 1 << 32
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 _ROOM = [socket.CMSG_LEN(4 * most) for most in range(3)]
@@ -43,7 +44,7 @@ def send(connection: socket.socket, message: bytes, blob: bytes) -> None:
     if not blob:
         connection.send(message)
         return
-    descriptor = os.memfd_create("headrace-blob", os.MFD_CLOEXEC)
+    descriptor = memory_file("blob")
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(blob)
@@ -52,10 +53,19 @@ def send(connection: socket.socket, message: bytes, blob: bytes) -> None:
         os.close(descriptor)
 
 
-def receive(connection: socket.socket) -> tuple[bytes, memoryview]:
-    """Returns a message and its blob; both empty if the other end has gone."""
+def receive(connection: socket.socket, blob_bytes: int) -> tuple[bytes, memoryview]:
+    """Returns a message and its blob; both empty if the other end has gone.
+
+    Args:
+        connection: to the other end.
+        blob_bytes: the longest blob that may come.
+
+    Raises:
+        ValueError: it sends what is too long, or something else than memory.
+        OSError: the connection is lost.
+    """
     message, descriptors = take(connection, 1)
-    return message, _blob_in(descriptors) if descriptors else NOTHING
+    return message, _blob_in(descriptors[0], blob_bytes) if descriptors else NOTHING
 
 
 def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
@@ -76,11 +86,13 @@ def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
     return message, list(descriptors)
 
 
-def _blob_in(descriptors: list[int]) -> memoryview:
+def _blob_in(descriptor: int, most: int) -> memoryview:
     """Returns what lies in the file that was sent. Read, not mapped, because its owner may still shorten it."""
-    with os.fdopen(descriptors[0], "rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        if length > _BLOB_BYTES:
-            raise ValueError(f"a blob of {length:,} bytes is too long")
+    with os.fdopen(descriptor, "rb") as file:
+        # Which only memory has: a pipe, or a file of a slow disk, could be waited for.
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        length = os.fstat(descriptor).st_size
+        if length > most:
+            raise ValueError(f"a blob of {length:,} bytes came, at most {most:,} may")
         file.seek(0)
         return memoryview(file.read(length))

@@ -135,7 +135,7 @@ class RemoteLink(Link):
             left = deadline - monotonic()
             if self._end or left <= 0:
                 raise ConnectionRefusedError(
-                    f"no link to the server at {self._address}: {self._end or f'no answer for {_HELLO_S:.0f} s'}"
+                    f"no link to the server at {self._address}: {self._end or f'no answer for {_HELLO_S:g} s'}"
                 )
             self._wait(left, zmq.POLLIN)
 
@@ -169,7 +169,10 @@ class RemoteLink(Link):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._open([frame.buffer for frame in frames])
+            try:
+                self._open([frame.buffer for frame in frames])
+            except ValueError as error:
+                self._end = self._end or f"it speaks as no server does: {error}"
 
     def _open(self, parts: Sequence[memoryview]) -> None:
         sort = sort_of(parts)

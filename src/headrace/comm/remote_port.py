@@ -269,8 +269,8 @@ class RemotePort(Port):
             return
         line.taken += sum(wire_bytes(len(part)) for part in parts)
         self._door.greet(line)
-        blob_bytes = 16 * max(self._layout.parameters.lengths, default=0) + _OWED_BYTES
-        peer = _Peer(next(self._numbers), routing.bytes, line, Collector(self._layout.pushes.lengths, blob_bytes))
+        collector = Collector(self._layout.pushes.lengths, self._layout.blob_bytes)
+        peer = _Peer(next(self._numbers), routing.bytes, line, collector)
         self._peers[peer.number] = self._routes[peer.routing] = self._lines[line] = peer
         try:
             if sort_of(parts) != Sort.HELLO:
