@@ -19,7 +19,7 @@ from headrace.comm.spin import Spin, look
 
 __all__ = ["LocalLink"]
 
-_HELLO_S = 30.0
+_WRITTEN_S = 30.0
 _STALL_S = 60.0
 _BLOB_BYTES = 1 << 32
 _NAP_S = 30e-6
@@ -29,24 +29,33 @@ class LocalLink(Link):
     """Args:
     address: of the port.
     parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
+    hello_s: how long the port may take to greet.
 
     Raises:
-        ConnectionError: nobody listens there, or whoever does is not of the same kind.
+        ConnectionError: nobody listens there, or whoever does is not of the same kind, or does not greet.
     """
 
-    def __init__(self, address: str, parameters: Slots, pushes: Slots, replies: Slots | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        parameters: Slots,
+        pushes: Slots,
+        replies: Slots | None = None,
+        *,
+        hello_s: float = 30.0,
+    ) -> None:
         self.moved_bytes = 0
         self._layout = Layout(parameters, pushes, replies)
         self._own = [Segment.create(nbytes, "push") for nbytes in segment_bytes(self._layout)]
         self._regions = [segment.tensor() for segment in self._own]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(_HELLO_S)
+        self._socket.settimeout(hello_s)
         head = head_bytes(parameters)
         try:
             self._shared = Segment.received(self._join(address), head + parameters.nbytes, writable=False)
         except TimeoutError:
             self._free()
-            raise ConnectionError(f"no link to the server at {address}: no answer for {_HELLO_S:g} s") from None
+            raise ConnectionError(f"no link to the server at {address}: no answer for {hello_s:g} s") from None
         except (OSError, ValueError) as error:
             self._free()
             raise ConnectionError(f"no link to the server at {address}: {error}") from error
@@ -86,7 +95,7 @@ class LocalLink(Link):
 
     def fetch(self, slot: int, into: Tensor) -> int:
         words, source = self._words, self._sources[slot]
-        deadline = monotonic() + _HELLO_S
+        deadline = monotonic() + _WRITTEN_S
         while True:
             before: int = words[slot]
             if not before & 1:
@@ -97,7 +106,7 @@ class LocalLink(Link):
                     self.moved_bytes += source.numel()
                     return before >> 1
             elif monotonic() > deadline:
-                raise ConnectionAbortedError(f"shard {slot} has been written to for {_HELLO_S:.0f} s")
+                raise ConnectionAbortedError(f"shard {slot} has been written to for {_WRITTEN_S:.0f} s")
             else:
                 sleep(_NAP_S)
 

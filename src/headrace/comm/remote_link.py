@@ -17,7 +17,6 @@ from headrace.comm.zeromq import Keys, connect, make_socket, waits, watch
 
 __all__ = ["RemoteLink"]
 
-_HELLO_S = 30.0
 _STALL_S = 60.0
 _FAREWELL_MS = 2_000
 """How long last words may take."""
@@ -41,6 +40,7 @@ class RemoteLink(Link):
         address: of the port, "tcp://host:port".
         parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
         secret: the run's.
+        hello_s: how long the port may take to greet.
 
     Raises:
         ConnectionError: nobody listens there, or whoever does is not of this run or not of the same kind.
@@ -50,7 +50,14 @@ class RemoteLink(Link):
     window = 2
 
     def __init__(
-        self, address: str, parameters: Slots, pushes: Slots, replies: Slots | None = None, *, secret: bytes
+        self,
+        address: str,
+        parameters: Slots,
+        pushes: Slots,
+        replies: Slots | None = None,
+        *,
+        secret: bytes,
+        hello_s: float = 30.0,
     ) -> None:
         self.moved_bytes = 0
         self._address = address
@@ -73,7 +80,7 @@ class RemoteLink(Link):
         try:
             connect(self._socket, address)
             self._put(letter(Sort.HELLO, self._layout.hello()))
-            self._await_welcome()
+            self._await_welcome(hello_s)
         except BaseException:
             self._free(0)
             raise
@@ -126,8 +133,8 @@ class RemoteLink(Link):
         start = self._layout.pushes.starts[slot]
         return 0, self._content[start : start + self._layout.pushes.lengths[slot]]
 
-    def _await_welcome(self) -> None:
-        deadline = monotonic() + _HELLO_S
+    def _await_welcome(self, hello_s: float) -> None:
+        deadline = monotonic() + hello_s
         while True:
             self._read()
             if self._welcome:
@@ -135,7 +142,7 @@ class RemoteLink(Link):
             left = deadline - monotonic()
             if self._end or left <= 0:
                 raise ConnectionRefusedError(
-                    f"no link to the server at {self._address}: {self._end or f'no answer for {_HELLO_S:g} s'}"
+                    f"no link to the server at {self._address}: {self._end or f'no answer for {hello_s:g} s'}"
                 )
             self._wait(left, zmq.POLLIN)
 

@@ -159,7 +159,12 @@ class Applier:
                 self._sent[worker, shard] = self._parameters[shard].detach().clone()
 
     def state(self, shard: int) -> bytes:
-        """Returns a shard's state as safetensors."""
+        """Returns a shard's state as safetensors.
+
+        Raises:
+            ValueError: there is no such shard.
+        """
+        self._require(shard)
         return save({piece.name: piece.value for piece in self._updater.state(shard)})
 
     def load(self, shard: int, state: bytes) -> None:
@@ -168,6 +173,7 @@ class Applier:
         Raises:
             ValueError: it is no state.
         """
+        self._require(shard)
         try:
             pieces = [StatePiece.parse(name, value) for name, value in load(state).items()]
         except Exception as error:
@@ -184,7 +190,10 @@ class Applier:
         Raises:
             ValueError: it is no such thing.
         """
-        self._updater.load([], json.loads(settings) if settings else None)
+        try:
+            self._updater.load([], json.loads(settings) if settings else None)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"no settings of an optimizer: {type(error).__name__}: {error}") from error
 
     def show_average(self, on: bool) -> None:
         """Lets the moving averages stand where the parameters do, or the parameters again."""
@@ -193,6 +202,10 @@ class Applier:
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""
         return sum(self._form.slots.lengths), self._updater.state_bytes()
+
+    def _require(self, shard: int) -> None:
+        if not 0 <= shard < len(self._form):
+            raise ValueError(f"there is no shard {shard}, only {len(self._form)}")
 
     def _compensated(self, shard: int, gradient: Tensor, worker: int) -> Tensor:
         then = self._sent.get((worker, shard))

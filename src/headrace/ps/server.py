@@ -402,6 +402,7 @@ class Server:
         if not message.flag:
             self._applier.configure(blob.decode())
             return
+        self._named(message._replace(numbers=(0,)))
         with self._port.changing([message.first]):
             self._applier.load(message.first, blob)
         self._carry_out([(message.first, self._machines[message.first].handle(Renew()))])
