@@ -20,7 +20,7 @@ import zmq
 from torch import Tensor
 
 from headrace.comm.door import Door, Line, wire_bytes
-from headrace.comm.pieces import MOST_PARTS, PIECE_BYTES, Collector, Letter, Sort, cut, letter, sort_of
+from headrace.comm.pieces import MOST_PARTS, PIECE_BYTES, Collector, Delivery, Letter, Sort, cut, expect, letter, numbered, sort_of
 from headrace.comm.port import Layout, Mail, Port, Slots
 from headrace.comm.zeromq import Keys, is_loopback, listen, make_socket, waits
 from headrace.errors import UsageError
@@ -51,6 +51,7 @@ class _Peer:
         replies: what it is to be sent, by slot.
         letters: what waits to be sent.
         owed: bytes of messages and blobs in that.
+        sent, heard: letters so far.
         until: when it is cut off, if it has been dropped.
     """
 
@@ -62,7 +63,20 @@ class _Peer:
     replies: dict[int, Tensor] = field(default_factory=dict)
     letters: deque[tuple[int, Iterator[Letter]]] = field(default_factory=deque)
     owed: int = 0
+    sent: int = 0
+    heard: int = 0
     until: float | None = None
+
+    def hear(self, parts: Sequence[memoryview]) -> Delivery | None:
+        """Takes a letter; returns what it completes.
+
+        Raises:
+            ValueError: it is none, or not the next.
+        """
+        delivery = self.collector.add(parts)
+        self.heard += 1
+        expect(parts, self.heard)
+        return delivery
 
     def forget(self) -> None:
         """Lets go of what cannot be sent any more."""
@@ -249,7 +263,7 @@ class RemotePort(Port):
     def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[Mail]:
         peer.line.taken += sum(wire_bytes(len(part)) for part in parts)
         try:
-            delivery = peer.collector.add(parts)
+            delivery = peer.hear(parts)
             if delivery is None:
                 return []
             if not delivery.message:
@@ -275,6 +289,7 @@ class RemotePort(Port):
         try:
             if sort_of(parts) != Sort.HELLO:
                 raise ValueError("a link begins with its layout")
+            expect(parts, 0)
             if len(self._peers) > _MOST_LINKS:
                 raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
             self._layout.fit(bytes(parts[1]))
@@ -327,7 +342,8 @@ class RemotePort(Port):
                 peer.forget()
                 return
             parts = next(letters)
-            self._socket.send_multipart(parts)
+            self._socket.send_multipart(numbered(parts, peer.sent))
+            peer.sent += 1
             if sort_of(parts) != Sort.PART:
                 peer.letters.popleft()
                 peer.owed -= owed

@@ -1,0 +1,137 @@
+"""Throws bytes at the readers of foreign bytes, led by which branches they reach (Atheris, libFuzzer).
+
+    python tests/fuzz/main.py run frames --executions 10000000
+    python tests/fuzz/main.py coverage
+
+`run` keeps what reached something new in the reader's corpus, and adds a line to results/fuzz.jsonl. `coverage` reads
+every corpus once and says which of the readers' branches that reached. Needs `pip install atheris coverage`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from datetime import date
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+CORPUS = TESTS / "fuzz" / "corpus"
+RESULTS = TESTS / "fuzz" / "results" / "fuzz.jsonl"
+NAMES = ("frames", "handshakes", "headers", "manifests", "messages")
+READ = ("headrace.comm.pieces", "headrace.comm.port", "headrace.ps.messages", "headrace.ps.form")
+READ += ("headrace.checkpoint.manifest", "headrace.checkpoint.header")
+
+LONGEST_BYTES = 4096
+MOST_S = 0.5
+"""Of processor time, for one piece of bytes."""
+MOST_KEPT = 16 << 20
+MEASURED_EVERY = 1000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("run", "inside"):
+        parsed = verbs.add_parser(verb)
+        parsed.add_argument("reader", choices=NAMES)
+        parsed.add_argument("--executions", type=int, default=10_000_000)
+        parsed.add_argument("--seed", type=int, default=1)
+    verbs.add_parser("coverage")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(TESTS))
+    if arguments.verb == "coverage":
+        return measure()
+    if arguments.verb == "run":
+        return run(arguments.reader, arguments.executions, arguments.seed)
+    return inside(arguments.reader, arguments.executions, arguments.seed)
+
+
+def run(reader: str, executions: int, seed: int) -> int:
+    """Fuzzes in a process of its own, because the fuzzer ends the one that it is in."""
+    from fuzz.seeds import seeds
+
+    folder = CORPUS / reader
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, content in enumerate(seeds(reader)):
+        (folder / f"seed-{number:02d}").write_bytes(content)
+    began = time.monotonic()
+    command = [sys.executable, __file__, "inside", reader, "--executions", str(executions), "--seed", str(seed)]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    line = {
+        "date": date.today().isoformat(),
+        "reader": reader,
+        "executions": int(_stat(ended.stderr, "number_of_executed_units")),
+        "seconds": round(time.monotonic() - began, 1),
+        "seed": seed,
+        "exit": ended.returncode,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line))
+    if ended.returncode:
+        print(ended.stderr[-4000:], file=sys.stderr)
+    return ended.returncode
+
+
+def _stat(text: str, name: str) -> str:
+    return next((line.split()[-1] for line in text.splitlines() if name in line), "0")
+
+
+def inside(reader: str, executions: int, seed: int) -> int:
+    """Never comes back."""
+    import atheris
+
+    with atheris.instrument_imports(include=list(READ)):
+        from fuzz.readers import READERS
+    read, count = READERS[reader], 0
+
+    def once(data: bytes) -> None:
+        nonlocal count
+        count += 1
+        measured = count % MEASURED_EVERY == 0
+        if measured:
+            tracemalloc.start()
+        began = time.thread_time()
+        read(data)
+        took = time.thread_time() - began
+        if measured:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < MOST_KEPT, f"{len(data)} bytes took {peak:,} bytes of memory"
+        assert took < MOST_S, f"{len(data)} bytes took {took:.2f} s"
+
+    folder = CORPUS / reader
+    options = [f"-runs={executions}", f"-seed={seed}", f"-max_len={LONGEST_BYTES}", "-print_final_stats=1"]
+    options += ["-timeout=20", "-rss_limit_mb=2048", f"-artifact_prefix={folder.parent}/crash-{reader}-", str(folder)]
+    atheris.Setup([sys.argv[0], *options], once)
+    atheris.Fuzz()
+    return 1
+
+
+def measure() -> int:
+    """Says which branches of the readers the corpora reach."""
+    import coverage
+
+    os.chdir(TESTS.parent)
+    sources = [str(TESTS.parent / "src" / f"{module.replace('.', '/')}.py") for module in READ]
+    measured = coverage.Coverage(branch=True, include=sources, data_file=None)
+    with measured.collect():
+        from fuzz.readers import READERS
+        from fuzz.seeds import seeds
+
+        for name, read in READERS.items():
+            pieces = [*seeds(name), *(path.read_bytes() for path in sorted((CORPUS / name).glob("*")))]
+            for content in pieces:
+                read(content)
+            print(f"{name}: {len(pieces)} pieces")
+    return int(measured.report(show_missing=True) < 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
