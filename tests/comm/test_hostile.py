@@ -83,6 +83,18 @@ def test_of_many_who_say_nothing_the_oldest_go(port: RemotePort, link: object, m
         each.close()
 
 
+def test_strangers_are_seen_while_nobody_serves(port: RemotePort, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the middle of a long step, and before the first link."""
+    monkeypatch.setattr(door, "_HALF_OPEN", 3)
+    strangers = [call(port) for _ in range(10)]
+    for each in strangers[:7]:
+        each.settimeout(DEADLINE_S)
+        while each.recv(100):
+            continue
+    for each in strangers:
+        each.close()
+
+
 def test_who_never_says_hello_is_shown_out(
     port: RemotePort, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,7 +152,7 @@ class Door:
         with poll:
             while not self._over:
                 pause = max(_LOOK_EVERY_S, _LOOK_S * len(self._lines))
-                poll.poll(max(0.0, looked + pause - monotonic()) if self._lines else None)
+                # Before the first wait, too: ZeroMQ wakes nobody who has not found out that there is nothing.
                 with self._lock:
                     self._admit()
                     self._hear()
@@ -161,6 +161,7 @@ class Door:
                     if monotonic() - looked >= pause:
                         self._measure()
                         looked = monotonic()
+                poll.poll(max(0.0, looked + pause - monotonic()) if self._lines else None)
 
     def _admit(self) -> None:
         """Answers whether those who knock hold the secret."""

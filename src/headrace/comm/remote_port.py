@@ -6,6 +6,7 @@ worker: DEALER ── CURVE ──► ROUTER :server       one connection a link
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 from headrace.comm.door import Door, Line, wire_bytes
 from headrace.comm.pieces import MOST_PARTS, PIECE_BYTES, Collector, Delivery, Letter, Sort, cut, expect, letter, numbered, sort_of
 from headrace.comm.port import Layout, Mail, Port, Slots
+from headrace.comm.segment import memory_file
 from headrace.comm.zeromq import Keys, is_loopback, listen, make_socket, waits
 from headrace.errors import UsageError
 
@@ -128,6 +130,8 @@ class RemotePort(Port):
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._socket.router_mandatory = True
         self._door = Door(self._socket, keys)
+        # What tells others, as `headrace doctor`, whose process this is.
+        self._mark = memory_file("port")
         self._poll = epoll()
         for descriptor in (self._socket.FD, self._door.bell):
             self._poll.register(descriptor, EPOLLIN)
@@ -215,6 +219,7 @@ class RemotePort(Port):
             self._door.close()
             self._socket.close(linger_ms)
             self._context.term()
+            os.close(self._mark)
 
     def _part(self, ended: Sequence[Line]) -> list[_Peer]:
         """Lets go of links whose lines have ended; returns those whose end is news."""
