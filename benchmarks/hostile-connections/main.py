@@ -58,7 +58,7 @@ def stand_in(told: Connection, over: Event) -> None:
                 listener.accept()[0].close()
 
 
-def work(address: str, rounds: "multiprocessing.sharedctypes.Synchronized[int]", over: Event) -> None:
+def work(address: str, rounds: multiprocessing.sharedctypes.Synchronized[int], over: Event) -> None:
     """A genuine link that pushes and pulls."""
     link = RemoteLink(address, SLOTS, SLOTS, secret=SECRET)
     while not over.is_set():
@@ -167,7 +167,8 @@ def main() -> int:
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"memory: {max(peaks['server']) / 2**20:.1f} MiB more at most ({max(peaks['stand-in']) / 2**20:.1f} undisturbed)")
+    most = {whom: max(values) / 2**20 for whom, values in peaks.items()}
+    print(f"memory: {most['server']:.1f} MiB more at most ({most['stand-in']:.1f} undisturbed)")
     print(f"descriptors: {quiet_descriptors} before, {held} at most")
     for when in ("opening", "standing"):
         ours, theirs = medians[f"server {when}"], medians[f"stand-in {when}"]

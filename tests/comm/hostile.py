@@ -101,7 +101,9 @@ class Attacker:
         self._earlier = list(middle.seen) or self._earlier
         expected = [b"genuine %d" % number for number in range(LETTERS)]
         # A letter is two frames, and the hello is the first.
-        most = max(0, (target - FIRST) // 2 - 1) if kind != "replayed at once" else max(0, (target + 1 - FIRST) // 2 - 1)
+        most = (
+            max(0, (target - FIRST) // 2 - 1) if kind != "replayed at once" else max(0, (target + 1 - FIRST) // 2 - 1)
+        )
         if kind in _HARMLESS:
             most = LETTERS
         if heard != expected[: len(heard)] or len(heard) > most or (kind == NOTHING and len(heard) < most):

@@ -1,4 +1,4 @@
-"""Somebody on the way between a link and its port: sees every byte, and may change, leave out, repeat and turn round."""
+"""Somebody on the way between a link and its port: sees every byte, may change it, leave it out, repeat it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST = 2
 """Frames of the handshake that a link sends: HELLO, INITIATE. What it encrypts comes after."""
 
 Alter = Callable[[int, bytes, Sequence[bytes]], list[bytes]]
-"""Of a frame's number, itself and what the port has said, makes the frames that go on instead; b"" ends the connection."""
+"""Of a frame's number, itself and what the port has said, makes the frames that go on instead; b"" ends it."""
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:

@@ -181,9 +181,7 @@ def entry(slot: int, start: int, version: int = 0) -> bytes:
     return slot.to_bytes(4, "little", signed=True) + start.to_bytes(8, "little") + version.to_bytes(8, "little")
 
 
-def whole(
-    *payloads: tuple[bytes, bytes], sort: int = Sort.LAST, message: bytes = b"m", number: int = 1
-) -> list[bytes]:
+def whole(*payloads: tuple[bytes, bytes], sort: int = Sort.LAST, message: bytes = b"m", number: int = 1) -> list[bytes]:
     head = bytes([1, sort]) + len(payloads).to_bytes(2, "little") + number.to_bytes(4, "little")
     return [head + b"".join(place for place, _ in payloads), message, *(content for _, content in payloads)]
 

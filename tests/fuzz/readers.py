@@ -15,7 +15,7 @@ from safetensors import deserialize
 from fuzz.reference import Refused, read_letters, read_message
 from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import BYTES, NAMES
-from headrace.comm.pieces import Collector
+from headrace.comm.pieces import Collector, expect
 from headrace.comm.port import Layout, Slots
 from headrace.ps.form import Form, Piece
 from headrace.ps.messages import decode, encode
@@ -63,6 +63,9 @@ def read_frames(data: bytes) -> None:
         except ValueError:
             assert isinstance(reference.send(parts), Refused)
             return
+        with suppress(ValueError):
+            expect(parts, 1)
+            assert parts[0][4:8] == b"\1\0\0\0"
         kept = sum(place.numel() for _, place in collector._slots.values()) + len(collector._blob)
         assert kept <= sum(LENGTHS) + BLOB_BYTES
         expected = reference.send(parts)

@@ -40,9 +40,7 @@ def read_message(data: bytes) -> tuple[object, ...] | Refused:
     return kind, first, flag, lease, weight, share, tuple(numbers), steps
 
 
-def read_letters(
-    lengths: Sequence[int], blob_bytes: int
-) -> Generator[Delivered | Refused | None, list[bytes], None]:
+def read_letters(lengths: Sequence[int], blob_bytes: int) -> Generator[Delivered | Refused | None, list[bytes], None]:
     """Is sent letters, each as a list of parts; yields what they complete. Begin it with `next`."""
     places: dict[int, tuple[int, bytes]] = {}
     blob = b""
@@ -73,7 +71,7 @@ def read_letters(
                 break
             known, had = places.get(slot, (version, b""))
             begins = slot not in places
-            if (start == 0) != begins and lengths[slot] or (start == 0 and not begins):
+            if ((start == 0) != begins and lengths[slot]) or (start == 0 and not begins):
                 answer = Refused("order")
                 break
             if start != len(had) or known != version or len(had) + len(content) > lengths[slot]:

@@ -11,7 +11,7 @@ from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import Entry
 from headrace.checkpoint.manifest import FileRecord, Manifest
 from headrace.comm import pieces
-from headrace.comm.pieces import Sort, cut, letter
+from headrace.comm.pieces import Sort, cut, letter, numbered
 from headrace.ps.messages import Kind, Message, encode
 
 __all__ = ["seeds"]
@@ -25,7 +25,9 @@ def seeds(name: str) -> list[bytes]:
 def _frames() -> Iterator[bytes]:
     every = list(enumerate(LENGTHS))
     for slots, blob in ((every, b"blob"), (every[:1], b""), ([], b"x" * 50), (every[3:], b"")):
-        letters = cut(b"message", slots, lambda slot: (slot + 1, memoryview(bytes(range(256)) * 2)[: LENGTHS[slot]]), blob)
+        letters = cut(
+            b"message", slots, lambda slot: (slot + 1, memoryview(bytes(range(256)) * 2)[: LENGTHS[slot]]), blob
+        )
         yield join_letters([[bytes(part) for part in parts] for parts in letters])
     entry = pieces._ENTRY.pack
     halves = [
@@ -34,6 +36,8 @@ def _frames() -> Iterator[bytes]:
     ]
     yield join_letters(halves)
     yield join_letters(halves * 2)
+    for length in (60_000, 60_001):
+        yield join_letters([[bytes(part) for part in numbered(letter(Sort.LAST, bytes(length)), 1)]])
     for sort in Sort:
         yield join_letters([[bytes(part) for part in letter(sort, b"m")]])
 
@@ -42,7 +46,15 @@ def _handshakes() -> Iterator[bytes]:
     yield LAYOUT.hello()
     yield FORM.describe()
     described = json.loads(FORM.describe())
-    for changed in (described[:-1], [*described, ["more", 0, [1], "float32"]], ["int8", *described[1:]], {}, []):
+    for changed in (
+        described[:-1],
+        ["plain"],
+        [*described[:-1], "piece"],
+        [*described, ["more", 0, [1], "float32"]],
+        ["int8", *described[1:]],
+        {},
+        [],
+    ):
         yield json.dumps(changed).encode()
     yield b"[" * 200 + b"]" * 200
 
@@ -67,6 +79,7 @@ def _manifests() -> Iterator[bytes]:
         yield manifest.encode(Manifest(count, files[:count], description))
     yield b'{"format":"headrace checkpoint","version":2}'
     yield b"[" * 100
+    yield b" " * (manifest.MOST_BYTES + 1)
 
 
 _SEEDS: Mapping[str, Callable[[], Iterator[bytes]]] = {

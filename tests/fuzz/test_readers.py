@@ -88,7 +88,7 @@ def test_a_reader_that_raises_something_else_is_noticed(monkeypatch: pytest.Monk
     def integer(text: str) -> int:
         raise KeyError(text)
 
+    content = manifest.encode(manifest.Manifest(3, (), {}))
     monkeypatch.setattr(manifest, "_integer", integer)
     with pytest.raises(KeyError):
-        for content in seeds("manifests"):
-            readers.read_manifests(content)
+        readers.read_manifests(content)

@@ -192,7 +192,10 @@ def _system() -> Iterator[Check]:
 
 
 def _listening() -> Iterator[Check]:
-    yield _ok("listens by default", "no network address; servers: a Unix socket, this user's alone; over TCP: loopback, encrypted")
+    yield _ok(
+        "listens by default",
+        "no network address; servers: a Unix socket, this user's alone; over TCP: loopback, encrypted",
+    )
     for listener in listeners():
         yield _listener(listener)
 

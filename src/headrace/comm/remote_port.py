@@ -21,7 +21,19 @@ import zmq
 from torch import Tensor
 
 from headrace.comm.door import Door, Line, wire_bytes
-from headrace.comm.pieces import MOST_PARTS, PIECE_BYTES, Collector, Delivery, Letter, Sort, cut, expect, letter, numbered, sort_of
+from headrace.comm.pieces import (
+    MOST_PARTS,
+    PIECE_BYTES,
+    Collector,
+    Delivery,
+    Letter,
+    Sort,
+    cut,
+    expect,
+    letter,
+    numbered,
+    sort_of,
+)
 from headrace.comm.port import Layout, Mail, Port, Slots
 from headrace.comm.segment import memory_file
 from headrace.comm.zeromq import Keys, is_loopback, listen, make_socket, waits

@@ -176,7 +176,15 @@ def _store(rank: int, world: int) -> tuple[Any, Any]:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Of several masters in a process, those that follow join the first.
         kept = TCPStore(
-            host, port, None, True, timeout, False, multi_tenant=True, master_listen_fd=listener.detach(), use_libuv=True
+            host,
+            port,
+            None,
+            True,
+            timeout,
+            False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+            use_libuv=True,
         )
     store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
     return store, kept
