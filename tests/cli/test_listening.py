@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -125,8 +126,6 @@ def look(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 def test_a_run_listens_to_its_own_machine_alone(tmp_path: Path, transport: str) -> None:
-    import functools
-
     job = make_job(model=faulty(functools.partial(look, tmp_path)))
     strategy = hr.ParameterServer(2, 2, transport=transport)
     with LocalEngine() as engine:
