@@ -78,7 +78,7 @@ def test_an_address_of_this_host_that_does_not_answer_is_named() -> None:
         silent.listen()
         with pytest.raises(ConnectionError, match=r"server at local:headrace-silent: no answer for 0\.2 s"):
             LocalLink("local:headrace-silent", SLOTS, SLOTS, hello_s=0.2)
-    with pytest.raises(ConnectionError, match="server at local:headrace-silent: .*refused"):
+    with pytest.raises(ConnectionError, match=r"server at local:headrace-silent: .*refused"):
         LocalLink("local:headrace-silent", SLOTS, SLOTS)
 
 

@@ -7,9 +7,11 @@ import struct
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
+from headrace.ps.messages import Kind
+
 __all__ = ["Delivered", "Refused", "read_letters", "read_message"]
 
-KINDS = {*range(1, 15), *range(64, 69)}
+KINDS = {kind.value for kind in Kind}
 Delivered = tuple[bytes, dict[int, tuple[int, bytes]], bytes]
 
 
