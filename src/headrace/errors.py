@@ -13,7 +13,8 @@
         ├── WorkerFailed          a worker raised; carries rank, host and the worker's own traceback
         ├── NonFiniteLoss         the loss of a step is NaN or infinite
         ├── NonFiniteGradient     the loss is finite, its gradient is not
-        └── PeerLost              a process was killed, vanished or froze: exit code 4
+        ├── PeerLost              a process was killed, vanished or froze: exit code 4
+        └── Replaced              this process gave no sign of life, and another does its work: exit code 4
 
 Every message says what happened, the numbers, and the remedy.
 """
@@ -35,6 +36,7 @@ __all__ = [
     "NonFiniteGradient",
     "NonFiniteLoss",
     "PeerLost",
+    "Replaced",
     "RunFailed",
     "ServerRefused",
     "UnfitMachine",
@@ -217,3 +219,22 @@ class PeerLost(RunFailed):
         self.rank = rank
         self.host = host
         self.cause = cause
+
+
+class Replaced(RunFailed):
+    """This worker gave no sign of life for too long, and another process goes on in its place.
+
+    Args:
+        rank: of the worker.
+        incarnation: of the one that counts now.
+    """
+
+    exit_code = 4
+
+    def __init__(self, rank: int, incarnation: int) -> None:
+        super().__init__(
+            f"rank {rank} was replaced by its incarnation {incarnation}, because it had stopped or could not be "
+            "reached; the run goes on without this process, and what it has not finished is done again"
+        )
+        self.rank = rank
+        self.incarnation = incarnation

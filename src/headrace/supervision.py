@@ -161,6 +161,7 @@ def _first_line(order: Order, prepared: Prepared) -> str:
     batch = " + ".join(map(str, parts)) if len(parts) <= 8 else f"{len(parts)} x {parts[-1]}..{parts[0]}"
     devices = ", ".join(dict.fromkeys(role.device for role in plan.roles if role.kind == "worker"))
     servers = f" and {len(plan.servers)} server{'s' * (len(plan.servers) > 1)}" if plan.servers else ""
+    servers += f", {'each with a backup' if len(plan.servers) > 1 else 'with a backup'}," if plan.backups else ""
     return (
         f"{plan.workers} worker{'s' * (plan.workers > 1)}{servers} on {role.host}, {devices}, {role.threads} "
         f"thread{'s' * (role.threads > 1)} each; batch of {order.job.global_batch_size} = {batch}; "

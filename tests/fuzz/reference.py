@@ -28,18 +28,19 @@ class Refused:
 
 def read_message(data: bytes) -> tuple[object, ...] | Refused:
     """Returns a message's fields, in the order of `Message`."""
-    if len(data) < 34 or (len(data) - 34) % 8:
+    if len(data) < 42 or (len(data) - 42) % 8:
         return Refused("length")
     version, kind = data[0], data[1]
     first, count, flag, steps = (int.from_bytes(data[at : at + 2], "little") for at in (2, 4, 6, 8))
     lease = int.from_bytes(data[10:18], "little", signed=True)
     weight, share = (struct.unpack("<d", data[at : at + 8])[0] for at in (18, 26))
-    numbers = [int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(34, len(data), 8)]
-    if version != 2 or kind not in KINDS or count != len(numbers) or lease < -1 or lease > 2**48:
+    numbers = [int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(42, len(data), 8)]
+    number = int.from_bytes(data[34:42], "little")
+    if version != 3 or kind not in KINDS or count != len(numbers) or lease < -1 or lease > 2**48:
         return Refused("fields")
     if math.isnan(weight) or math.isnan(share) or min(weight, share) < 0 or weight > 1e15 or share > 1e3:
         return Refused("floats")
-    return kind, first, flag, lease, weight, share, tuple(numbers), steps
+    return kind, first, flag, lease, weight, share, tuple(numbers), steps, number
 
 
 def read_letters(lengths: Sequence[int], blob_bytes: int) -> Generator[Delivered | Refused | None, list[bytes], None]:

@@ -68,7 +68,7 @@ def _headers() -> Iterator[bytes]:
 
 def _messages() -> Iterator[bytes]:
     for kind in Kind:
-        yield encode(Message(kind, 1, 1, 7, 32.0, 0.5, (1, ~2, 3), 2))
+        yield encode(Message(kind, 1, 1, 7, 32.0, 0.5, (1, ~2, 3), 2, 9))
     yield encode(Message(Kind.ASK))
 
 

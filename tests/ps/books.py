@@ -98,7 +98,9 @@ class ShardBook:
 
     def _change(self, event: Join | Leave) -> None:
         worker = event.worker
-        self.given.discard(worker)
+        if worker in self.given:
+            self.given.discard(worker)
+            self.clocks[worker] -= not self.each
         self.waiting.pop(worker, None)
         self.open.pop(worker, None)
         if isinstance(event, Leave):

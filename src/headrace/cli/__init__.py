@@ -19,6 +19,7 @@ from headrace.cli.options import help_option
 from headrace.cli.output import write_document
 from headrace.cli.report import report
 from headrace.cli.train import train
+from headrace.cli.workers import workers
 from headrace.engine.termination import Terminated, answer_with, terminate
 
 __all__ = ["COMMANDS", "app", "main", "run"]
@@ -30,6 +31,7 @@ _EXAMPLES = """
   headrace report runs/a
   headrace checkpoint list runs/a
   headrace launch script.py --workers 2
+  headrace workers add 2 runs/a
 """
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -38,6 +40,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "checkpoint": checkpoint,
     "launch": launch,
+    "workers": workers,
     "doctor": doctor,
 }
 """Every command by its name, in the order of `--help`."""

@@ -9,7 +9,8 @@
 │ loss, end                    │           written by the rank
 │ pid, descriptor, nbytes      │           a segment that it offers to the others
 │ saved, bytes, error, digest  │           its part of a checkpoint
-│ lost, wanted away            │           how many of its processes were lost, says the launcher
+│ lost, wanted away, ready     │           how many of its processes were lost, says the launcher; backups
+│ epoch, primary, backup       │           which processes are a server's, says the launcher
 │ address                      │           where a server can be reached
 │ 2 x 4096 numbers              │           for sums, by turns
 └──────────────────────────────┘  x ranks
@@ -19,9 +20,10 @@ from __future__ import annotations
 
 import ctypes
 
+from headrace.comm import futex
 from headrace.comm.segment import Segment
 
-__all__ = ["NUMBERS", "Address", "ControlPage"]
+__all__ = ["NUMBERS", "Address", "ControlPage", "Seats"]
 
 NUMBERS = 4096
 """How many numbers one sum may hold."""
@@ -53,9 +55,42 @@ class Address:
         # Last, because it says that the rest is there.
         self._place[0] = len(encoded)
 
+    def clear(self) -> None:
+        """Lets it be not there, before another process writes it."""
+        self._place[0] = 0
+
     def read(self) -> str:
         """Returns it; "" before it is there."""
         return bytes(self._place[1 : 1 + self._place[0]]).decode()
+
+
+class Seats:
+    """Who is what of a server: written by one process, and read whole by others.
+
+    Args:
+        place: three int64.
+    """
+
+    def __init__(self, place: memoryview) -> None:
+        self._place = place
+
+    def tell(self, epoch: int, primary: int, backup: int) -> None:
+        """Writes it; epochs are greater than 0 and only grow."""
+        place = self._place
+        place[0] = 0
+        futex.fence()
+        place[1], place[2] = primary, backup
+        futex.fence()
+        place[0] = epoch
+
+    def read(self) -> tuple[int, int, int]:
+        """Returns epoch, primary and backup; all 0 before they are there, or while they are written."""
+        place = self._place
+        epoch: int = place[0]
+        futex.fence()
+        primary, backup = place[1], place[2]
+        futex.fence()
+        return (epoch, primary, backup) if epoch and place[0] == epoch else (0, 0, 0)
 
 
 class ControlPage:
@@ -74,7 +109,9 @@ class ControlPage:
         saves: by rank; [1 + rounds, bytes, error] as int64 of the last part of a checkpoint that it has written;
             error is 0, or the system's number.
         digests: by rank, 32 bytes: the SHA-256 of that part.
-        fates: by rank; [how many of its processes were lost so far, 1 if it is to leave] as int64, by the launcher.
+        fates: by rank; [how many of its processes were lost so far, 1 if it is to leave] as int64, by the launcher;
+            then the epoch whose backup can be promoted, by a server.
+        views: by rank of a server, its primary and its backup, by the launcher.
         addresses: by rank, where this server can be reached.
         numbers: by rank, two float64 views of length `NUMBERS`.
     """
@@ -93,7 +130,8 @@ class ControlPage:
         self.offers = [memory[block + _OFFERED : block + _OFFERED + 24].cast("q") for block in blocks]
         self.saves = [memory[block + _SAVED : block + _SAVED + 24].cast("q") for block in blocks]
         self.digests = [memory[block + _SAVED + 24 : block + _SAVED + 56] for block in blocks]
-        self.fates = [memory[block + _FATE : block + _FATE + 16].cast("q") for block in blocks]
+        self.fates = [memory[block + _FATE : block + _FATE + 24].cast("q") for block in blocks]
+        self.views = [Seats(memory[block + _FATE + 24 : block + _FATE + 48].cast("q")) for block in blocks]
         self.addresses = [Address(memory[block + _ADDRESS : block + _NUMBERS]) for block in blocks]
         half = NUMBERS * 8
         self.numbers = [

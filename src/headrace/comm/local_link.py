@@ -19,8 +19,8 @@ from headrace.comm.spin import Spin, look
 
 __all__ = ["LocalLink"]
 
-_WRITTEN_S = 30.0
 _STALL_S = 60.0
+_WRITTEN_S = 30.0
 _BLOB_BYTES = 1 << 32
 _NAP_S = 30e-6
 
@@ -107,6 +107,9 @@ class LocalLink(Link):
                     return before >> 1
             elif monotonic() > deadline:
                 raise ConnectionAbortedError(f"shard {slot} has been written to for {_WRITTEN_S:.0f} s")
+            elif any(events & select.POLLHUP for _, events in self._poll.poll(0)):
+                # Nobody will say that it is written.
+                raise ConnectionResetError("the server has gone while it wrote")
             else:
                 sleep(_NAP_S)
 
@@ -130,7 +133,7 @@ class LocalLink(Link):
         return descriptors[0]
 
     def _receive(self) -> tuple[bytes, memoryview]:
-        message, blob = receive(self._socket, _BLOB_BYTES)
+        message, blob = receive(self._socket, _BLOB_BYTES, shared=True)
         if not message:
             raise ConnectionResetError("the server has gone")
         return message, blob

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headrace.comm import futex
 from headrace.comm.local_wire import NOTHING, SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
-from headrace.comm.port import Layout, Mail, Port, Slots
+from headrace.comm.port import Blob, Layout, Mail, Port, Slots
 from headrace.comm.segment import Segment
 from headrace.comm.spin import Spin, look
 
@@ -72,7 +72,7 @@ class LocalPort(Port):
         self._spin = Spin(SPIN_S)
         self._next = 0
         self._gone: list[int] = []
-        self._unsent: dict[int, deque[tuple[bytes, bytes]]] = {}
+        self._unsent: dict[int, deque[tuple[bytes, bytes | bytearray | memoryview | int]]] = {}
         self._owed: dict[int, int] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._peers: dict[int, int] = {}
@@ -124,17 +124,20 @@ class LocalPort(Port):
     def reply_slot(self, peer: int, slot: int) -> Tensor:
         return self._layout.pulled.of(self._replied[peer], slot)
 
-    def send(self, peer: int, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+    def send(
+        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
+    ) -> None:
         if peer not in self._sockets:
             return
         lengths = self._layout.pulled.lengths
         self.moved_bytes += sum(lengths[slot] for slot in slots)
         unsent = self._unsent.setdefault(peer, deque())
-        unsent.append((message, blob))
-        self._owed[peer] = self._owed.get(peer, 0) + len(message) + len(blob)
+        # Whoever owns a segment may let go of it before it is sent.
+        unsent.append((message, os.dup(blob.descriptor) if isinstance(blob, Segment) else blob))
+        self._owed[peer] = self._owed.get(peer, 0) + _length(*unsent[-1])
         if len(unsent) == 1:
             self._flush(peer)
-        elif self._owed[peer] > _OWED_BYTES:
+        elif limited and self._owed[peer] > _OWED_BYTES:
             # It asks and does not read.
             self._break(peer)
 
@@ -146,6 +149,7 @@ class LocalPort(Port):
         self._half_open.pop(peer, None)
         del self._peers[connection.fileno()]
         connection.close()
+        self._forget_unsent(peer)
         self._unsent.pop(peer, None)
         self._owed.pop(peer, None)
         self._pushed.pop(peer, None)
@@ -165,8 +169,12 @@ class LocalPort(Port):
         connection, unsent = self._sockets[peer], self._unsent[peer]
         try:
             while unsent:
-                send(connection, *unsent[0])
-                self._owed[peer] -= sum(map(len, unsent.popleft()))
+                message, blob = unsent[0]
+                send(connection, message, blob)
+                unsent.popleft()
+                self._owed[peer] -= _length(message, blob)
+                if isinstance(blob, int):
+                    os.close(blob)
         except BlockingIOError:
             self._poll.modify(connection, select.EPOLLIN | select.EPOLLOUT)
         except OSError:
@@ -174,9 +182,16 @@ class LocalPort(Port):
 
     def _break(self, peer: int) -> None:
         """Ends a connection; the next `receive` tells."""
-        self._unsent[peer].clear()
+        self._forget_unsent(peer)
         with suppress(OSError):
             self._sockets[peer].shutdown(socket.SHUT_RDWR)
+
+    def _forget_unsent(self, peer: int) -> None:
+        unsent = self._unsent.get(peer, deque())
+        while unsent:
+            _, blob = unsent.popleft()
+            if isinstance(blob, int):
+                os.close(blob)
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
@@ -245,7 +260,13 @@ class LocalPort(Port):
             message, blob = b"", NOTHING
         if not message:
             self._gone.append(peer)
-        return [Mail(peer, message, blob)]
+        memory = self._segments[peer][0] if self._pushed[peer] else None
+        return [Mail(peer, message, blob, memory)]
+
+
+def _length(message: bytes, blob: bytes | bytearray | memoryview | int) -> int:
+    """Returns how much a link leaves unread with this."""
+    return len(message) + (0 if isinstance(blob, int) else len(blob))
 
 
 class _Changing:

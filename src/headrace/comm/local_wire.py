@@ -9,7 +9,7 @@ import struct
 from array import array
 
 from headrace.comm.port import LARGEST_MESSAGE, Layout, Slots
-from headrace.comm.segment import memory_file
+from headrace.comm.segment import Segment, is_sealed, memory_file
 
 __all__ = ["NOTHING", "SPIN_S", "head_bytes", "receive", "segment_bytes", "send", "take", "user_of"]
 
@@ -39,33 +39,36 @@ def user_of(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-def send(connection: socket.socket, message: bytes, blob: bytes) -> None:
-    """Sends a message, and a blob as a file of its own."""
-    if not blob:
+def send(connection: socket.socket, message: bytes, blob: bytes | bytearray | memoryview | int) -> None:
+    """Sends a message, and a blob as a file of its own; it may be the descriptor of one."""
+    if isinstance(blob, int):
+        socket.send_fds(connection, [message], [blob])
+    elif blob:
+        descriptor = memory_file("blob")
+        try:
+            with os.fdopen(os.dup(descriptor), "wb") as file:
+                file.write(blob)
+            socket.send_fds(connection, [message], [descriptor])
+        finally:
+            os.close(descriptor)
+    else:
         connection.send(message)
-        return
-    descriptor = memory_file("blob")
-    try:
-        with os.fdopen(os.dup(descriptor), "wb") as file:
-            file.write(blob)
-        socket.send_fds(connection, [message], [descriptor])
-    finally:
-        os.close(descriptor)
 
 
-def receive(connection: socket.socket, blob_bytes: int) -> tuple[bytes, memoryview]:
+def receive(connection: socket.socket, blob_bytes: int, shared: bool = False) -> tuple[bytes, memoryview]:
     """Returns a message and its blob; both empty if the other end has gone.
 
     Args:
         connection: to the other end.
         blob_bytes: the longest blob that may come.
+        shared: whether to take a blob that is a `Segment` as the shared memory that it is.
 
     Raises:
         ValueError: it sends what is too long, or something else than memory.
         OSError: the connection is lost.
     """
     message, descriptors = take(connection, 1)
-    return message, _blob_in(descriptors[0], blob_bytes) if descriptors else NOTHING
+    return message, _blob_in(descriptors[0], blob_bytes, shared) if descriptors else NOTHING
 
 
 def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
@@ -86,12 +89,16 @@ def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
     return message, list(descriptors)
 
 
-def _blob_in(descriptor: int, most: int) -> memoryview:
-    """Returns what lies in the file that was sent. Read, not mapped, because its owner may still shorten it."""
+def _blob_in(descriptor: int, most: int, shared: bool) -> memoryview:
+    """Returns what lies in the file that was sent. Read, not mapped, where its owner may still shorten it."""
+    length = os.fstat(descriptor).st_size
+    if shared and 0 < length <= most and is_sealed(descriptor):
+        segment = Segment.received(descriptor, length)
+        segment.close()
+        return segment.memory
     with os.fdopen(descriptor, "rb") as file:
         # Which only memory has: a pipe, or a file of a slow disk, could be waited for.
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        length = os.fstat(descriptor).st_size
         if length > most:
             raise ValueError(f"a blob of {length:,} bytes came, at most {most:,} may")
         file.seek(0)

@@ -127,7 +127,10 @@ def sort_of(parts: Sequence[bytes | memoryview]) -> Sort:
 
 
 def cut(
-    message: bytes, slots: Sequence[tuple[int, int]], take: Callable[[int], tuple[int, memoryview]], blob: bytes = b""
+    message: bytes,
+    slots: Sequence[tuple[int, int]],
+    take: Callable[[int], tuple[int, memoryview]],
+    blob: bytes | bytearray | memoryview = b"",
 ) -> Iterator[Letter]:
     """Yields the letters of what is sent at once.
 

@@ -11,15 +11,19 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-__all__ = ["LARGEST_MESSAGE", "PROTOCOL", "Layout", "Link", "Mail", "Port", "Slots"]
+from headrace.comm.segment import Segment
+
+__all__ = ["LARGEST_MESSAGE", "PROTOCOL", "Blob", "Layout", "Link", "Mail", "Port", "Slots"]
 
 PROTOCOL = 1
 """Which way of speaking this is; to be raised with every change of what goes over a link."""
+
+Blob = bytes | bytearray | memoryview | Segment
+"""What is sent along with a message; on one host a segment is shared, not copied, and must stay as it is."""
 
 LARGEST_MESSAGE = 60_000
 """Bytes; whatever is longer is a blob."""
@@ -42,11 +46,13 @@ class Mail:
         peer: number of the link, never used twice by one port.
         message: empty if the link is gone, however it went.
         blob: what came along; empty for most.
+        memory: in which the link pushes; None if its pushes are sent.
     """
 
     peer: int
     message: bytes
     blob: memoryview = _NOTHING
+    memory: Segment | None = field(default=None, compare=False)
 
 
 class Slots:
@@ -152,7 +158,7 @@ class Port(ABC):
         moved_bytes: payload that has gone through it, both ways.
     """
 
-    vouched: ClassVar[bool] = False
+    vouched: bool = False
     address: str
     moved_bytes: int
 
@@ -189,8 +195,16 @@ class Port(ABC):
         """Returns where to put what a link pulls in another form than the server's own, `(bytes,)` uint8."""
 
     @abstractmethod
-    def send(self, peer: int, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        """Sends a message, with the parameters in `slots`. A link that is gone takes nothing and hurts nobody."""
+    def send(
+        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
+    ) -> None:
+        """Sends a message, with the parameters in `slots`. A link that is gone takes nothing and hurts nobody.
+
+        Args:
+            peer: the link.
+            message, slots, blob: what.
+            limited: end the link if it leaves too much unread.
+        """
 
     @abstractmethod
     def drop(self, peer: int) -> None:
@@ -209,7 +223,7 @@ class Link(ABC):
         moved_bytes: payload that has gone through it, both ways.
     """
 
-    window: ClassVar[int | None] = None
+    window: int | None = None
     moved_bytes: int
 
     @abstractmethod

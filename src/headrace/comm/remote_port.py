@@ -34,8 +34,8 @@ from headrace.comm.pieces import (
     numbered,
     sort_of,
 )
-from headrace.comm.port import Layout, Mail, Port, Slots
-from headrace.comm.segment import memory_file
+from headrace.comm.port import Blob, Layout, Mail, Port, Slots
+from headrace.comm.segment import Segment, memory_file
 from headrace.comm.zeromq import Keys, is_loopback, listen, make_socket, waits
 from headrace.errors import UsageError
 
@@ -199,7 +199,10 @@ class RemotePort(Port):
             replies[slot] = torch.empty(self._layout.pulled.lengths[slot], dtype=torch.uint8)
         return replies[slot]
 
-    def send(self, peer: int, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+    def send(
+        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
+    ) -> None:
+        blob = blob.memory if isinstance(blob, Segment) else blob
         to = self._peers.get(peer)
         if to is None or to.until is not None:
             return
@@ -207,7 +210,7 @@ class RemotePort(Port):
         lengths = self._layout.pulled.lengths
         self.moved_bytes += sum(lengths[slot] for slot in slots)
         self._write(to, cut(message, [(slot, lengths[slot]) for slot in slots], take, blob), len(message) + len(blob))
-        if len(to.letters) > 1 and to.owed > _OWED_BYTES:
+        if limited and len(to.letters) > 1 and to.owed > _OWED_BYTES:
             # It asks and does not read.
             to.forget()
             self._door.cut_off(to.line)

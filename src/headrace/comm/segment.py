@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.errors import UnfitMachine
 
-__all__ = ["Segment", "available_bytes", "memory_file"]
+__all__ = ["Segment", "available_bytes", "is_sealed", "memory_file"]
 
 
 def memory_file(label: str) -> int:
@@ -37,6 +37,14 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise UnfitMachine("/proc/meminfo names no MemAvailable: headrace's one-host exchange needs Linux")
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Tells whether nobody can make the file behind a descriptor shorter."""
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False  # a kind of file that has no seals
 
 
 class Segment:
@@ -110,8 +118,7 @@ class Segment:
             OSError: it is no memory at all, or none that can be mapped.
         """
         try:
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not sealed or os.fstat(descriptor).st_size != nbytes:
+            if not is_sealed(descriptor) or os.fstat(descriptor).st_size != nbytes:
                 raise ValueError(f"the shared memory that was sent is not {nbytes:,} bytes for good")
             return cls(descriptor, nbytes, writable)
         except BaseException:

@@ -19,6 +19,9 @@ from headrace.errors import UsageError
 
 __all__ = ["LocalEngine"]
 
+_SPARE = 16
+"""So many workers may join a run."""
+
 
 class LocalEngine(Engine):
     """Forks the workers from a process that imports torch while the engine's owner does other things.
@@ -55,7 +58,7 @@ class LocalEngine(Engine):
         from headrace.comm.segment import Segment
         from headrace.engine.interrupts import orderly_interrupts
 
-        seats = len(order.plan.roles)
+        seats = len(order.plan.roles) + (_SPARE if order.strategy.elastic else 0)
         segment = Segment.create(ControlPage.nbytes(seats), "control")
         page = ControlPage(segment, seats)
         watched_end, lifeline = os.pipe()

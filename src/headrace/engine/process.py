@@ -87,7 +87,7 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     del packed
     check = _checker(page, assignment)
     plan = assignment.plan
-    if plan.roles[rank].kind == "server":
+    if plan.role(rank).kind != "worker":
         serve(assignment, rank, page, check)
         return 0
     if plan.servers:
@@ -148,7 +148,7 @@ def _checker(page: ControlPage, order: Order) -> Callable[[], None]:
     def check() -> None:
         if page.abort:
             rank = page.abort - 1
-            raise PeerLost(rank, order.plan.roles[rank].host, "the launcher ended the run because of it")
+            raise PeerLost(rank, order.plan.role(rank).host, "the launcher ended the run because of it")
 
     return check
 

@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic
 
 from headrace.comm.control import ControlPage
@@ -13,8 +14,11 @@ from headrace.data import as_pipeline
 from headrace.engine.journal import Journal
 from headrace.engine.leased import next_fence
 from headrace.engine.order import Order
+from headrace.engine.succession import process_number
 from headrace.engine.work import user_traceback
 from headrace.errors import HeadraceError, PeerLost
+from headrace.ps.pairing import Pairing
+from headrace.ps.replication import View
 from headrace.spec.event import Failed, ServerEnded, ServerStarted
 from headrace.strategies.strategy import ServerParts
 
@@ -37,24 +41,21 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
     journal = Journal(order.run_dir, rank, order.started)
     server = None
     try:
-        server = order.strategy.server(order.plan, rank, _parts(order))
+        process = process_number(page, rank)
+        server = order.strategy.server(order.plan, rank, replace(_parts(order), process=process))
         page.addresses[rank].tell(server.address)
         parameter_bytes, _ = server.memory()
-        shards = sum(segment.owner == rank for segment in order.plan.segments)
+        owner = order.plan.server_of(rank)
+        shards = sum(segment.owner == owner for segment in order.plan.segments)
         journal.write(ServerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), shards, parameter_bytes))
         told = monotonic()
-        seats = [seat for seat in range(page.ranks) if seat not in order.plan.servers]
-        lost = dict.fromkeys(seats, 0)
 
         def look() -> None:
             nonlocal told
             check()
-            for seat in seats:
-                count = page.fates[seat][0]
-                if count > lost[seat]:
-                    # Its link may say so later, or it has never had one.
-                    lost[seat] = count
-                    server.lost(seat, count - 1)
+            if server.pairing:
+                _follow_view(server.pairing, page, owner, process)
+                page.fates[rank][2] = server.pairing.ready
             if monotonic() - told > _TELL_EVERY_S:
                 told = monotonic()
                 journal.write(server.tally.event(rank, journal.now()))
@@ -74,6 +75,14 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
         if server is not None:
             server.close()
         journal.close()
+
+
+def _follow_view(pairing: Pairing, page: ControlPage, server: int, process: int) -> None:
+    epoch, primary, backup = page.views[server].read()
+    address = page.addresses[primary % page.ranks].read() if epoch else ""
+    # Whoever is to follow a primary must find it.
+    if epoch and (process != backup or address):
+        pairing.view(View(epoch, primary, None if backup < 0 else backup), address)
 
 
 def _parts(order: Order) -> ServerParts:

@@ -1,7 +1,8 @@
 """The launcher's eye on the processes of one run: who has ended, who is frozen, who is replaced.
 
-    loses its life ──► everybody's end                   a server, a worker of a strategy in which all go in step
-                  └──► another one in its place          a worker that leases its data
+    loses its life ──► everybody's end                   a server alone, a worker of those that all go in step
+                  ├──► another one in its place          a worker that leases its data
+                  └──► its backup goes on, with a new    a server that has one
     raises an error ─► everybody's end                   whose code would raise it again
 
 Importing this module does not import torch, so that an engine can be made first thing.
@@ -9,6 +10,7 @@ Importing this module does not import torch, so that an engine can be made first
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.nursery import Nursery
 from headrace.engine.order import Order, Progress
+from headrace.engine.staffing import Staffing
 from headrace.engine.vitals import Vitals
-from headrace.errors import PeerLost, WorkerFailed
-from headrace.spec.event import LAUNCHER, Failed, Lost, decode
+from headrace.errors import PeerLost, UsageError, WorkerFailed
+from headrace.spec.event import LAUNCHER, Failed, Lost, Notice, decode
 
 if TYPE_CHECKING:
     # For the types alone: they import torch.
@@ -39,11 +42,11 @@ _IN_VAIN = 5
 
 @dataclass
 class _Seat:
-    """A worker's place.
+    """The place of a process without which the run goes on.
 
     Attributes:
         examples: that were done there when its last process was started.
-        in_vain: processes in a row that have done none.
+        in_vain: processes in a row that have done none; of servers, that did not become ready as backups.
         cause: why its process is being ended.
     """
 
@@ -66,8 +69,9 @@ class Watch:
     def __init__(
         self, order: Order, page: ControlPage, nursery: Nursery, crew: Crew, progress: Callable[[Progress], None]
     ) -> None:
-        # Not before, because it imports torch.
+        # Not before, because they import torch.
         from headrace.engine.journal import Journal
+        from headrace.engine.succession import Succession
 
         self._order = order
         self._page = page
@@ -77,12 +81,20 @@ class Watch:
         self._journal = Journal(order.run_dir, LAUNCHER, order.started)
         self._running = {role.rank for role in order.plan.roles}
         self._vitals: dict[int, Vitals] = {}
+        self._left = set(order.plan.servers)
+        self._ended_at = math.inf
         # Whose workers lease their data: another one does what was not done.
-        leased = order.plan.servers != ()
-        self._seats = {role.rank: _Seat() for role in order.plan.roles if leased and role.kind == "worker"}
+        self._workers = set(range(order.plan.workers) if order.plan.servers else ())
+        self._staffing = Staffing(order.run_dir)
+        self._succession = Succession(order.plan, page)
+        ranks = (role.rank for role in order.plan.roles)
+        self._seats = {rank: _Seat() for rank in ranks if rank in self._workers or rank in self._succession}
 
     def follow(self) -> None:
         """Returns when all have ended; raises for the first that failed."""
+        for rank in self._seats:
+            if rank in self._succession:
+                self._succession.up(rank)
         try:
             while self._running:
                 try:
@@ -98,6 +110,8 @@ class Watch:
     def _look(self) -> None:
         ended = self._collect()
         for rank, code in ended.items():
+            if rank not in self._workers and code == 0:
+                self._note_end(rank)
             if rank in self._seats and self._is_late(rank):
                 continue
             if code < 0 and rank in self._seats:
@@ -105,11 +119,14 @@ class Watch:
             elif code != 0 or not self._said_goodbye(rank):
                 self._fail(rank, ended)
         self._nursery.check(self._order.timeout_s)
-        page, workers = self._page, self._order.plan.workers
+        page = self._page
         examples = sum(beat[2] for beat in page.beats)
-        self._progress(Progress(max(beat[1] for beat in page.beats[:workers]), page.losses[0][0], examples))
+        self._progress(Progress(max(beat[1] for beat in page.beats), page.losses[0][0], examples))
+        for rank in self._succession.look():
+            self._seats[rank].in_vain = 0
         for rank in self._running:
             self._check_frozen(rank)
+        self._staffing.look(self._change_workers)
         self._end_late()
 
     def _check_frozen(self, rank: int) -> None:
@@ -131,14 +148,17 @@ class Watch:
         raise PeerLost(rank, self._host(rank), cause)
 
     def _lose(self, rank: int, cause: str) -> None:
-        """Lets the others know that a worker is gone for good, and starts another one in its place."""
+        """Lets the others know that a process is gone for good, and starts another one in its place."""
         page, seat = self._page, self._seats[rank]
+        if rank in self._succession and not self._is_over():
+            self._succeed(rank, cause)
         examples = page.beats[rank][2]
         seat.in_vain = 0 if examples > seat.examples else seat.in_vain + 1
         seat.examples, seat.cause = examples, ""
         # First who it was, because the others look for that.
         page.fates[rank][0] += 1
         page.beats[rank][3] = 0
+        page.addresses[rank].clear()
         replaced = not self._is_over() and not page.fates[rank][1]
         incarnation = page.fates[rank][0]
         self._journal.write(Lost(LAUNCHER, self._journal.now(), rank, incarnation - 1, cause, replaced))
@@ -147,25 +167,83 @@ class Watch:
             raise PeerLost(rank, self._host(rank), f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
         if replaced:
             self._running.add(rank)
-            self._crew.start(self._order.plan.roles[rank])
-        elif not self._running & set(self._seats):
+            self._crew.start(self._order.plan.role(rank))
+            if rank in self._succession:
+                self._succession.up(rank)
+        elif not self._running.intersection(self._workers):
             self._abort(rank)
             raise PeerLost(rank, self._host(rank), f"{cause}, the last of the workers")
 
+    def _change_workers(self, count: int) -> str:
+        """Lets workers join, or leave below 0; returns what happened.
+
+        Raises:
+            UsageError: that cannot be.
+        """
+        fates = self._page.fates
+        if not self._order.strategy.elastic or self._is_over():
+            what = (
+                "comes to its end" if self._is_over() else f"is one of {self._order.plan.strategy} as it was asked for"
+            )
+            raise UsageError(
+                f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
+                "parameter_server without a bound, or downpour"
+            )
+        there = sorted(rank for rank in self._workers & self._running if not fates[rank][1])
+        taken = {role.rank for role in self._order.plan.roles} - self._workers
+        free = [rank for rank in range(self._page.ranks) if rank not in taken and rank not in self._running]
+        if count > len(free) or len(there) + count < 1:
+            raise UsageError(
+                f"{len(there)} workers and {count:+d} are {len(there) + count}; a run has 1 to {len(there) + len(free)}"
+            )
+        for rank in free[:count] if count > 0 else ():
+            self._hire(rank)
+        for rank in there[count:] if count < 0 else ():
+            fates[rank][1] = 1
+        changed = f"{count} more begin" if count > 0 else f"{-count} leave when their portions are done"
+        text = f"{len(there) + count} workers from now on: {changed}"
+        self._journal.write(Notice(LAUNCHER, self._journal.now(), text))
+        return text
+
+    def _hire(self, rank: int) -> None:
+        fates, beat = self._page.fates[rank], self._page.beats[rank]
+        # Whoever was here before is another one.
+        fates[0] += rank in self._seats
+        fates[1] = beat[3] = 0
+        self._seats[rank] = _Seat(examples=beat[2])
+        self._workers.add(rank)
+        self._running.add(rank)
+        self._crew.start(self._order.plan.role(rank))
+
+    def _succeed(self, rank: int, cause: str) -> None:
+        try:
+            self._succession.down(rank, cause)
+        except PeerLost:
+            self._abort(rank)
+            raise
+
     def _is_over(self) -> bool:
         """Whether a worker's loop has ended: then all have met for the last time, and nobody else is needed."""
-        return any(self._page.ends[rank][0] for rank in self._seats)
+        return any(self._page.ends[rank][0] for rank in self._workers)
 
     def _is_late(self, rank: int) -> bool:
-        """Whether a worker has no part any more in what is left to do."""
-        return self._is_over() and not self._page.ends[rank][0]
+        """Whether a process has no part any more in what is left to do."""
+        if rank in self._workers:
+            return self._is_over() and not self._page.ends[rank][0]
+        return not self._running.intersection(self._workers) and self._is_over()
 
     def _end_late(self) -> None:
-        """Ends whoever came when everything was done, and waits for data of servers that have ended."""
-        if self._seats and not self._running.intersection(self._order.plan.servers):
+        """Ends whoever came when everything was done, and waits for those that have ended."""
+        if monotonic() - self._ended_at > _GRACE_S:
             late = [rank for rank in self._running & set(self._seats) if self._is_late(rank)]
             if late:
                 self._nursery.kill(late)
+
+    def _note_end(self, rank: int) -> None:
+        """Notes that a server has ended, itself or its backup."""
+        self._left.discard(self._order.plan.server_of(rank))
+        if not self._left:
+            self._ended_at = min(self._ended_at, monotonic())
 
     def _fail(self, rank: int, codes: dict[int, int]) -> None:
         code = codes[rank]
@@ -224,7 +302,7 @@ class Watch:
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     def _host(self, rank: int) -> str:
-        return self._order.plan.roles[rank].host
+        return self._order.plan.role(rank).host
 
 
 def _killed_by(code: int) -> str:

@@ -28,13 +28,14 @@ from headrace.engine.journal import Journal
 from headrace.engine.leased import next_fence
 from headrace.engine.order import Order, Resumption
 from headrace.engine.snapshot import Stored, making_sense, seed_random
+from headrace.engine.succession import primary_address
 from headrace.engine.worker import Worker, train
 from headrace.errors import HeadraceError, PeerLost
 from headrace.replica.exchange import Replica
 from headrace.replica.whole_model import Objective
 from headrace.spec.event import Failed, WorkerEnded, WorkerStarted
 from headrace.spec.job import Job
-from headrace.spec.plan import Role
+from headrace.spec.plan import Plan, Role
 from headrace.strategies.strategy import Parts
 
 __all__ = ["build_module", "objective_of", "user_traceback", "work"]
@@ -66,7 +67,7 @@ def work(
     worker: Worker | None = None
     closing = ExitStack()
     try:
-        role, incarnation = order.plan.roles[rank], page.fates[rank][0]
+        role, incarnation = order.plan.role(rank), page.fates[rank][0]
         stored = _stored(order.resume) if order.resume else None
         with building or nullcontext():
             module = build_module(order.job)
@@ -189,15 +190,23 @@ def _parts(
         first=first,
         until=next_fence(order, -(-examples // batch), first),
         closing=closing,
-        addresses=lambda: tuple(_address(page, server, host) for server in order.plan.servers),
+        addresses=lambda: tuple(_address(page, order.plan, server, host) for server in order.plan.servers),
+        find=lambda index: _find(page, order.plan, index),
     )
 
 
-def _address(page: ControlPage, server: int, host: SharedCollective) -> str:
-    while not page.addresses[server].read():
+def _address(page: ControlPage, plan: Plan, server: int, host: SharedCollective) -> str:
+    while not (address := primary_address(page, plan, server)):
         host.check()
         time.sleep(_LOOK_EVERY_S)
-    return page.addresses[server].read()
+    return address
+
+
+def _find(page: ControlPage, plan: Plan, index: int) -> str:
+    address = primary_address(page, plan, plan.servers[index])
+    if not address:
+        raise ConnectionError("nobody is in its place yet")
+    return address
 
 
 def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]:

@@ -41,18 +41,28 @@ def worker_roles(strategy: str, workers: int | None, cluster: Cluster) -> tuple[
     return tuple(Role(rank, "worker", host.name, devices[rank], threads, rank) for rank in range(count))
 
 
-def worker_and_server_roles(strategy: str, workers: int | None, servers: int, cluster: Cluster) -> tuple[Role, ...]:
-    """Places workers and, after them, servers on one host; of a launcher's processes the last are servers.
+def worker_and_server_roles(
+    strategy: str, workers: int | None, servers: int, cluster: Cluster, backups: int = 0
+) -> tuple[Role, ...]:
+    """Places workers, after them servers, and after those their backups on one host.
+
+    Of a launcher's processes the last are servers.
 
     Args:
         strategy: its name, for the errors.
         workers: how many were asked for; None for what there is.
         servers: how many were asked for.
         cluster: what there is.
+        backups: of each server.
 
     Raises:
         InfeasiblePlan: the numbers contradict the launcher or the machine.
     """
+    if cluster.ranks is not None and backups:
+        raise InfeasiblePlan(
+            f"{strategy} asks for backups={backups}, and a launcher started these processes: who goes on where a "
+            "server was is decided by whoever starts processes anew; use backups=0, or start the run without a launcher"
+        )
     if cluster.ranks is not None:
         left = cluster.ranks - servers
         if left < 1 or workers not in (None, left):
@@ -64,7 +74,8 @@ def worker_and_server_roles(strategy: str, workers: int | None, servers: int, cl
         cluster = replace(cluster, ranks=left)
     roles = worker_roles(strategy, workers, cluster)
     host = cluster.hosts[0].name
-    return (*roles, *(Role(len(roles) + server, "server", host, "cpu", 1, -1) for server in range(servers)))
+    kinds = ["server"] * servers + ["backup"] * servers * backups
+    return (*roles, *(Role(len(roles) + index, kind, host, "cpu", 1, -1) for index, kind in enumerate(kinds)))
 
 
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.ps.applier import Applier, Pace, Remedies
-    from headrace.ps.client import Client, Connection
+    from headrace.ps.client import Client
     from headrace.ps.form import Form, Piece
     from headrace.ps.leases import Leases
     from headrace.ps.server import Server
+    from headrace.ps.session import Connection
     from headrace.ps.shard import Shard
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
 _HOMES = {
     "Applier": "headrace.ps.applier",
     "Client": "headrace.ps.client",
-    "Connection": "headrace.ps.client",
+    "Connection": "headrace.ps.session",
     "Form": "headrace.ps.form",
     "Leases": "headrace.ps.leases",
     "Pace": "headrace.ps.applier",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from headrace.ps.form import Form
+from headrace.ps.tensors import like
 from headrace.replica.exchange import StatePiece
 from headrace.replica.optimizer import build, build_over
 from headrace.replica.update import Updater
@@ -21,7 +22,7 @@ from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 
-__all__ = ["Applier", "Pace", "Remedies"]
+__all__ = ["Applier", "ApplierState", "Pace", "Remedies"]
 
 _EXACTLY = 1e-6
 """Shares of a round add up to 1 but for rounding."""
@@ -60,6 +61,23 @@ class Pace:
     options: Options = field(default_factory=Options)
     rounds_per_epoch: int = 1
     first: int = 0
+
+
+@dataclass(frozen=True)
+class ApplierState:
+    """What an applier knows besides tensors, as JSON takes it.
+
+    Attributes:
+        round: that is open.
+        done: rounds, by shard.
+        settings: of the optimizer and its schedule, as JSON.
+        shows_average: whether the averages stand where the parameters do.
+    """
+
+    round: int
+    done: tuple[float, ...]
+    settings: str
+    shows_average: bool
 
 
 class Applier:
@@ -158,42 +176,69 @@ class Applier:
             for shard in shards:
                 self._sent[worker, shard] = self._parameters[shard].detach().clone()
 
-    def state(self, shard: int) -> bytes:
-        """Returns a shard's state as safetensors.
+    def state(self, shard: int | None = None) -> bytes:
+        """Returns a shard's state as safetensors, or what belongs to no shard, as JSON.
 
         Raises:
             ValueError: there is no such shard.
         """
+        if shard is None:
+            return json.dumps(self._updater.settings()).encode()
         self._require(shard)
         return save({piece.name: piece.value for piece in self._updater.state(shard)})
 
-    def load(self, shard: int, state: bytes) -> None:
+    def load(self, state: bytes, shard: int | None = None) -> None:
         """Takes up a shard's state, and its parameters where they are among it.
+
+        Without a shard, forgets all state, and takes up what belongs to none, if that is given.
 
         Raises:
             ValueError: it is no state.
         """
-        self._require(shard)
         try:
+            if shard is None:
+                self._updater.load([], json.loads(state) if state else None)
+                return
+            self._require(shard)
             pieces = [StatePiece.parse(name, value) for name, value in load(state).items()]
         except Exception as error:
             raise ValueError(f"no state of a shard: {error}") from error
         self._updater.load(pieces, index=shard)
 
-    def settings(self) -> str:
-        """Returns the state that belongs to no shard, as JSON."""
-        return json.dumps(self._updater.settings())
+    def whole(self) -> tuple[ApplierState, dict[str, Tensor]]:
+        """Returns all that it knows; the parameters are their owner's."""
+        tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
+        for shard in range(len(self._form)):
+            tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
+        # Optimizers that draw numbers go on with the same ones.
+        tensors["random"] = torch.get_rng_state()
+        return ApplierState(self._round, tuple(self._done), self.state().decode(), self._updater.shows_average), tensors
 
-    def configure(self, settings: str) -> None:
-        """Forgets all state, and takes up what `settings` returned if that is given.
+    def become(self, state: ApplierState, tensors: Mapping[str, Tensor]) -> None:
+        """Becomes what another one of the same shards was.
 
         Raises:
-            ValueError: it is no such thing.
+            ValueError: no such one ever was so.
         """
-        try:
-            self._updater.load([], json.loads(settings) if settings else None)
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no settings of an optimizer: {type(error).__name__}: {error}") from error
+        if len(state.done) != len(self._form):
+            raise ValueError(f"the state is of {len(state.done)} shards, and {len(self._form)} are here")
+        self.load(state.settings.encode())
+        self._sent.clear()
+        pieces: dict[int, list[StatePiece]] = {}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "state":
+                shard, _, piece = rest.partition("/")
+                pieces.setdefault(int(shard), []).append(StatePiece.parse(piece, tensor))
+            elif kind == "sent":
+                worker, _, shard = rest.partition("/")
+                self._sent[int(worker), int(shard)] = like(tensors, name, self._parameters[int(shard)]).clone()
+        for index, own in pieces.items():
+            self._updater.load(own, index=index)
+        torch.set_rng_state(like(tensors, "random", torch.get_rng_state()).clone())
+        self._round, self._done = state.round, list(state.done)
+        # The tensors are already as they stood.
+        self._updater.shows_average = state.shows_average
 
     def show_average(self, on: bool) -> None:
         """Lets the moving averages stand where the parameters do, or the parameters again."""

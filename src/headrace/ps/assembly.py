@@ -11,14 +11,20 @@ from torch import Tensor, nn
 from headrace.comm.local_link import LocalLink
 from headrace.comm.local_port import LocalPort
 from headrace.comm.port import Link, Port, Slots
-from headrace.ps.client import Client, Connection
+from headrace.ps.client import Client
 from headrace.ps.form import Form, Piece
+from headrace.ps.pairing import Pairing
+from headrace.ps.session import Connection
 
 if TYPE_CHECKING:
     from headrace.spec.model import ModelSpec
     from headrace.spec.plan import Plan, Role
 
-__all__ = ["connect", "form_of", "open_port", "places_of"]
+__all__ = ["connect", "form_of", "open_port", "pair", "places_of"]
+
+_HELLO_S = 30.0
+_AGAIN_S = 2.0
+"""How long a server may take to greet a new link, and one that it has known: it may be the wrong one to wait for."""
 
 
 def form_of(plan: Plan, model: ModelSpec, rank: int) -> Form:
@@ -64,6 +70,15 @@ def open_port(form: Form, transport: str) -> Port:
     return port
 
 
+def pair(port: Port, form: Form, process: int) -> Pairing:
+    """Returns what lets a server have a backup, or be one; `process` is its number, which no other process ever has."""
+
+    def call(address: str) -> Link:
+        return _link(address, form, Slots(()), _AGAIN_S)
+
+    return Pairing(port, form.push_slots, form.reply_slots, process, call)
+
+
 def connect(
     addresses: Sequence[str],
     forms: Sequence[Form],
@@ -72,29 +87,42 @@ def connect(
     check: Callable[[], None],
     servers: Sequence[Role],
     closing: ExitStack,
+    *,
     together: bool = False,
     observes: bool = False,
+    find: Callable[[int], str] | None = None,
 ) -> Client:
-    """Returns a client of the servers at some addresses.
+    """Returns a client of the servers at some addresses; `closing` ends its links.
 
     Args:
-        addresses, forms, places, servers: by server.
         worker: its number and incarnation.
-        check, together, observes: as `Client` takes them.
-        closing: ends its links.
+        together, observes: see `Client`.
+        find: says where a server is now, by its place in `addresses`, when the link to it has ended; raises
+            ConnectionError if it is nowhere. None for where it was.
     """
+
+    def open_link(server: int, address: str, hello_s: float) -> Link:
+        form = forms[server]
+        return _link(address, form, Slots(()) if observes else form.push_slots, hello_s)
+
     connections = []
-    for address, form, own, server in zip(addresses, forms, places, servers, strict=True):
-        link = _link(address, form, Slots(()) if observes else form.push_slots)
+    for index, (address, form, own, server) in enumerate(zip(addresses, forms, places, servers, strict=True)):
+
+        def reopen(index: int = index, address: str = address) -> Link:
+            return open_link(index, find(index) if find else address, _AGAIN_S)
+
+        link = open_link(index, address, _HELLO_S)
         closing.callback(link.close)
-        connections.append(Connection(link, form, own, server.rank, server.host))
-    return Client(connections, *worker, check=check, together=together, observes=observes)
+        connections.append(Connection(link, form, own, server.rank, server.host, reopen))
+    client = Client(connections, *worker, check, together=together, observes=observes)
+    closing.callback(client.close)
+    return client
 
 
-def _link(address: str, form: Form, pushes: Slots) -> Link:
+def _link(address: str, form: Form, pushes: Slots, hello_s: float) -> Link:
     if address.startswith("local:"):
-        return LocalLink(address, form.slots, pushes, form.reply_slots)
+        return LocalLink(address, form.slots, pushes, form.reply_slots, hello_s=hello_s)
     from headrace.comm.remote_link import RemoteLink
 
     where, _, secret = address.partition("#")
-    return RemoteLink(where, form.slots, pushes, form.reply_slots, secret=bytes.fromhex(secret))
+    return RemoteLink(where, form.slots, pushes, form.reply_slots, secret=bytes.fromhex(secret), hello_s=hello_s)

@@ -5,49 +5,24 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from time import monotonic, sleep
+from time import monotonic
 
 import torch
 from torch import Tensor
 
-from headrace.comm.port import Link
 from headrace.errors import PeerLost, ServerRefused
 from headrace.ps.form import Form
-from headrace.ps.messages import Kind, Message, decode, encode
+from headrace.ps.messages import Kind, Message
+from headrace.ps.session import Connection, Session
 from headrace.ps.shard import Reason
 from headrace.replica.conditioning import all_finite
 
-__all__ = ["Client", "Connection"]
+__all__ = ["Client"]
 
 _BUCKET_BYTES = 1 << 20
 """A server works on one bucket while the worker copies the next."""
 _BUCKET_SHARDS = 4096
 """So many versions go into one message."""
-
-_SLICE_S = 0.05
-
-_KNOWN_S = 2.0
-"""After this time whoever watches the processes knows which of them has ended."""
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A link to one server, and what lies behind it.
-
-    Attributes:
-        link: to it.
-        form: of its shards.
-        places: this worker's own copy of their parameters, one a shard, in any contiguous shape.
-        rank, host: the server's, as errors call it.
-    """
-
-    link: Link
-    form: Form
-    places: Sequence[Tensor]
-    rank: int = 0
-    host: str = "its host"
 
 
 class Client:
@@ -57,9 +32,12 @@ class Client:
     incarnation: greater than that of whoever had this number before.
     check: called about every 50 ms of waiting; raises to end the wait.
     timeout_s: how long a server may take for an answer that depends on no other worker.
+    together: push all shards of a server in one message.
+    observes: only look: pull, and wait for nobody.
 
     Raises:
         PeerLost: a server has gone, or gives no answer; by any method.
+        Replaced: another process goes on in place of this worker; by any method.
         ServerRefused: a server does not deal with this worker; by any method.
     """
 
@@ -73,15 +51,19 @@ class Client:
         together: bool = False,
         observes: bool = False,
     ) -> None:
-        self._servers = [_Server(connection, check, timeout_s, together, observes) for connection in connections]
-        for server in self._servers:
-            joining = Message(Kind.JOIN, flag=observes, numbers=(worker, incarnation))
-            server.ask(joining, server.form.describe())
+        self._servers: list[_Server] = []
+        try:
+            for connection in connections:
+                session = Session(connection, worker, incarnation, check, observes)
+                self._servers.append(_Server(connection, session, timeout_s, together))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def moved_bytes(self) -> int:
         """Payload that has gone to and from all servers."""
-        return sum(server.link.moved_bytes for server in self._servers)
+        return sum(server.session.moved_bytes for server in self._servers)
 
     def pull(self) -> None:
         """Brings this worker's copies up to date; waits until it may begin its next round."""
@@ -148,21 +130,12 @@ class Client:
         return bytes(self._servers[server].ask(message, blob))
 
     def tell(self, message: Message) -> None:
-        """Sends the first server, which gives out the data, something that it answers later, if at all."""
-        self._servers[0].send(encode(message))
+        """Tells the first server, which gives out the data, something, and does not wait for its answer."""
+        self._servers[0].tell(message)
 
-    def begun(self) -> bool:
-        """Whether somebody has brought the parameters to begin with."""
-        return bool(self.ask(0, Message(Kind.BEGIN, flag=2)))
-
-    def begin(self, leads: bool) -> None:
-        """Says that the parameters are there, if this worker has brought them, or waits for who does."""
-        self._servers[0].ask(Message(Kind.BEGIN, flag=leads), patient=True)
-
-    def end(self, server: int) -> None:
-        """Ends a server; nothing if others have done it."""
-        with suppress(PeerLost):
-            self.ask(server, Message(Kind.END))
+    def begin(self, leads: bool) -> bool:
+        """Says that there are parameters to begin with, if this worker has brought them; returns whether there are."""
+        return bool(self.ask(0, Message(Kind.BEGIN, flag=leads)))
 
     def lease(self) -> Message:
         """Waits for the first server's next word about data: a grant or a fence."""
@@ -175,24 +148,20 @@ class Client:
     def close(self) -> None:
         """Ends all links."""
         for server in self._servers:
-            server.link.close()
+            server.session.close()
 
 
 class _Server:
     """One server, as a client sees it."""
 
-    def __init__(
-        self, connection: Connection, check: Callable[[], None], timeout_s: float, together: bool, observes: bool
-    ) -> None:
-        self.link, self.form = connection.link, connection.form
+    def __init__(self, connection: Connection, session: Session, timeout_s: float, together: bool) -> None:
+        self.session, self.form = session, connection.form
         self.buckets = [range(len(self.form))] if together else _buckets(self.form)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
-        pushed = range(0 if observes else len(self.form))
-        self._slots = [self.form.seat(shard, self.link.push_slot(shard)) for shard in pushed]
         self._versions = [-1] * len(self.form)
         self._connection = connection
-        self._check = check
         self._timeout_s = timeout_s
+        self._told = 0
         self._pending = 0
         self._reason: Reason | None = None
         self._leases: deque[Message] = deque()
@@ -212,9 +181,9 @@ class _Server:
             gradient, made_with = gradients[shard], max(0, known[shard])
             numbers.append(made_with if gradient is not None else ~made_with)
             if gradient is not None and sends:
-                self.form.encode(shard, gradient, self._slots[shard])
+                self.form.encode(shard, gradient, self.session.seats[shard])
                 present.append(shard)
-        self.send(encode(head._replace(first=shards.start, numbers=tuple(numbers))), present)
+        self.session.ask(head._replace(first=shards.start, numbers=tuple(numbers)), present)
         self._pending += 1
 
     @property
@@ -229,7 +198,7 @@ class _Server:
     def request(self, kind: Kind, shards: range) -> None:
         """Asks for the parameters of some shards."""
         versions = tuple(max(0, self._versions[shard]) if self._versions[shard] >= 0 else -1 for shard in shards)
-        self.send(encode(Message(kind, shards.start, 1, numbers=versions)))
+        self.session.ask(Message(kind, shards.start, 1, numbers=versions))
         self._pending += 1
 
     def finish(self, pulls: bool = True) -> Reason | None:
@@ -241,12 +210,13 @@ class _Server:
 
     def make_room(self, pulls: bool) -> None:
         """Waits until another push may be on its way."""
-        while self.link.window is not None and self._pending >= self.link.window:
+        window = self.session.link.window
+        while window is not None and self._pending >= window:
             self._await_answer(pulls)
 
     def _await_answer(self, pulls: bool) -> None:
         # As long as other workers need.
-        message, _ = self._next(math.inf)
+        message, _ = self._next()
         if message.kind != Kind.ANSWER:
             raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
         self._pending -= 1
@@ -255,71 +225,47 @@ class _Server:
         if pulls:
             self._fetch(message)
 
-    def ask(self, message: Message, blob: bytes = b"", patient: bool = False) -> memoryview:
-        """Sends a message that is about no shards' content, and waits for its answer; returns the blob.
-
-        Args:
-            message: see there.
-            blob: goes along.
-            patient: wait for as long as others may need.
-        """
-        self.send(encode(message), blob=blob)
-        answer, returned = self._next(math.inf if patient else monotonic() + self._timeout_s)
+    def ask(self, message: Message, blob: bytes = b"") -> memoryview:
+        """Sends a message that is about no shards' content, and waits for its answer; returns the blob."""
+        self.tell(message, blob)
+        answer, returned = self._next(self._told, monotonic() + self._timeout_s)
         if answer.kind != Kind.DONE:
             raise ServerRefused(f"the server answered {answer.kind.name} to {message.kind.name}")
         return returned
 
-    def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        """Sends a message."""
-        try:
-            self.link.send(message, slots, blob)
-        except (ConnectionError, TimeoutError) as error:
-            raise self._lost(error) from error
+    def tell(self, message: Message, blob: bytes = b"") -> None:
+        """Sends a message that is about no shards' content."""
+        if message.kind == Kind.ASK:
+            self.session.ask(message)
+            return
+        if self.session.waits_for(self._told):
+            # The server knows again the last of them that it has done, no earlier one.
+            self._next(self._told, monotonic() + self._timeout_s)
+        self._told = self.session.ask(message, (), blob)
 
     def lease(self) -> Message:
         """Waits for a word about data."""
         while not self._leases:
-            received = self._receive()
-            if received is None:
-                # Others may compute for as long as they like; that they live is seen elsewhere.
-                self._check()
-            elif not self._is_lease(received[0]):
+            # Others may compute for as long as they like; that they live is seen elsewhere.
+            received = self.session.receive()
+            if received is not None and not self._takes(received[0]):
                 raise ServerRefused("the server answered a question that was not asked")
         return self._leases.popleft()
 
-    def _receive(self) -> tuple[Message, memoryview] | None:
-        try:
-            return _heard(self.link.receive(_SLICE_S))
-        except (ConnectionError, TimeoutError) as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: OSError) -> PeerLost:
-        """Returns what to raise where the link has ended, unless somebody knows better."""
-        with suppress(ConnectionError, TimeoutError):
-            # The server may have said why, before it went.
-            while _heard(self.link.receive(0.0)) is not None:
-                continue
-        deadline = monotonic() + _KNOWN_S
-        while monotonic() < deadline:
-            self._check()
-            sleep(_SLICE_S / 10)
-        return PeerLost(self._connection.rank, self._connection.host, f"the link to it has ended ({error})")
-
-    def _is_lease(self, message: Message) -> bool:
+    def _takes(self, message: Message, awaited: int = 0) -> bool:
+        """Whether an answer is none of those that are waited for here."""
         if message.kind in (Kind.GRANT, Kind.FENCE):
             self._leases.append(message)
             return True
-        return False
+        return message.kind == Kind.DONE and message.number != awaited
 
-    def _next(self, deadline: float) -> tuple[Message, memoryview]:
+    def _next(self, awaited: int = 0, deadline: float = math.inf) -> tuple[Message, memoryview]:
         while True:
-            received = self._receive()
+            received = self.session.receive()
             if received is not None:
-                if not self._is_lease(received[0]):
+                if not self._takes(received[0], awaited):
                     return received
-                continue
-            self._check()
-            if monotonic() > deadline:
+            elif monotonic() > deadline:
                 cause = f"has not answered for {self._timeout_s:.0f} s"
                 raise PeerLost(self._connection.rank, self._connection.host, cause)
 
@@ -328,20 +274,18 @@ class _Server:
             if version == self._versions[shard]:
                 continue
             if self.form.reply_slots is None:
-                self._versions[shard] = self.link.fetch(shard, self._places[shard])
+                self._fetch_one(shard)
             else:
-                self.form.decode_reply(shard, self.link.reply_slot(shard), self._places[shard])
+                self.form.decode_reply(shard, self.session.link.reply_slot(shard), self._places[shard])
                 self._versions[shard] = version
 
-
-def _heard(received: tuple[bytes, memoryview] | None) -> tuple[Message, memoryview] | None:
-    """Returns what was received, if it is no refusal."""
-    if received is None:
-        return None
-    message = decode(received[0])
-    if message.kind == Kind.ERROR:
-        raise ServerRefused(bytes(received[1]).decode(errors="replace"))
-    return message, received[1]
+    def _fetch_one(self, shard: int) -> None:
+        try:
+            self._versions[shard] = self.session.link.fetch(shard, self._places[shard])
+        except ConnectionError as error:
+            self.session.reconnect(error)
+            self._versions[shard] = -1
+            self.request(Kind.PULL, range(shard, shard + 1))
 
 
 def _graver(one: Reason | None, other: Reason | None) -> Reason | None:

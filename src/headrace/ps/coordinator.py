@@ -2,91 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 
-from headrace.ps.leases import Advance, Answer, Ask, Commit, Grant, Halt, Leases, Lost, Return
+from headrace.ps.leases import Advance, Answer, Ask, Commit, Grant, Halt, Leases, LeasesState, Lost, Return
+from headrace.ps.membership import Member
 from headrace.ps.messages import Kind, Message, encode
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "CoordinatorState"]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedState:
+    """A worker's last question for data.
+
+    Attributes:
+        worker: whose.
+        session: of the client that has asked.
+        number: of the question.
+        answer: in hexadecimal digits.
+    """
+
+    worker: int
+    session: int
+    number: int
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorState:
+    """All that a coordinator knows, as JSON takes it."""
+
+    stretch: tuple[int, ...]
+    leases: LeasesState
+    asked: tuple[AskedState, ...]
+
+    def detached(self) -> CoordinatorState:
+        """Returns it without its workers."""
+        return CoordinatorState(self.stretch, self.leases.detached(), ())
+
+
+@dataclass
+class _Asked:
+    """A worker's last question for data.
+
+    Attributes:
+        member: who has asked, for that worker.
+        number: of the question.
+        answer: what it was told; empty as long as it waits.
+    """
+
+    member: Member
+    number: int
+    answer: bytes = b""
 
 
 class Coordinator:
     """Args:
     leases: of the run's data.
+    first, until: rounds at the run's begin, and at its first fence.
     send: gives a link a message.
-    until: the first fence, in rounds.
     """
 
-    def __init__(self, leases: Leases, send: Callable[..., None], until: int) -> None:
+    def __init__(self, leases: Leases, first: int, until: int, send: Callable[[int, bytes], None]) -> None:
         self._leases = leases
         self._send = send
-        # Round and lease number at the fence before, round at the next: with it whoever comes late knows where it is.
-        self._stretch = (leases.first, leases.first, until)
-        self._askers: dict[int, int] = {}
-        self._incarnations: dict[int, int] = {}
-        self._begun = False
-        self._early: list[int] = []
+        # Round and lease number at the fence before, round at the next: with them whoever comes late knows where it is.
+        self._stretch = (first, first, until)
+        self._asked: dict[int, _Asked] = {}
 
-    def handle(self, worker: int, peer: int, message: Message) -> None:
-        """Deals with what a worker says or asks about data, on one of its links."""
-        answers: list[Answer] = []
+    def handle(self, worker: int, message: Message) -> None:
+        """Deals with what a worker says about data."""
         if message.kind == Kind.HALT:
-            answers = self._leases.handle(Halt())
+            self._tell(self._leases.handle(Halt()))
         elif message.kind == Kind.ADVANCE:
-            ahead, alone, done, until = _four(message.numbers)
-            if message.lease == self._leases.until:
-                self._stretch = (done, message.lease, until)
-            answers = self._leases.handle(Advance(message.lease, ahead, alone))
-        elif message.kind == Kind.BEGIN:
-            self._begin(peer, message.flag)
-        else:
-            if message.lease >= 0:
-                # A question comes with the news of what became of the lease before.
-                answers = self._leases.handle((Return if message.flag else Commit)(message.lease, worker))
-            if message.kind == Kind.ASK:
-                self._askers[worker] = peer
-                self._incarnations[worker] = message.numbers[0] if message.numbers else 0
-                answers += self._leases.handle(Ask(worker))
-        self._tell(answers)
+            self._advance(message.lease, message.numbers)
+        elif message.lease >= 0:
+            self._tell(self._leases.handle((Return if message.flag else Commit)(message.lease, worker)))
+
+    def _advance(self, fence: int, numbers: tuple[int, ...]) -> None:
+        if len(numbers) != 4:
+            raise ValueError(f"whoever lets all go on says where to by 4 numbers, not {len(numbers)}")
+        ahead, alone, done, until = numbers
+        if fence == self._leases.until:
+            self._stretch = (done, fence, until)
+        self._tell(self._leases.handle(Advance(fence, ahead, alone)))
+
+    def ask(self, member: Member, message: Message) -> None:
+        """Deals with a question for data, which comes with the news of what became of the lease before."""
+        asked = self._asked.get(member.worker)
+        if asked is not None and asked.member is member and asked.number == message.number:
+            # It comes again over another link.
+            if asked.answer:
+                self._send(member.peer, asked.answer)
+            return
+        self.handle(member.worker, message)
+        self._asked[member.worker] = _Asked(member, message.number)
+        self._tell(self._leases.handle(Ask(member.worker)))
+
+    def open(self, member: Member) -> list[int]:
+        """Returns the number of the question that a client waits on, if it does."""
+        asked = self._asked.get(member.worker)
+        return [asked.number] if asked is not None and asked.member is member and not asked.answer else []
 
     def lost(self, worker: int) -> None:
         """Is told that a worker is gone."""
-        self._askers.pop(worker, None)
+        self._asked.pop(worker, None)
         self._tell(self._leases.handle(Lost(worker)))
 
-    def _begin(self, peer: int, flag: int) -> None:
-        """Somebody asks whether there are parameters to begin with (2), says that there are (1), or waits for them."""
-        if flag == 1:
-            self._begun = True
-        if flag or self._begun:
-            self._done(peer)
-        else:
-            self._early.append(peer)
-        if self._begun:
-            for waiting in self._early:
-                self._done(waiting)
-            self._early.clear()
+    def state(self) -> CoordinatorState:
+        """Returns all that it knows."""
+        asked = (
+            AskedState(worker, each.member.session, each.number, each.answer.hex())
+            for worker, each in self._asked.items()
+        )
+        return CoordinatorState(self._stretch, self._leases.state(), tuple(asked))
 
-    def _done(self, peer: int) -> None:
-        self._send(peer, encode(Message(Kind.DONE)), blob=b"begun" if self._begun else b"")
+    def load(self, state: CoordinatorState, members: Mapping[int, Member]) -> None:
+        """Becomes what another one was.
+
+        Args:
+            state: its.
+            members: by session.
+
+        Raises:
+            ValueError: nobody ever was so.
+        """
+        done, fence, until = state.stretch
+        self._stretch = (done, fence, until)
+        self._leases.load(state.leases)
+        self._asked = {
+            each.worker: _Asked(members[each.session], each.number, bytes.fromhex(each.answer)) for each in state.asked
+        }
 
     def _tell(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
-            peer = self._askers.get(answer.worker)
-            if peer is None:
+            asked = self._asked.get(answer.worker)
+            if asked is None:
                 continue
             if isinstance(answer, Grant):
                 numbers = (*self._stretch, answer.round, answer.part)
-                message = Message(Kind.GRANT, lease=answer.lease, numbers=numbers)
+                message = Message(Kind.GRANT, lease=answer.lease, numbers=numbers, number=asked.number)
             else:
                 # Of a worker that was lost before anybody said so here, there may be another one by now.
-                members = chain.from_iterable((each, self._incarnations.get(each, 0)) for each in answer.members)
-                message = Message(Kind.FENCE, numbers=(*self._stretch, answer.round, answer.meeting, *members))
-            self._send(peer, encode(message))
-
-
-def _four(numbers: tuple[int, ...]) -> tuple[int, int, int, int]:
-    if len(numbers) != 4:
-        raise ValueError(f"whoever lets all go on says where to by 4 numbers, not {len(numbers)}")
-    return numbers[0], numbers[1], numbers[2], numbers[3]
+                members = chain.from_iterable(
+                    (each, self._asked[each].member.incarnation) for each in answer.members if each in self._asked
+                )
+                fence = (*self._stretch, answer.round, answer.meeting, *members)
+                message = Message(Kind.FENCE, numbers=fence, number=asked.number)
+            asked.answer = encode(message)
+            self._send(asked.member.peer, asked.answer)

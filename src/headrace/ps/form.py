@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.comm.codec import Codec, Plain, codec_for
 from headrace.comm.port import Slots
+from headrace.ps.tensors import like
 
 __all__ = ["Form", "Piece"]
 
@@ -124,6 +125,22 @@ class Form:
         near = torch.empty(self.pieces[shard].elements, dtype=self._dtypes[shard])
         self._pull[shard].decode(place, near)
         into.view(self._dtypes[shard]).copy_(near)
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """What codecs have lost so far, and make good next time, by name."""
+        return {f"residual/{way}/{worker}/{shard}": lost for (way, worker, shard), lost in self._residuals.items()}
+
+    @residuals.setter
+    def residuals(self, named: Mapping[str, Tensor]) -> None:
+        self._residuals.clear()
+        for name in named:
+            way, worker, shard = name.split("/")[1:]
+            codec = (self._push if way == "push" else self._pull)[int(shard)]
+            residual = self._residual(way, int(worker), int(shard), codec)
+            if residual is None:
+                raise ValueError(f"{name} of a codec that loses nothing")
+            residual.copy_(like(named, name, residual))
 
     def _residual(self, way: str, worker: int, shard: int, codec: Codec) -> Tensor | None:
         if not codec.feedback:

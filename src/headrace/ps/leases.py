@@ -15,9 +15,24 @@ Who comes later waits for the fence to be left.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Advance", "Answer", "Ask", "Commit", "Event", "Fence", "Grant", "Halt", "Leases", "Lost", "Return"]
+from headrace.ps.spans import numbers_in, spans_of
+
+__all__ = [
+    "Advance",
+    "Answer",
+    "Ask",
+    "Commit",
+    "Event",
+    "Fence",
+    "Grant",
+    "Halt",
+    "Leases",
+    "LeasesState",
+    "Lost",
+    "Return",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +125,51 @@ class Fence:
 Answer = Grant | Fence
 
 
+@dataclass(frozen=True, slots=True)
+class LeasesState:
+    """All that is known of a run's leases, as JSON takes it.
+
+    Attributes:
+        portions: of a round.
+        until: rounds in front of the next fence.
+        begin: the first lease behind the last fence.
+        together: the first lease that is not worker 0's alone.
+        next: the next lease to give out: of all, or of each fixed portion.
+        free: leases that were given out and are free again, from each to before another.
+        held: lease and worker of each that is given out.
+        lost, met: workers that are gone, and that were told of the fence.
+        present: workers that are waited for, in the order in which they came.
+        meetings: so far.
+        asking: workers, in the order in which they came.
+        loose: whether any portion goes to any worker, because some are lost.
+    """
+
+    portions: int
+    until: int
+    begin: int
+    together: int
+    next: tuple[int, ...]
+    free: tuple[tuple[int, ...], ...]
+    held: tuple[tuple[int, ...], ...]
+    lost: tuple[int, ...]
+    met: tuple[int, ...]
+    present: tuple[int, ...]
+    meetings: int
+    asking: tuple[int, ...]
+    loose: bool
+
+    def committed(self) -> set[int]:
+        """Returns the leases behind the last fence that every shard has."""
+        stride = len(self.next)
+        given = {lease for stream, stop in enumerate(self.next) for lease in range(self.begin + stream, stop, stride)}
+        return given - numbers_in(self.free) - {lease for lease, _ in self.held}
+
+    def detached(self) -> LeasesState:
+        """Returns it without its workers: what they hold is free."""
+        free = numbers_in(self.free) | {lease for lease, _ in self.held}
+        return replace(self, free=spans_of(free), held=(), met=(), asking=(), present=())
+
+
 class Leases:
     """The portions of a run.
 
@@ -124,7 +184,6 @@ class Leases:
         workers: who is present from the begin, and waited for until it asks or is lost; others are from when they ask.
 
     Attributes:
-        first: see there.
         until: rounds in front of the next fence.
     """
 
@@ -137,9 +196,9 @@ class Leases:
         alone: int = 0,
         workers: Iterable[int] = (),
     ) -> None:
-        self.first = first
         self.until = until
         self._portions = portions
+        self._first = first * portions
         self._fixed = fixed
         self._together = (first + alone) * portions
         self._stride = portions if fixed else 1
@@ -176,11 +235,48 @@ class Leases:
             self.until = min(self.until, -(-self._begun() // self._portions))
         elif event.done == self.until:
             # All who have met say so, and the first one counts.
-            self._together = (self.until + event.alone) * self._portions
+            self._first = self.until * self._portions
+            self._together = self._first + event.alone * self._portions
             self.until = event.until
             self._met.clear()
             self._loose = bool(self._lost)
         return self._answer()
+
+    def state(self) -> LeasesState:
+        """Returns all that it knows."""
+        return LeasesState(
+            portions=self._portions,
+            until=self.until,
+            begin=self._first,
+            together=self._together,
+            next=tuple(self._next),
+            free=spans_of(self._free),
+            held=tuple(self._held.items()),
+            lost=tuple(sorted(self._lost)),
+            met=tuple(sorted(self._met)),
+            present=tuple(self._present),
+            meetings=self._meetings,
+            asking=tuple(self._asking),
+            loose=self._loose,
+        )
+
+    def load(self, state: LeasesState) -> None:
+        """Becomes what another one was.
+
+        Raises:
+            ValueError: that had other portions.
+        """
+        if (state.portions, len(state.next)) != (self._portions, self._stride):
+            raise ValueError(
+                f"the leases are of {state.portions} portions in {len(state.next)} streams, and this run has "
+                f"{self._portions} in {self._stride}; resume with the same strategy and number of workers"
+            )
+        self.until, self._first, self._together = state.until, state.begin, state.together
+        self._next, self._free = list(state.next), numbers_in(state.free)
+        self._held = {lease: worker for lease, worker in state.held}
+        self._lost, self._met, self._asking = set(state.lost), set(state.met), list(state.asking)
+        self._present, self._meetings = dict.fromkeys(state.present), state.meetings
+        self._loose = state.loose
 
     def _begun(self) -> int:
         """Returns one more than the last portion that was given out."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from headrace.ps.client import Client
 from headrace.ps.messages import Kind, Message
 from headrace.replica.portions import Fence, Portion, Portions
+
+_LOOK_EVERY_S = 0.005
 
 __all__ = ["Aside", "LeasedPortions", "blocks"]
 
@@ -30,7 +33,6 @@ class LeasedPortions(Portions):
 
     Args:
         client: of this worker.
-        incarnation: of this worker.
         leads: whether this worker brings the parameters to begin with.
         servers: how many there are.
         parts: portions of a round.
@@ -48,7 +50,6 @@ class LeasedPortions(Portions):
     def __init__(
         self,
         client: Client,
-        incarnation: int,
         leads: bool,
         servers: int,
         parts: int,
@@ -61,7 +62,6 @@ class LeasedPortions(Portions):
         self.weight, self.share = 0.0, 0.0
         self.left = 0
         self._client = client
-        self._incarnation = incarnation
         self._leads = leads
         self._servers = servers
         self._parts = parts
@@ -72,14 +72,15 @@ class LeasedPortions(Portions):
         self._fence = 0
 
     def begin(self) -> None:
-        self._client.begin(self._leads)
+        while not self._client.begin(self._leads):
+            time.sleep(_LOOK_EVERY_S)
         self.renew()
 
     def ask(self, leaves: bool = False) -> None:
         if leaves:
             self._leave()
             return
-        self._client.tell(Message(Kind.ASK, flag=self.late, lease=self.lease, numbers=(self._incarnation,)))
+        self._client.tell(Message(Kind.ASK, flag=self.late, lease=self.lease))
         self.lease, self.late = -1, False
 
     def next(self) -> Portion | Fence:
@@ -119,7 +120,7 @@ class LeasedPortions(Portions):
 
     def end(self) -> None:
         for server in range(self._servers):
-            self._client.end(server)
+            self._client.ask(server, Message(Kind.END))
 
     def close(self) -> None:
         if self._aside:

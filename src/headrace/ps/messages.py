@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 __all__ = ["Kind", "Message", "decode", "encode"]
 
-_HEAD = struct.Struct("<BBHHHHqdd")
-_VERSION = 2
+_HEAD = struct.Struct("<BBHHHHqddQ")
+_VERSION = 3
 _MOST = (1 << 16) - 1
 _LAST_LEASE = 1 << 48
 _MOST_WEIGHT, _MOST_SHARE = 1e15, 1e3
@@ -34,13 +34,20 @@ class Kind(IntEnum):
     LEAVE = 12
     END = 13
     COMMIT = 14
-    BEGIN = 15
+    ALIVE = 15
+    BEGIN = 16
+    FOLLOW = 32
+    HELD = 33
 
     ANSWER = 64
     GRANT = 65
     FENCE = 66
     DONE = 67
     ERROR = 68
+    OPEN = 69
+    FILL = 96
+    MEMORY = 97
+    ENTRY = 98
 
 
 class Message(NamedTuple):
@@ -54,7 +61,10 @@ class Message(NamedTuple):
         weight, share: of a push, as the `Shard` knows them.
         steps: whose gradients a push is the sum of; each has that share.
         numbers: a push or pull: a version for each shard, `~version` where the push has no gradient for it. An answer:
-            the versions. ADVANCE: rounds that worker 0 does alone. Others: see `Kind`.
+            the versions. ADVANCE: rounds that worker 0 does alone. JOIN: worker, incarnation, session. OPEN: of what
+            was asked and is not answered yet. ERROR: worker and incarnation, where `flag` says that this one took its
+            place.
+        number: counted by whoever asks, from 1 on; an answer repeats it. 0 where nothing is to be remembered.
     """
 
     kind: Kind
@@ -65,13 +75,21 @@ class Message(NamedTuple):
     share: float = 0.0
     numbers: tuple[int, ...] = ()
     steps: int = 1
+    number: int = 0
+
+    @property
+    def pushed(self) -> list[int]:
+        """The shards whose gradients come with it: those on which the loss depends, if all are finite and count."""
+        if self.kind not in (Kind.PUSH, Kind.PUSH_PULL) or not self.weight or not self.flag:
+            return []
+        return [shard for shard, version in enumerate(self.numbers, self.first) if version >= 0]
 
 
 def encode(message: Message) -> bytes:
     """Returns a message as bytes."""
-    kind, first, flag, lease, weight, share, numbers, steps = message
+    kind, first, flag, lease, weight, share, numbers, steps, number = message
     count = len(numbers)
-    return _form(count).pack(_VERSION, kind, first, count, flag, steps, lease, weight, share, *numbers)
+    return _form(count).pack(_VERSION, kind, first, count, flag, steps, lease, weight, share, number, *numbers)
 
 
 def decode(data: bytes) -> Message:
@@ -83,7 +101,7 @@ def decode(data: bytes) -> Message:
     count, rest = divmod(len(data) - _HEAD.size, 8)
     if count < 0 or rest or count > _MOST:
         raise ValueError(f"a message of {len(data)} bytes is none of form {_VERSION}")
-    version, kind, first, told, flag, steps, lease, weight, share, *numbers = _form(count).unpack(data)
+    version, kind, first, told, flag, steps, lease, weight, share, number, *numbers = _form(count).unpack(data)
     if version != _VERSION or told != count:
         raise ValueError(f"no message of form {_VERSION}: {len(data)} bytes for {told} numbers of form {version}")
     if not -1 <= lease <= _LAST_LEASE:
@@ -93,7 +111,7 @@ def decode(data: bytes) -> Message:
         raise ValueError(
             f"a message of weight {weight:g} and share {share:g}; at most {_MOST_WEIGHT:g} and {_MOST_SHARE:g} are sent"
         )
-    return Message(Kind(kind), first, flag, lease, weight, share, tuple(numbers), steps)
+    return Message(Kind(kind), first, flag, lease, weight, share, tuple(numbers), steps, number)
 
 
 @functools.lru_cache(maxsize=256)

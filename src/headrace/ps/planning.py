@@ -13,7 +13,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan, Role, Segment
 
-__all__ = ["check_seats", "check_served", "check_whole", "seats", "served_ops"]
+__all__ = ["check_backups", "check_seats", "check_served", "check_whole", "seats", "served_ops"]
 
 _PIECES = {"shared_memory": "max_size:4MB", "tcp": "max_size:1MB"}
 """How parameters are cut if nobody says how: while a server works on a piece, the next one is on its way. Over TCP a
@@ -51,6 +51,20 @@ def check_whole(name: str, value: int | None) -> None:
         raise UsageError(f"{name} must be a whole number of at least 0, got {value!r}")
 
 
+def check_backups(backups: int, servers: int) -> None:
+    """Raises:
+    UsageError: there cannot be so many.
+    """
+    if backups is None:
+        raise UsageError("backups must be 0 or 1, got None")
+    check_whole("backups", backups)
+    if backups > 1:
+        raise UsageError(
+            f"backups={backups} asks for {backups * servers} backups of {servers} servers, and a server has one at "
+            "most; use backups=1, which gives each its own"
+        )
+
+
 def check_seats(sharding: str | None, placement: str, scale: str, ways: tuple[str, str, str]) -> None:
     """Refuses what does not exist.
 
@@ -85,17 +99,19 @@ def seats(
     cluster: Cluster,
     transport: str,
     copies: int = 3,
+    backups: int = 0,
 ) -> tuple[tuple[Role, ...], tuple[Segment, ...]]:
     """Says who works, who serves, and which server has which shard.
 
-    A worker needs the model's size `copies` times: its parameters, what autograd makes, what lies on its way.
+    A worker needs the model's size `copies` times: its parameters, what autograd makes, what lies on its way. A backup
+    holds what its server does, and is filled from a copy.
 
     Raises:
         InfeasiblePlan: with the numbers.
     """
-    roles = worker_and_server_roles(strategy, workers, servers, cluster)
-    count = len(roles) - servers
-    require_memory(strategy, (copies * count + 1) * model.trainable_bytes, cluster)
+    roles = worker_and_server_roles(strategy, workers, servers, cluster, backups)
+    count = sum(role.kind == "worker" for role in roles)
+    require_memory(strategy, (copies * count + 1 + 2 * backups) * model.trainable_bytes, cluster)
     if sharding is None:
         sharding = _PIECES[transport] if model.sliceable else "whole"
     if sharding != "whole" and not model.sliceable:
@@ -104,7 +120,7 @@ def seats(
             "use sharding='whole'"
         )
     pieces = parse_sharding(sharding)(model.parameters)
-    return roles, place(pieces, range(count, len(roles)), PLACEMENTS[placement])
+    return roles, place(pieces, range(count, count + servers), PLACEMENTS[placement])
 
 
 def served_ops(plan: Plan) -> tuple[Op, ...]:

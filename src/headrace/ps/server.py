@@ -1,64 +1,40 @@
 """A server: holds shards, applies what is pushed to them, answers pulls.
 
-It drives one `Shard` machine a shard, and is the only one who writes to the parameters:
+It is the only one who writes to the parameters:
 
-    port ──► message ──► machines ──► actions ──► applier ──► answer ──► port
-
-A request is about a range of shards and gets one answer, when all of them have answered.
+    port ──► who says what? ──┬► requests ──► answer ──► port         pushes and pulls
+                              └► administration ──► done ──► port     the rest
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from headrace.comm.port import Mail, Port
+from headrace.comm.segment import Segment
+from headrace.errors import Replaced
 from headrace.ps.applier import Applier
 from headrace.ps.coordinator import Coordinator
 from headrace.ps.form import Form
 from headrace.ps.leases import Leases
+from headrace.ps.membership import Grace, Member, Membership
 from headrace.ps.messages import Kind, Message, decode, encode
-from headrace.ps.request import Request
-from headrace.ps.shard import (
-    Accumulate,
-    Ack,
-    Action,
-    Join,
-    Leave,
-    Pull,
-    Push,
-    Reason,
-    Refuse,
-    Renew,
-    Reply,
-    Settle,
-    Shard,
-    Step,
-)
+from headrace.ps.pairing import Pairing
+from headrace.ps.requests import Requests, StepFailed
+from headrace.ps.shard import Join, Leave, Settle, Shard
+from headrace.ps.snapshot import ServerState, pack, unpack
 from headrace.ps.tally import Tally
-from headrace.replica.conditioning import all_finite
 
 __all__ = ["Server"]
 
 _WAIT_S = 0.1
 
-_Actions = list[tuple[int, list[Action]]]
-"""What shards want done."""
-
-
-class _StepFailed(Exception):
-    """The job's optimizer has raised, which is no worker's fault.
-
-    Args:
-        error: what it has raised.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+_PUSHES = (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL)
+_LEASED = (Kind.COMMIT, Kind.HALT, Kind.ADVANCE)
 
 
 class Server:
@@ -69,10 +45,14 @@ class Server:
     form: of its shards.
     applier: moves them.
     machines: one a shard.
-    coordinates: leases of the run's data, and the first fence in rounds, on the one server that gives them out.
+    coordinates: leases of the run's data, and the run's first round and first fence, on the one server that gives
+        them out; None elsewhere.
+    grace_s: how long a worker whose link has ended may take to come over another, before it is taken for lost.
+    pairing: with its backup, or of that with its primary; then `port` is the pairing's, and `grace_s` is.
 
     Attributes:
         tally: what has been done so far.
+        pairing: see there.
     """
 
     def __init__(
@@ -81,25 +61,25 @@ class Server:
         form: Form,
         applier: Applier,
         machines: Sequence[Shard],
-        coordinates: tuple[Leases, int] | None = None,
+        coordinates: tuple[Leases, int, int] | None = None,
+        grace_s: float = 2.0,
+        pairing: Pairing | None = None,
     ) -> None:
         self.tally = Tally(form)
+        self.pairing = pairing
         self._port = port
         self._form = form
         self._applier = applier
-        self._machines = list(machines)
-        self._coordinator = None
-        if coordinates:
-            leases, until = coordinates
-            self._coordinator = Coordinator(leases, port.send, until)
-        self._tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
-        applier.seat(self._tensors)
-        self._members: dict[int, tuple[int, int]] = {}
-        self._peers: dict[int, int] = {}
-        self._observers: dict[int, int] = {}
-        self._open: dict[tuple[int, int], Request] = {}
+        self._requests = Requests(port, form, applier, machines, self.tally)
+        self._coordinator = Coordinator(*coordinates, port.send) if coordinates else None
+        self._members = Membership()
+        # With a backup, what is told again later must be part of the log.
+        self._grace = None if pairing else Grace(grace_s)
         self._settled = -1
+        self._begun = False
         self._ended = False
+        if pairing:
+            pairing.attach(self.share, self.restore)
 
     @property
     def address(self) -> str:
@@ -115,16 +95,58 @@ class Server:
         """Returns the bytes of parameters, and of the optimizer's state."""
         return self._applier.memory()
 
-    def lost(self, worker: int, incarnation: int) -> None:
-        """Is told that a worker has gone, in this incarnation and all before, whether it ever came here or not."""
-        peer = self._peers.get(worker)
-        if peer is not None:
-            if self._members[peer][1] > incarnation:
-                return
-            self._forget(peer)
-            self._port.drop(peer)
-        else:
-            self._leave(worker)
+    def snapshot(self) -> memoryview:
+        """Returns all that it is, for `restore`."""
+        return self._pack(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).numpy().data
+
+    def share(self) -> Segment:
+        """Returns all that it is, in memory that another process of this host can be given."""
+        made: list[Segment] = []
+
+        def allocate(nbytes: int) -> Tensor:
+            made.append(Segment.create(nbytes, "snapshot"))
+            return made[0].tensor()
+
+        self._pack(allocate)
+        return made[0]
+
+    def restore(self, snapshot: memoryview, detached: bool = False) -> None:
+        """Becomes what another server was.
+
+        Args:
+            snapshot: of it.
+            detached: without its clients, as of a server whose run is resumed.
+
+        Raises:
+            ValueError: it is none, or is of another model or strategy; what this server is then, is not said.
+        """
+        state, tensors = unpack(snapshot)
+        difference = self._form.difference(state.form.encode())
+        if difference:
+            raise ValueError(difference.replace("the worker", "the snapshot"))
+        if detached:
+            state = state.detached()
+        try:
+            members = self._members.load(state.members)
+            self._requests.load(state.requests, state.shards, tensors)
+            self._applier.become(state.applier, tensors)
+            lost = () if detached else (name for name in tensors if name.startswith("residual/"))
+            self._form.residuals = {name: tensors[name] for name in lost}
+            self._settled, self._begun, self._ended = state.settled, state.begun, state.ended
+            if self._coordinator is not None and state.coordinator is not None:
+                self._coordinator.load(state.coordinator, members)
+        except (LookupError, TypeError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"no snapshot of a server: {error!r}") from error
+
+    def _pack(self, allocate: Callable[[int], Tensor]) -> Tensor:
+        requests, shards, tensors = self._requests.state()
+        applier, its_tensors = self._applier.whole()
+        coordinator = self._coordinator.state() if self._coordinator else None
+        form, members = self._form.describe().decode(), self._members.state()
+        state = ServerState(
+            form, self._settled, self._begun, self._ended, members, requests, shards, applier, coordinator
+        )
+        return pack(state, tensors | its_tensors | self._form.residuals, allocate)
 
     def close(self) -> None:
         """Ends all links."""
@@ -139,11 +161,13 @@ class Server:
     def turn(self, timeout_s: float) -> None:
         """Deals with all mail that is there; waits for some, but not longer than `timeout_s`."""
         mail = self._port.receive(timeout_s)
+        if self._grace is not None:
+            mail += self._grace.over(mail)
         began = perf_counter()
         self.tally.queued(len(mail))
         try:
             self._deal_with(mail)
-        except _StepFailed as failed:
+        except StepFailed as failed:
             raise failed.error from None
         self.tally.busy_s += perf_counter() - began
 
@@ -151,258 +175,145 @@ class Server:
         for each in mail:
             try:
                 self._deal(each)
+            except Replaced as error:
+                self._refuse(each.peer, error)
             except ValueError as error:
                 # Whoever cannot speak properly harms itself alone.
-                self._port.send(each.peer, encode(Message(Kind.ERROR)), blob=str(error).encode())
-                self._forget(each.peer)
-                self._port.drop(each.peer)
+                self._refuse(each.peer, error)
+
+    def _refuse(self, peer: int, error: Replaced | ValueError) -> None:
+        """Ends a link, and says why."""
+        message = Message(Kind.ERROR)
+        if isinstance(error, Replaced):
+            message = Message(Kind.ERROR, flag=1, numbers=(error.rank, error.incarnation))
+        self._port.send(peer, encode(message), blob=str(error).encode())
+        self._forget(peer)
+        self._port.drop(peer)
 
     def _deal(self, mail: Mail) -> None:
         if not mail.message:
-            self._forget(mail.peer)
+            self._end(mail.peer)
             return
         message = decode(mail.message)
         if message.kind == Kind.JOIN:
             self._join(mail.peer, message, mail.blob)
-        elif mail.peer not in self._members and mail.peer not in self._observers:
+            return
+        member = self._members.at(mail.peer)
+        if member is None:
             raise ValueError(f"{message.kind.name} from a link that has not joined")
-        elif message.kind == Kind.PULL and mail.peer in self._observers:
-            self._show(mail.peer, message)
-        elif message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL):
-            self._take(mail.peer, message)
-        elif message.kind in (Kind.ASK, Kind.COMMIT, Kind.HALT, Kind.ADVANCE, Kind.BEGIN):
-            if self._coordinator is None:
-                raise ValueError("this server gives out no data")
-            self._coordinator.handle(self._worker_at(mail.peer), mail.peer, message)
+        if message.kind == Kind.ALIVE:
+            self._say_open(member, message)
+        elif message.number > member.heard:
+            # What has come before is over. Whoever misses its answer asks again, over another link.
+            member.heard = message.number
+            self._deal_once(member, mail, message)
+
+    def _deal_once(self, member: Member, mail: Mail, message: Message) -> None:
+        if message.kind == Kind.PULL and member.observes:
+            self._requests.show(member, message)
+        elif message.kind in _PUSHES:
+            self._requests.take(member, message)
+        elif message.kind == Kind.ASK:
+            self._leasing().ask(member, message)
         else:
-            self._administer(mail, message)
+            self._administer(member, mail, message)
+
+    def _leasing(self) -> Coordinator:
+        if self._coordinator is None:
+            raise ValueError("this server gives out no data")
+        return self._coordinator
 
     def _join(self, peer: int, message: Message, blob: memoryview) -> None:
         difference = self._form.difference(bytes(blob))
         if difference:
             raise ValueError(difference)
-        if len(message.numbers) != 2:
-            raise ValueError("a worker joins with its number and its incarnation")
-        worker, incarnation = message.numbers
-        if message.flag:
-            self._observers[peer] = worker
-            self._port.send(peer, encode(Message(Kind.DONE)))
-            return
-        older = self._peers.get(worker)
-        if older is not None:
-            self._forget(older)
-            self._port.drop(older)
-        self._members[peer] = (worker, incarnation)
-        self._peers[worker] = peer
-        self._tell_all(Join(worker, incarnation))
-        for shard, machine in enumerate(self._machines):
-            self._port.show(shard, machine.version)
+        if len(message.numbers) != 3:
+            raise ValueError("a worker joins with its number, its incarnation and its session's")
+        if self._members.at(peer) is None:
+            member, before = self._members.join(peer, *message.numbers, bool(message.flag))
+            for each in self._members.superseded(member):
+                if each.incarnation < member.incarnation:
+                    self._refuse(each.peer, Replaced(member.worker, member.incarnation))
+                else:
+                    self._forget(each.peer)
+                    self._port.drop(each.peer)
+            if before >= 0:
+                self._port.drop(before)
+            if not member.observes:
+                self._withdraw(member)
+            self._requests.show_all()
         self._port.send(peer, encode(Message(Kind.DONE)))
 
-    def _forget(self, peer: int) -> None:
+    def _withdraw(self, member: Member) -> None:
+        """Makes a worker a member; what it has asked and is not answered is taken back: it will come again."""
+        self._requests.drop(member.worker)
+        self._requests.tell_all(Join(member.worker, member.incarnation))
+
+    def _end(self, peer: int) -> None:
+        """Is told of the end of a link: once when it has ended, and once more when its worker's grace has."""
+        member = self._members.at(peer)
+        if member is None:
+            return
+        if member.away or member.observes:
+            self._forget(peer)
+        else:
+            member.away = True
+            self._withdraw(member)
+
+    def _forget(self, peer: int, for_good: bool = False) -> None:
         """Ends the membership of whoever was at the other end of a link."""
-        self._observers.pop(peer, None)
-        worker, _ = self._members.pop(peer, (None, None))
-        if worker is None:
+        member = self._members.leave(peer, for_good)
+        if member is None or member.observes:
             return
-        del self._peers[worker]
-        self._open = {key: request for key, request in self._open.items() if key[0] != worker}
-        self._leave(worker)
-
-    def _leave(self, worker: int) -> None:
-        self._tell_all(Leave(worker))
+        self._requests.drop(member.worker)
+        self._requests.tell_all(Leave(member.worker))
         if self._coordinator is not None:
-            self._coordinator.lost(worker)
+            self._coordinator.lost(member.worker)
 
-    def _worker_at(self, peer: int) -> int:
-        return self._observers[peer] if peer in self._observers else self._members[peer][0]
+    def _say_open(self, member: Member, message: Message) -> None:
+        """Says what is still to be answered; whatever else a client waits for was lost on its way."""
+        numbers = self._requests.numbers(member.peer)
+        if self._coordinator is not None:
+            numbers.update(self._coordinator.open(member))
+        self._port.send(member.peer, encode(Message(Kind.OPEN, numbers=tuple(sorted(numbers)), number=message.number)))
 
-    def _show(self, peer: int, message: Message) -> None:
-        """Answers who only looks: it waits for nobody."""
-        shards = self._named(message)
-        versions = tuple(self._machines[shard].version for shard in shards)
-        changed = [shard for shard, new, had in zip(shards, versions, message.numbers, strict=True) if new != had]
-        for shard, version in zip(shards, versions, strict=True):
-            self._port.show(shard, version)
-        worker = self._observers[peer]
-        if changed:
-            self._applier.sent(worker, changed)
-        self.tally.answered(worker, (), changed, 0.0)
-        self._reply(worker, peer, Message(Kind.ANSWER, message.first, numbers=versions), changed)
-
-    def _reply(self, worker: int, peer: int, message: Message, pulled: Sequence[int]) -> None:
-        if self._form.reply_slots is not None:
-            for shard in pulled:
-                self._form.encode_reply(worker, shard, self._tensors[shard], self._port.reply_slot(peer, shard))
-        self._port.send(peer, encode(message), pulled)
-
-    def _named(self, message: Message) -> range:
-        shards = range(message.first, message.first + len(message.numbers))
-        if not shards or shards.stop > len(self._machines):
-            raise ValueError(f"shards {shards.start} to {shards.stop} of the {len(self._machines)} that are here")
-        return shards
-
-    def _tell_all(self, event: Join | Leave | Settle | Renew) -> None:
-        self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
-
-    def _take(self, peer: int, message: Message) -> None:
-        """Gives a push, a pull or both to the shards that they are about."""
-        if peer not in self._members:
-            raise ValueError(f"{message.kind.name} from a link that only observes")
-        worker, incarnation = self._members[peer]
-        shards = self._named(message)
-        if not (
-            math.isfinite(message.weight) and math.isfinite(message.share) and min(message.weight, message.share) >= 0
-        ):
-            raise ValueError(f"a push of weight {message.weight} and share {message.share}")
-        if any((worker, shard) in self._open for shard in shards):
-            raise ValueError(f"worker {worker} asks again before it is answered")
-        pushes, pulls = message.kind != Kind.PULL, message.kind != Kind.PUSH
-        gradients = self._gradients(peer, message, shards) if pushes else {}
-        request = Request(peer, message, shards, (pushes + pulls) * len(shards), gradients)
-        for shard in shards:
-            self._open[worker, shard] = request
-        finite = bool(message.flag) and (self._port.vouched or all_finite(list(gradients.values())))
-        actions: _Actions = []
-        for shard, version in zip(shards, message.numbers, strict=True):
-            machine, made_with = self._machines[shard], max(version, ~version)
-            wanted: list[Action] = []
-            if pushes:
-                push = Push(worker, incarnation, message.lease, made_with, message.weight, message.share, finite)
-                wanted += machine.handle(push)
-            if pulls:
-                wanted += machine.handle(Pull(worker, incarnation))
-            actions.append((shard, wanted))
-        self._carry_out(actions)
-
-    def _gradients(self, peer: int, message: Message, shards: range) -> dict[int, Tensor]:
-        """Returns what a worker has pushed, by shard, without those on which its loss does not depend."""
-        if not message.weight or not message.flag:
-            return {}
-        unpack, pushed = self._form.decode, self._port.pushed
-        versions = zip(shards, message.numbers, strict=True)
-        return {shard: unpack(shard, pushed(peer, shard)) for shard, version in versions if version >= 0}
-
-    def _carry_out(self, actions: _Actions) -> None:
-        alone: dict[tuple[int, float, int], list[int]] = {}
-        words: list[tuple[int, Ack | Refuse | Reply]] = []
-        for shard, wanted in actions:
-            for action in wanted:
-                if isinstance(action, Step):
-                    if len(action.workers) == 1:
-                        # One push's steps are made together.
-                        alone.setdefault((action.workers[0], action.share, action.staleness), []).append(shard)
-                    else:
-                        self._step_mean(shard, action)
-                elif not isinstance(action, Accumulate):
-                    words.append((shard, action))
-        for (worker, share, staleness), shards in alone.items():
-            request = self._open[worker, shards[0]]
-            present = [(shard, request.gradients[shard]) for shard in shards if shard in request.gradients]
-            self._step(shards, present, worker, share, staleness, request.message.steps)
-        for shard, word in words:
-            self._tell(shard, word)
-
-    def _step_mean(self, shard: int, step: Step) -> None:
-        """Applies the mean of a round, added up in the order of the workers, so that every run adds alike."""
-        requests = [self._open[worker, shard] for worker in step.workers]
-        weight = sum(request.message.weight for request in requests)
-        mean: Tensor | None = None
-        for request in requests:
-            gradient = request.gradients.get(shard)
-            if gradient is not None:
-                part = request.message.weight / weight
-                mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
-        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness)
-
-    def _step(
-        self,
-        shards: Sequence[int],
-        gradients: Sequence[tuple[int, Tensor]],
-        worker: int,
-        share: float,
-        staleness: int,
-        steps: int = 1,
-    ) -> None:
-        began = perf_counter()
-        with self._port.changing(shards):
-            try:
-                self._applier.apply(gradients, shards, worker, share, staleness, steps)
-            except Exception as error:
-                raise _StepFailed(error) from error
-            for shard in shards:
-                self._port.show(shard, self._machines[shard].version)
-        self.tally.stepped(shards, worker, staleness, perf_counter() - began)
-
-    def _tell(self, shard: int, action: Ack | Refuse | Reply) -> None:
-        """Notes what a shard says to a worker; sends the answer when it is complete."""
-        request = self._open.get((action.worker, shard))
-        if request is None:
-            return
-        if isinstance(action, Refuse):
-            # What comes too late anywhere comes again everywhere; a shard that has it already says so then.
-            if request.refused is None or action.reason == Reason.LATE:
-                request.refused = action.reason
-            if action.lease >= 0:
-                self.tally.refused(action.reason.name.lower())
-        request.unsaid -= 1
-        if not request.unsaid:
-            self._answer(action.worker, request)
-
-    def _answer(self, worker: int, request: Request) -> None:
-        asked, shards = request.message, request.shards
-        show, pulls = self._port.show, asked.kind != Kind.PUSH
-        versions, pulled = [], []
-        for shard, had in zip(shards, asked.numbers, strict=True):
-            del self._open[worker, shard]
-            version = self._machines[shard].version
-            versions.append(version)
-            show(shard, version)
-            if pulls and version != had:
-                pulled.append(shard)
-        if pulled:
-            self._applier.sent(worker, pulled)
-        flag = request.refused.value if request.refused else 0
-        message = Message(Kind.ANSWER, asked.first, flag, asked.lease, numbers=tuple(versions))
-        self._port.release(request.peer, shards)
-        # Before it is counted, because somebody waits for it.
-        self._reply(worker, request.peer, message, pulled)
-        pushed = shards if asked.kind != Kind.PULL else ()
-        self.tally.answered(worker, pushed, pulled, perf_counter() - request.came)
-
-    def _administer(self, mail: Mail, message: Message) -> None:
-        """Does what is asked for between rounds, when nobody pushes."""
+    def _administer(self, member: Member, mail: Mail, message: Message) -> None:
+        """Does what is asked for between rounds, when nobody pushes; what comes again is answered alone."""
         blob = b""
         if message.kind == Kind.STATE:
-            blob = self._applier.state(message.first) if message.flag else self._applier.settings().encode()
-        elif message.kind == Kind.LOAD:
-            self._load(message, bytes(mail.blob))
-        elif message.kind == Kind.AVERAGE:
-            with self._port.changing(range(len(self._machines))):
-                self._applier.show_average(bool(message.flag))
-            self._tell_all(Renew())
-        elif message.kind == Kind.SETTLE:
-            self._settle(message.lease)
-        elif message.kind == Kind.LEAVE:
-            self._forget(self._peers.get(self._worker_at(mail.peer), mail.peer))
-        elif message.kind == Kind.END:
-            self._ended = True
-        else:
-            raise ValueError(f"{message.kind.name} is nothing that a worker asks")
-        self._port.send(mail.peer, encode(Message(Kind.DONE)), blob=blob)
+            blob = self._applier.state(message.first if message.flag else None)
+        elif message.number != member.done:
+            self._do(member, mail, message)
+            member.done = message.number
+        if message.kind == Kind.BEGIN and self._begun:
+            blob = b"begun"
+        self._port.send(mail.peer, encode(Message(Kind.DONE, number=message.number)), blob=blob)
 
     def _settle(self, done: int) -> None:
         """Is told how many rounds are done, by all who have met: by some of them when new pushes have come since."""
         if done > self._settled:
             self._settled = done
             self._applier.settle(done)
-            self._tell_all(Settle())
+            self._requests.tell_all(Settle())
 
-    def _load(self, message: Message, blob: bytes) -> None:
-        if not message.flag:
-            self._applier.configure(blob.decode())
-            return
-        self._named(message._replace(numbers=(0,)))
-        with self._port.changing([message.first]):
-            self._applier.load(message.first, blob)
-        self._carry_out([(message.first, self._machines[message.first].handle(Renew()))])
+    def _do(self, member: Member, mail: Mail, message: Message) -> None:
+        if message.kind in _LEASED:
+            self._leasing().handle(member.worker, message)
+        elif message.kind == Kind.LOAD:
+            if message.flag:
+                self._requests.replace(message.first, bytes(mail.blob))
+            else:
+                self._applier.load(bytes(mail.blob))
+        elif message.kind == Kind.AVERAGE:
+            self._requests.show_average(bool(message.flag))
+        elif message.kind == Kind.SETTLE:
+            self._settle(message.lease)
+        elif message.kind == Kind.BEGIN:
+            self._begun |= message.flag == 1
+        elif message.kind == Kind.LEAVE:
+            for each in self._members.clients(member.worker):
+                self._forget(each.peer, for_good=True)
+        elif message.kind == Kind.END:
+            self._ended = True
+        else:
+            raise ValueError(f"{message.kind.name} is nothing that a worker asks")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from headrace.policies.staleness import Admission, Combination
+from headrace.ps.spans import numbers_in, spans_of
 
 __all__ = [
     "Accumulate",
@@ -32,13 +33,18 @@ __all__ = [
     "Reply",
     "Settle",
     "Shard",
+    "ShardState",
     "Step",
+    "Word",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker becomes a member, or comes again in a new incarnation."""
+    """A worker becomes a member, comes again in a new incarnation, or in the same one over another link.
+
+    In the same one it stays where it was; what it has asked, and has given to a round that is open, comes again.
+    """
 
     worker: int
     incarnation: int = 0
@@ -183,6 +189,41 @@ class Reply:
 Action = Accumulate | Step | Ack | Refuse | Reply
 
 
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a member was told of its last push.
+
+    Attributes:
+        push: which.
+        refused: the `Reason`; 0 if it is applied.
+    """
+
+    push: Push
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """All that a shard knows, as JSON takes it.
+
+    Attributes:
+        version, ahead: the shard's.
+        members: worker, incarnation and clock of each.
+        done: the leases that are done since the last `Settle`, from each to before another.
+        contributed: to the round that is open.
+        waiting: in the order in which they came.
+        told: to each member, of its last push.
+    """
+
+    version: int
+    ahead: int | None
+    members: tuple[tuple[int, ...], ...]
+    done: tuple[tuple[int, ...], ...]
+    contributed: tuple[Push, ...]
+    waiting: tuple[Pull, ...]
+    told: tuple[Word, ...]
+
+
 class Shard:
     """One piece of the parameters, as far as it decides anything.
 
@@ -203,6 +244,7 @@ class Shard:
         self._admission = admission
         self._combination = combination
         self._done: set[int] = set()
+        self._last: dict[int, tuple[Push, Ack | Refuse]] = {}
         self._ahead: int | None = None
         self._contributed: dict[int, Push] = {}
         self._waiting: dict[int, Pull] = {}
@@ -215,6 +257,7 @@ class Shard:
             return self._pull(event)
         if isinstance(event, Settle):
             self._done.clear()
+            self._last.clear()
             self._ahead = None
             self.version = max(self.version, event.version)
             return []
@@ -226,10 +269,45 @@ class Shard:
             return self._close() + self._release()
         return self._change(event)
 
+    def state(self) -> ShardState:
+        """Returns all that it knows."""
+        return ShardState(
+            version=self.version,
+            ahead=self._ahead,
+            members=tuple((worker, self._incarnations[worker], clock) for worker, clock in self.clocks.items()),
+            done=spans_of(self._done),
+            contributed=tuple(self._contributed.values()),
+            waiting=tuple(self._waiting.values()),
+            told=tuple(
+                Word(push, word.reason.value if isinstance(word, Refuse) else 0) for push, word in self._last.values()
+            ),
+        )
+
+    def load(self, state: ShardState) -> None:
+        """Becomes what another shard with the same policies was.
+
+        Raises:
+            ValueError: no shard ever was so.
+        """
+        clocks = {worker: clock for worker, _, clock in state.members}
+        asking = {push.worker for push in state.contributed} | {pull.worker for pull in state.waiting}
+        if state.version < 0 or len(clocks) != len(state.members) or not clocks.keys() >= asking:
+            raise ValueError(f"{len(state.members)} members of version {state.version}, of which {asking} wait")
+        self.version, self._ahead, self.clocks = state.version, state.ahead, clocks
+        self._incarnations = {worker: incarnation for worker, incarnation, _ in state.members}
+        self._done = numbers_in(state.done)
+        self._contributed = {push.worker: push for push in state.contributed}
+        self._waiting = {pull.worker: pull for pull in state.waiting}
+        self._last = {word.push.worker: (word.push, _word_of(word)) for word in state.told}
+
     def _push(self, push: Push) -> list[Action]:
         worker = push.worker
         if self._incarnations.get(worker) != push.incarnation:
             return [Refuse(worker, push.lease, Reason.STRANGER)]
+        last = self._last.get(worker)
+        if last is not None and last[0].lease == push.lease and last[0] == push:
+            # Its answer was lost on the way. It is not another round, and what was true stays so.
+            return [last[1]]
         if self._combination.needed(len(self.clocks)):
             return self._contribute(push)
         self.clocks[worker] += 1
@@ -254,10 +332,14 @@ class Shard:
         A duplicate is a round of its worker, too, which has made it because another was lost between shards. Were it
         none, two workers could each be the one that is waited for on a shard, while they wait on the other one.
         """
+        word: Ack | Refuse = Ack(push.worker, push.lease)
         if push.lease in self._done:
-            return Refuse(push.worker, push.lease, Reason.DUPLICATE)
+            word = Refuse(push.worker, push.lease, Reason.DUPLICATE)
+        elif not push.finite:
+            word = Refuse(push.worker, push.lease, Reason.NOT_FINITE)
         self._done.add(push.lease)
-        return Ack(push.worker, push.lease) if push.finite else Refuse(push.worker, push.lease, Reason.NOT_FINITE)
+        self._last[push.worker] = (push, word)
+        return word
 
     def _close(self) -> list[Action]:
         """Ends the round if enough have contributed."""
@@ -301,7 +383,8 @@ class Shard:
         worker = event.worker
         self._waiting.pop(worker, None)
         # What it has given to the round that is open goes with it; the lease comes again.
-        self._contributed.pop(worker, None)
+        if self._contributed.pop(worker, None) is not None:
+            self.clocks[worker] -= 1
         incarnation = event.incarnation if isinstance(event, Join) else None
         if self._incarnations.pop(worker, None) != incarnation:
             self.clocks.pop(worker, None)
@@ -310,3 +393,8 @@ class Shard:
             self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
             self._incarnations[worker] = incarnation
         return self._close() + self._release()
+
+
+def _word_of(word: Word) -> Ack | Refuse:
+    push = word.push
+    return Refuse(push.worker, push.lease, Reason(word.refused)) if word.refused else Ack(push.worker, push.lease)

@@ -53,7 +53,7 @@ class Updater:
         self._scale = scale
         self._decay = options.ema_decay
         self._averages: dict[int, Tensor] = {}
-        self._shows_average = False
+        self.shows_average = False
 
     def step(self, round_: int) -> None:
         """Applies the optimizer once."""
@@ -103,9 +103,9 @@ class Updater:
 
     def show_average(self, on: bool) -> None:
         """Lets the moving averages stand where the parameters do, or the parameters again."""
-        if on == self._shows_average:
+        if on == self.shows_average:
             return
-        self._shows_average = on
+        self.shows_average = on
         for index, average in self._averages.items():
             tensor = self._tensors[index]
             kept = tensor.clone()

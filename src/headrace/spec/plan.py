@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["EVERY_WORKER", "Op", "Plan", "Role", "Segment"]
 
@@ -17,11 +17,11 @@ class Role:
 
     Attributes:
         rank: index in the run.
-        kind: "worker", which computes, or "server", which holds shards.
+        kind: "worker", which computes, "server", which holds shards, or "backup", which holds those of a server, too.
         host: name of its machine.
         device: "cpu" or "cuda:1".
         threads: intra-operation threads it may use.
-        data_rank: which share of a global batch it computes; -1 for a server.
+        data_rank: which share of a global batch it computes; -1 for whoever computes none.
     """
 
     rank: int
@@ -78,6 +78,22 @@ class Plan:
     def servers(self) -> tuple[int, ...]:
         """Ranks of the processes that hold shards."""
         return tuple(role.rank for role in self.roles if role.kind == "server")
+
+    @property
+    def backups(self) -> tuple[int, ...]:
+        """Ranks of the servers' backups: one for each server, in their order, or none."""
+        return tuple(role.rank for role in self.roles if role.kind == "backup")
+
+    def role(self, rank: int) -> Role:
+        """Returns what a rank is; those behind all others are workers that have joined a run that went on."""
+        if rank < len(self.roles):
+            return self.roles[rank]
+        return replace(self.roles[0], rank=rank, data_rank=0)
+
+    def server_of(self, rank: int) -> int:
+        """Returns the server whose shards a server or a backup holds: their owner in `segments`."""
+        backups = self.backups
+        return self.servers[backups.index(rank)] if rank in backups else rank
 
 
 @dataclass(frozen=True)

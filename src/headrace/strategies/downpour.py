@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headrace.errors import UsageError
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps.applier import Applier, Pace
-from headrace.ps.assembly import connect, form_of, open_port, places_of
+from headrace.ps.assembly import connect, form_of, open_port, pair, places_of
 from headrace.ps.background import Background
 from headrace.ps.client import Client
 from headrace.ps.exchange import ServedExchange
@@ -36,7 +36,7 @@ from headrace.ps.held import Accrued, HeldGradients
 from headrace.ps.leases import Leases
 from headrace.ps.leasing import LeasedPortions, blocks
 from headrace.ps.messages import Kind, Message
-from headrace.ps.planning import check_seats, check_served, check_whole, seats, served_ops
+from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
 from headrace.replica.conditioning import HEALTHY, Verdict
@@ -62,6 +62,7 @@ class Downpour(Strategy):
     Attributes:
         workers: how many compute; None for the launcher's processes but `servers`, or the machine's accelerators.
         servers: how many hold shards.
+        backups: of each server: with 1, nothing is lost with a server, and the run goes on.
         fetch_every, push_every: steps between two fetches, and between two pushes.
         warmstart_steps: rounds that worker 0 trains alone before the others begin, to the end of a push.
         overlap: push and fetch while the worker goes on computing; else it waits for both.
@@ -74,6 +75,7 @@ class Downpour(Strategy):
 
     workers: int | None = None
     servers: int = 1
+    backups: int = 0
     fetch_every: int = 5
     push_every: int = 5
     warmstart_steps: int = 0
@@ -92,12 +94,17 @@ class Downpour(Strategy):
         check_count("workers", self.workers)
         for name in ("servers", "fetch_every", "push_every"):
             _check_steps(name, getattr(self, name))
+        check_backups(self.backups, self.servers)
         check_seats(self.sharding, self.placement, self.scale, (self.transport, self.push_codec, self.pull_codec))
         if self.warmstart_steps is None:
             raise UsageError("warmstart_steps must be a whole number of at least 0, got None")
         check_whole("warmstart_steps", self.warmstart_steps)
         if not isinstance(self.overlap, bool):
             raise UsageError(f"overlap must be True or False, got {self.overlap!r}")
+
+    @property
+    def elastic(self) -> bool:
+        return True
 
     def check(self, options: Options) -> None:
         check_served(options)
@@ -106,13 +113,22 @@ class Downpour(Strategy):
         # Besides: the sum that accrues; with overlap the one that is being pushed, too, and what is being fetched.
         copies = 6 if self.overlap else 4
         roles, segments = seats(
-            self.name, self.workers, self.servers, self.sharding, self.placement, model, cluster, self.transport, copies
+            self.name,
+            self.workers,
+            self.servers,
+            self.sharding,
+            self.placement,
+            model,
+            cluster,
+            self.transport,
+            copies,
+            self.backups,
         )
         return Plan(
             strategy=self.name,
             options=describe_options(self),
             roles=roles,
-            shares=(1,) * (len(roles) - self.servers),
+            shares=(1,) * sum(role.kind == "worker" for role in roles),
             gradient_bytes=model.trainable_bytes,
             segments=segments,
         )
@@ -124,7 +140,7 @@ class Downpour(Strategy):
         forms = [form_of(plan, parts.model, server) for server in plan.servers]
         places = [places_of(form, parts.module) for form in forms]
         links = self._links(plan, rank, parts, forms, places)
-        exchange = Pouring(self, plan, links, forms, parts, rank == 0 and not links.main.begun())
+        exchange = Pouring(self, plan, links, forms, parts, rank == 0 and not links.main.begin(False))
         exchange.give(places)
         return Replica(parts.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
 
@@ -134,14 +150,13 @@ class Downpour(Strategy):
         roles, check = [plan.roles[server] for server in plan.servers], parts.host.check
         who = rank, parts.incarnation
         addresses = parts.addresses()
+        opens = functools.partial(connect, addresses, forms, find=parts.find)
         if not self.overlap:
-            return Links(connect(addresses, forms, places, who, check, roles, parts.closing), places, self.fetch_every)
+            return Links(opens(places, who, check, roles, parts.closing), places, self.fetch_every)
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
-        pushing = Background("push", connect(addresses, forms, fetched, who, check, roles, parts.closing))
-        fetching = Background(
-            "fetch", connect(addresses, forms, fetched, who, check, roles, parts.closing, observes=True)
-        )
+        pushing = Background("push", opens(fetched, who, check, roles, parts.closing))
+        fetching = Background("fetch", opens(fetched, who, check, roles, parts.closing, observes=True))
 
         def watch() -> None:
             check()
@@ -149,10 +164,11 @@ class Downpour(Strategy):
             pushing.check()
             fetching.check()
 
-        main = connect(addresses, forms, places, who, watch, roles, parts.closing, observes=True)
+        main = opens(places, who, watch, roles, parts.closing, observes=True)
         return Links(main, places, self.fetch_every, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+        rank = plan.server_of(rank)
         form = form_of(plan, parts.model, rank)
         pace = Pace(parts.options, parts.rounds_per_epoch, parts.first)
         applier = Applier(form, parts.optimizer, parts.model.parameters, pace, self.scale == "full")
@@ -162,8 +178,10 @@ class Downpour(Strategy):
         first = rank == plan.servers[0]
         members = range(plan.workers)
         leases = Leases(len(plan.shares), until, parts.first, alone=alone, workers=members) if first else None
-        coordinates = (leases, parts.until) if leases else None
-        return Server(open_port(form, self.transport), form, applier, machines, coordinates)
+        coordinates = (leases, parts.first, parts.until) if leases else None
+        port = open_port(form, self.transport)
+        pairing = pair(port, form, parts.process) if self.backups else None
+        return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
 
 
 def _check_steps(name: str, count: int | None) -> None:
@@ -273,7 +291,7 @@ class Pouring(ServedExchange):
         copies = 2 if strategy.overlap else 1
         self.parameter_bytes = copies * sum(parameter.bytes for parameter in parts.model.parameters)
         self.portions = LeasedPortions(
-            links.main, parts.incarnation, leads, len(forms), len(plan.shares),
+            links.main, leads, len(forms), len(plan.shares),
             strategy.push_every, links, strategy.warmstart_steps,
         )  # fmt: skip
         self._links = links
@@ -328,7 +346,8 @@ class Pouring(ServedExchange):
 
         def push_and_commit() -> None:
             push()
-            client.tell(Message(Kind.COMMIT, lease=lease))
+            # Nobody looks at this link before the next push: what was only told could be lost.
+            client.ask(0, Message(Kind.COMMIT, lease=lease))
 
         pushing.start(push_and_commit)
         portions.lease = -1

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
 from headrace.ps.applier import Applier, Pace, Remedies
-from headrace.ps.assembly import connect, form_of, open_port, places_of
+from headrace.ps.assembly import connect, form_of, open_port, pair, places_of
 from headrace.ps.client import Client
 from headrace.ps.exchange import ServedExchange
 from headrace.ps.form import Form
 from headrace.ps.held import HeldGradients
 from headrace.ps.leases import Leases
 from headrace.ps.leasing import LeasedPortions
-from headrace.ps.planning import check_seats, check_served, check_whole, seats, served_ops
+from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
 from headrace.ps.shard import Reason, Shard
 from headrace.replica.conditioning import HEALTHY, Verdict
@@ -49,6 +49,7 @@ class ParameterServer(Strategy):
     Attributes:
         workers: how many compute; None for the launcher's processes but `servers`, or the machine's accelerators.
         servers: how many hold shards.
+        backups: of each server: with 1, nothing is lost with a server, and the run goes on.
         staleness_bound: how many rounds the fastest worker may be ahead of the slowest; None for any number, 0 for
             lock-step.
         backup_workers: so many of the workers are spare: a round takes the first gradients of the others' number, and
@@ -66,6 +67,7 @@ class ParameterServer(Strategy):
 
     workers: int | None = None
     servers: int = 1
+    backups: int = 0
     staleness_bound: int | None = None
     backup_workers: int = 0
     sharding: str | None = None
@@ -82,6 +84,7 @@ class ParameterServer(Strategy):
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
         check_count("servers", self.servers)
+        check_backups(self.backups, self.servers)
         check_whole("staleness_bound", self.staleness_bound)
         check_whole("backup_workers", self.backup_workers)
         check_seats(self.sharding, self.placement, self.scale, (self.transport, self.push_codec, self.pull_codec))
@@ -91,14 +94,27 @@ class ParameterServer(Strategy):
                 f"{self.staleness_bound} lets workers be apart; give one of them"
             )
 
+    @property
+    def elastic(self) -> bool:
+        # Whoever waits for others counts them.
+        return self.staleness_bound is None and not self.backup_workers
+
     def check(self, options: Options) -> None:
         check_served(options)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles, segments = seats(
-            self.name, self.workers, self.servers, self.sharding, self.placement, model, cluster, self.transport
+            self.name,
+            self.workers,
+            self.servers,
+            self.sharding,
+            self.placement,
+            model,
+            cluster,
+            self.transport,
+            backups=self.backups,
         )
-        workers = len(roles) - self.servers
+        workers = sum(role.kind == "worker" for role in roles)
         if self.backup_workers and self.servers > 1:
             raise InfeasiblePlan(
                 f"backup_workers={self.backup_workers} drops what comes late, and each of {self.servers} servers would "
@@ -126,16 +142,19 @@ class ParameterServer(Strategy):
         servers = [plan.roles[server] for server in plan.servers]
         # Whoever drops what comes late must drop it whole.
         together = self.backup_workers > 0
-        who = rank, parts.incarnation
-        client = connect(parts.addresses(), forms, places, who, parts.host.check, servers, parts.closing, together)
-        leads = rank == 0 and not client.begun()
-        portions = LeasedPortions(client, parts.incarnation, leads, len(forms), len(plan.shares))
+        client = connect(
+            parts.addresses(), forms, places, (rank, parts.incarnation), parts.host.check, servers, parts.closing,
+            together=together, find=parts.find,
+        )  # fmt: skip
+        leads = rank == 0 and not client.begin(False)
+        portions = LeasedPortions(client, leads, len(forms), len(plan.shares))
         held = HeldGradients(forms, parts.model)
         exchange = PushPull(client, forms, portions, held, parts, leads)
         exchange.give(places)
         return Replica(parts.whole_model(held, portions=len(plan.shares)), exchange, portions)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+        rank = plan.server_of(rank)
         form = form_of(plan, parts.model, rank)
         workers, first = plan.workers, rank == plan.servers[0]
         admission, combination = self._regime(workers)
@@ -146,8 +165,10 @@ class ParameterServer(Strategy):
         # Whoever is bound to the others does as many rounds as they do.
         fixed = self.staleness_bound is not None and not self.backup_workers
         leases = Leases(len(plan.shares), parts.until, parts.first, fixed, workers=range(workers)) if first else None
-        coordinates = (leases, parts.until) if leases else None
-        return Server(open_port(form, self.transport), form, applier, machines, coordinates)
+        coordinates = (leases, parts.first, parts.until) if leases else None
+        port = open_port(form, self.transport)
+        pairing = pair(port, form, parts.process) if self.backups else None
+        return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
 
     def _regime(self, workers: int) -> tuple[Admission, Combination]:
         if self.staleness_bound == 0 or self.backup_workers:

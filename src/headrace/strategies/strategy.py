@@ -57,6 +57,8 @@ class Parts:
         first, until: the round that the run begins with, and the first before which all workers meet.
         closing: closes what a strategy has opened, when the worker ends, however it does.
         addresses: waits until every server can be reached, and returns where, in the order of their ranks.
+        find: returns where a server can be reached now, by its place among the servers; raises ConnectionError if it
+            cannot be.
         incarnation: of this worker: how many there were in its place before.
     """
 
@@ -73,6 +75,7 @@ class Parts:
     until: int = 0
     closing: ExitStack = field(default_factory=ExitStack)
     addresses: Callable[[], tuple[str, ...]] = tuple
+    find: Callable[[int], str] | None = None
     incarnation: int = 0
 
     @cached_property
@@ -134,6 +137,7 @@ class ServerParts:
         rounds_per_epoch: of the training data.
         first: the round that the run begins with.
         until: the first round before which the workers meet.
+        process: the number of this process, where servers have backups; no other process ever has it.
     """
 
     model: ModelSpec
@@ -142,6 +146,7 @@ class ServerParts:
     rounds_per_epoch: int
     first: int
     until: int
+    process: int = 0
 
 
 class Strategy(ABC):
@@ -156,6 +161,11 @@ class Strategy(ABC):
     name: ClassVar[str]
     synchronous: ClassVar[bool]
     one_model: ClassVar[bool] = True
+
+    @property
+    def elastic(self) -> bool:
+        """Whether further workers may join a run that goes on, and others leave it."""
+        return False
 
     @abstractmethod
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
@@ -181,7 +191,7 @@ class Strategy(ABC):
         """
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
-        """Builds what a rank runs that is a server in the plan; strategies without servers have none."""
+        """Builds what a rank runs that is a server or a backup in the plan; strategies without servers have none."""
         raise NotImplementedError(f"{self.name} has no servers")
 
 
