@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,14 @@ SLOTS = Slots([8])
 SECRET = b"what a test may know of secrets."
 
 
-def own() -> list[Listener]:
-    return [each for each in listeners() if each.pid == os.getpid()]
+def own(before: Collection[Listener] = ()) -> list[Listener]:
+    return [each for each in listeners() if each.pid == os.getpid() and each not in before]
+
+
+@pytest.fixture
+def before() -> list[Listener]:
+    """What other tests of this process have left."""
+    return own()
 
 
 @pytest.fixture
@@ -38,8 +44,8 @@ def local() -> Iterator[LocalPort]:
     port.close()
 
 
-def test_a_server_of_this_machine_is_found(local: LocalPort) -> None:
-    assert own() == [Listener(os.getpid(), local.address, True, False)]
+def test_a_server_of_this_machine_is_found(before: list[Listener], local: LocalPort) -> None:
+    assert own(before) == [Listener(os.getpid(), local.address, True, False)]
 
 
 @pytest.mark.parametrize(
@@ -50,20 +56,22 @@ def test_a_server_of_this_machine_is_found(local: LocalPort) -> None:
         ("tcp://0.0.0.0:0", r"tcp://0\.0\.0\.0:\d+", False),
     ],
 )
-def test_a_server_of_the_network_is_found_and_encrypts(address: str, shown: str, loopback: bool) -> None:
+def test_a_server_of_the_network_is_found_and_encrypts(
+    before: list[Listener], address: str, shown: str, loopback: bool
+) -> None:
     port = RemotePort(SLOTS, SLOTS, address=address, secret=SECRET)
-    (found,) = own()
+    (found,) = own(before)
     assert re.fullmatch(shown, found.address)
     assert (found.loopback, found.encrypted) == (loopback, True)
     port.close()
-    assert own() == []
+    assert own(before) == []
 
 
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("0.0.0.0", False), ("::", False)])
-def test_what_does_not_encrypt_is_found(local: LocalPort, host: str, loopback: bool) -> None:
+def test_what_does_not_encrypt_is_found(before: list[Listener], local: LocalPort, host: str, loopback: bool) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family):
-        (found,) = [each for each in own() if each.address.startswith("tcp")]
+        (found,) = [each for each in own(before) if each.address.startswith("tcp")]
     assert (found.loopback, found.encrypted) == (loopback, False)
 
 
@@ -120,13 +128,15 @@ def look(folder: Path) -> None:
     """What a worker sees in the middle of a run."""
     checks = [check for check in examine() if check.name == "listens"]
     lines = [[check.verdict.value, check.found] for check in checks]
-    (folder / "seen.json").write_text(json.dumps(lines))
+    part = folder / f"{os.getpid()}.part"
+    part.write_text(json.dumps(lines))
+    part.rename(folder / "seen.json")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 def test_a_run_listens_to_its_own_machine_alone(tmp_path: Path, transport: str) -> None:
-    job = make_job(model=faulty(functools.partial(look, tmp_path)))
+    job = make_job(model=faulty(functools.partial(look, tmp_path), victim=None, when=1))
     strategy = hr.ParameterServer(2, 2, transport=transport)
     with LocalEngine() as engine:
         done = hr.fit(job, strategy, engine=engine, run_dir=tmp_path / "run")

@@ -17,7 +17,7 @@ SECRET, FOUND = "secret", "found"
 
 
 class Snooping(Faulty):
-    """Does `deed` in a step of rank 1, after it has looked.
+    """The worker that comes to its first step first looks, and does `deed`; there may be one that never has data.
 
     Args:
         folder: that it leaves its files in.
@@ -25,9 +25,13 @@ class Snooping(Faulty):
     """
 
     def __init__(self, folder: Path, deed: Callable[[], object]) -> None:
-        super().__init__(lambda: self._look(folder, deed))
+        super().__init__(lambda: self._look(folder, deed), victim=None, when=1)
 
     def _look(self, folder: Path, deed: Callable[[], object]) -> None:
+        try:
+            (folder / "first").touch(exist_ok=False)
+        except FileExistsError:
+            return
         (page,) = [each for each in gc.get_objects() if isinstance(each, ControlPage)]
         secrets = [told.read().partition("#")[2] for told in page.addresses if told.read()]
         (folder / FOUND).write_text("\n".join(open_to_others([bytes.fromhex(each) for each in secrets])))
