@@ -19,7 +19,7 @@ def plant() -> None:
 if __name__ == "__main__":
     way, folder = sys.argv[1], Path(sys.argv[2])
     if way == "planted":
-        hr.fit(make_job(model=faulty(plant)), hr.ParameterServer(2), run_dir=folder)
+        hr.fit(make_job(model=faulty(plant, victim=None, when=1)), hr.ParameterServer(2), run_dir=folder)
     else:
         for epochs, resume in ((1, False), (2, True)):
             job = lasting_job("plain", {"clip_norm": None}, epochs=epochs)
