@@ -48,6 +48,7 @@ if __name__ == "__main__":
         "options": vars(options), "runs": rows,
     }  # fmt: skip
     out = Path(__file__).parent / "results" / "exactly-once.json"
+    out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{pushes:,} acknowledged pushes, {faults.total():,} faults: {dict(sorted(faults.items()))}")
     for name, number in (("lost", lost), ("applied twice", doubled)):

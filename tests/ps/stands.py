@@ -60,7 +60,9 @@ class Stand:
         self.port: Port = LocalPort(*slots) if way == "local" else RemotePort(*slots, secret=SECRET)
         applier = Applier(self.form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
         machines = [Shard(range(workers), Anytime(), combination or Each())]
-        self.server = Server(self.port, self.form, applier, machines, Leases(workers, 1000), grace_s=PATIENCE_S)
+        self.server = Server(
+            self.port, self.form, applier, machines, (Leases(workers, 1000), 0, 1000), grace_s=PATIENCE_S
+        )
         self.machine = machines[0]
         self._way = way
         self._faults = faults
@@ -87,12 +89,14 @@ class Stand:
         )
         return FaultyLink(link, self._faults) if self._faults else link
 
-    def client(self, worker: int = 0, incarnation: int = 0, lasts: bool = True) -> tuple[Client, torch.Tensor]:
+    def client(
+        self, worker: int = 0, incarnation: int = 0, lasts: bool = True, observes: bool = False
+    ) -> tuple[Client, torch.Tensor]:
         """Returns a client and the copy that it pulls to; one that opens other links, if it `lasts`."""
         copy = torch.zeros(WIDTH)
         reopen = self.link if lasts else None
         connection = Connection(self.link(), self.form, [copy], 7, "there", reopen, self._patience_s, PROBE_S)
-        client = Client([connection], worker, incarnation)
+        client = Client([connection], worker, incarnation, observes=observes)
         self._clients.append(client)
         return client, copy
 

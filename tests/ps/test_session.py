@@ -190,3 +190,14 @@ def test_a_link_that_has_fallen_silent_is_left(way: str) -> None:
         for lease in range(10):
             assert client.push(one_hot(lease), lease, pull=True) is None
         assert torch.equal(copy, counted(10))
+
+
+def test_a_client_that_closes_leaves_alone(way: str) -> None:
+    with standing(way) as stand:
+        (pushing, copy), (other, _) = stand.client(), stand.client(observes=True)
+        assert pushing.push(one_hot(0), 0, pull=True) is None
+        other.pull()
+        other.close()
+        assert pushing.push(one_hot(1), 1, pull=True) is None
+        assert torch.equal(copy, counted(2))
+        assert stand.machine.clocks == {0: 2}

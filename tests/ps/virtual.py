@@ -23,6 +23,7 @@ from headrace.ps import leases as lease
 from headrace.ps import shard
 from headrace.ps.shard import Ack, Join, Leave, Pull, Push, Reason, Refuse, Reply
 from ps.books import LeaseBook, ShardBook
+from ps.operations import Operation
 
 __all__ = ["History", "Machines", "Stuck", "World", "run"]
 
@@ -82,6 +83,7 @@ class Machines:
 
     shard: Callable[..., Any] = shard.Shard
     leases: Callable[..., Any] = lease.Leases
+    book: Callable[..., Any] = ShardBook
 
 
 @dataclass
@@ -95,6 +97,7 @@ class History:
         refused: how often, by reason.
         fences: rounds that were done when the workers met.
         ended: when, in virtual time.
+        operations: all pushes and pulls, as workers and shards saw them.
     """
 
     computed: list[int]
@@ -103,6 +106,7 @@ class History:
     refused: dict[Reason, int] = field(default_factory=dict)
     fences: list[int] = field(default_factory=list)
     ended: float = 0.0
+    operations: list[Operation] = field(default_factory=list)
 
 
 def run(world: World, machines: Machines | None = None) -> History:
@@ -127,7 +131,7 @@ class _Run:
         self.history = History([0] * len(self.workers))
         self.shards = range(world.shards + world.arbiter)
         self.books = [
-            ShardBook(machines.shard(self.workers, world.admission, world.combination), world, self.history)
+            machines.book(machines.shard(self.workers, world.admission, world.combination), world, self.history)
             for _ in self.shards
         ]
         self.fences = list(world.fences)
@@ -144,6 +148,7 @@ class _Run:
         self.met: set[int] = set()
         self.members: set[int] = set()
         self.last: dict[int, Push] = {}
+        self.asking: dict[tuple[int, int], Operation] = {}
         self.ended = False
         self.renews = bool(world.seed % 2)
 
@@ -247,6 +252,7 @@ class _Run:
 
     def _pull(self, worker: int, least: int) -> Generator[int, Any, dict[int, int]]:
         for place in range(self.world.shards):
+            self._record(Operation(worker, place, False, self.now))
             self._send(worker, place, self._tell, place, Pull(worker, self.incarnations[worker], least))
         return dict((yield self.world.shards))
 
@@ -265,14 +271,22 @@ class _Run:
         incarnation, held, weight, share, finite = push
         for place in places:
             self.last[worker] = Push(worker, incarnation, held, versions[place], weight, share, finite)
+            self._record(Operation(worker, place, True, self.now, lease=held, made_with=versions[place]))
             self._send(worker, place, self._tell, place, self.last[worker])
         return dict((yield len(places)))
+
+    def _record(self, operation: Operation) -> None:
+        self.history.operations.append(operation)
+        self.asking[operation.worker, operation.place] = operation
 
     def _lead(self, worker: int) -> int:
         """How far a worker that begins to compute is ahead of the slowest."""
         return self.history.computed[worker] - min(self.history.computed)
 
     def _answer(self, worker: int, place: int, value: Any) -> None:
+        asked = self.asking.pop((worker, place), None)
+        if asked is not None:
+            asked.tell(self.now, value)
         self.inbox[worker][place] = value
         self._look(worker)
 
@@ -318,6 +332,10 @@ class _Run:
 
     def _tell(self, place: int, event: shard.Event) -> None:
         for action in self.books[place].handle(event):
+            if isinstance(action, shard.Step) and isinstance(event, Push):
+                asked = self.asking.get((event.worker, place))
+                if asked is not None and asked.lease == event.lease:
+                    asked.version, asked.staleness = self.books[place].version, action.staleness
             if isinstance(action, Reply):
                 self._back(action.worker, place, action.version)
             elif isinstance(action, Ack | Refuse) and place < self.world.shards and action.lease >= 0:

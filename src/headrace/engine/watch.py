@@ -182,9 +182,7 @@ class Watch:
         """
         fates = self._page.fates
         if not self._order.strategy.elastic or self._is_over():
-            what = (
-                "comes to its end" if self._is_over() else f"is one of {self._order.plan.strategy} as it was asked for"
-            )
+            what = "comes to its end" if self._is_over() else f"is of {self._order.plan.strategy} as it was asked for"
             raise UsageError(
                 f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
                 "parameter_server without a bound, or downpour"
@@ -201,14 +199,15 @@ class Watch:
         for rank in there[count:] if count < 0 else ():
             fates[rank][1] = 1
         changed = f"{count} more begin" if count > 0 else f"{-count} leave when their portions are done"
-        text = f"{len(there) + count} workers from now on: {changed}"
+        total = len(there) + count
+        text = f"{total} worker{'s' * (total > 1)} from now on: {changed}"
         self._journal.write(Notice(LAUNCHER, self._journal.now(), text))
         return text
 
     def _hire(self, rank: int) -> None:
         fates, beat = self._page.fates[rank], self._page.beats[rank]
-        # Whoever was here before is another one.
-        fates[0] += rank in self._seats
+        # Not the first one, because those begin together.
+        fates[0] += 1
         fates[1] = beat[3] = 0
         self._seats[rank] = _Seat(examples=beat[2])
         self._workers.add(rank)

@@ -57,6 +57,7 @@ class Message(NamedTuple):
         kind: what it is about.
         first: of the shards that it is about; their number is that of `numbers`.
         flag: a push: 1 if it is finite. An answer: the `Reason` of a refusal, 0 for none.
+            LEAVE: 1 for this client alone, 0 for its worker.
         lease: that a push is made from; -1 for none.
         weight, share: of a push, as the `Shard` knows them.
         steps: whose gradients a push is the sum of; each has that share.

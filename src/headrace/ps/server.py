@@ -311,7 +311,8 @@ class Server:
         elif message.kind == Kind.BEGIN:
             self._begun |= message.flag == 1
         elif message.kind == Kind.LEAVE:
-            for each in self._members.clients(member.worker):
+            # One of a worker's clients says it for all of them, or for itself.
+            for each in [member] if message.flag else self._members.clients(member.worker):
                 self._forget(each.peer, for_good=True)
         elif message.kind == Kind.END:
             self._ended = True

@@ -165,7 +165,7 @@ class Session:
         """Ends the conversation; says so, if nothing is waited for."""
         if self._usable and not self._unanswered:
             with suppress(ConnectionError, TimeoutError):
-                self.link.send(encode(Message(Kind.LEAVE, number=self._number + 1)))
+                self.link.send(encode(Message(Kind.LEAVE, flag=1, number=self._number + 1)))
         self._abandon()
 
     def _abandon(self) -> None:

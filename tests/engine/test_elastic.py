@@ -1,0 +1,227 @@
+"""Processes that are lost while the run goes on: everything is trained on once, and what is left is left to nobody."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from engine.conftest import below, until, zygotes
+from headrace.checkpoint import CheckpointFolder
+from headrace.engine.local import LocalEngine
+from headrace.engine.staffing import ask_for_workers
+from headrace.errors import PeerLost, UsageError
+from headrace.spec.event import Evaluated, Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = 96
+BATCH = 16
+EPOCHS = 30
+MARK = "HEADRACE_TEST_MARK"
+
+
+class Counter(nn.Module):
+    """Its parameter counts how often each example was trained on, if the learning rate is the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(EXAMPLES, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return -inputs @ self.count
+
+
+def mean(output: Tensor, _: Tensor) -> Tensor:
+    return output.mean()
+
+
+def mean_of_one_killed(output: Tensor, _: Tensor) -> Tensor:
+    """Ends the first process that computes it."""
+    kill_once("evaluation")
+    return output.mean()
+
+
+def kill_once(what: str) -> None:
+    try:
+        os.close(os.open(f"{os.environ[MARK]}-{what}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def counting_job(epochs: int = EPOCHS, **changes: object) -> hr.Job:
+    inputs = torch.eye(EXAMPLES, dtype=torch.float64)
+    given: dict[str, object] = {
+        "model": Counter,
+        "loss": mean,
+        "optimizer": functools.partial(torch.optim.SGD, lr=float(BATCH)),
+        "data": (inputs, torch.zeros(EXAMPLES)),
+        "global_batch_size": BATCH,
+        "epochs": epochs,
+    }
+    return hr.Job(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def check_counts(run: hr.Run, epochs: int = EPOCHS) -> None:
+    assert run.status == "ok"
+    assert run.model.count.tolist() == [float(epochs)] * EXAMPLES, "every epoch visits every example once"
+
+
+class Hand:
+    """Does something to processes of a run, once each, when so many steps have been made."""
+
+    def __init__(self, deeds: dict[int, tuple[int, int]]) -> None:
+        self.lost: list[Lost] = []
+        self._deeds = dict(deeds)
+        self._pids: dict[int, int] = {}
+        self._steps = 0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, WorkerStarted | ServerStarted):
+            self._pids[event.rank] = event.pid
+        elif isinstance(event, Lost):
+            self.lost.append(event)
+        elif isinstance(event, Stepped):
+            self._steps += 1
+            for step in [step for step in self._deeds if step <= self._steps]:
+                rank, number = self._deeds.pop(step)
+                os.kill(self._pids[rank], number)
+
+
+STRATEGIES: dict[str, Callable[..., hr.Strategy]] = {
+    "asynchronous": functools.partial(hr.ParameterServer, 3),
+    "bound 1": functools.partial(hr.ParameterServer, 3, staleness_bound=1),
+    "lock-step": functools.partial(hr.ParameterServer, 3, staleness_bound=0),
+    "two servers over tcp": functools.partial(hr.ParameterServer, 3, servers=2, transport="tcp"),
+    "downpour": functools.partial(hr.Downpour, 3, push_every=2, fetch_every=2),
+}
+
+every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=list(STRATEGIES))
+
+
+@every_strategy
+def test_killed_workers_are_replaced_and_no_example_is_lost_or_doubled(
+    engine: LocalEngine, make: Callable[..., hr.Strategy]
+) -> None:
+    hand = Hand({20: (1, signal.SIGKILL), 120: (0, signal.SIGKILL)})
+    check_counts(hr.fit(counting_job(), make(), engine=engine, on_event=hand))
+    assert [lost.lost for lost in hand.lost] == [1, 0]
+    assert all("SIGKILL" in lost.cause for lost in hand.lost)
+    assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
+
+
+@every_strategy
+def test_a_killed_server_with_a_backup_is_followed_by_it(engine: LocalEngine, make: Callable[..., hr.Strategy]) -> None:
+    hand = Hand({60: (3, signal.SIGKILL)})
+    check_counts(hr.fit(counting_job(60), make(backups=1), engine=engine, on_event=hand), 60)
+    assert [lost.lost for lost in hand.lost] == [3]
+    assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
+
+
+@pytest.mark.parametrize("victim", [0, 2, 3], ids=["worker", "server", "backup"])
+def test_who_is_frozen_is_ended_and_replaced(engine: LocalEngine, victim: int) -> None:
+    hand = Hand({60: (victim, signal.SIGSTOP)})
+    strategy = hr.ParameterServer(2, backups=1)
+    check_counts(hr.fit(counting_job(60), strategy, engine=engine, on_event=hand, timeout_s=3.0), 60)
+    assert [lost.lost for lost in hand.lost] == [victim]
+    assert "no sign of life" in hand.lost[0].cause
+
+
+def test_a_worker_that_dies_while_all_evaluate(
+    engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, str(tmp_path / "mark"))
+    job = counting_job(3, eval_data=(torch.eye(EXAMPLES, dtype=torch.float64), torch.zeros(EXAMPLES)))
+    job = hr.Job(**{**vars(job), "metrics": {"mean": mean_of_one_killed}})
+    with LocalEngine() as fresh:
+        run = hr.fit(job, hr.ParameterServer(3), engine=fresh)
+    check_counts(run, 3)
+    evaluations = [event for event in run.events if isinstance(event, Evaluated)]
+    assert [event.examples for event in evaluations] == [EXAMPLES] * 3, "each example is evaluated once"
+    assert sum(isinstance(event, Lost) for event in run.events) == 1
+
+
+def test_checkpoints_go_on_when_a_worker_dies(engine: LocalEngine, tmp_path: Path) -> None:
+    hand = Hand({30: (1, signal.SIGKILL), 90: (0, signal.SIGKILL)})
+    saves = hr.Checkpoints(every_steps=6, every_s=None, keep=100)
+    run = hr.fit(
+        counting_job(), hr.ParameterServer(3), engine=engine, on_event=hand, run_dir=tmp_path / "a", checkpoints=saves
+    )
+    check_counts(run)
+    newest, damaged = CheckpointFolder(tmp_path / "a" / "checkpoints").latest()
+    assert damaged == ()
+    assert newest is not None
+    assert newest.step == EPOCHS * EXAMPLES // BATCH
+    more = hr.fit(
+        counting_job(EPOCHS + 5), hr.ParameterServer(2), engine=engine, run_dir=tmp_path / "b", resume=tmp_path / "a"
+    )
+    check_counts(more, EPOCHS + 5)
+
+
+class Doomed(Counter):
+    """Ends whatever process builds it, but the one that looks at it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if os.environ.get(MARK) != str(os.getpid()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_that_die_before_they_do_anything_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, str(os.getpid()))
+    with LocalEngine() as fresh, pytest.raises(PeerLost, match="the 5th time in a row before it did anything"):
+        hr.fit(counting_job(model=Doomed), hr.ParameterServer(1), engine=fresh)
+
+
+def test_workers_join_and_leave_a_run_that_goes_on(engine: LocalEngine, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def staff() -> None:
+        assert until(lambda: any((tmp_path / "run" / "events").glob("rank-1.jsonl")), 60)
+        said.append(ask_for_workers(tmp_path / "run", 1, 60))
+        assert until(lambda: (tmp_path / "run" / "events" / "rank-3.jsonl").exists(), 60)
+        said.append(ask_for_workers(tmp_path / "run", -2, 60))
+        with pytest.raises(UsageError, match="a run has 1 to"):
+            ask_for_workers(tmp_path / "run", -1, 60)
+
+    thread = threading.Thread(target=staff)
+    thread.start()
+    with LocalEngine() as fresh:
+        run = hr.fit(counting_job(2000), hr.ParameterServer(2), engine=fresh, run_dir=tmp_path / "run")
+    thread.join()
+    check_counts(run, 2000)
+    assert [line.split(":")[0] for line in said] == ["3 workers from now on", "1 worker from now on"]
+    ended = [event.rank for event in run.events if isinstance(event, WorkerEnded)]
+    assert ended == [1, 3, 0] or ended == [3, 1, 0]
+
+
+def test_a_run_in_which_workers_wait_for_each_other_takes_no_further_ones(engine: LocalEngine, tmp_path: Path) -> None:
+    refused: list[UsageError] = []
+
+    def staff() -> None:
+        assert until(lambda: any((tmp_path / "events").glob("rank-0.jsonl")), 60)
+        with pytest.raises(UsageError) as caught:
+            ask_for_workers(tmp_path, 1, 60)
+        refused.append(caught.value)
+
+    thread = threading.Thread(target=staff)
+    thread.start()
+    hr.fit(counting_job(300), hr.ParameterServer(2, staleness_bound=0), engine=engine, run_dir=tmp_path)
+    thread.join()
+    assert "no workers can join or leave" in str(refused[0])
+
+
+def test_nobody_answers_where_nothing_runs(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run goes on there"):
+        ask_for_workers(tmp_path, 1, timeout_s=0.2)
+    with pytest.raises(UsageError, match="is no directory of a run"):
+        ask_for_workers(tmp_path / "nowhere", 1)
