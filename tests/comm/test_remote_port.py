@@ -16,7 +16,7 @@ import zmq
 from comm.test_ports import start
 from comm.ways import DEADLINE_S, SECRET, join, mail_of, next_of, open_link
 from headrace.comm import zeromq
-from headrace.comm.pieces import Sort, letter
+from headrace.comm.pieces import PART_BYTES, Sort, letter, numbered
 from headrace.comm.port import Layout, Link, Mail, Slots
 from headrace.comm.remote_link import RemoteLink
 from headrace.comm.remote_port import RemotePort
@@ -89,7 +89,7 @@ def still_served(port: RemotePort, link: Link) -> None:
 def cut_off(port: RemotePort, lines: int) -> None:
     """Serves the port until so many connections are left."""
     deadline = monotonic() + DEADLINE_S
-    while len(port._lines) > lines:
+    while len(port._door._lines) > lines:
         assert monotonic() < deadline
         port.receive(0.05)
 
@@ -181,23 +181,23 @@ def entry(slot: int, start: int, version: int = 0) -> bytes:
     return slot.to_bytes(4, "little", signed=True) + start.to_bytes(8, "little") + version.to_bytes(8, "little")
 
 
-def whole(*payloads: tuple[bytes, bytes], sort: int = Sort.LAST, message: bytes = b"m") -> list[bytes]:
-    head = bytes([1, sort]) + len(payloads).to_bytes(2, "little") + b"".join(place for place, _ in payloads)
-    return [head, message, *(content for _, content in payloads)]
+def whole(*payloads: tuple[bytes, bytes], sort: int = Sort.LAST, message: bytes = b"m", number: int = 1) -> list[bytes]:
+    head = bytes([1, sort]) + len(payloads).to_bytes(2, "little") + number.to_bytes(4, "little")
+    return [head + b"".join(place for place, _ in payloads), message, *(content for _, content in payloads)]
 
 
 HOSTILE = {
     "one part": [b"x"],
     "empty parts": [b"", b""],
     "a head too short": [b"\1", b"m"],
-    "another form": [b"\7\4\0\0", b"m"],
-    "an unknown sort": [b"\1\x63\0\0", b"m"],
+    "another form": [b"\7\4\0\0\0\0\0\0", b"m"],
+    "an unknown sort": [b"\1\x63\0\0\0\0\0\0", b"m"],
     "hello again": hello(),
     "welcome": letter(Sort.WELCOME),
     "no message": whole(message=b""),
     "a message too long": whole(message=bytes(60_001)),
-    "payloads without parts": [b"\1\4\2\0" + entry(0, 0) * 2, b"m"],
-    "parts without payloads": [b"\1\4\0\0", b"m", b"x"],
+    "payloads without parts": [b"\1\4\2\0\0\0\0\0" + entry(0, 0) * 2, b"m"],
+    "parts without payloads": [b"\1\4\0\0\0\0\0\0", b"m", b"x"],
     "no such slot": whole((entry(2, 0), bytes(8))),
     "a slot below 0": whole((entry(-2, 0), bytes(8))),
     "too short": whole((entry(0, 0), bytes(7))),
@@ -207,7 +207,8 @@ HOSTILE = {
     "from the end of numbers": whole((entry(0, (1 << 63) - 1), bytes(4))),
     "twice": whole((entry(0, 0), bytes(8)), (entry(0, 0), bytes(8))),
     "a blob with a hole": whole((entry(-1, 5), bytes(8))),
-    "a part with more than fits": [b"\1\4\0\0", bytes(2 << 20)],
+    "a letter too many parts": [b"\1\4\xff\xff\0\0\0\0", b"m", *[b""] * 65_535],
+    "a part with more than fits": [b"\1\4\0\0\0\0\0\0", bytes(2 << 20)],
 }
 
 
@@ -216,11 +217,32 @@ def test_a_worker_that_breaks_the_rules_harms_itself_alone(
     port: RemotePort, link: Link, raw: Raw, parts: list[bytes]
 ) -> None:
     broken = greeted(port, raw)
-    broken.send_multipart(letter(Sort.PART))
-    broken.send_multipart(parts)
+    broken.send_multipart(numbered(letter(Sort.PART), 1))
+    broken.send_multipart(numbered(parts, 2) if len(parts[0]) >= 8 else parts)
     (end,) = mail_of(port, 1)
     assert end.message == b""
     still_served(port, link)
+
+
+@pytest.mark.parametrize("number", [0, 2, (1 << 32) - 1])
+def test_a_letter_out_of_its_turn_ends_the_link(port: RemotePort, link: Link, raw: Raw, number: int) -> None:
+    """One was lost, or came twice, though every one of them is genuine."""
+    broken = greeted(port, raw)
+    broken.send_multipart(whole(number=number))
+    (end,) = mail_of(port, 1)
+    assert end.message == b""
+    still_served(port, link)
+
+
+def test_a_link_that_misses_a_letter_ends(port: RemotePort, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = join(port, lambda: open_link("remote", port.address, SLOTS, SLOTS))
+    link.send(b"here")
+    (mail,) = mail_of(port, 1)
+    port._peers[mail.peer].sent += 1
+    port.send(mail.peer, b"there")
+    with pytest.raises(ConnectionError, match="letter 2 came where 1 was to come"):
+        join(port, lambda: next_of(link))
+    link.close()
 
 
 @pytest.mark.parametrize("parts", [[b"x"], letter(Sort.LAST, b"m"), letter(Sort.HELLO, b"headrace")])
@@ -231,7 +253,7 @@ def test_who_does_not_begin_with_its_layout_is_never_heard(
     for _ in range(3):
         raw().send_multipart(parts)
     deadline = monotonic() + DEADLINE_S
-    while len(port._lines) < 4:
+    while len(port._door._lines) < 4:
         assert monotonic() < deadline
         assert port.receive(0.05) == []
     # It does not go by itself, so it is cut off.
@@ -241,7 +263,7 @@ def test_who_does_not_begin_with_its_layout_is_never_heard(
 
 def test_half_of_a_push_is_none(port: RemotePort, link: Link, raw: Raw) -> None:
     broken = greeted(port, raw)
-    broken.send_multipart(whole((entry(1, 0), bytes(1 << 20)), sort=Sort.PART, message=b""))
+    broken.send_multipart(whole((entry(1, 0), bytes(PART_BYTES)), sort=Sort.PART, message=b""))
     still_served(port, link)
     broken.close()
     assert [mail.message for mail in mail_of(port, 1)] == [b""]
@@ -301,9 +323,11 @@ def test_a_flood_does_not_drown_others(port: RemotePort, link: Link, raw: Raw) -
     def flood() -> None:
         broken = raw()
         broken.send_multipart(hello())
+        number = 0
         while not stop.is_set():
             if broken.poll(10, zmq.POLLOUT):
-                broken.send_multipart(whole(message=b"flood"), zmq.NOBLOCK)
+                number += 1
+                broken.send_multipart(whole(message=b"flood", number=number), zmq.NOBLOCK)
 
     flooding = threading.Thread(target=flood)
     flooding.start()

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from headrace.cli.limits import core_quota, cores, memory_limit_bytes, spare_memory_bytes
+from headrace.cli.listening import Listener, listeners
 from headrace.report.quantities import byte_count
 
 __all__ = ["CHECKS", "Check", "Verdict", "examine", "worst"]
@@ -190,6 +191,29 @@ def _system() -> Iterator[Check]:
         yield _ok("disk", space)
 
 
+def _listening() -> Iterator[Check]:
+    yield _ok(
+        "listens by default",
+        "no network address; servers: a Unix socket, this user's alone; over TCP: loopback, encrypted",
+    )
+    for listener in listeners():
+        yield _listener(listener)
+
+
+def _listener(listener: Listener) -> Check:
+    who = f"process {listener.pid}" if listener.pid else "another user's process"
+    if listener.address.startswith("local:"):
+        return _ok("listens", f"{who}: {listener.address}, this machine and its user alone")
+    found = f"{who}: {listener.address}, {'loopback' if listener.loopback else 'reached from other machines'}, "
+    if listener.encrypted:
+        return _ok("listens", f"{found}encrypted, with the run's secret")
+    if listener.loopback:
+        remedy = "not headrace's servers: torch's rendezvous or a script; any user of this machine can speak to it"
+        return _warning("listens", f"{found}not encrypted", remedy)
+    remedy = "anybody who reaches it can speak to it: set MASTER_ADDR to 127.0.0.1, or keep others off by a firewall"
+    return _problem("listens", f"{found}not encrypted", remedy)
+
+
 CHECKS: tuple[Callable[[], Iterable[Check]], ...] = (
     _python,
     _torch,
@@ -198,5 +222,6 @@ CHECKS: tuple[Callable[[], Iterable[Check]], ...] = (
     _memory,
     _shared_memory,
     _system,
+    _listening,
 )
 """What is looked at, in the order of the lines."""

@@ -21,6 +21,7 @@ __all__ = ["LocalLink"]
 
 _STALL_S = 60.0
 _WRITTEN_S = 30.0
+_BLOB_BYTES = 1 << 32
 _NAP_S = 30e-6
 
 
@@ -31,8 +32,7 @@ class LocalLink(Link):
     hello_s: how long the port may take to greet.
 
     Raises:
-        ConnectionError: nobody listens there, or whoever does is not of the same kind.
-        TimeoutError: it does not greet.
+        ConnectionError: nobody listens there, or whoever does is not of the same kind, or does not greet.
     """
 
     def __init__(
@@ -50,19 +50,15 @@ class LocalLink(Link):
         self._regions = [segment.tensor() for segment in self._own]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.settimeout(hello_s)
-        try:
-            self._socket.connect("\0" + address.removeprefix("local:"))
-            if user_of(self._socket) != os.getuid():
-                raise ConnectionError(f"{address} belongs to another user")
-            socket.send_fds(self._socket, [self._layout.hello()], [segment.descriptor for segment in self._own])
-            answer, descriptors = take(self._socket, 1)
-            if answer != b"\0" or not descriptors:
-                raise ConnectionError(answer[1:].decode(errors="replace") or f"{address} has gone")
-        except BaseException:
-            self._free()
-            raise
         head = head_bytes(parameters)
-        self._shared = Segment.received(descriptors[0], head + parameters.nbytes, writable=False)
+        try:
+            self._shared = Segment.received(self._join(address), head + parameters.nbytes, writable=False)
+        except TimeoutError:
+            self._free()
+            raise ConnectionError(f"no link to the server at {address}: no answer for {hello_s:g} s") from None
+        except (OSError, ValueError) as error:
+            self._free()
+            raise ConnectionError(f"no link to the server at {address}: {error}") from error
         self._words = self._shared.memory[: 8 * len(parameters)].cast("q")
         self._sources = parameters.cut(self._shared.tensor(start=head))
         self._socket.setblocking(False)
@@ -125,8 +121,19 @@ class LocalLink(Link):
         self._free()
         self._shared.close()
 
+    def _join(self, address: str) -> int:
+        """Says hello; returns the memory with the parameters."""
+        self._socket.connect("\0" + address.removeprefix("local:"))
+        if user_of(self._socket) != os.getuid():
+            raise ConnectionError("it belongs to another user")
+        socket.send_fds(self._socket, [self._layout.hello()], [segment.descriptor for segment in self._own])
+        answer, descriptors = take(self._socket, 1)
+        if answer != b"\0" or not descriptors:
+            raise ConnectionError(answer[1:].decode(errors="replace") or "it has gone")
+        return descriptors[0]
+
     def _receive(self) -> tuple[bytes, memoryview]:
-        message, blob = receive(self._socket, shared=True)
+        message, blob = receive(self._socket, _BLOB_BYTES, shared=True)
         if not message:
             raise ConnectionResetError("the server has gone")
         return message, blob

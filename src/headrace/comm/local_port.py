@@ -21,6 +21,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic
 
 from torch import Tensor
 
@@ -34,6 +35,12 @@ __all__ = ["LocalPort"]
 
 _OWED_BYTES = 1 << 26
 """Messages and blobs that a link may leave unread, besides what the kernel holds."""
+
+_MOST_LINKS = 1024
+_HALF_OPEN = 64
+"""Connections that have not said hello; of more the oldest goes."""
+
+_HELLO_S = 10.0
 
 
 class LocalPort(Port):
@@ -69,6 +76,7 @@ class LocalPort(Port):
         self._owed: dict[int, int] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._peers: dict[int, int] = {}
+        self._half_open: dict[int, float] = {}
         self._pushed: dict[int, list[Tensor]] = {}
         self._replied: dict[int, Tensor] = {}
         self._segments: dict[int, list[Segment]] = {}
@@ -101,6 +109,7 @@ class LocalPort(Port):
                 mail += self._receive_from(peer)
             else:
                 self._greet(peer)
+        self._show_out()
         return mail
 
     def pushed(self, peer: int, slot: int) -> Tensor:
@@ -137,6 +146,7 @@ class LocalPort(Port):
         if connection is None:
             return
         self._poll.unregister(connection)
+        self._half_open.pop(peer, None)
         del self._peers[connection.fileno()]
         connection.close()
         self._forget_unsent(peer)
@@ -184,19 +194,30 @@ class LocalPort(Port):
                 os.close(blob)
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            if user_of(connection) != os.getuid():
-                connection.close()
+        with suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                if user_of(connection) != os.getuid() or len(self._sockets) >= _MOST_LINKS + _HALF_OPEN:
+                    connection.close()
+                    continue
+                connection.setblocking(False)
+                self._sockets[self._next] = connection
+                self._peers[connection.fileno()] = self._next
+                self._half_open[self._next] = monotonic()
+                self._poll.register(connection, select.EPOLLIN)
+                self._next += 1
+
+    def _show_out(self) -> None:
+        """Ends connections that have had time to say hello, now that whatever came has been read."""
+        while self._half_open:
+            peer, since = next(iter(self._half_open.items()))
+            if len(self._half_open) <= _HALF_OPEN and monotonic() - since < _HELLO_S:
                 return
-            connection.setblocking(False)
-            self._sockets[self._next] = connection
-            self._peers[connection.fileno()] = self._next
-            self._poll.register(connection, select.EPOLLIN)
-            self._next += 1
+            self.drop(peer)
 
     def _greet(self, peer: int) -> None:
         """Takes what a new link shares, gives what it may read."""
+        del self._half_open[peer]
         connection = self._sockets[peer]
         try:
             message, descriptors = take(connection, 2)
@@ -205,6 +226,8 @@ class LocalPort(Port):
             return
         try:
             layout = self._layout.fit(message)
+            if len(self._segments) >= _MOST_LINKS:
+                raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
             lengths = segment_bytes(layout)
             if len(lengths) != len(descriptors):
                 raise ValueError(f"{len(descriptors)} pieces of memory came, not {len(lengths)}")
@@ -232,7 +255,7 @@ class LocalPort(Port):
 
     def _receive_from(self, peer: int) -> list[Mail]:
         try:
-            message, blob = receive(self._sockets[peer])
+            message, blob = receive(self._sockets[peer], self._layout.blob_bytes)
         except (OSError, ValueError):
             message, blob = b"", NOTHING
         if not message:

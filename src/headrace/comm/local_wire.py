@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
 from array import array
 
 from headrace.comm.port import LARGEST_MESSAGE, Layout, Slots
-from headrace.comm.segment import Segment, is_sealed
+from headrace.comm.segment import Segment, is_sealed, memory_file
 
 __all__ = ["NOTHING", "SPIN_S", "head_bytes", "receive", "segment_bytes", "send", "take", "user_of"]
 
@@ -17,7 +18,6 @@ SPIN_S = 300e-6
 """How long to look for a message before one sleeps: a push of some kB takes a fifth of it, to be woken a tenth."""
 
 _CREDENTIALS = struct.Struct("3i")
-_BLOB_BYTES = 1 << 32
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 _ROOM = [socket.CMSG_LEN(4 * most) for most in range(3)]
@@ -44,7 +44,7 @@ def send(connection: socket.socket, message: bytes, blob: bytes | bytearray | me
     if isinstance(blob, int):
         socket.send_fds(connection, [message], [blob])
     elif blob:
-        descriptor = os.memfd_create("headrace-blob", os.MFD_CLOEXEC)
+        descriptor = memory_file("blob")
         try:
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(blob)
@@ -55,15 +55,20 @@ def send(connection: socket.socket, message: bytes, blob: bytes | bytearray | me
         connection.send(message)
 
 
-def receive(connection: socket.socket, shared: bool = False) -> tuple[bytes, memoryview]:
+def receive(connection: socket.socket, blob_bytes: int, shared: bool = False) -> tuple[bytes, memoryview]:
     """Returns a message and its blob; both empty if the other end has gone.
 
     Args:
-        connection: to it.
+        connection: to the other end.
+        blob_bytes: the longest blob that may come.
         shared: whether to take a blob that is a `Segment` as the shared memory that it is.
+
+    Raises:
+        ValueError: it sends what is too long, or something else than memory.
+        OSError: the connection is lost.
     """
     message, descriptors = take(connection, 1)
-    return message, _blob_in(descriptors[0], shared) if descriptors else NOTHING
+    return message, _blob_in(descriptors[0], blob_bytes, shared) if descriptors else NOTHING
 
 
 def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
@@ -84,15 +89,17 @@ def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
     return message, list(descriptors)
 
 
-def _blob_in(descriptor: int, shared: bool) -> memoryview:
+def _blob_in(descriptor: int, most: int, shared: bool) -> memoryview:
     """Returns what lies in the file that was sent. Read, not mapped, where its owner may still shorten it."""
     length = os.fstat(descriptor).st_size
-    if shared and 0 < length <= _BLOB_BYTES and is_sealed(descriptor):
+    if shared and 0 < length <= most and is_sealed(descriptor):
         segment = Segment.received(descriptor, length)
         segment.close()
         return segment.memory
     with os.fdopen(descriptor, "rb") as file:
-        if length > _BLOB_BYTES:
-            raise ValueError(f"a blob of {length:,} bytes is too long")
+        # Which only memory has: a pipe, or a file of a slow disk, could be waited for.
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        if length > most:
+            raise ValueError(f"a blob of {length:,} bytes came, at most {most:,} may")
         file.seek(0)
         return memoryview(file.read(length))

@@ -1,7 +1,7 @@
 """How messages, slots and blobs are cut into pieces of about a megabyte, and put together again.
 
-    ┌──────┬─────────┬─────────┬─────────┬──      the head says what it is, and of each payload its slot, where in the
-    │ head │ message │ payload │ payload │ ...    slot it begins, and the version that it is of
+    ┌──────┬─────────┬─────────┬─────────┬──      the head says what it is and which of its way, and of each payload
+    │ head │ message │ payload │ payload │ ...    its slot, where in the slot it begins, and the version that it is of
     └──────┴─────────┴─────────┴─────────┴──
 
 What does not fit into one such letter goes in several, of which the last holds the message. While one letter is being
@@ -20,17 +20,39 @@ from torch import Tensor
 
 from headrace.comm.port import LARGEST_MESSAGE
 
-__all__ = ["PIECE_BYTES", "Collector", "Delivery", "Letter", "Sort", "cut", "letter", "sort_of"]
+__all__ = [
+    "MOST_PARTS",
+    "PART_BYTES",
+    "PIECE_BYTES",
+    "Collector",
+    "Delivery",
+    "Letter",
+    "Sort",
+    "cut",
+    "expect",
+    "letter",
+    "numbered",
+    "sort_of",
+]
 
 PIECE_BYTES = 1 << 20
 """Payload of one letter, at most."""
 
+PART_BYTES = 1 << 17
+"""One payload, at most. A port has to take a part before it knows from whom it is, so it is not much."""
+
 _PAYLOADS = 1024
+MOST_PARTS = 2 + _PAYLOADS
+"""Of one letter."""
+
 _BLOB = -1
 _NOTHING = memoryview(b"")
-_HEAD = struct.Struct("<BBH")
+_HEAD = struct.Struct("<BBHI")
+_NUMBER = struct.Struct("<I")
+_NUMBER_AT = 4
 _ENTRY = struct.Struct("<iqq")
 _FORM = 1
+_NUMBERS = 1 << 32
 
 Letter = list[bytes | memoryview]
 """Head, message, payloads."""
@@ -68,7 +90,24 @@ class Delivery:
 
 def letter(sort: Sort, message: bytes = b"") -> Letter:
     """Returns a letter without payload."""
-    return [_HEAD.pack(_FORM, sort, 0), message]
+    return [_HEAD.pack(_FORM, sort, 0, 0), message]
+
+
+def numbered(parts: Letter, number: int) -> Letter:
+    """Returns a letter with its number on its way, from 0 on: encryption alone does not tell that one is missing."""
+    head, *rest = parts
+    return [b"".join([head[:_NUMBER_AT], _NUMBER.pack(number % _NUMBERS), head[_HEAD.size :]]), *rest]
+
+
+def expect(parts: Sequence[bytes | memoryview], expected: int) -> None:
+    """Looks at the number of a letter that `sort_of` has looked at.
+
+    Raises:
+        ValueError: it is another one than the expected.
+    """
+    (number,) = _NUMBER.unpack_from(parts[0], _NUMBER_AT)
+    if number != expected % _NUMBERS:
+        raise ValueError(f"letter {number} came where {expected % _NUMBERS} was to come: some were lost on their way")
 
 
 def sort_of(parts: Sequence[bytes | memoryview]) -> Sort:
@@ -79,7 +118,7 @@ def sort_of(parts: Sequence[bytes | memoryview]) -> Sort:
     """
     if len(parts) < 2 or len(parts[0]) < _HEAD.size:
         raise ValueError(f"{len(parts)} parts are no letter")
-    form, sort, count = _HEAD.unpack_from(parts[0])
+    form, sort, count, _ = _HEAD.unpack_from(parts[0])
     if form != _FORM or len(parts) != 2 + count or len(parts[0]) != _HEAD.size + count * _ENTRY.size:
         raise ValueError(f"a letter of form {form} with {len(parts)} parts says that it has {count} payloads")
     if len(parts[1]) > LARGEST_MESSAGE:
@@ -107,9 +146,12 @@ def cut(
     payloads, held = Letter(), 0
     for slot, length in [*slots, *([(_BLOB, len(blob))] if blob else [])]:
         version, content, start = 0, _NOTHING, 0
+        whole = min(length, PIECE_BYTES)
         while start < length or not start:
-            size = min(length - start, PIECE_BYTES)
-            if payloads and (held + size > PIECE_BYTES or len(payloads) == _PAYLOADS):
+            size = min(length - start, PART_BYTES, PIECE_BYTES)
+            # What fits into one letter is not begun in the one before.
+            next_size, next_count = (size, 1) if start else (whole, -(-whole // PART_BYTES))
+            if payloads and (held + next_size > PIECE_BYTES or len(payloads) + next_count > _PAYLOADS):
                 yield [_head(Sort.PART, entries), b"", *payloads]
                 entries, payloads, held = [], Letter(), 0
             if not start:
@@ -197,4 +239,4 @@ class Collector:
 
 
 def _head(sort: Sort, entries: Sequence[tuple[int, int, int]]) -> bytes:
-    return _HEAD.pack(_FORM, sort, len(entries)) + b"".join([_ENTRY.pack(*entry) for entry in entries])
+    return _HEAD.pack(_FORM, sort, len(entries), 0) + b"".join([_ENTRY.pack(*entry) for entry in entries])

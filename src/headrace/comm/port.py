@@ -17,7 +17,10 @@ from torch import Tensor
 
 from headrace.comm.segment import Segment
 
-__all__ = ["LARGEST_MESSAGE", "Blob", "Layout", "Link", "Mail", "Port", "Slots"]
+__all__ = ["LARGEST_MESSAGE", "PROTOCOL", "Blob", "Layout", "Link", "Mail", "Port", "Slots"]
+
+PROTOCOL = 1
+"""Which way of speaking this is; to be raised with every change of what goes over a link."""
 
 Blob = bytes | bytearray | memoryview | Segment
 """What is sent along with a message; on one host a segment is shared, not copied, and must stay as it is."""
@@ -26,7 +29,11 @@ LARGEST_MESSAGE = 60_000
 """Bytes; whatever is longer is a blob."""
 
 _ALIGN = 64
-_HELLO = struct.Struct("<8s6Q")
+_BLOBS = 16, 1 << 26
+_GREETING = struct.Struct("<8sI")
+"""Whatever else changes, a hello begins with this."""
+
+_HELLO = struct.Struct("<6Q")
 _MAGIC = b"headrace"
 _NOTHING = memoryview(b"")
 
@@ -102,7 +109,14 @@ class Layout:
     def hello(self) -> bytes:
         """Returns what a link tells the port of it."""
         every = (self.parameters, self.pushes, self.replies or Slots(()))
-        return _HELLO.pack(_MAGIC, *(number for slots in every for number in (len(slots), sum(slots.lengths))))
+        numbers = [number for slots in every for number in (len(slots), sum(slots.lengths))]
+        return _GREETING.pack(_MAGIC, PROTOCOL) + _HELLO.pack(*numbers)
+
+    @property
+    def blob_bytes(self) -> int:
+        """The longest blob that a link may send: a shard's state, of any optimizer, or the words of a few messages."""
+        factor, least = _BLOBS
+        return factor * max(self.parameters.lengths, default=0) + least
 
     def fit(self, hello: bytes) -> Layout:
         """Returns the layout of a link that says this: the same, perhaps without pushes.
@@ -110,12 +124,19 @@ class Layout:
         Raises:
             ValueError: it is another one.
         """
-        if len(hello) != _HELLO.size or not hello.startswith(_MAGIC):
+        if len(hello) < _GREETING.size or not hello.startswith(_MAGIC):
             raise ValueError("this is a parameter server of headrace, and whoever calls is no worker of it")
+        _, protocol = _GREETING.unpack_from(hello)
+        if protocol != PROTOCOL:
+            raise ValueError(
+                f"the server speaks protocol {PROTOCOL} and the worker {protocol}; install the same headrace on both"
+            )
+        if len(hello) != _GREETING.size + _HELLO.size:
+            raise ValueError(f"a hello of {len(hello)} bytes is none of protocol {PROTOCOL}")
         for layout in (self, replace(self, pushes=Slots(()))):
             if hello == layout.hello():
                 return layout
-        own, theirs = (_HELLO.unpack(each)[1:] for each in (self.hello(), hello))
+        own, theirs = (_HELLO.unpack_from(each, _GREETING.size) for each in (self.hello(), hello))
         raise ValueError(
             f"the server has {_words(own)}, the worker {_words(theirs)}; build the same model on both, with the "
             "same sharding and compression"

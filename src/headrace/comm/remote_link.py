@@ -11,7 +11,7 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
-from headrace.comm.pieces import Collector, Delivery, Letter, Sort, cut, letter, sort_of
+from headrace.comm.pieces import Collector, Delivery, Letter, Sort, cut, expect, letter, numbered, sort_of
 from headrace.comm.port import Layout, Link, Slots
 from headrace.comm.zeromq import Keys, connect, make_socket, waits, watch
 
@@ -68,6 +68,7 @@ class RemoteLink(Link):
         self._arrived: deque[Delivery] = deque()
         self._pulled: dict[int, tuple[int, Tensor]] = {}
         self._versions = [-1] * len(parameters)
+        self._sent, self._heard = 0, 0
         self._welcome = False
         self._end = ""
         keys = Keys(secret)
@@ -142,7 +143,7 @@ class RemoteLink(Link):
             left = deadline - monotonic()
             if self._end or left <= 0:
                 raise ConnectionRefusedError(
-                    f"no link to the server at {self._address}: {self._end or f'no answer for {hello_s:.0f} s'}"
+                    f"no link to the server at {self._address}: {self._end or f'no answer for {hello_s:g} s'}"
                 )
             self._wait(left, zmq.POLLIN)
 
@@ -153,7 +154,8 @@ class RemoteLink(Link):
             if self._end:
                 raise ConnectionResetError(f"the server at {self._address} is lost: {self._end}")
             try:
-                self._socket.send_multipart(parts, zmq.NOBLOCK)
+                self._socket.send_multipart(numbered(parts, self._sent), zmq.NOBLOCK)
+                self._sent += 1
                 return
             except zmq.Again:
                 self._read()
@@ -176,10 +178,15 @@ class RemoteLink(Link):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._open([frame.buffer for frame in frames])
+            try:
+                self._open([frame.buffer for frame in frames])
+            except ValueError as error:
+                self._end = self._end or f"it speaks as no server does: {error}"
 
     def _open(self, parts: Sequence[memoryview]) -> None:
         sort = sort_of(parts)
+        expect(parts, self._heard)
+        self._heard += 1
         if sort == Sort.WELCOME:
             self._welcome = True
         elif sort == Sort.FAREWELL:

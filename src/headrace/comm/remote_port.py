@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from select import EPOLLIN, epoll
@@ -20,12 +19,24 @@ from time import monotonic
 import torch
 import zmq
 from torch import Tensor
-from zmq.utils.monitor import parse_monitor_message
 
-from headrace.comm.pieces import PIECE_BYTES, Collector, Letter, Sort, cut, letter, sort_of
+from headrace.comm.door import Door, Line, wire_bytes
+from headrace.comm.pieces import (
+    MOST_PARTS,
+    PIECE_BYTES,
+    Collector,
+    Delivery,
+    Letter,
+    Sort,
+    cut,
+    expect,
+    letter,
+    numbered,
+    sort_of,
+)
 from headrace.comm.port import Blob, Layout, Mail, Port, Slots
-from headrace.comm.segment import Segment
-from headrace.comm.zeromq import Keys, is_loopback, listen, make_socket, waits, watch
+from headrace.comm.segment import Segment, memory_file
+from headrace.comm.zeromq import Keys, is_loopback, listen, make_socket, waits
 from headrace.errors import UsageError
 
 __all__ = ["RemotePort"]
@@ -37,9 +48,8 @@ _FAREWELL_S = 2.0
 _OWED_BYTES = 1 << 26
 """Messages and blobs that a link may leave unread."""
 
+_MOST_LINKS = 1024
 _TURN_LETTERS = 32
-_DOOR = "inproc://zeromq.zap.01"
-_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 @dataclass
@@ -49,24 +59,38 @@ class _Peer:
     Attributes:
         number: in `Mail`.
         routing: what the socket calls it.
-        line: its connection: a descriptor, and which of those that have had that number.
+        line: its connection.
         collector: of what it sends.
         pushed: what it has pushed, by slot.
         replies: what it is to be sent, by slot.
         letters: what waits to be sent.
         owed: bytes of messages and blobs in that.
+        sent, heard: letters so far.
         until: when it is cut off, if it has been dropped.
     """
 
     number: int
     routing: bytes
-    line: tuple[int, int]
+    line: Line
     collector: Collector
     pushed: dict[int, Tensor] = field(default_factory=dict)
     replies: dict[int, Tensor] = field(default_factory=dict)
     letters: deque[tuple[int, Iterator[Letter]]] = field(default_factory=deque)
     owed: int = 0
+    sent: int = 0
+    heard: int = 0
     until: float | None = None
+
+    def hear(self, parts: Sequence[memoryview]) -> Delivery | None:
+        """Takes a letter; returns what it completes.
+
+        Raises:
+            ValueError: it is none, or not the next.
+        """
+        delivery = self.collector.add(parts)
+        self.heard += 1
+        expect(parts, self.heard)
+        return delivery
 
     def forget(self) -> None:
         """Lets go of what cannot be sent any more."""
@@ -103,29 +127,26 @@ class RemotePort(Port):
                 "strangers; make one with secrets.token_bytes(32) and give it to every process of the run"
             )
         self.secret = secret if secret is not None else secrets.token_bytes(32)
+        keys = Keys(self.secret)
         self.moved_bytes = 0
         self._layout = Layout(parameters, pushes, replies)
         self._region = torch.zeros(parameters.nbytes, dtype=torch.uint8)
         self._content = self._region.numpy().data
         self._versions = [0] * len(parameters)
-        self._keys = Keys(self.secret)
         self._numbers = count()
-        self._serials = count()
-        self._lines: dict[int, int] = {}
         self._peers: dict[int, _Peer] = {}
         self._routes: dict[bytes, _Peer] = {}
-        self._ended: list[_Peer] = []
+        self._lines: dict[Line, _Peer] = {}
         self._told: list[_Peer] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._door = self._context.socket(zmq.REP)
-        self._door.bind(_DOOR)
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._socket.router_mandatory = True
-        self._keys.guard(self._socket)
-        self._monitor = watch(self._socket, _WATCHED)
+        self._door = Door(self._socket, keys)
+        # What tells others, as `headrace doctor`, whose process this is.
+        self._mark = memory_file("port")
         self._poll = epoll()
-        for each in (self._door, self._socket, self._monitor):
-            self._poll.register(each.FD, EPOLLIN)
+        for descriptor in (self._socket.FD, self._door.bell):
+            self._poll.register(descriptor, EPOLLIN)
         try:
             self.address = listen(self._socket, address)
         except BaseException:
@@ -147,17 +168,17 @@ class RemotePort(Port):
         self._told = []
         deadline = monotonic() + timeout_s
         while True:
-            self._admit()
-            self._watch_lines()
+            ended = self._door.ended()
             mail = self._read()
             waiting = self._flush_all()
             # Last, because all that they have sent came before they went. What it was is needed until it is dealt with.
-            self._told, self._ended = self._ended, []
+            self._told = self._part(ended)
             mail += [Mail(peer.number, b"") for peer in self._told]
             left = deadline - monotonic()
             if mail or left <= 0:
                 return mail
             if not waits(self._socket):
+                self._door.show_out()
                 # That a link has room again is told once, and sending to another one may have swallowed it.
                 self._poll.poll(min(left, _AGAIN_S) if waiting else left)
 
@@ -192,7 +213,7 @@ class RemotePort(Port):
         if limited and len(to.letters) > 1 and to.owed > _OWED_BYTES:
             # It asks and does not read.
             to.forget()
-            self._cut_off(to.line)
+            self._door.cut_off(to.line)
 
     def drop(self, peer: int) -> None:
         to = self._peers.get(peer)
@@ -203,64 +224,46 @@ class RemotePort(Port):
     def close(self) -> None:
         deadline = monotonic() + _FAREWELL_S
         while not self._context.closed and self._flush_all() and monotonic() < deadline:
-            self._watch_lines()
+            self._part(self._door.ended())
             self._poll.poll(_AGAIN_S)
         self._free(int(_FAREWELL_S * 1000))
 
     def _free(self, linger_ms: int) -> None:
         self._poll.close()
         if not self._context.closed:
-            self._socket.disable_monitor()
+            self._door.close()
             self._socket.close(linger_ms)
-            self._monitor.close(0)
-            self._door.close(0)
             self._context.term()
+            os.close(self._mark)
 
-    def _admit(self) -> None:
-        """Answers whether those who knock hold the secret."""
-        while waits(self._door):
-            request = self._door.recv_multipart()
-            known = len(request) == 7 and request[5] == b"CURVE" and self._keys.admits(request[6])
-            status = [b"200", b"OK", b"worker"] if known else [b"400", b"unknown key", b""]
-            self._door.send_multipart([b"1.0", request[1], *status, b""])
-
-    def _watch_lines(self) -> None:
-        """Takes note of connections that have come and gone."""
-        while waits(self._monitor):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            descriptor = event["value"]
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._lines[descriptor] = next(self._serials)
+    def _part(self, ended: Sequence[Line]) -> list[_Peer]:
+        """Lets go of links whose lines have ended; returns those whose end is news."""
+        news = []
+        for line in ended:
+            peer = self._lines.get(line)
+            if peer is None:
                 continue
-            line = (descriptor, self._lines.pop(descriptor, -1))
-            for peer in [peer for peer in self._peers.values() if peer.line == line]:
-                peer.forget()
-                if peer.until is None:
-                    self._ended.append(peer)
-                else:
-                    self._remove(peer)
+            peer.forget()
+            if peer.until is None:
+                news.append(peer)
+            else:
+                self._remove(peer)
+        return news
 
     def _remove(self, peer: _Peer) -> None:
         del self._peers[peer.number]
         del self._routes[peer.routing]
-
-    def _cut_off(self, line: tuple[int, int]) -> None:
-        """Breaks a connection; ZeroMQ itself has no word for it."""
-        with suppress(OSError), socket.socket(fileno=os.dup(line[0])) as connection:
-            # A descriptor gets a new meaning only after the end of the old one was told: look after it is held.
-            self._watch_lines()
-            if self._lines.get(line[0]) == line[1]:
-                connection.shutdown(socket.SHUT_RDWR)
+        del self._lines[peer.line]
 
     def _read(self) -> list[Mail]:
         """Takes what is there, but not for ever, even if it comes faster than it is taken."""
         mail: list[Mail] = []
         for _ in range(_TURN_LETTERS * (len(self._peers) + 1)):
             try:
-                routing, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                routing = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            parts = [frame.buffer for frame in frames]
+            parts = self._parts()
             peer = self._routes.get(routing.bytes)
             if peer is None:
                 self._greet(routing, parts)
@@ -268,9 +271,19 @@ class RemotePort(Port):
                 mail += self._take(peer, parts)
         return mail
 
+    def _parts(self) -> list[memoryview]:
+        """Returns the rest of what came at once; one part too many, if there are more than a letter has."""
+        parts: list[memoryview] = []
+        while self._socket.rcvmore:
+            part = self._socket.recv(copy=False)
+            if len(parts) <= MOST_PARTS:
+                parts.append(part.buffer)
+        return parts
+
     def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[Mail]:
+        peer.line.taken += sum(wire_bytes(len(part)) for part in parts)
         try:
-            delivery = peer.collector.add(parts)
+            delivery = peer.hear(parts)
             if delivery is None:
                 return []
             if not delivery.message:
@@ -285,17 +298,20 @@ class RemotePort(Port):
 
     def _greet(self, routing: zmq.Frame, parts: Sequence[memoryview]) -> None:
         """Takes in a new link, if it is laid out as this port."""
-        self._watch_lines()
-        descriptor = int(routing.get(zmq.SRCFD))
-        if descriptor not in self._lines:
+        line = self._door.line(int(routing.get(zmq.SRCFD)))
+        if line is None:
             return
-        line = (descriptor, self._lines[descriptor])
-        blob_bytes = 16 * max(self._layout.parameters.lengths, default=0) + _OWED_BYTES
-        peer = _Peer(next(self._numbers), routing.bytes, line, Collector(self._layout.pushes.lengths, blob_bytes))
-        self._peers[peer.number] = self._routes[peer.routing] = peer
+        line.taken += sum(wire_bytes(len(part)) for part in parts)
+        self._door.greet(line)
+        collector = Collector(self._layout.pushes.lengths, self._layout.blob_bytes)
+        peer = _Peer(next(self._numbers), routing.bytes, line, collector)
+        self._peers[peer.number] = self._routes[peer.routing] = self._lines[line] = peer
         try:
             if sort_of(parts) != Sort.HELLO:
                 raise ValueError("a link begins with its layout")
+            expect(parts, 0)
+            if len(self._peers) > _MOST_LINKS:
+                raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
             self._layout.fit(bytes(parts[1]))
         except ValueError as error:
             self._write(peer, iter([letter(Sort.FAREWELL, str(error).encode())]), 0)
@@ -327,7 +343,7 @@ class RemotePort(Port):
         for peer in list(self._peers.values()):
             self._flush(peer)
             if peer.until is not None and now > peer.until:
-                self._cut_off(peer.line)
+                self._door.cut_off(peer.line)
                 peer.until = now + _FAREWELL_S
         return any(peer.letters for peer in self._peers.values())
 
@@ -346,7 +362,8 @@ class RemotePort(Port):
                 peer.forget()
                 return
             parts = next(letters)
-            self._socket.send_multipart(parts)
+            self._socket.send_multipart(numbered(parts, peer.sent))
+            peer.sent += 1
             if sort_of(parts) != Sort.PART:
                 peer.letters.popleft()
                 peer.owed -= owed

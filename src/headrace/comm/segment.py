@@ -18,7 +18,17 @@ from torch import Tensor
 
 from headrace.errors import UnfitMachine
 
-__all__ = ["Segment", "available_bytes", "is_sealed"]
+__all__ = ["Segment", "available_bytes", "is_sealed", "memory_file"]
+
+
+def memory_file(label: str) -> int:
+    """Returns the descriptor of a new file in memory; `label` shows in /proc/<pid>/maps and /proc/<pid>/fd.
+
+    Nobody but its owner may open it, whoever may see /proc/<pid>/fd.
+    """
+    descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 def available_bytes() -> int:
@@ -66,9 +76,8 @@ class Segment:
                 f"the {label} segment needs {nbytes:,} bytes of shared memory and the machine has {available:,} "
                 "left; use fewer workers or a smaller model, or close what fills the memory"
             )
-        descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = memory_file(label)
         try:
-            os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, nbytes)
             # Taken now, so that a full machine is an error here and not a SIGBUS in the middle of a step.
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -106,11 +115,15 @@ class Segment:
 
         Raises:
             ValueError: it has another length, or may change it.
+            OSError: it is no memory at all, or none that can be mapped.
         """
-        if not is_sealed(descriptor) or os.fstat(descriptor).st_size != nbytes:
+        try:
+            if not is_sealed(descriptor) or os.fstat(descriptor).st_size != nbytes:
+                raise ValueError(f"the shared memory that was sent is not {nbytes:,} bytes for good")
+            return cls(descriptor, nbytes, writable)
+        except BaseException:
             os.close(descriptor)
-            raise ValueError(f"the shared memory that was sent is not {nbytes:,} bytes for good")
-        return cls(descriptor, nbytes, writable)
+            raise
 
     def tensor(self, dtype: torch.dtype = torch.uint8, start: int = 0, count: int = -1) -> Tensor:
         """Returns `(count,)` elements of `dtype` from byte `start` on, in place; not to be changed unless writable."""

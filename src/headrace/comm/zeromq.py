@@ -16,7 +16,7 @@ from itertools import count
 import zmq
 from zmq.utils import z85
 
-from headrace.comm.pieces import PIECE_BYTES
+from headrace.comm.pieces import PART_BYTES
 from headrace.errors import UsageError
 
 __all__ = ["Keys", "connect", "is_loopback", "listen", "make_socket", "waits", "watch"]
@@ -56,7 +56,7 @@ class Keys:
         self._public = [zmq.curve_public(private) for private in self._private]
 
     def guard(self, server: zmq.Socket[bytes]) -> None:
-        """Makes a socket encrypt, and ask at the context's door whether to let somebody in; see `admits`."""
+        """Makes a socket encrypt, and ask at its `Door` whether to let somebody in; see `admits`."""
         server.curve_server = True
         server.curve_secretkey, server.curve_publickey = self._private[0], self._public[0]
         # With a domain, nobody gets in where nobody is at the door.
@@ -77,8 +77,8 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], sort: int) -> zmq.Socke
     made: zmq.Socket[bytes] = context.socket(sort)
     made.linger = 0
     made.sndhwm = made.rcvhwm = _HIGH_WATER
-    # Bytes of one part; the rest is the head of a letter with many of them.
-    made.maxmsgsize = PIECE_BYTES + (1 << 16)
+    # Of one part, with what its encryption adds: so much a stranger may make this process keep.
+    made.maxmsgsize = PART_BYTES + (1 << 10)
     made.handshake_ivl = made.connect_timeout = _HANDSHAKE_MS
     made.heartbeat_ivl, made.heartbeat_timeout = _BEAT_MS, _SILENCE_MS
     # A connection that was lost has lost letters: its link has ended long before another would come. Without one at

@@ -118,7 +118,7 @@ class Group:
 
     def _meet(self) -> Segment:
         """Rank 0 makes the page and says where; the others open it."""
-        store = _store(self.rank, self.world)
+        store, _ = _store(self.rank, self.world)
         store.set(f"{self._words}/host/{self.rank}", socket.gethostname())
         self._hosts = [store.get(f"{self._words}/host/{rank}").decode() for rank in range(self.world)]
         if len(set(self._hosts)) > 1:
@@ -165,12 +165,42 @@ class Group:
 
 
 @functools.cache
-def _store(rank: int, world: int) -> Any:
+def _store(rank: int, world: int) -> tuple[Any, Any]:
     # Here, because a process without a launcher need not import it.
-    from torch.distributed import rendezvous  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
-    store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=_MEET_S)))
-    return store
+    timeout = timedelta(seconds=_MEET_S)
+    kept = None
+    listener = _listener() if rank == 0 else None
+    if listener is not None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # Of several masters in a process, those that follow join the first.
+        kept = TCPStore(
+            host,
+            port,
+            None,
+            True,
+            timeout,
+            False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+            use_libuv=True,
+        )
+    store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
+    return store, kept
+
+
+def _listener() -> socket.socket | None:
+    """Returns a socket that listens where the launcher has said and nowhere else: torch's own listens everywhere."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None  # torchrun's agent holds the store
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_STREAM
+        )[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError:
+        return None  # this process holds the port already, or has the address by another name: torch finds out
 
 
 class LaunchedEngine(Engine):

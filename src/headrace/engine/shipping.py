@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.comm.segment import memory_file
 from headrace.errors import JobError
 
 __all__ = ["pack", "ship_by_value", "unpack"]
@@ -93,7 +94,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Returns a descriptor of the memory with all placed tensors, or -1."""
         if not self._tensors:
             return -1
-        descriptor = os.memfd_create("headrace-data", os.MFD_CLOEXEC)
+        descriptor = memory_file("data")
         os.ftruncate(descriptor, self.length)
         with mmap.mmap(descriptor, self.length) as memory:
             whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -177,9 +177,14 @@ class Applier:
                 self._sent[worker, shard] = self._parameters[shard].detach().clone()
 
     def state(self, shard: int | None = None) -> bytes:
-        """Returns a shard's state as safetensors, or what belongs to no shard, as JSON."""
+        """Returns a shard's state as safetensors, or what belongs to no shard, as JSON.
+
+        Raises:
+            ValueError: there is no such shard.
+        """
         if shard is None:
             return json.dumps(self._updater.settings()).encode()
+        self._require(shard)
         return save({piece.name: piece.value for piece in self._updater.state(shard)})
 
     def load(self, state: bytes, shard: int | None = None) -> None:
@@ -194,6 +199,7 @@ class Applier:
             if shard is None:
                 self._updater.load([], json.loads(state) if state else None)
                 return
+            self._require(shard)
             pieces = [StatePiece.parse(name, value) for name, value in load(state).items()]
         except Exception as error:
             raise ValueError(f"no state of a shard: {error}") from error
@@ -241,6 +247,10 @@ class Applier:
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""
         return sum(self._form.slots.lengths), self._updater.state_bytes()
+
+    def _require(self, shard: int) -> None:
+        if not 0 <= shard < len(self._form):
+            raise ValueError(f"there is no shard {shard}, only {len(self._form)}")
 
     def _compensated(self, shard: int, gradient: Tensor, worker: int) -> Tensor:
         then = self._sent.get((worker, shard))

@@ -16,6 +16,9 @@ from headrace.ps.tensors import like
 
 __all__ = ["Form", "Piece"]
 
+_LONGER, _LONGER_BYTES = 4, 1 << 16
+"""What another describes may be so much longer than one's own: to say how it differs it has to be read."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -162,7 +165,17 @@ class Form:
         Raises:
             ValueError: these bytes describe no form.
         """
-        own, other = json.loads(self.describe()), json.loads(described)
+        mine = self.describe()
+        if described == mine:
+            return ""
+        if len(described) > _LONGER * len(mine) + _LONGER_BYTES:
+            raise ValueError(f"a worker described its shards in {len(described):,} bytes, the server in {len(mine):,}")
+        try:
+            return self._compare(json.loads(mine), json.loads(described))
+        except RecursionError:
+            raise ValueError("a worker described shards that are nested too deep") from None
+
+    def _compare(self, own: list[object], other: object) -> str:
         if own == other:
             return ""
         if not isinstance(other, list) or len(other) < 2:

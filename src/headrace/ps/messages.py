@@ -12,6 +12,9 @@ __all__ = ["Kind", "Message", "decode", "encode"]
 _HEAD = struct.Struct("<BBHHHHqddQ")
 _VERSION = 3
 _MOST = (1 << 16) - 1
+_LAST_LEASE = 1 << 48
+_MOST_WEIGHT, _MOST_SHARE = 1e15, 1e3
+"""More than any batch weighs, and than any push stands for: a sum of them remains a number."""
 
 
 class Kind(IntEnum):
@@ -103,6 +106,13 @@ def decode(data: bytes) -> Message:
     version, kind, first, told, flag, steps, lease, weight, share, number, *numbers = _form(count).unpack(data)
     if version != _VERSION or told != count:
         raise ValueError(f"no message of form {_VERSION}: {len(data)} bytes for {told} numbers of form {version}")
+    if not -1 <= lease <= _LAST_LEASE:
+        raise ValueError(f"a message of lease {lease}; leases are counted from 0 to {_LAST_LEASE:,}")
+    # NaN is in no range.
+    if not (0 <= weight <= _MOST_WEIGHT and 0 <= share <= _MOST_SHARE):
+        raise ValueError(
+            f"a message of weight {weight:g} and share {share:g}; at most {_MOST_WEIGHT:g} and {_MOST_SHARE:g} are sent"
+        )
     return Message(Kind(kind), first, flag, lease, weight, share, tuple(numbers), steps, number)
 
 

@@ -183,7 +183,13 @@ class Requests:
         self.tell_all(Renew())
 
     def replace(self, shard: int, blob: bytes) -> None:
-        """Replaces a shard's state by another."""
+        """Replaces a shard's state by another.
+
+        Raises:
+            ValueError: there is no such shard, or this is no state of it.
+        """
+        if shard >= len(self._machines):
+            raise ValueError(f"there is no shard {shard}, only {len(self._machines)}")
         with self._port.changing([shard]):
             self._applier.load(blob, shard)
         self._carry_out([(shard, self._machines[shard].handle(Renew()))])

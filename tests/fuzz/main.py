@@ -1,0 +1,168 @@
+"""Throws bytes at the readers of foreign bytes, led by which branches they reach (Atheris, libFuzzer).
+
+    python tests/fuzz/main.py run frames --executions 10000000
+    python tests/fuzz/main.py coverage
+
+`run` keeps what reached something new in the reader's corpus, and adds a line to results/fuzz.jsonl. `coverage` reads
+every corpus once and says which of the readers' branches that reached. Needs `pip install atheris coverage`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from datetime import date
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+CORPUS = TESTS / "fuzz" / "corpus"
+RESULTS = TESTS / "fuzz" / "results" / "fuzz.jsonl"
+NAMES = ("frames", "handshakes", "headers", "manifests", "messages")
+READ = ("headrace.comm.pieces", "headrace.comm.port", "headrace.ps.messages", "headrace.ps.form")
+READ += ("headrace.checkpoint.manifest", "headrace.checkpoint.header")
+
+READING = {
+    "headrace.comm.pieces": ("sort_of", "expect", "Collector"),
+    "headrace.comm.port": ("fit", "_words"),
+    "headrace.ps.messages": ("decode",),
+    "headrace.ps.form": ("difference", "_compare", "_words"),
+    "headrace.checkpoint.manifest": ("decode", "_record", "_in_order", "_integer", "_object", "_text", "rank"),
+    "headrace.checkpoint.header": ("length", "parse", "_entry", "end"),
+}
+"""The functions and classes that read; the rest of those modules writes."""
+
+LONGEST_BYTES = 4096
+MOST_S = 0.5
+"""Of processor time, for one piece of bytes."""
+MOST_KEPT = 16 << 20
+MEASURED_EVERY = 1000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("run", "inside"):
+        parsed = verbs.add_parser(verb)
+        parsed.add_argument("reader", choices=NAMES)
+        parsed.add_argument("--executions", type=int, default=10_000_000)
+        parsed.add_argument("--seed", type=int, default=1)
+    verbs.add_parser("coverage")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(TESTS))
+    if arguments.verb == "coverage":
+        return measure()
+    if arguments.verb == "run":
+        return run(arguments.reader, arguments.executions, arguments.seed)
+    return inside(arguments.reader, arguments.executions, arguments.seed)
+
+
+def run(reader: str, executions: int, seed: int) -> int:
+    """Fuzzes in a process of its own, because the fuzzer ends the one that it is in."""
+    from fuzz.seeds import seeds
+
+    folder = CORPUS / reader
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, content in enumerate(each for each in seeds(reader) if len(each) <= LONGEST_BYTES):
+        (folder / f"seed-{number:02d}").write_bytes(content)
+    began = time.monotonic()
+    command = [sys.executable, __file__, "inside", reader, "--executions", str(executions), "--seed", str(seed)]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    line = {
+        "date": date.today().isoformat(),
+        "reader": reader,
+        "executions": int(_stat(ended.stderr, "number_of_executed_units")),
+        "seconds": round(time.monotonic() - began, 1),
+        "seed": seed,
+        "exit": ended.returncode,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line))
+    if ended.returncode:
+        print(ended.stderr[-4000:], file=sys.stderr)
+    return ended.returncode
+
+
+def _stat(text: str, name: str) -> str:
+    return next((line.split()[-1] for line in text.splitlines() if name in line), "0")
+
+
+def inside(reader: str, executions: int, seed: int) -> int:
+    """Never comes back."""
+    import atheris
+
+    with atheris.instrument_imports(include=list(READ)):
+        from fuzz.readers import READERS
+    read, count = READERS[reader], 0
+
+    def once(data: bytes) -> None:
+        nonlocal count
+        count += 1
+        measured = count % MEASURED_EVERY == 0
+        if measured:
+            tracemalloc.start()
+        began = time.thread_time()
+        read(data)
+        took = time.thread_time() - began
+        if measured:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < MOST_KEPT, f"{len(data)} bytes took {peak:,} bytes of memory"
+        assert took < MOST_S, f"{len(data)} bytes took {took:.2f} s"
+
+    folder = CORPUS / reader
+    options = [f"-runs={executions}", f"-seed={seed}", f"-max_len={LONGEST_BYTES}", "-print_final_stats=1"]
+    options += ["-timeout=20", "-rss_limit_mb=2048", f"-artifact_prefix={folder.parent}/crash-{reader}-", str(folder)]
+    atheris.Setup([sys.argv[0], *options], once)
+    atheris.Fuzz()
+    return 1
+
+
+def measure() -> int:
+    """Says how many branches of the readers the corpora reach; fails below 95 %."""
+    import coverage
+
+    os.chdir(TESTS.parent)
+    files = {module: TESTS.parent / "src" / f"{module.replace('.', '/')}.py" for module in READ}
+    measured = coverage.Coverage(branch=True, include=[str(file) for file in files.values()], data_file=None)
+    with measured.collect():
+        from fuzz.readers import READERS
+        from fuzz.seeds import seeds
+
+        for name, read in READERS.items():
+            pieces = [*seeds(name), *(path.read_bytes() for path in sorted((CORPUS / name).glob("*")))]
+            for content in pieces:
+                read(content)
+            print(f"{name}: {len(pieces)} pieces of bytes")
+    reached = there = 0
+    for module, file in files.items():
+        lines = reading_lines(file, READING[module])
+        stats = measured._analyze(str(file)).branch_stats()
+        own = {line: pair for line, pair in stats.items() if line in lines}
+        taken, every = sum(pair[1] for pair in own.values()), sum(pair[0] for pair in own.values())
+        print(
+            f"{module}: {taken} of {every} branches", [line for line, pair in own.items() if pair[0] != pair[1]] or ""
+        )
+        reached, there = reached + taken, there + every
+    print(f"{reached} of {there} branches, {reached / there:.1%}")
+    return int(reached < 0.95 * there)
+
+
+def reading_lines(file: Path, names: tuple[str, ...]) -> set[int]:
+    """Returns the lines of some functions and classes."""
+    tree = ast.parse(file.read_text())
+    defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    found = [node for node in defined if node.name in names]
+    assert {node.name for node in found} == set(names)
+    return {line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What fuzzing begins with: sound bytes of every format, and some that are just not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+
+from fuzz.readers import FORM, LAYOUT, LENGTHS, join_letters
+from headrace.checkpoint import header, manifest
+from headrace.checkpoint.header import Entry
+from headrace.checkpoint.manifest import FileRecord, Manifest
+from headrace.comm import pieces
+from headrace.comm.pieces import Sort, cut, letter, numbered
+from headrace.ps.messages import Kind, Message, encode
+
+__all__ = ["seeds"]
+
+
+def seeds(name: str) -> list[bytes]:
+    """Returns the seeds of a reader."""
+    return list(_SEEDS[name]())
+
+
+def _frames() -> Iterator[bytes]:
+    every = list(enumerate(LENGTHS))
+    for slots, blob in ((every, b"blob"), (every[:1], b""), ([], b"x" * 50), (every[3:], b"")):
+        letters = cut(
+            b"message", slots, lambda slot: (slot + 1, memoryview(bytes(range(256)) * 2)[: LENGTHS[slot]]), blob
+        )
+        yield join_letters([[bytes(part) for part in parts] for parts in letters])
+    entry = pieces._ENTRY.pack
+    halves = [
+        [pieces._HEAD.pack(1, Sort.PART, 1, 0) + entry(1, 0, 5), b"", bytes(30)],
+        [pieces._HEAD.pack(1, Sort.LAST, 2, 1) + entry(1, 30, 5) + entry(-1, 0, 0), b"m", bytes(10), b"blob"],
+    ]
+    yield join_letters(halves)
+    yield join_letters(halves * 2)
+    for length in (60_000, 60_001):
+        yield join_letters([[bytes(part) for part in numbered(letter(Sort.LAST, bytes(length)), 1)]])
+    for sort in Sort:
+        yield join_letters([[bytes(part) for part in letter(sort, b"m")]])
+
+
+def _handshakes() -> Iterator[bytes]:
+    yield LAYOUT.hello()
+    yield FORM.describe()
+    described = json.loads(FORM.describe())
+    for changed in (
+        described[:-1],
+        ["plain"],
+        [*described[:-1], "piece"],
+        [*described, ["more", 0, [1], "float32"]],
+        ["int8", *described[1:]],
+        {},
+        [],
+    ):
+        yield json.dumps(changed).encode()
+    yield b"[" * 200 + b"]" * 200
+
+
+def _headers() -> Iterator[bytes]:
+    entries = [Entry("a", "F64", (2, 3), 0), Entry("b\u00e9\n", "F32", (), 48), Entry("c", "U8", (0, 7), 52)]
+    for count in range(4):
+        data = entries[count - 1].end if count else 0
+        yield data.to_bytes(2, "little") + header.encode(entries[:count])
+
+
+def _messages() -> Iterator[bytes]:
+    for kind in Kind:
+        yield encode(Message(kind, 1, 1, 7, 32.0, 0.5, (1, ~2, 3), 2, 9))
+    yield encode(Message(Kind.ASK))
+
+
+def _manifests() -> Iterator[bytes]:
+    digest = hashlib.sha256(b"").hexdigest()
+    files = tuple(FileRecord(f"rank-{rank}.safetensors", rank, digest) for rank in range(3))
+    for count, description in enumerate(({}, {"a": [1, 2.5, None, True, "x"]}, {"deep": {"er": {"est": []}}})):
+        yield manifest.encode(Manifest(count, files[:count], description))
+    yield b'{"format":"headrace checkpoint","version":2}'
+    yield b"[" * 100
+    yield b" " * (manifest.MOST_BYTES + 1)
+
+
+_SEEDS: Mapping[str, Callable[[], Iterator[bytes]]] = {
+    "frames": _frames,
+    "handshakes": _handshakes,
+    "headers": _headers,
+    "manifests": _manifests,
+    "messages": _messages,
+}
