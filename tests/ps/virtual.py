@@ -1,12 +1,11 @@
 """Workers, shards and leases in virtual time: one `World` of settings and a seed is one history, the same every time.
 
-Each worker goes round; a message takes a random time, and those of one worker to one place keep their order:
+Each worker goes round; a message takes a random time, those of one worker to one place keep their order:
 
     Ask ──► Grant ──► Pull ──► compute ──► Push ──► Ask with Commit or Return ...
       └───► Fence ──► all meet ──► Settle, Advance
 
-A worker may be lost at any moment and come again. What the machines do is held against books of the driver's own
-(`ps.books`); a history that comes to rest before its end is `Stuck`.
+A worker may be lost at any moment and come again. What the machines do is held against `ps.books`.
 """
 
 from __future__ import annotations
@@ -53,10 +52,8 @@ class World:
         forever: whether they stay away.
         halts: how often somebody asks for an early fence.
         eager: pull with the push, not before the next step.
-        rests: whether a worker for which there is no portion leaves until there is one.
-        ahead: whether shards are told how many leases come before the next fence.
-        arbiter: whether one more machine says first which gradients make a round, by claims of no content; whoever is
-            of it sends its gradient to all shards, and pulls what has at least the round that comes.
+        rests, ahead: whether a worker without a portion leaves until it has one; shards know how many leases come.
+        arbiter: whether one more machine says first which gradients make a round, by claims of no content.
     """
 
     seed: int
@@ -112,12 +109,7 @@ class History:
 
 
 def run(world: World, machines: Machines | None = None) -> History:
-    """Lives through a history.
-
-    Raises:
-        Stuck: it ends too early.
-        AssertionError: a machine did what it must not.
-    """
+    """Lives through a history; raises `Stuck` if it ends too early, AssertionError where a machine does wrong."""
     return _Run(world, machines or Machines()).run()
 
 
@@ -362,7 +354,7 @@ class _Run:
         answers = [answer for event in events for answer in self.leases.handle(event)]
         for answer in answers:
             if isinstance(answer, lease.Fence):
-                # Who was lost before the leases heard of it does not come, though there may be another by now.
+                # Whoever was lost by now does not come.
                 there = {worker for worker in self.lives if self.asked[worker] == self.incarnations[worker]}
                 self.members = there & set(answer.members)
             self._send(answer.worker, -100, self._reach, answer.worker, self.asked[answer.worker], -1, answer)

@@ -133,10 +133,6 @@ class Client:
         """Tells the first server, which gives out the data, something, and does not wait for its answer."""
         self._servers[0].tell(message)
 
-    def begin(self, leads: bool) -> bool:
-        """Says that there are parameters to begin with, if this worker has brought them; returns whether there are."""
-        return bool(self.ask(0, Message(Kind.BEGIN, flag=leads)))
-
     def lease(self, rests: bool = False) -> Message:
         """Waits for the first server's next word about data: a grant or a fence.
 
@@ -152,10 +148,6 @@ class Client:
             else:
                 # Others may go on when this worker has met them, and then it counts again.
                 server.ask(Message(Kind.REST))
-
-    def shards(self, server: int) -> Form:
-        """Returns what shards a server has."""
-        return self._servers[server].form
 
     def close(self) -> None:
         """Ends all links."""

@@ -75,7 +75,7 @@ class LeasedPortions(Portions):
         self._fence = 0
 
     def begin(self) -> None:
-        while not self._client.begin(self._leads):
+        while not self._client.ask(0, Message(Kind.BEGIN, flag=self._leads)):
             time.sleep(_LOOK_EVERY_S)
         self.renew()
 
