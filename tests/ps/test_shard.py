@@ -85,7 +85,7 @@ def test_who_comes_over_another_link_gives_again_what_it_gave_to_an_open_round()
     assert told(shard, push, Join(0, 0)) == [Accumulate(0)]
     assert shard.clocks == {0: 0, 1: 0}
     assert told(shard, Push(1, 0, 1, 0)) == [Accumulate(1)]
-    assert told(shard, push) == [Accumulate(0), Step((0, 1), 1.0, 0), Ack(0, 0), Ack(1, 1)]
+    assert told(shard, push) == [Accumulate(0), Step((0, 1), 2.0, 0), Ack(0, 0), Ack(1, 1)]
     assert told(shard, Join(0, 0), push) == [Ack(0, 0)]
     assert shard.clocks == {0: 1, 1: 1}
 
@@ -122,7 +122,7 @@ def test_who_leaves_holds_nobody_up_and_waits_for_nothing() -> None:
 def test_a_round_takes_the_first_gradients_in_the_order_of_the_workers() -> None:
     shard = Shard(range(3), Anytime(), FirstOf(2))
     assert told(shard, Push(2, 0, 0, 0), Pull(2)) == [Accumulate(2)]
-    assert told(shard, Push(0, 0, 1, 0)) == [Accumulate(0), Step((0, 2), 1.0, 0), Ack(0, 1), Ack(2, 0), Reply(2, 1)]
+    assert told(shard, Push(0, 0, 1, 0)) == [Accumulate(0), Step((0, 2), 2.0, 0), Ack(0, 1), Ack(2, 0), Reply(2, 1)]
     assert told(shard, Push(1, 0, 2, 0), Pull(1)) == [Refuse(1, 2, Reason.LATE), Reply(1, 1)]
 
 
@@ -132,7 +132,7 @@ def test_a_round_goes_on_without_what_is_empty_or_not_finite() -> None:
     assert shard.version == 1
     assert told(shard, Push(0, 0, 2, 1, finite=False), Push(1, 0, 3, 1)) == [
         Accumulate(1),
-        Step((1,), 1.0, 0),
+        Step((1,), 2.0, 0),
         Refuse(0, 2, NAN),
         Ack(1, 3),
     ]
@@ -142,8 +142,8 @@ def test_what_a_worker_gave_to_an_open_round_goes_with_it() -> None:
     shard = Shard(range(3), Anytime(), FirstOf(3))
     told(shard, Push(0, 0, 0, 0), Push(1, 0, 1, 0), Pull(1))
     assert told(shard, Leave(0)) == []
-    assert told(shard, Push(2, 0, 2, 0)) == [Accumulate(2), Step((1, 2), 1.0, 0), Ack(1, 1), Ack(2, 2), Reply(1, 1)]
-    assert told(shard, Join(0, 1), Push(1, 0, 3, 1), Push(0, 1, 0, 1), Leave(2))[2:3] == [Step((0, 1), 1.0, 0)]
+    assert told(shard, Push(2, 0, 2, 0)) == [Accumulate(2), Step((1, 2), 2.0, 0), Ack(1, 1), Ack(2, 2), Reply(1, 1)]
+    assert told(shard, Join(0, 1), Push(1, 0, 3, 1), Push(0, 1, 0, 1), Leave(2))[2:3] == [Step((0, 1), 2.0, 0)]
 
 
 def test_the_last_round_in_front_of_a_fence_may_be_short() -> None:

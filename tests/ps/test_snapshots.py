@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -41,9 +42,10 @@ def server_of(server: int, admission: Admission, until: int) -> Server:
     form = form_of(server)
     specs = [ParameterSpec(piece.parameter, piece.shape) for piece in form.pieces]
     machines = [Shard(range(WORKERS), admission, Each()) for _ in form.pieces]
-    leases = Leases(WORKERS, until, fixed=not isinstance(admission, Anytime)) if server == 0 else None
+    fixed = not isinstance(admission, Anytime)
+    coordinates = (Leases(WORKERS, until, fixed=fixed, workers=range(WORKERS)), 0, until) if server == 0 else None
     applier = Applier(form, partial(torch.optim.SGD, lr=1.0), specs)
-    return Server(open_port("local", form.slots, form.push_slots), form, applier, machines, leases, grace_s=0.2)
+    return Server(open_port("local", form.slots, form.push_slots), form, applier, machines, coordinates, grace_s=0.2)
 
 
 class Life:
@@ -61,7 +63,7 @@ class Life:
         if self.found is not None:
             self.until = self.found.until
             for server, name in zip(self.servers, self.found.names, strict=True):
-                server.restore(read(folder, name), detached=True)
+                server.restore(read(folder, name), self.found.clocks)
         self._look_at_what_is_in_it()
         self.fence = threading.Barrier(WORKERS)
         self.threads = [threading.Thread(target=self._serve, args=(server,)) for server in range(SERVERS)]
@@ -89,8 +91,9 @@ class Life:
 
     def _work(self, worker: int) -> None:
         try:
-            self._train(worker)
-        except (PeerLost, threading.BrokenBarrierError):
+            with ExitStack() as closing:
+                self._train(worker, closing)
+        except (PeerLost, ConnectionError, threading.BrokenBarrierError):
             self.fence.abort()
         except BaseException as error:
             self.errors.append(error)
@@ -100,33 +103,31 @@ class Life:
         if self.killed.is_set():
             raise PeerLost(0, "here", "killed")
 
-    def _train(self, worker: int) -> None:
+    def _train(self, worker: int, closing: ExitStack) -> None:
         forms = [form_of(server) for server in range(SERVERS)]
         places = [[torch.zeros(piece.shape) for piece in form.pieces] for form in forms]
-        links = [
-            open_link("local", server.address, form.slots, form.push_slots)
-            for server, form in zip(self.servers, forms, strict=True)
-        ]
+        links = []
+        for server, form in zip(self.servers, forms, strict=True):
+            links.append(open_link("local", server.address, form.slots, form.push_slots))
+            closing.callback(links[-1].close)
         connections = [Connection(*each) for each in zip(links, forms, places, strict=True)]
         client = Client(connections, worker, check=self._check)
+        closing.callback(client.close)
         lease, late = -1, False
-        try:
-            while True:
-                client.tell(Message(Kind.ASK, flag=late, lease=lease))
-                answer = client.lease()
-                if answer.kind == Kind.FENCE:
-                    lease = -1
-                    if not self._meet(client, worker, answer.numbers[0]):
-                        return
-                    continue
-                lease = answer.lease
-                client.pull()
-                gradients = [[torch.zeros(LEASES) for _ in form.pieces] for form in forms]
-                for gradient in (each for own in gradients for each in own):
-                    gradient[lease] = -1.0
-                late = client.push(gradients, lease) == Reason.LATE
-        finally:
-            client.close()
+        while True:
+            client.tell(Message(Kind.ASK, flag=late, lease=lease))
+            answer = client.lease()
+            if answer.kind == Kind.FENCE:
+                lease = -1
+                if not self._meet(client, worker, answer.numbers[3]):
+                    return
+                continue
+            lease = answer.lease
+            client.pull()
+            gradients = [[torch.zeros(LEASES) for _ in form.pieces] for form in forms]
+            for gradient in (each for own in gradients for each in own):
+                gradient[lease] = -1.0
+            late = client.push(gradients, lease) == Reason.LATE
 
     def _meet(self, client: Client, worker: int, done: int) -> bool:
         """Does what is done at a fence; tells whether there is another."""
@@ -135,7 +136,7 @@ class Life:
         if worker == 0 and following:
             for server in range(SERVERS):
                 client.ask(server, Message(Kind.SETTLE, lease=done))
-            client.tell(Message(Kind.ADVANCE, lease=following[0]))
+            client.tell(Message(Kind.ADVANCE, lease=done, numbers=(following[0], 0, done, following[0])))
         if not following:
             self.fence.wait(DEADLINE_S)
             self.ended.set()

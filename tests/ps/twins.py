@@ -70,8 +70,8 @@ class Recipe:
         remedies = Remedies(divide=True, compensation=0.1, asynchronous_workers=2) if self._extras else Remedies()
         applier = Applier(form, self._optimizer, specs, Pace(options), remedies=remedies)
         machines = [Shard(range(WORKERS), *REGIMES[self.regime]) for _ in range(len(form))]
-        leases = Leases(WORKERS, 1 << 20, fixed=self.regime != "asynchronous")
-        return Server(pairing.port, form, applier, machines, leases, pairing=pairing)
+        leases = Leases(WORKERS, 1 << 20, fixed=self.regime != "asynchronous", workers=range(WORKERS))
+        return Server(pairing.port, form, applier, machines, (leases, 0, 1 << 20), pairing=pairing)
 
 
 class Worker:
@@ -138,4 +138,6 @@ class Worker:
             if self._number == 0 and self.pushed == 5:
                 client.ask(0, Message(Kind.AVERAGE, flag=1))
                 client.ask(0, Message(Kind.STATE, 0, 1))
+            if self._number == 0 and self.pushed == 7:
+                client.ask(0, Message(Kind.AVERAGE))
         client.close()

@@ -1,12 +1,11 @@
 """Workers, shards and leases in virtual time: one `World` of settings and a seed is one history, the same every time.
 
-Each worker goes round; a message takes a random time, and those of one worker to one place keep their order:
+Each worker goes round; a message takes a random time, those of one worker to one place keep their order:
 
     Ask ──► Grant ──► Pull ──► compute ──► Push ──► Ask with Commit or Return ...
       └───► Fence ──► all meet ──► Settle, Advance
 
-A worker may be lost at any moment and come again. What the machines do is held against books of the driver's own
-(`ps.books`); a history that comes to rest before its end is `Stuck`.
+A worker may be lost at any moment and come again. What the machines do is held against `ps.books`.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ class World:
         forever: whether they stay away.
         halts: how often somebody asks for an early fence.
         eager: pull with the push, not before the next step.
-        rests: whether a worker for which there is no portion leaves until there is one.
-        arbiter: whether one more machine says first which gradients make a round, by claims of no content; whoever is
-            of it sends its gradient to all shards, and pulls what has at least the round that comes.
+        rests, ahead: whether a worker without a portion leaves until it has one; shards know how many leases come.
+        arbiter: whether one more machine says first which gradients make a round, by claims of no content.
     """
 
     seed: int
@@ -74,6 +72,7 @@ class World:
     halts: int = 0
     eager: bool = False
     rests: bool = False
+    ahead: bool = True
     arbiter: bool = False
 
 
@@ -110,12 +109,7 @@ class History:
 
 
 def run(world: World, machines: Machines | None = None) -> History:
-    """Lives through a history.
-
-    Raises:
-        Stuck: it ends too early.
-        AssertionError: a machine did what it must not.
-    """
+    """Lives through a history; raises `Stuck` if it ends too early, AssertionError where a machine does wrong."""
     return _Run(world, machines or Machines()).run()
 
 
@@ -246,8 +240,11 @@ class _Run:
             for place in self.shards if self.world.rests else ():
                 self._send(worker, place, self._tell, place, Leave(worker))
             answer = (yield 1)[-1]
-            for place in self.shards if self.world.rests else ():
-                self._send(worker, place, self._tell, place, Join(worker, self.incarnations[worker]))
+            if self.world.rests:
+                for place in self.shards:
+                    self._send(worker, place, self._tell, place, Join(worker, self.incarnations[worker]))
+                # Not before it counts again everywhere, because others may go on when it has met them.
+                yield from self._pull(worker, 0)
         return answer  # type: ignore[no-any-return]
 
     def _pull(self, worker: int, least: int) -> Generator[int, Any, dict[int, int]]:
@@ -357,7 +354,7 @@ class _Run:
         answers = [answer for event in events for answer in self.leases.handle(event)]
         for answer in answers:
             if isinstance(answer, lease.Fence):
-                # Who was lost before the leases heard of it does not come, though there may be another by now.
+                # Whoever was lost by now does not come.
                 there = {worker for worker in self.lives if self.asked[worker] == self.incarnations[worker]}
                 self.members = there & set(answer.members)
             self._send(answer.worker, -100, self._reach, answer.worker, self.asked[answer.worker], -1, answer)
@@ -393,7 +390,7 @@ class _Run:
             self._answer(worker, -3, None)
 
     def _look_ahead(self) -> None:
-        if isinstance(self.world.combination, FirstOf):
+        if isinstance(self.world.combination, FirstOf) and self.world.ahead:
             for place, book in enumerate(self.books):
                 ahead = (self.leases.until - self.leases.begin) * self.world.portions
                 self._tell(place, shard.Ahead(ahead))

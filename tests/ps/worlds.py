@@ -37,6 +37,11 @@ def _lock_step(chance: random.Random, given: dict[str, Any]) -> World:
     return World(portions=workers, fixed=True, combination=FirstOf(workers), **given)
 
 
+def _resting(regime: Regime) -> Regime:
+    """Whoever has no portion leaves until it has one; so nobody needs to be told how many come."""
+    return lambda chance, given: regime(chance, given | {"rests": True, "ahead": False})
+
+
 def _one_shard(regime: Regime) -> Regime:
     return lambda chance, given: regime(chance, given | {"shards": 1})
 
@@ -57,6 +62,8 @@ PEACE: dict[str, Regime] = {
     "lock-step": _lock_step,
     "backups": _one_shard(_backups),
     "backups, shards": _backups_with_an_arbiter,
+    "lock-step, resting": _resting(_lock_step),
+    "backups, resting": _one_shard(_resting(_backups)),
 }
 """Nobody is lost."""
 
@@ -65,7 +72,9 @@ DEATHS: dict[str, Regime] = {
     "bounded": _bounded_resting,
     "bounded, on demand": _bounded_on_demand,
     "lock-step": _lock_step,
+    "lock-step, resting": _resting(_lock_step),
     "backups": _one_shard(_backups),
+    "backups, resting": _one_shard(_resting(_backups)),
 }
 """Workers are lost at any moment, for ever or for a while."""
 

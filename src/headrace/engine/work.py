@@ -25,7 +25,6 @@ from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
 from headrace.engine.evaluation import Evaluation
 from headrace.engine.journal import Journal
-from headrace.engine.leased import next_fence
 from headrace.engine.order import Order, Resumption
 from headrace.engine.snapshot import Stored, making_sense, seed_random
 from headrace.engine.succession import primary_address
@@ -188,7 +187,6 @@ def _parts(
         rounds_per_epoch=-(-examples // batch),
         full_batch=min(examples, batch),
         first=first,
-        until=next_fence(order, -(-examples // batch), first),
         closing=closing,
         addresses=lambda: tuple(_address(page, order.plan, server, host) for server in order.plan.servers),
         find=lambda index: _find(page, order.plan, index),

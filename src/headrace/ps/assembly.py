@@ -13,6 +13,7 @@ from headrace.comm.local_port import LocalPort
 from headrace.comm.port import Link, Port, Slots
 from headrace.ps.client import Client
 from headrace.ps.form import Form, Piece
+from headrace.ps.messages import Kind, Message
 from headrace.ps.pairing import Pairing
 from headrace.ps.session import Connection
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.spec.model import ModelSpec
     from headrace.spec.plan import Plan, Role
 
-__all__ = ["connect", "form_of", "open_port", "pair", "places_of"]
+__all__ = ["connect", "form_of", "leads", "open_port", "pair", "places_of"]
 
 _HELLO_S = 30.0
 _AGAIN_S = 2.0
@@ -77,6 +78,11 @@ def pair(port: Port, form: Form, process: int) -> Pairing:
         return _link(address, form, Slots(()), _AGAIN_S)
 
     return Pairing(port, form.push_slots, form.reply_slots, process, call)
+
+
+def leads(client: Client, rank: int) -> bool:
+    """Returns whether a worker has to bring the parameters to begin with: rank 0 does, if nobody has."""
+    return rank == 0 and not client.ask(0, Message(Kind.BEGIN))
 
 
 def connect(

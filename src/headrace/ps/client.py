@@ -133,17 +133,21 @@ class Client:
         """Tells the first server, which gives out the data, something, and does not wait for its answer."""
         self._servers[0].tell(message)
 
-    def begin(self, leads: bool) -> bool:
-        """Says that there are parameters to begin with, if this worker has brought them; returns whether there are."""
-        return bool(self.ask(0, Message(Kind.BEGIN, flag=leads)))
+    def lease(self, rests: bool = False) -> Message:
+        """Waits for the first server's next word about data: a grant or a fence.
 
-    def lease(self) -> Message:
-        """Waits for the first server's next word about data: a grant or a fence."""
-        return self._servers[0].lease()
+        Args:
+            rests: let no other worker wait for this one meanwhile.
+        """
+        return self._servers[0].lease(self._rest if rests else None)
 
-    def shards(self, server: int) -> Form:
-        """Returns what shards a server has."""
-        return self._servers[server].form
+    def _rest(self, begins: bool) -> None:
+        for server in self._servers:
+            if begins:
+                server.tell(Message(Kind.REST, flag=True))
+            else:
+                # Others may go on when this worker has met them, and then it counts again.
+                server.ask(Message(Kind.REST))
 
     def close(self) -> None:
         """Ends all links."""
@@ -243,13 +247,19 @@ class _Server:
             self._next(self._told, monotonic() + self._timeout_s)
         self._told = self.session.ask(message, (), blob)
 
-    def lease(self) -> Message:
-        """Waits for a word about data."""
+    def lease(self, rest: Callable[[bool], None] | None = None) -> Message:
+        """Waits for a word about data; `rest` is told when that takes long, and when it is over."""
+        resting = False
         while not self._leases:
             # Others may compute for as long as they like; that they live is seen elsewhere.
             received = self.session.receive()
-            if received is not None and not self._takes(received[0]):
+            if received is None and rest and not resting:
+                resting = True
+                rest(True)
+            elif received is not None and not self._takes(received[0]):
                 raise ServerRefused("the server answered a question that was not asked")
+        if resting and rest:
+            rest(False)
         return self._leases.popleft()
 
     def _takes(self, message: Message, awaited: int = 0) -> bool:

@@ -14,6 +14,7 @@ Who comes later waits for the fence to be left.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -138,7 +139,7 @@ class LeasesState:
         free: leases that were given out and are free again, from each to before another.
         held: lease and worker of each that is given out.
         lost, met: workers that are gone, and that were told of the fence.
-        present: workers that are waited for, in the order in which they came.
+        present: workers that are waited for, in the order in which they came; None for those that a run begins with.
         meetings: so far.
         asking: workers, in the order in which they came.
         loose: whether any portion goes to any worker, because some are lost.
@@ -153,7 +154,7 @@ class LeasesState:
     held: tuple[tuple[int, ...], ...]
     lost: tuple[int, ...]
     met: tuple[int, ...]
-    present: tuple[int, ...]
+    present: tuple[int, ...] | None
     meetings: int
     asking: tuple[int, ...]
     loose: bool
@@ -164,10 +165,15 @@ class LeasesState:
         given = {lease for stream, stop in enumerate(self.next) for lease in range(self.begin + stream, stop, stride)}
         return given - numbers_in(self.free) - {lease for lease, _ in self.held}
 
+    def clocks(self) -> tuple[int, ...]:
+        """Returns how many rounds behind the last fence each worker has done, where each has portions of its own."""
+        streams = Counter(lease % self.portions for lease in self.committed())
+        return tuple(streams[worker] for worker in range(len(self.next) if len(self.next) > 1 else 0))
+
     def detached(self) -> LeasesState:
         """Returns it without its workers: what they hold is free."""
         free = numbers_in(self.free) | {lease for lease, _ in self.held}
-        return replace(self, free=spans_of(free), held=(), met=(), asking=(), present=())
+        return replace(self, free=spans_of(free), held=(), lost=(), met=(), asking=(), present=None, loose=False)
 
 
 class Leases:
@@ -275,7 +281,8 @@ class Leases:
         self._next, self._free = list(state.next), numbers_in(state.free)
         self._held = {lease: worker for lease, worker in state.held}
         self._lost, self._met, self._asking = set(state.lost), set(state.met), list(state.asking)
-        self._present, self._meetings = dict.fromkeys(state.present), state.meetings
+        self._present = self._present if state.present is None else dict.fromkeys(state.present)
+        self._meetings = state.meetings
         self._loose = state.loose
 
     def _begun(self) -> int:

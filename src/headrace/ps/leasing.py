@@ -38,6 +38,7 @@ class LeasedPortions(Portions):
         parts: portions of a round.
         span: rounds of a block.
         aside: brings the parameters up to date where all meet; None to pull them.
+        rests: whether others, who may not be far ahead of this worker, need not wait for it while it waits for data.
         alone: rounds from the run's begin on that worker 0 does alone, to the end of a block.
 
     Attributes:
@@ -56,6 +57,7 @@ class LeasedPortions(Portions):
         span: int = 1,
         aside: Aside | None = None,
         alone: int = 0,
+        rests: bool = False,
     ) -> None:
         self.lease = -1
         self.late = False
@@ -68,11 +70,12 @@ class LeasedPortions(Portions):
         self._span = span
         self._aside = aside
         self._alone = alone
+        self._rests = rests
         # Blocks are counted on over fences, so that no lease has the number of another.
         self._fence = 0
 
     def begin(self) -> None:
-        while not self._client.begin(self._leads):
+        while not self._client.ask(0, Message(Kind.BEGIN, flag=self._leads)):
             time.sleep(_LOOK_EVERY_S)
         self.renew()
 
@@ -84,7 +87,7 @@ class LeasedPortions(Portions):
         self.lease, self.late = -1, False
 
     def next(self) -> Portion | Fence:
-        answer = self._client.lease()
+        answer = self._client.lease(self._rests)
         begin, first, until, block, which, *members = answer.numbers
         round_ = min(until, begin + (block - first) * self._span)
         if answer.kind == Kind.FENCE:

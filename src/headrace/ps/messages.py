@@ -36,6 +36,7 @@ class Kind(IntEnum):
     COMMIT = 14
     ALIVE = 15
     BEGIN = 16
+    REST = 17
     FOLLOW = 32
     HELD = 33
 

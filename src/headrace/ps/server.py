@@ -110,12 +110,13 @@ class Server:
         self._pack(allocate)
         return made[0]
 
-    def restore(self, snapshot: memoryview, detached: bool = False) -> None:
+    def restore(self, snapshot: memoryview, clocks: Sequence[int] | None = None) -> None:
         """Becomes what another server was.
 
         Args:
             snapshot: of it.
-            detached: without its clients, as of a server whose run is resumed.
+            clocks: rounds that each worker has done, as a `SnapshotSet` has them, where a run is resumed: then it is
+                without its clients.
 
         Raises:
             ValueError: it is none, or is of another model or strategy; what this server is then, is not said.
@@ -124,13 +125,13 @@ class Server:
         difference = self._form.difference(state.form.encode())
         if difference:
             raise ValueError(difference.replace("the worker", "the snapshot"))
-        if detached:
-            state = state.detached()
+        if clocks is not None:
+            state = state.detached(clocks)
         try:
             members = self._members.load(state.members)
             self._requests.load(state.requests, state.shards, tensors)
             self._applier.become(state.applier, tensors)
-            lost = () if detached else (name for name in tensors if name.startswith("residual/"))
+            lost = () if clocks is not None else (name for name in tensors if name.startswith("residual/"))
             self._form.residuals = {name: tensors[name] for name in lost}
             self._settled, self._begun, self._ended = state.settled, state.begun, state.ended
             if self._coordinator is not None and state.coordinator is not None:
@@ -310,6 +311,10 @@ class Server:
             self._settle(message.lease)
         elif message.kind == Kind.BEGIN:
             self._begun |= message.flag == 1
+        elif message.kind == Kind.REST:
+            # Whoever waits for data holds up nobody who has some.
+            here = Join(member.worker, member.incarnation)
+            self._requests.tell_all(Leave(member.worker) if message.flag else here)
         elif message.kind == Kind.LEAVE:
             # One of a worker's clients says it for all of them, or for itself.
             for each in [member] if message.flag else self._members.clients(member.worker):

@@ -12,9 +12,25 @@ time, a test.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from headrace.policies.staleness import Admission, Combination
+from headrace.ps.events import (
+    Accumulate,
+    Ack,
+    Action,
+    Ahead,
+    Event,
+    Join,
+    Leave,
+    Pull,
+    Push,
+    Reason,
+    Refuse,
+    Renew,
+    Reply,
+    Settle,
+    Step,
+)
 from headrace.ps.spans import numbers_in, spans_of
 
 __all__ = [
@@ -39,154 +55,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
-    """A worker becomes a member, comes again in a new incarnation, or in the same one over another link.
-
-    In the same one it stays where it was; what it has asked, and has given to a round that is open, comes again.
-    """
-
-    worker: int
-    incarnation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """A worker is a member no more."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    """A worker's gradient is there.
-
-    Attributes:
-        worker: who has made it.
-        incarnation: of that worker; a push of an earlier one is refused.
-        lease: of the data that it was made from; one lease is applied once.
-        version: of the parameters that it was made with.
-        weight: in the mean of its round; 0 if the worker had no data in it.
-        share: of the round that it stands for, where it is a step of its own.
-        finite: whether all of it is.
-    """
-
-    worker: int
-    incarnation: int
-    lease: int
-    version: int
-    weight: float = 1.0
-    share: float = 1.0
-    finite: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """A worker asks for parameters to begin its next round with.
-
-    Attributes:
-        worker: who.
-        incarnation: of that worker.
-        least: the version that they shall have reached. Where all shards are to take the same gradients into a round,
-            another machine says first which, and so they may be behind it.
-    """
-
-    worker: int
-    incarnation: int = 0
-    least: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """All leases so far are committed: none of them comes again.
-
-    Attributes:
-        version: that this shard counts on from, if it is not further. Where shards take the same gradients into a
-            round, all must give it the same number, whatever has renewed some of them.
-    """
-
-    version: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Renew:
-    """The parameters have been replaced by others, a checkpoint's or their averages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """So many leases come, from the last `Settle` to the next fence: the last round may be short.
-
-    Without this, rounds never are.
-    """
-
-    leases: int
-
-
-Event = Join | Leave | Push | Pull | Settle | Renew | Ahead
-
-
-class Reason(Enum):
-    """Why a push is refused."""
-
-    STRANGER = 1
-    """From nobody that is a member, or from an earlier incarnation."""
-    LATE = 2
-    """The round that it was made for is over; its data comes again."""
-    NOT_FINITE = 3
-    """It holds NaN or infinity; its round goes on without it."""
-    DUPLICATE = 4
-    """Its lease is done here already: applied, or refused as not finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulate:
-    """Keep a worker's gradient: it is part of the round's mean."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Apply the optimizer.
-
-    Attributes:
-        workers: the mean of whose gradients is applied, in the order of their numbers.
-        share: of a round that it stands for.
-        staleness: updates between the parameters that it was made with and those it is applied to.
-    """
-
-    workers: tuple[int, ...]
-    share: float
-    staleness: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ack:
-    """Tell a worker that its gradient is applied."""
-
-    worker: int
-    lease: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Tell a worker that its gradient does not count, and why."""
-
-    worker: int
-    lease: int
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Give a worker the parameters of this version."""
-
-    worker: int
-    version: int
-
-
-Action = Accumulate | Step | Ack | Refuse | Reply
+_EXACTLY = 1e-9
+"""Shares of a round add up to 1 but for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +225,13 @@ class Shard:
         ]
         self._contributed.clear()
         self.version += 1
-        step: list[Action] = [Step(tuple(push.worker for push in counted), 1.0, 0)] if counted else []
+        # Where some are lost, a round is of other data than one global batch, and moves the parameters as far.
+        fresh = (
+            p.share for p, a in zip(pushes, answers, strict=True) if getattr(a, "reason", None) != Reason.DUPLICATE
+        )
+        share = sum(fresh)
+        share = 1.0 if abs(share - 1.0) < _EXACTLY else share
+        step: list[Action] = [Step(tuple(push.worker for push in counted), share, 0)] if counted else []
         return [*step, *answers]
 
     def _pull(self, pull: Pull) -> list[Action]:

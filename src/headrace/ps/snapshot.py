@@ -11,7 +11,7 @@ server                           the rest, as JSON
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -61,16 +61,30 @@ class ServerState:
     coordinator: CoordinatorState | None
     version: int = _VERSION
 
-    def detached(self) -> ServerState:
+    def detached(self, clocks: Sequence[int]) -> ServerState:
         """Returns it without its clients: the processes are gone, and others come.
 
-        What they hold is free, what they have asked or given to a round that is open is forgotten.
+        What they hold is free, what they have asked or given to a round that is open is forgotten. What a worker has
+        done here and not everywhere it does again, so it has not done it.
+
+        Args:
+            clocks: rounds that each worker has done; 0 for all others.
         """
+        known = dict(enumerate(clocks))
         return replace(
             self,
             members=MembershipState((), (), ()),
             requests=(),
-            shards=tuple(replace(shard, contributed=(), waiting=(), told=()) for shard in self.shards),
+            shards=tuple(
+                replace(
+                    shard,
+                    members=tuple((worker, count, known.get(worker, 0)) for worker, count, _ in shard.members),
+                    contributed=(),
+                    waiting=(),
+                    told=(),
+                )
+                for shard in self.shards
+            ),
             coordinator=self.coordinator.detached() if self.coordinator else None,
         )
 

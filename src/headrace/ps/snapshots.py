@@ -129,6 +129,7 @@ class SnapshotSet:
         names: of the files, by server.
         settled: rounds that were done at the last fence; -1 before the first.
         until: rounds in front of the next fence.
+        clocks: rounds since the last fence that each worker has done, where each has portions of its own.
         committed: leases since the last fence that are done everywhere, from each to before another.
         applied: by server and shard, the leases since then that are in its parameters.
     """
@@ -136,6 +137,7 @@ class SnapshotSet:
     names: tuple[str, ...]
     settled: int
     until: int
+    clocks: tuple[int, ...]
     committed: tuple[tuple[int, int], ...]
     applied: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
 
@@ -210,6 +212,7 @@ def _around(book: tuple[str, ServerState], others: list[list[tuple[str, ServerSt
         names=tuple(name for name, _ in chosen),
         settled=book[1].settled,
         until=coordinator.leases.until,
+        clocks=coordinator.leases.clocks(),
         committed=spans_of(committed),
         applied=tuple(tuple(shard.done for shard in state.shards) for _, state in chosen),
     )

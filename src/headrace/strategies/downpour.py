@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headrace.errors import UsageError
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps.applier import Applier, Pace
-from headrace.ps.assembly import connect, form_of, open_port, pair, places_of
+from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.ps.background import Background
 from headrace.ps.client import Client
 from headrace.ps.exchange import ServedExchange
@@ -140,7 +140,7 @@ class Downpour(Strategy):
         forms = [form_of(plan, parts.model, server) for server in plan.servers]
         places = [places_of(form, parts.module) for form in forms]
         links = self._links(plan, rank, parts, forms, places)
-        exchange = Pouring(self, plan, links, forms, parts, rank == 0 and not links.main.begin(False))
+        exchange = Pouring(self, plan, links, forms, parts, leads(links.main, rank))
         exchange.give(places)
         return Replica(parts.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
 from headrace.ps.applier import Applier, Pace, Remedies
-from headrace.ps.assembly import connect, form_of, open_port, pair, places_of
+from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.ps.client import Client
 from headrace.ps.exchange import ServedExchange
 from headrace.ps.form import Form
@@ -146,10 +146,12 @@ class ParameterServer(Strategy):
             parts.addresses(), forms, places, (rank, parts.incarnation), parts.host.check, servers, parts.closing,
             together=together, find=parts.find,
         )  # fmt: skip
-        leads = rank == 0 and not client.begin(False)
-        portions = LeasedPortions(client, leads, len(forms), len(plan.shares))
+        brings = leads(client, rank)
+        # Where some are lost, others may have to do their portions alone.
+        rests = self.staleness_bound is not None or self.backup_workers > 0
+        portions = LeasedPortions(client, brings, len(forms), len(plan.shares), rests=rests)
         held = HeldGradients(forms, parts.model)
-        exchange = PushPull(client, forms, portions, held, parts, leads)
+        exchange = PushPull(client, forms, portions, held, parts, brings)
         exchange.give(places)
         return Replica(parts.whole_model(held, portions=len(plan.shares)), exchange, portions)
 

@@ -54,7 +54,7 @@ class Parts:
         connect: opens a collective that carries the devices' own tensors; None where they live in host memory.
         rounds_per_epoch: of the training data.
         full_batch: examples of a round, but for an epoch's last one.
-        first, until: the round that the run begins with, and the first before which all workers meet.
+        first: the round that the run begins with.
         closing: closes what a strategy has opened, when the worker ends, however it does.
         addresses: waits until every server can be reached, and returns where, in the order of their ranks.
         find: returns where a server can be reached now, by its place among the servers; raises ConnectionError if it
@@ -72,7 +72,6 @@ class Parts:
     rounds_per_epoch: int = 1
     full_batch: int = 1
     first: int = 0
-    until: int = 0
     closing: ExitStack = field(default_factory=ExitStack)
     addresses: Callable[[], tuple[str, ...]] = tuple
     find: Callable[[int], str] | None = None
