@@ -150,7 +150,8 @@ class Watch:
     def _lose(self, rank: int, cause: str) -> None:
         """Lets the others know that a process is gone for good, and starts another one in its place."""
         page, seat = self._page, self._seats[rank]
-        if rank in self._succession and not self._is_over():
+        # Also when all is done but that the servers are told so.
+        if rank in self._succession and self._order.plan.server_of(rank) in self._left:
             self._succeed(rank, cause)
         examples = page.beats[rank][2]
         seat.in_vain = 0 if examples > seat.examples else seat.in_vain + 1
