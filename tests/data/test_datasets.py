@@ -43,7 +43,7 @@ class Shop:
     def __call__(self, folder: Path, names: Sequence[str]) -> None:
         self.asked.append(list(names))
         for name in names:
-            packed = gzip.compress(FILES[name])
+            packed = gzip.compress(FILES[name], mtime=0)
             (folder / f"{name}.gz").write_bytes(self.changed.get(name.partition("-")[0], packed))
 
 
@@ -77,7 +77,7 @@ def test_the_first_place_that_has_the_files_is_asked_once_and_then_the_cache(tmp
 
 def test_a_wrong_digest_is_named_with_both_and_nothing_is_kept(tmp_path: Path) -> None:
     other = FILES["t10k-labels-idx1-ubyte"][:-1] + b"\x07"
-    shop = Shop(t10k=gzip.compress(other))
+    shop = Shop(t10k=gzip.compress(other, mtime=0))
     with pytest.raises(DataError) as caught:
         fashion_mnist(tmp_path, fetchers=(("the shop", shop), ("another", Shop())), digests=DIGESTS)
     message = str(caught.value)
@@ -87,7 +87,7 @@ def test_a_wrong_digest_is_named_with_both_and_nothing_is_kept(tmp_path: Path) -
     assert list((tmp_path / "fashion-mnist").iterdir()) == []
 
 
-@pytest.mark.parametrize("content", [b"<html>log in</html>", gzip.compress(b"x" * 999)[:-9], b""])
+@pytest.mark.parametrize("content", [b"<html>log in</html>", gzip.compress(b"x" * 999, mtime=0)[:-9], b""])
 def test_what_cannot_be_unpacked_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz from the shop .* expected"):
         fashion_mnist(tmp_path, fetchers=[("the shop", Shop(train=content))], digests=DIGESTS)
@@ -149,7 +149,7 @@ def test_the_default_places_are_debian_and_the_authors() -> None:
 def server(tmp_path: Path) -> Iterator[str]:
     """A web server on the loopback device that has two of the files."""
     for name in list(FILES)[:2]:
-        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(FILES[name]))
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(FILES[name], mtime=0))
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *arguments: object) -> None:

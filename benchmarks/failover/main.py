@@ -1,0 +1,103 @@
+"""From kill -9 of a primary server to the next acknowledged push, in real runs. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import headrace as hr
+from headrace.spec.event import Event, Lost, RunStarted, ServerStarted, Stepped
+
+WORKERS = 2
+SERVERS = (WORKERS, WORKERS + 1)
+SETTLED_S = 1.0
+"""A backup that has begun holds everything by then."""
+
+
+class Killer:
+    """Kills whoever is primary, again and again, and notes when."""
+
+    def __init__(self, kills: int) -> None:
+        self.killed: list[float] = []
+        self._kills = kills
+        self._pids: dict[int, int] = {}
+        self._primary = SERVERS[0]
+        self._clock = 0.0
+        self._since = float("inf")
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._clock = event.clock_s
+        elif isinstance(event, ServerStarted):
+            self._pids[event.rank] = event.pid
+            if len(self._pids) == len(SERVERS):
+                self._since = time.monotonic()
+        elif isinstance(event, Stepped) and time.monotonic() - self._since > SETTLED_S:
+            self._kill()
+
+    def _kill(self) -> None:
+        if len(self.killed) == self._kills:
+            os.kill(os.getpid(), signal.SIGINT)
+            self._since = float("inf")
+            return
+        self._since = float("inf")
+        self.killed.append(time.monotonic() - self._clock)
+        os.kill(self._pids.pop(self._primary), signal.SIGKILL)
+        self._primary = next(server for server in SERVERS if server != self._primary)
+
+
+def failovers(transport: str, kills: int) -> list[float]:
+    """Returns the seconds from each kill to the next push that the new primary has acknowledged."""
+    inputs = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
+    job = hr.Job(
+        model=functools.partial(nn.Linear, 64, 10),
+        task=hr.tasks.multiclass(10),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+        data=(inputs, torch.randint(0, 10, (4096,), generator=torch.Generator().manual_seed(1))),
+        global_batch_size=256,
+        epochs=1_000_000,
+    )
+    killer = Killer(kills)
+    strategy = hr.ParameterServer(WORKERS, backups=1, transport=transport)
+    run = hr.fit(job, strategy, on_event=killer)
+    steps = sorted(event.time_s for event in run.events if isinstance(event, Stepped))
+    # The primary is gone when the launcher says so; whatever is acknowledged later, its backup has.
+    lost = sorted(event.time_s for event in run.events if isinstance(event, Lost))
+    assert len(lost) == kills, f"{len(lost)} of {kills} kills were noticed"
+    return [
+        next(step for step in steps if step > noticed) - killed
+        for killed, noticed in zip(killer.killed, lost, strict=True)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=300)
+    kills = parser.parse_args().kills
+    rows = {}
+    for transport in ("shared_memory", "tcp"):
+        seconds = sorted(failovers(transport, kills))
+        rows[transport] = {
+            "kills": kills,
+            "median_s": statistics.median(seconds),
+            "p99_s": seconds[min(kills - 1, int(0.99 * kills))],
+            "longest_s": seconds[-1],
+        }
+        print(transport, json.dumps(rows[transport]), file=sys.stderr, flush=True)
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    (results / "failover.json").write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
