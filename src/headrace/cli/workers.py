@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.options import help_option
+from headrace.cli.options import JsonOption, help_option
 from headrace.cli.output import answering
 from headrace.engine.staffing import ask_for_workers
 from headrace.errors import UsageError
@@ -34,13 +34,16 @@ def workers(
     run_dir: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="The directory of a run that goes on.")
     ],
+    as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Add workers to a run that goes on, or let some go.
 
     For strategies whose workers do not wait for each other: parameter_server without a bound, and downpour.
     """
-    with answering(as_json=False) as answer:
+    with answering(as_json) as answer:
         if count < 1:
             raise UsageError(f"N must be at least 1, got {count}")
-        answer.text(ask_for_workers(run_dir, count if change == Change.ADD else -count))
+        said = ask_for_workers(run_dir, count if change == Change.ADD else -count)
+        answer.document({"said": said})
+        answer.text(said)
