@@ -45,5 +45,7 @@ def workers(
         if count < 1:
             raise UsageError(f"N must be at least 1, got {count}")
         said = ask_for_workers(run_dir, count if change == Change.ADD else -count)
-        answer.document({"said": said})
-        answer.text(said)
+        if answer.as_json:
+            answer.document({"said": said})
+        else:
+            answer.text(said)
