@@ -113,6 +113,8 @@ class Watch:
             if rank not in self._workers and code == 0:
                 self._note_end(rank)
             if rank in self._seats and self._is_late(rank):
+                # If it is one of those who meet after all, the others need not wait for it.
+                self._page.fates[rank][0] += 1
                 continue
             if code < 0 and rank in self._seats:
                 self._lose(rank, self._seats[rank].cause or _killed_by(code))
@@ -229,7 +231,8 @@ class Watch:
     def _is_late(self, rank: int) -> bool:
         """Whether a process has no part any more in what is left to do."""
         if rank in self._workers:
-            return self._is_over() and not self._page.ends[rank][0]
+            # Of those who began the run each has a part in its end.
+            return self._is_over() and not self._page.ends[rank][0] and self._page.fates[rank][0] > 0
         return not self._running.intersection(self._workers) and self._is_over()
 
     def _end_late(self) -> None:
