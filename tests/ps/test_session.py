@@ -51,14 +51,14 @@ def test_what_waits_for_others_is_asked_again_and_counts_once(way: str, codec: s
         results: list[object] = []
         for round_ in range(3):
             thread = threading.Thread(
-                target=lambda lease=2 * round_: results.append(first.push(one_hot(lease), lease, pull=True))  # type: ignore[misc]
+                target=lambda lease=2 * round_: results.append(first.push(one_hot(lease), lease, share=0.5, pull=True))  # type: ignore[misc]
             )
             thread.start()
             while not stand.machine._contributed:
                 pass
             stand.cut(0)
             lease = 2 * round_ + 1
-            assert second.push(one_hot(lease), lease, pull=True) is None
+            assert second.push(one_hot(lease), lease, share=0.5, pull=True) is None
             thread.join()
         assert results == [None] * 3
         assert torch.equal(copy, other)
@@ -169,7 +169,7 @@ def test_two_who_make_rounds_together_end_them_whatever_happens(way: str, kind: 
         def work(worker: int) -> None:
             for round_ in range(16):
                 lease = 2 * round_ + worker
-                assert pairs[worker][0].push(one_hot(lease), lease, pull=True) is None
+                assert pairs[worker][0].push(one_hot(lease), lease, share=0.5, pull=True) is None
                 ended.append(lease)
 
         ended: list[int] = []

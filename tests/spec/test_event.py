@@ -31,6 +31,7 @@ EVENTS = {
     ),
     "saved": st.builds(event.Saved, *STAMP, COUNT, COUNT, SECONDS, SECONDS),
     "non_finite": st.builds(event.NonFinite, *STAMP, COUNT, st.lists(COUNT, max_size=3).map(tuple), WORD),
+    "lost": st.builds(event.Lost, *STAMP, st.integers(0, 9), st.integers(0, 9), st.text(), st.booleans()),
     "notice": st.builds(event.Notice, *STAMP, st.text()),
     "failed": st.builds(event.Failed, *STAMP, COUNT, WORD, st.text()),
     "worker_ended": st.builds(event.WorkerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT, COUNT),
