@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.policies.staleness import Anytime, Each, FirstOf, Within
 from headrace.ps import leases as lease
-from headrace.ps.shard import (
+from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,

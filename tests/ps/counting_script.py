@@ -21,11 +21,12 @@ from headrace.errors import Replaced
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps.applier import Applier
 from headrace.ps.client import Client
+from headrace.ps.events import Action, Event, Push, Reason, Step
 from headrace.ps.leases import Leases
 from headrace.ps.messages import Kind, Message
 from headrace.ps.server import Server
 from headrace.ps.session import Connection
-from headrace.ps.shard import Action, Event, Push, Reason, Shard, Step
+from headrace.ps.shard import Shard
 from headrace.spec.model import ParameterSpec
 from ps.counting import FAULTS, Board, address_file, form_of
 

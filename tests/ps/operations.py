@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.ps.shard import Event, Join, Leave, Reason, Renew, Settle
+from headrace.ps.events import Event, Join, Leave, Reason, Renew, Settle
 
 __all__ = ["BareBook", "Operation", "violations"]
 

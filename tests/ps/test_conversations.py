@@ -25,11 +25,12 @@ from headrace.comm.port import Mail, Port
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps import shard as module
 from headrace.ps.applier import Applier
+from headrace.ps.events import Reason
 from headrace.ps.form import Form, Piece
 from headrace.ps.leases import Leases
 from headrace.ps.messages import Kind, Message, decode, encode
 from headrace.ps.server import Server
-from headrace.ps.shard import Reason, Shard
+from headrace.ps.shard import Shard
 from headrace.spec.model import ParameterSpec
 from ps.worlds import mutated
 

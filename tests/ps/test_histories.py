@@ -12,7 +12,7 @@ from comm.ways import WAYS
 from headrace.comm.faulty import Faults, Odds
 from headrace.ps import shard as module
 from headrace.ps.client import Client
-from headrace.ps.shard import Reason
+from headrace.ps.events import Reason
 from ps.operations import BareBook, Operation, violations
 from ps.seeded import MODERATE, SEEDED, found, world
 from ps.stands import one_hot, standing

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
 from headrace.ps import shard as module
-from headrace.ps.shard import (
+from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
@@ -25,9 +25,9 @@ from headrace.ps.shard import (
     Renew,
     Reply,
     Settle,
-    Shard,
     Step,
 )
+from headrace.ps.shard import Shard
 from ps.virtual import Machines, Stuck, World, run
 from ps.worlds import DEATHS, PEACE, is_found, mutated, world
 

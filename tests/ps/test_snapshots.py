@@ -17,12 +17,13 @@ from headrace.errors import CorruptCheckpoint, PeerLost
 from headrace.policies.staleness import Admission, Anytime, Each, Within
 from headrace.ps.applier import Applier
 from headrace.ps.client import Client
+from headrace.ps.events import Reason
 from headrace.ps.form import Form, Piece
 from headrace.ps.leases import Leases
 from headrace.ps.messages import Kind, Message
 from headrace.ps.server import Server
 from headrace.ps.session import Connection
-from headrace.ps.shard import Reason, Shard
+from headrace.ps.shard import Shard
 from headrace.ps.snapshots import Snapshots, newest, read
 from headrace.ps.spans import numbers_in
 from headrace.spec.model import ParameterSpec

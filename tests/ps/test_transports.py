@@ -18,9 +18,10 @@ from comm.ways import WAYS, open_link, open_port
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps.applier import Applier
 from headrace.ps.client import Client, Connection
+from headrace.ps.events import Reason
 from headrace.ps.form import Form, Piece
 from headrace.ps.server import Server
-from headrace.ps.shard import Reason, Shard
+from headrace.ps.shard import Shard
 from headrace.spec.model import ParameterSpec
 
 STEPS = 20

@@ -13,13 +13,14 @@ from comm.ways import open_link
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
 from headrace.ps.applier import Applier, Pace, Remedies
 from headrace.ps.client import Client
+from headrace.ps.events import Reason
 from headrace.ps.form import Form, Piece
 from headrace.ps.leases import Leases
 from headrace.ps.messages import Kind, Message
 from headrace.ps.pairing import Pairing
 from headrace.ps.server import Server
 from headrace.ps.session import Connection
-from headrace.ps.shard import Reason, Shard
+from headrace.ps.shard import Shard
 from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options
 from ps.pairs import Group

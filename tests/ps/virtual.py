@@ -20,7 +20,7 @@ from typing import Any
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf
 from headrace.ps import leases as lease
 from headrace.ps import shard
-from headrace.ps.shard import Ack, Join, Leave, Pull, Push, Reason, Refuse, Reply
+from headrace.ps.events import Ack, Join, Leave, Pull, Push, Reason, Refuse, Reply
 from ps.books import LeaseBook, ShardBook
 from ps.operations import Operation
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from headrace.errors import PeerLost, ServerRefused
+from headrace.ps.events import Reason
 from headrace.ps.form import Form
 from headrace.ps.messages import Kind, Message
 from headrace.ps.session import Connection, Session
-from headrace.ps.shard import Reason
 from headrace.replica.conditioning import all_finite
 
 __all__ = ["Client"]

@@ -77,11 +77,6 @@ class Form:
     def __len__(self) -> int:
         return len(self.pieces)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The shards' names."""
-        return tuple(piece.name for piece in self.pieces)
-
     def view(self, shard: int, place: Tensor) -> Tensor:
         """Returns a place of `(bytes,)` uint8 as the shard that lies there."""
         return place.view(self._dtypes[shard]).view(self.pieces[shard].shape)

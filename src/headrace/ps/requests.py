@@ -16,10 +16,7 @@ from torch import Tensor
 
 from headrace.comm.port import Port
 from headrace.ps.applier import Applier
-from headrace.ps.form import Form
-from headrace.ps.membership import Member
-from headrace.ps.messages import Kind, Message, decode, encode
-from headrace.ps.shard import (
+from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
@@ -32,10 +29,12 @@ from headrace.ps.shard import (
     Renew,
     Reply,
     Settle,
-    Shard,
-    ShardState,
     Step,
 )
+from headrace.ps.form import Form
+from headrace.ps.membership import Member
+from headrace.ps.messages import Kind, Message, decode, encode
+from headrace.ps.shard import Shard, ShardState
 from headrace.ps.tally import Tally
 from headrace.ps.tensors import like
 from headrace.replica.conditioning import all_finite

@@ -19,13 +19,14 @@ from headrace.comm.segment import Segment
 from headrace.errors import Replaced
 from headrace.ps.applier import Applier
 from headrace.ps.coordinator import Coordinator
+from headrace.ps.events import Join, Leave, Settle
 from headrace.ps.form import Form
 from headrace.ps.leases import Leases
 from headrace.ps.membership import Grace, Member, Membership
 from headrace.ps.messages import Kind, Message, decode, encode
 from headrace.ps.pairing import Pairing
 from headrace.ps.requests import Requests, StepFailed
-from headrace.ps.shard import Join, Leave, Settle, Shard
+from headrace.ps.shard import Shard
 from headrace.ps.snapshot import ServerState, pack, unpack
 from headrace.ps.tally import Tally
 

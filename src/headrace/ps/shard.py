@@ -33,26 +33,7 @@ from headrace.ps.events import (
 )
 from headrace.ps.spans import numbers_in, spans_of
 
-__all__ = [
-    "Accumulate",
-    "Ack",
-    "Action",
-    "Ahead",
-    "Event",
-    "Join",
-    "Leave",
-    "Pull",
-    "Push",
-    "Reason",
-    "Refuse",
-    "Renew",
-    "Reply",
-    "Settle",
-    "Shard",
-    "ShardState",
-    "Step",
-    "Word",
-]
+__all__ = ["Shard", "ShardState", "Word"]
 
 
 _EXACTLY = 1e-9

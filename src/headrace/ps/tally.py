@@ -24,7 +24,7 @@ class Tally:
 
     def __init__(self, form: Form) -> None:
         self.busy_s = 0.0
-        self._names = form.names
+        self._names = tuple(piece.name for piece in form.pieces)
         self._lengths = form.slots.lengths
         self._pushed_lengths = form.push_slots.lengths
         self._pulled_lengths = (form.reply_slots or form.slots).lengths

@@ -23,6 +23,7 @@ from headrace.policies.staleness import Admission, Anytime, Combination, Each, F
 from headrace.ps.applier import Applier, Pace, Remedies
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.ps.client import Client
+from headrace.ps.events import Reason
 from headrace.ps.exchange import ServedExchange
 from headrace.ps.form import Form
 from headrace.ps.held import HeldGradients
@@ -30,7 +31,7 @@ from headrace.ps.leases import Leases
 from headrace.ps.leasing import LeasedPortions
 from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
-from headrace.ps.shard import Reason, Shard
+from headrace.ps.shard import Shard
 from headrace.replica.conditioning import HEALTHY, Verdict
 from headrace.replica.exchange import Replica
 from headrace.spec.cluster import Cluster
