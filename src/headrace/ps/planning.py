@@ -60,8 +60,8 @@ def check_backups(backups: int, servers: int) -> None:
     check_whole("backups", backups)
     if backups > 1:
         raise UsageError(
-            f"backups={backups} asks for {backups * servers} backups of {servers} server{'s' * (servers > 1)}, and a server has one at "
-            "most; use backups=1, which gives each its own"
+            f"backups={backups} asks for {backups * servers} backups of {servers} server{'s' * (servers > 1)}, and a "
+            "server has one at most; use backups=1, which gives each its own"
         )
 
 
