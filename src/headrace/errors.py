@@ -210,6 +210,10 @@ class PeerLost(RunFailed):
         rank: who was lost.
         host: the machine it ran on.
         cause: what is known, "killed by signal 9 (SIGKILL)", "gave no sign of life for 10 s".
+
+    Attributes:
+        rank, host, cause: see there.
+        remedy: how to go on; "" where nobody knows.
     """
 
     exit_code = 4
@@ -219,6 +223,10 @@ class PeerLost(RunFailed):
         self.rank = rank
         self.host = host
         self.cause = cause
+        self.remedy = ""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; {self.remedy}" if self.remedy else super().__str__()
 
 
 class Replaced(RunFailed):

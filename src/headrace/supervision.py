@@ -6,30 +6,33 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from headrace.checkpoint import CheckpointFolder
 from headrace.engine.attempt import Going, begin
 from headrace.engine.interrupts import TERMINATED
 from headrace.engine.journal import Journal
 from headrace.engine.launched import LaunchedEngine
 from headrace.engine.machine import can_paint
-from headrace.engine.order import Attempt, Engine, Order, Progress, Resumption
+from headrace.engine.order import SNAPSHOTS, Attempt, Engine, Order, Progress, Resumption
 from headrace.engine.preparation import Prepared
 from headrace.engine.process import LAST_WORDS, log_path
-from headrace.errors import RunFailed
+from headrace.errors import PeerLost, RunFailed
 from headrace.policies.split import split
+from headrace.ps.snapshots import SnapshotSet
 from headrace.report.events import LogTail, Tail
 from headrace.report.servers import imbalance
 from headrace.report.show import Show
 from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted, Served
-from headrace.spec.plain import to_plain
+from headrace.spec.plain import from_plain, to_plain
 
 __all__ = ["OnEvent", "supervise"]
 
@@ -62,7 +65,7 @@ def _together(order: Order, prepared: Prepared, engine: LaunchedEngine, going: G
         if "refused" in told:
             raise RunFailed(f"rank 0 refused to begin: {told['refused']}")
         found = told["resume"]
-        resume = Resumption(**{**found, "folder": Path(found["folder"])}) if found else None
+        resume = _resumption(found) if found else None
         shared = Path(told["run_dir"])
         begun = replace(order, run_dir=shared, resume=resume, started=told["started"], attempt=Attempt(told["began_s"]))
         status = engine.run(begun, lambda _: None)
@@ -72,6 +75,11 @@ def _together(order: Order, prepared: Prepared, engine: LaunchedEngine, going: G
             shutil.copytree(shared, order.run_dir, dirs_exist_ok=True)
     engine.agree("read")
     return status
+
+
+def _resumption(told: Mapping[str, Any]) -> Resumption:
+    snapshots = from_plain(SnapshotSet, told["snapshots"]) if told["snapshots"] else None
+    return Resumption(Path(told["folder"]), told["step"], told["same"], told["reset_optimizer"], snapshots)
 
 
 def _lead(order: Order, prepared: Prepared, engine: LaunchedEngine, going: Going, on_event: OnEvent | None) -> str:
@@ -122,11 +130,23 @@ def _follow(
         if uneven := imbalance(served.values()):
             journal.write(Notice(LAUNCHER, journal.now(), uneven))
         return status
+    except PeerLost as lost:
+        lost.remedy = _way_on(order)
+        raise
     finally:
         journal.write(RunEnded(LAUNCHER, journal.now(), "interrupted" if status == TERMINATED else status))
         journal.close()
         follow()
         show.close()
+
+
+def _way_on(order: Order) -> str:
+    """Returns what to do when a process of a run was lost."""
+    if order.checkpoints is None or not CheckpointFolder(order.run_dir / "checkpoints").steps():
+        return ""
+    snapshots = order.run_dir / SNAPSHOTS
+    what = "the servers' last snapshots" if snapshots.is_dir() else "the last checkpoint"
+    return f"resume=True (--resume) goes on from {what}"
 
 
 def _rounds(order: Order, prepared: Prepared) -> int | None:
@@ -137,7 +157,7 @@ def _rounds(order: Order, prepared: Prepared) -> int | None:
 
 
 def _started(order: Order, prepared: Prepared) -> RunStarted:
-    role = order.plan.roles[0]
+    role, resume = order.plan.roles[0], order.resume
     return RunStarted(
         rank=LAUNCHER,
         time_s=order.attempt.began_s,
@@ -151,7 +171,8 @@ def _started(order: Order, prepared: Prepared) -> RunStarted:
         plan=to_plain(order.plan),
         versions={"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()},
         clock_s=order.started,
-        resumed_step=order.resume.step if order.resume else 0,
+        resumed_step=resume.done if resume else 0,
+        resumed_leases=resume.snapshots.committed if resume and resume.snapshots else (),
     )
 
 

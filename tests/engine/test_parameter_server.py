@@ -310,6 +310,7 @@ def test_patience_comes_to_its_end(any_engine: Engine, strategy: hr.Strategy) ->
 
 
 def leaves(worker: hr.Worker) -> None:
+    # Where rank 0 has trained on the whole epoch before rank 1 came, rank 1 leaves at the fence, and rank 0 misses it.
     for batch in worker.batches():
         worker.step(batch)
         if worker.rank == 1:
@@ -353,7 +354,7 @@ def evaluates_alone(worker: hr.Worker) -> None:
 @pytest.mark.parametrize(
     ("loop", "reason"),
     [
-        (leaves, "the loop on rank 1 ended after .* rounds, where its portions of the data are not done"),
+        (leaves, "the loop on rank 1 ended after .* rounds(, where its portions| and rank 0 still waits)"),
         (leaves_together, "ended after .* rounds, where its portions of the data are not done"),
         (leaves_alone_where_all_meet, "the loop on rank 1 ended after 8 rounds and .* still waits for it"),
         (does_not_step, r"the loop went on without worker.step\(\)"),

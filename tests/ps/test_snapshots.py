@@ -74,7 +74,7 @@ class Life:
 
     def _look_at_what_is_in_it(self) -> None:
         """What the set says of itself is what the parameters hold."""
-        settled = max(0, self.found.settled) * WORKERS if self.found else 0
+        settled = max(0, self.found.done) * WORKERS if self.found else 0
         for number, server in enumerate(self.servers):
             for shard in range(2):
                 said = numbers_in(self.found.applied[number][shard]) if self.found else set()

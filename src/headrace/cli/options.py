@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ __all__ = [
     "ResumeOption",
     "RunDirOption",
     "SettingsOption",
+    "SnapshotsEveryOption",
     "TensorBoardOption",
     "TimeoutOption",
     "WorkersOption",
@@ -109,6 +111,16 @@ CheckpointEveryOption = Annotated[
     ),
 ]
 """An interval between checkpoints."""
+SnapshotsEveryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--snapshots-every",
+        metavar="SECONDSs",
+        show_default=False,
+        help="Snapshots of servers that have no backup: every so many seconds (5s); 0 for none. Default: 30s.",
+    ),
+]
+"""An interval between snapshots."""
 KeepOption = Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many of the last checkpoints stay.")]
 """A number of checkpoints."""
 ResumeOption = Annotated[
@@ -182,12 +194,31 @@ def check_strategies(names: Sequence[str]) -> None:
             raise UnknownName("strategy", name, known)
 
 
-def checkpoints_of(every: str | None, keep: int) -> Checkpoints | None:
+def checkpoints_of(every: str | None, keep: int, snapshots: str | None = None) -> Checkpoints | None:
     """Returns what "100" (steps), "30s" (seconds) or "0" (never) means; the usual for None.
+
+    Args:
+        every: between two checkpoints.
+        keep: how many of them.
+        snapshots: "5s" between two snapshots of a server, or "0".
 
     Raises:
         UsageError: it means nothing.
     """
+    chosen = _checkpoints_of(every, keep)
+    if chosen is None or snapshots is None:
+        return chosen
+    seconds = snapshots.removesuffix("s")
+    try:
+        number = float(seconds)
+    except ValueError:
+        number = -1.0
+    if number < 0 or (number and seconds == snapshots):
+        raise UsageError(f"--snapshots-every takes seconds (5s), or 0 for none; got {snapshots!r}")
+    return replace(chosen, snapshots_every_s=number or None)
+
+
+def _checkpoints_of(every: str | None, keep: int) -> Checkpoints | None:
     if every is None:
         return Checkpoints(keep=keep)
     seconds = every.removesuffix("s")

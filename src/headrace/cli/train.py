@@ -23,6 +23,7 @@ from headrace.cli.options import (
     ResumeOption,
     RunDirOption,
     SettingsOption,
+    SnapshotsEveryOption,
     TensorBoardOption,
     TimeoutOption,
     WorkersOption,
@@ -62,6 +63,7 @@ def train(
     settings: SettingsOption = None,
     timeout_s: TimeoutOption = 10.0,
     checkpoint_every: CheckpointEveryOption = None,
+    snapshots_every: SnapshotsEveryOption = None,
     keep: KeepOption = 3,
     resume: ResumeOption = False,
     resume_from: ResumeFromOption = None,
@@ -78,7 +80,7 @@ def train(
         check_strategies([strategy])
         find_job(path)
         check_tensorboard(tensorboard)
-        checkpoints = checkpoints_of(checkpoint_every, keep)
+        checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every)
         going = _going(resume, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy)[0]}")
         # In this order: the engine starts a process that imports torch at the same time as this one does, for

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.engine.claim import Claim, refuse_living
-from headrace.engine.order import Attempt, Order, Resumption
+from headrace.engine.order import SNAPSHOTS, Attempt, Order, Resumption
 from headrace.engine.preparation import Prepared
 from headrace.engine.resumption import find, resumption
+from headrace.errors import CorruptCheckpoint
+from headrace.ps.snapshots import SnapshotSet, forget, newest
 
 __all__ = ["Going", "begin"]
 
@@ -41,6 +43,8 @@ def begin(order: Order, prepared: Prepared, going: Going) -> Iterator[tuple[Orde
     continues = resume is not None and resume.folder.parent.resolve() == order.run_dir.resolve()
     claim = Claim(order.run_dir, continues, _checkpoint_bytes(prepared) if order.checkpoints else 0)
     try:
+        if continues:
+            forget(order.run_dir / SNAPSHOTS, resume.snapshots.names if resume and resume.snapshots else ())
         began = order.started - claim.attempt_s
         attempt = Attempt(claim.attempt_s, claim.lock)
         yield replace(order, resume=resume, started=began, attempt=attempt), notices
@@ -53,14 +57,40 @@ def _resume(order: Order, prepared: Prepared, going: Going) -> tuple[Resumption,
     checkpoint, wrong = find(order.run_dir, True if isinstance(going.resume, bool) else going.resume)
     resume, changes = resumption(checkpoint, order.description, prepared, going.reset_optimizer)
     rounds = order.job.steps or (order.job.epochs or 0) * -(-prepared.examples // order.job.global_batch_size)
+    kept, damaged = _snapshots(order, going, resume, rounds)
+    resume = replace(resume, snapshots=kept)
     over = f"the checkpoint has {checkpoint.step} rounds and the job {rounds}: nothing is left to do"
     notices = (
-        *(f"damaged, left out: {error.path}: {error.reason}" for error in wrong),
+        *(f"damaged, left out: {error.path}: {error.reason}" for error in (*wrong, *damaged)),
         f"goes on from {checkpoint.path}",
+        *(_newer(resume) if kept else ()),
         *(f"since it was saved: {change}" for change in changes),
         *((over,) if checkpoint.step >= rounds else ()),
     )
     return resume, notices
+
+
+def _snapshots(
+    order: Order, going: Going, resume: Resumption, rounds: int
+) -> tuple[SnapshotSet | None, tuple[CorruptCheckpoint, ...]]:
+    """Returns the servers' snapshots to go on from, if they are newer than the checkpoint, and which are damaged."""
+    one = not isinstance(going.resume, bool) and resume.folder.parent.resolve() != Path(going.resume).resolve()
+    if one or order.snapshots_every_s is None or not resume.same or resume.reset_optimizer:
+        return None, ()
+    found, damaged = newest(resume.snapshots_folder, len(order.plan.servers))
+    if found is None or (found.done, bool(found.committed)) <= (resume.step, False) or found.until > rounds:
+        return None, damaged
+    if found.done > resume.step and order.job.options.early_stopping is not None:
+        # Nobody knows what the evaluations between the two have said.
+        return None, damaged
+    return found, damaged
+
+
+def _newer(resume: Resumption) -> tuple[str]:
+    found = resume.snapshots
+    assert found is not None
+    leases = sum(stop - first for first, stop in found.committed)
+    return (f"the servers go on from snapshots: {found.done} rounds and {leases} portions of the next ones are done",)
 
 
 def _checkpoint_bytes(prepared: Prepared) -> int:

@@ -44,6 +44,7 @@ class Leased:
     Attributes:
         fence: rounds that are done at the fence where this worker stands; -1 while it is at none.
         wanted_away: whether it was asked to leave, and has asked for nothing since.
+        lease: of the last portion; -1 where that was nothing.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Leased:
     ) -> None:
         self.fence = -1
         self.wanted_away = False
+        self.lease = -1
         self._fate = fate
         self._order = order
         self._portions = portions
@@ -83,11 +85,12 @@ class Leased:
             self._rest = range(self._portion.round, self._portion.round + self._portion.rounds)
         if self._portion is not None:
             portion, round_, self._rest = self._portion, self._rest[0], self._rest[1:]
+            self.lease = portion.lease
             self._portion = portion if self._rest else None
             self._stepped = self._held = True
             return round_, self._loader.portion(round_, portion.part, portion.parts)
         if not self._stepped:
-            self._stepped = True
+            self._stepped, self.lease = True, -1
             return self.fence - 1, self._loader.nothing(self.fence - 1)
         return None
 

@@ -16,8 +16,8 @@ __all__ = ["Losses"]
 
 _READ_EVERY_S = 0.25
 
-_Head = tuple[int, int, int, float]
-"""Step, epoch, examples, weight."""
+_Head = tuple[int, int, int, float, int]
+"""Step, epoch, examples, weight, lease."""
 
 
 class Losses:
@@ -63,9 +63,9 @@ class Losses:
         self._read = monotonic()
 
     def _write(self, head: _Head, number: float | None, times_s: list[float]) -> None:
-        step, epoch, examples, weight = head
+        step, epoch, examples, weight, lease = head
         if number is not None:
             if not math.isfinite(number):
                 raise NonFiniteLoss(self._rank, step, number)
             self._page.losses[self._rank][0] = number
-        self._journal.stepped(step, epoch, examples, number, weight, *times_s)
+        self._journal.stepped(step, epoch, examples, number, weight, lease, *times_s)

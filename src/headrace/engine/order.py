@@ -15,9 +15,13 @@ from headrace.spec.plan import Plan
 
 if TYPE_CHECKING:
     # For the type alone: strategies import torch, and an engine starts before that.
+    from headrace.ps.snapshots import SnapshotSet
     from headrace.strategies.strategy import Strategy
 
-__all__ = ["Attempt", "Engine", "Order", "Progress", "Resumption"]
+__all__ = ["SNAPSHOTS", "Attempt", "Engine", "Order", "Progress", "Resumption"]
+
+SNAPSHOTS = "snapshots"
+"""The folder in a run's directory that its servers' snapshots are in."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,24 @@ class Resumption:
         step: which of them: rounds that are done.
         same: whether strategy and workers are the saver's, so that each rank takes up what was its own.
         reset_optimizer: leave the optimizer's state and the schedule behind.
+        snapshots: what the servers go on from, if that is newer; the checkpoint has the rest.
     """
 
     folder: Path
     step: int
     same: bool
     reset_optimizer: bool
+    snapshots: SnapshotSet | None = None
+
+    @property
+    def done(self) -> int:
+        """Rounds that are done; of those behind them, some leases may be."""
+        return self.snapshots.done if self.snapshots else self.step
+
+    @property
+    def snapshots_folder(self) -> Path:
+        """Of the run that the checkpoint is of."""
+        return self.folder.parent / SNAPSHOTS
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,12 @@ class Order:
     resume: Resumption | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     attempt: Attempt = Attempt()
+
+    @property
+    def snapshots_every_s(self) -> float | None:
+        """Seconds between two snapshots of a server; None where there are none: a backup has all that they would."""
+        served = self.plan.servers and not self.plan.backups
+        return self.checkpoints.snapshots_every_s if served and self.checkpoints else None
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,14 @@ class Saver:
         resume = order.resume
         own = resume is not None and resume.folder == self.folder.path and not resume.reset_optimizer
         self.saved = resume.step if resume and own else -1
+        # What a server's snapshot does not hold is a checkpoint's.
+        self._first = order.snapshots_every_s is not None and not (resume and resume.snapshots)
 
     def must_begin(self, done: int, rolls_back: bool) -> bool:
-        """Whether a run saves before its first round: to roll back to it, or to end a history that it has left."""
+        """Whether a run saves before its first round: to go back to it, or to end a history that it has left."""
         if self._wish is None or (self.saved == done and self.folder.steps()[-1:] == (done,)):
             return False
-        return rolls_back or self.saved == done
+        return rolls_back or self._first or self.saved == done
 
     def newest(self) -> Checkpoint | None:
         """Returns the newest sound checkpoint of this run's own history."""

@@ -13,13 +13,15 @@ from headrace.comm.control import ControlPage
 from headrace.data import as_pipeline
 from headrace.engine.journal import Journal
 from headrace.engine.leased import next_fence
-from headrace.engine.order import Order
+from headrace.engine.order import SNAPSHOTS, Order, Resumption
 from headrace.engine.succession import process_number
 from headrace.engine.work import user_traceback
-from headrace.errors import HeadraceError, PeerLost
+from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
 from headrace.ps.pairing import Pairing
 from headrace.ps.replication import View
-from headrace.spec.event import Failed, ServerEnded, ServerStarted
+from headrace.ps.server import Server
+from headrace.ps.snapshots import Snapshots, SnapshotSet, read
+from headrace.spec.event import Failed, Notice, ServerEnded, ServerStarted, SnapshotTaken
 from headrace.strategies.strategy import ServerParts
 
 __all__ = ["serve"]
@@ -39,13 +41,19 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
         check: raises where a process of the run was lost.
     """
     journal = Journal(order.run_dir, rank, order.started)
-    server = None
+    server, snapshots = None, None
     try:
         process = process_number(page, rank)
         server = order.strategy.server(order.plan, rank, replace(_parts(order), process=process))
+        owner = order.plan.server_of(rank)
+        place = order.plan.servers.index(owner)
+        if order.resume and order.resume.snapshots:
+            _go_on(server, order.resume, order.resume.snapshots, place)
+        if order.snapshots_every_s is not None:
+            taking = Snapshots(order.run_dir / SNAPSHOTS, place, order.snapshots_every_s)
+            snapshots = _Snapshotting(taking, server, journal, rank)
         page.addresses[rank].tell(server.address)
         parameter_bytes, _ = server.memory()
-        owner = order.plan.server_of(rank)
         shards = sum(segment.owner == owner for segment in order.plan.segments)
         journal.write(ServerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), shards, parameter_bytes))
         told = monotonic()
@@ -53,6 +61,8 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
         def look() -> None:
             nonlocal told
             check()
+            if snapshots:
+                snapshots.look()
             if server.pairing:
                 _follow_view(server.pairing, page, owner, process)
                 page.fates[rank][2] = server.pairing.ready
@@ -72,9 +82,54 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
         journal.write(Failed(rank, journal.now(), 0, cause, user_traceback(error), code))
         raise
     finally:
+        if snapshots is not None:
+            snapshots.close()
         if server is not None:
             server.close()
         journal.close()
+
+
+class _Snapshotting:
+    """Takes a server's snapshots when it is time for one, and says so.
+
+    Args:
+        snapshots: its files.
+        server: whose.
+        journal: of this process.
+        rank: of this server.
+    """
+
+    def __init__(self, snapshots: Snapshots, server: Server, journal: Journal, rank: int) -> None:
+        self._snapshots = snapshots
+        self._server = server
+        self._journal = journal
+        self._rank = rank
+        self._taken = 0
+        self._error: OSError | None = None
+
+    def look(self) -> None:
+        found = self._snapshots
+        found.look(self._server.snapshot)
+        if found.taken > self._taken:
+            self._taken = found.taken
+            self._journal.write(SnapshotTaken(self._rank, self._journal.now(), found.bytes, found.pause_s))
+        if found.error is not self._error:
+            self._error = found.error
+            if found.error is not None:
+                text = f"no snapshot of the server on rank {self._rank}: {found.error.strerror or found.error} in "
+                text += f"{found.folder}; training goes on, and the snapshots before it are untouched"
+                self._journal.write(Notice(self._rank, self._journal.now(), text))
+
+    def close(self) -> None:
+        self._snapshots.close()
+
+
+def _go_on(server: Server, resume: Resumption, found: SnapshotSet, place: int) -> None:
+    folder, name = resume.snapshots_folder, found.names[place]
+    try:
+        server.restore(read(folder, name), found.clocks)
+    except ValueError as error:
+        raise CorruptCheckpoint(folder / name, str(error)) from error
 
 
 def _follow_view(pairing: Pairing, page: ControlPage, server: int, process: int) -> None:
@@ -88,7 +143,7 @@ def _follow_view(pairing: Pairing, page: ControlPage, server: int, process: int)
 def _parts(order: Order) -> ServerParts:
     job = order.job
     rounds_per_epoch = -(-len(as_pipeline(job.data)[0]) // job.global_batch_size)
-    first = order.resume.step if order.resume else 0
+    first = order.resume.done if order.resume else 0
     return ServerParts(
         model=order.model,
         optimizer=job.optimizer,

@@ -251,12 +251,13 @@ class Watch:
     def _fail(self, rank: int, codes: dict[int, int]) -> None:
         code = codes[rank]
         self._abort(rank)
+        deadline = monotonic() + _GRACE_S
+        # Others may have failed at the same time, and it is the first one's error that explains. Where a snapshot holds
+        # what they have just done, they may write it down.
+        while (code >= 0 or self._order.snapshots_every_s) and self._running and monotonic() < deadline:
+            codes |= self._collect()
         if code < 0:
             raise PeerLost(rank, self._host(rank), _killed_by(code))
-        # Others may have failed at the same time, and it is the first one's error that explains.
-        deadline = monotonic() + _GRACE_S
-        while self._running and monotonic() < deadline:
-            codes |= self._collect()
         failures = [failure for peer in codes for failure in self._failures(peer)]
         if failures:
             first = min(failures, key=lambda failure: failure.time_s)

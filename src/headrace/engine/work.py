@@ -99,6 +99,7 @@ def work(
         journal.write(_failed(rank, worker, journal, error))
         raise
     finally:
+        journal.flush()
         closing.close()
         journal.close()
 
@@ -145,7 +146,7 @@ def _seed(order: Order, rank: int, incarnation: int) -> None:
         seed_random((order.job.seed << 16) + 1 + rank)
     else:
         # No rank's own state fits, and that of the run's begin has been drawn from already.
-        step = resume.step if resume else 0
+        step = resume.done if resume else 0
         seed_random(hash((order.job.seed, rank, step, incarnation)) % 2**63)
 
 
@@ -175,7 +176,7 @@ def _parts(
         module.to(role.device)
         connect = (lambda: InProcess(Meeting(1), 0)) if host.world == 1 else _connector(order, role, host.world)
     examples, batch = len(as_pipeline(order.job.data)[0]), order.job.global_batch_size
-    first = order.resume.step if order.resume else 0
+    first = order.resume.done if order.resume else 0
     return Parts(
         module=module,
         model=order.model,

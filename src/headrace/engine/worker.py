@@ -84,7 +84,7 @@ class Worker:
         self.model: nn.Module = replica.compute.module
         self.device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         self.rounds = order.job.steps or (order.job.epochs or 0) * loader.rounds_per_epoch
-        self.round = order.resume.step - 1 if order.resume else -1
+        self.round = order.resume.done - 1 if order.resume else -1
         options = order.job.options
         at_once = self.device.type == "cpu" or options.on_nonfinite != "raise" or options.precision == "fp16"
         self._losses = Losses(rank, at_once, page, journal)
@@ -393,6 +393,7 @@ class Worker:
         beat[1] = self.round + 1
         # Whoever had this place before has counted, too.
         beat[2] += self._share.examples
-        head = (self.round, self._share.epoch, self._share.examples, computed.weight)
+        lease = self._leased.lease if self._leased and self._share.examples else -1
+        head = (self.round, self._share.epoch, self._share.examples, computed.weight, lease)
         self._losses.note(head, computed.loss, loss, self._times)
         return loss

@@ -95,7 +95,7 @@ class LeasedPortions(Portions):
             return Fence(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
         self.lease = answer.lease
         self.left = min(self._span, until - round_)
-        return Portion(round_, which, self._parts, self.left)
+        return Portion(round_, which, self._parts, self.left, answer.lease)
 
     def weigh(self, weight: float, share: float) -> None:
         self.weight, self.share = weight, share

@@ -16,7 +16,7 @@ import errno
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -28,7 +28,7 @@ from headrace.errors import CorruptCheckpoint
 from headrace.ps.snapshot import ServerState, unpack
 from headrace.ps.spans import numbers_in, spans_of
 
-__all__ = ["SnapshotSet", "Snapshots", "newest", "read"]
+__all__ = ["SnapshotSet", "Snapshots", "forget", "newest", "read"]
 
 _NAME = re.compile(r"server-([0-9]{1,5})-([0-9]{8,18})(\.part)?")
 _DIGEST = 32
@@ -47,15 +47,19 @@ class Snapshots:
         storage: what writes them; the operating system, if not given.
 
     Attributes:
+        folder: see there.
         taken: how many have been written.
-        pause_s: how long the server stood still for the last one.
+        bytes: of the last one.
+        pause_s: how long the server stood still for it.
         error: why the last one could not be written; None if it could.
     """
 
     def __init__(
         self, folder: Path, server: int, every_s: float, keep: int = 3, storage: Storage | None = None
     ) -> None:
+        self.folder = folder
         self.taken = 0
+        self.bytes = 0
         self.pause_s = 0.0
         self.error: OSError | None = None
         self._storage = storage or LocalStorage(folder)
@@ -73,7 +77,7 @@ class Snapshots:
         if began - self._last < self._every_s:
             return
         self._last, content = began, snapshot()
-        self.pause_s = monotonic() - began
+        self.bytes, self.pause_s = len(content), monotonic() - began
         self._thread = threading.Thread(target=self._write, args=(content,), name="headrace-snapshot", daemon=True)
         self._thread.start()
 
@@ -127,7 +131,7 @@ class SnapshotSet:
 
     Attributes:
         names: of the files, by server.
-        settled: rounds that were done at the last fence; -1 before the first.
+        done: rounds that were done at the last fence, or where the run began.
         until: rounds in front of the next fence.
         clocks: rounds since the last fence that each worker has done, where each has portions of its own.
         committed: leases since the last fence that are done everywhere, from each to before another.
@@ -135,11 +139,24 @@ class SnapshotSet:
     """
 
     names: tuple[str, ...]
-    settled: int
+    done: int
     until: int
     clocks: tuple[int, ...]
     committed: tuple[tuple[int, int], ...]
     applied: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+
+
+def forget(folder: Path, but: Container[str] = (), storage: Storage | None = None) -> None:
+    """Deletes the snapshots of a history that is left.
+
+    Args:
+        folder: as of `Snapshots`.
+        but: names of those that the run goes on from.
+        storage: what deletes them; the operating system, if not given.
+    """
+    storage = storage or LocalStorage(folder)
+    for name in [name for _, name in _files(storage) if name not in but]:
+        storage.delete_file(name)
 
 
 def newest(
@@ -210,7 +227,7 @@ def _around(book: tuple[str, ServerState], others: list[list[tuple[str, ServerSt
         chosen.append(fitting[0])
     return SnapshotSet(
         names=tuple(name for name, _ in chosen),
-        settled=book[1].settled,
+        done=coordinator.stretch[0],
         until=coordinator.leases.until,
         clocks=coordinator.leases.clocks(),
         committed=spans_of(committed),

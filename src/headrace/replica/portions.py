@@ -17,12 +17,14 @@ class Portion:
         part: which part of that batch.
         parts: of which the batch has so many.
         rounds: how many rounds it goes on for, with the same part of each.
+        lease: its number.
     """
 
     round: int
     part: int
     parts: int
-    rounds: int = 1
+    rounds: int
+    lease: int
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ read                      0 1 2 3 4 5 6 7 8 9
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -52,7 +52,7 @@ def attempts(events: Iterable[Event]) -> tuple[Attempt, ...]:
     early: list[Event] = []
     for event in events:
         if isinstance(event, RunStarted):
-            begun = [(started, _before(event.resumed_step, past)) for started, past in begun]
+            begun = [(started, _before(event, past)) for started, past in begun]
             begun.append((event, early))
             early = []
         (begun[-1][1] if begun else early).append(event)
@@ -64,13 +64,16 @@ def of_kind(kind: type[E], events: Iterable[Event]) -> Iterator[E]:
     return (event for event in events if isinstance(event, kind))
 
 
-def _before(step: int, events: Iterable[Event]) -> list[Event]:
-    return [event for event in events if not _is_done_again(event, step)]
+def _before(started: RunStarted, events: Iterable[Event]) -> list[Event]:
+    done = {lease for first, stop in started.resumed_leases for lease in range(first, stop)}
+    return [event for event in events if not _is_done_again(event, started.resumed_step, done)]
 
 
-def _is_done_again(event: Event, step: int) -> bool:
+def _is_done_again(event: Event, step: int, done: Container[int]) -> bool:
     match event:
-        case Stepped() | NonFinite():
+        case Stepped():
+            return event.step >= step and event.lease not in done
+        case NonFinite():
             return event.step >= step
         # These say how many rounds were done, not which one.
         case Evaluated() | Saved():

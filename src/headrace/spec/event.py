@@ -29,6 +29,7 @@ __all__ = [
     "ServedShard",
     "ServerEnded",
     "ServerStarted",
+    "SnapshotTaken",
     "Stepped",
     "WorkerEnded",
     "WorkerStarted",
@@ -69,6 +70,7 @@ class RunStarted(Event):
         clock_s: the run's begin on the host's monotonic clock.
         resumed_step: rounds that an earlier attempt had done; what it did beyond them is done again. The events of
             all attempts follow each other in the same files, on one clock.
+        resumed_leases: of the rounds beyond them, from each to before another: those that were done as well.
     """
 
     kind: ClassVar[str] = "run_started"
@@ -83,6 +85,7 @@ class RunStarted(Event):
     versions: Mapping[str, str]
     clock_s: float = 0.0
     resumed_step: int = 0
+    resumed_leases: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Stepped(Event):
         loss: mean over this worker's examples; None where it had none.
         weight: what the loss weighs in the global batch's mean (examples, or tokens for `Mean` losses).
         wait_s, compute_s, exchange_s, update_s: where the step's time went (wait: for data).
+        lease: of its data, where that is leased; -1 elsewhere.
     """
 
     kind: ClassVar[str] = "stepped"
@@ -119,6 +123,7 @@ class Stepped(Event):
     compute_s: float
     exchange_s: float
     update_s: float
+    lease: int = -1
 
 
 @dataclass(frozen=True)
@@ -305,6 +310,20 @@ class Served(Event):
 
 
 @dataclass(frozen=True)
+class SnapshotTaken(Event):
+    """By a server without a backup, when all that it is, between two updates, is on the disk.
+
+    Attributes:
+        bytes: of the file.
+        pause_s: how long the server answered nobody, for the copy.
+    """
+
+    kind: ClassVar[str] = "snapshot_taken"
+    bytes: int
+    pause_s: float
+
+
+@dataclass(frozen=True)
 class ServerEnded(Event):
     """By a server, last.
 
@@ -337,7 +356,7 @@ _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
         *(RunStarted, WorkerStarted, Stepped, Evaluated, Saved, NonFinite, Notice, Failed, Lost, WorkerEnded, RunEnded),
-        *(ServerStarted, Served, ServerEnded),
+        *(ServerStarted, Served, SnapshotTaken, ServerEnded),
     )
 }
 

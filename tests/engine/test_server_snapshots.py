@@ -1,0 +1,134 @@
+"""Servers without backups: a dead one ends the run, which goes on from snapshots that were taken between two pushes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import headrace as hr
+from engine.test_elastic import BATCH, EXAMPLES, check_counts, counting_job, every_strategy
+from headrace.engine.local import LocalEngine
+from headrace.errors import PeerLost
+from headrace.spec.event import Event, Notice, RunStarted, ServerStarted, SnapshotTaken
+
+pytestmark = pytest.mark.slow
+
+EPOCHS = 200
+OFTEN = hr.Checkpoints(every_s=None, every_steps=600, snapshots_every_s=0.05)
+
+
+def long_job() -> hr.Job:
+    """Its workers meet more often than they save."""
+    held_out = (torch.eye(EXAMPLES, dtype=torch.float64), torch.zeros(EXAMPLES))
+    return counting_job(EPOCHS, eval_data=held_out, options=hr.Options(eval_every=250))
+
+
+class Killer:
+    """Kills one of a strategy's servers when each has taken some snapshots."""
+
+    def __init__(self, strategy: hr.Strategy, which: int = 0, snapshots: int = 4) -> None:
+        servers: int = getattr(strategy, "servers")  # noqa: B009  (of both kinds)
+        self._rank: int = getattr(strategy, "workers") + which % servers  # noqa: B009
+        self._snapshots = snapshots
+        self._pids: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
+        self.done = False
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, ServerStarted):
+            self._pids[event.rank] = event.pid
+            self._taken[event.rank] = 0
+        elif isinstance(event, SnapshotTaken):
+            self._taken[event.rank] += 1
+            if min(self._taken.values()) >= self._snapshots and not self.done:
+                self.done = True
+                os.kill(self._pids[self._rank], signal.SIGKILL)
+
+
+@every_strategy
+def test_a_run_goes_on_from_snapshots_and_no_example_is_lost_or_doubled(
+    engine: LocalEngine, make: Callable[..., hr.Strategy], tmp_path: Path
+) -> None:
+    strategy = make()
+    for attempt in range(2):
+        killer = Killer(strategy, attempt)
+        with pytest.raises(PeerLost, match="goes on from the servers' last snapshots"):
+            hr.fit(
+                long_job(),
+                strategy,
+                engine=engine,
+                on_event=killer,
+                run_dir=tmp_path,
+                checkpoints=OFTEN,
+                resume=attempt > 0,
+            )
+        assert killer.done
+    run = hr.fit(long_job(), strategy, engine=engine, run_dir=tmp_path, checkpoints=OFTEN, resume=True)
+    check_counts(run, EPOCHS)
+    events = list(run.events)
+    starts = [event for event in events if isinstance(event, RunStarted)]
+    assert all(0 <= before.resumed_step <= after.resumed_step for before, after in itertools.pairwise(starts))
+    assert any("the servers go on from snapshots" in event.text for event in events if isinstance(event, Notice))
+    assert run.summary.training.examples == EPOCHS * EXAMPLES
+    assert run.summary.steps == EPOCHS * EXAMPLES // BATCH
+
+
+def killed(engine: LocalEngine, run_dir: Path, strategy: hr.Strategy) -> None:
+    with pytest.raises(PeerLost):
+        hr.fit(long_job(), strategy, engine=engine, on_event=Killer(strategy), run_dir=run_dir, checkpoints=OFTEN)
+
+
+def notices(run: hr.Run) -> str:
+    return "\n".join(event.text for event in run.events if isinstance(event, Notice))
+
+
+def test_a_damaged_snapshot_is_left_out_and_told(engine: LocalEngine, tmp_path: Path) -> None:
+    strategy = hr.ParameterServer(2)
+    killed(engine, tmp_path, strategy)
+    newest = max((tmp_path / "snapshots").iterdir())
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    run = hr.fit(long_job(), strategy, engine=engine, run_dir=tmp_path, checkpoints=OFTEN, resume=True)
+    check_counts(run, EPOCHS)
+    assert f"damaged, left out: {newest}" in notices(run)
+    assert "the servers go on from snapshots" in notices(run)
+
+
+@pytest.mark.parametrize("other", [hr.ParameterServer(2, servers=2), hr.ParameterServer(3), hr.Mirrored(2)])
+def test_another_strategy_goes_on_from_the_checkpoint_alone(
+    engine: LocalEngine, tmp_path: Path, other: hr.Strategy
+) -> None:
+    killed(engine, tmp_path, hr.ParameterServer(2))
+    run = hr.fit(long_job(), other, engine=engine, run_dir=tmp_path, checkpoints=False, resume=True)
+    check_counts(run, EPOCHS)
+    assert "the servers go on from snapshots" not in notices(run)
+    assert list((tmp_path / "snapshots").iterdir()) == [], "nobody takes up later what was left"
+
+
+def test_one_checkpoint_is_not_mixed_with_snapshots(engine: LocalEngine, tmp_path: Path) -> None:
+    strategy = hr.ParameterServer(2)
+    killed(engine, tmp_path / "a", strategy)
+    oldest = min((tmp_path / "a" / "checkpoints").iterdir())
+    run = hr.fit(long_job(), strategy, engine=engine, run_dir=tmp_path / "b", checkpoints=OFTEN, resume=oldest)
+    check_counts(run, EPOCHS)
+    assert "the servers go on from snapshots" not in notices(run)
+    both = hr.fit(long_job(), strategy, engine=engine, run_dir=tmp_path / "c", checkpoints=OFTEN, resume=tmp_path / "a")
+    check_counts(both, EPOCHS)
+    assert "the servers go on from snapshots" in notices(both)
+
+
+def test_no_snapshots_where_none_are_wanted_or_a_backup_has_all(engine: LocalEngine, tmp_path: Path) -> None:
+    for name, strategy, checkpoints in (
+        ("unwanted", hr.ParameterServer(1), hr.Checkpoints(snapshots_every_s=None)),
+        ("backup", hr.ParameterServer(1, backups=1), OFTEN),
+    ):
+        run = hr.fit(counting_job(30), strategy, engine=engine, run_dir=tmp_path / name, checkpoints=checkpoints)
+        assert not any(isinstance(event, SnapshotTaken) for event in run.events)
+        assert not (tmp_path / name / "snapshots").exists()
