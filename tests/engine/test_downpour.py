@@ -67,7 +67,7 @@ def test_every_example_of_every_epoch_comes_once(
     assert {example for (example, _), times in seen.items() if times > 1} <= {0, 1}
     assert Counter(example for example, _ in seen) == dict.fromkeys(range(count), epochs)
     assert rounds_of(run) == {round_: 2 if round_ % 7 == 6 else 4 for round_ in range(7 * epochs)}
-    assert [event.step for event in run.events if isinstance(event, Saved)] == [4, 8, 12, 16, 20, 21]
+    assert [event.step for event in run.events if isinstance(event, Saved)] == [0, 4, 8, 12, 16, 20, 21]
     assert [event.step for event in run.events if isinstance(event, Evaluated)] == [5, 10, 15, 20, 21]
 
 

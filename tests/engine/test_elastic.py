@@ -97,19 +97,19 @@ class Hand:
         self._after = after
         self.lost: list[Lost] = []
         self._deeds = dict(deeds)
-        self._pids: dict[int, int] = {}
+        self.pids: dict[int, int] = {}
         self._steps = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, WorkerStarted | ServerStarted):
-            self._pids[event.rank] = event.pid
+            self.pids[event.rank] = event.pid
         elif isinstance(event, Lost):
             self.lost.append(event)
-        elif isinstance(event, Stepped) and self._after in self._pids:
+        elif isinstance(event, Stepped) and self._after in self.pids:
             self._steps += 1
             for step in [step for step in self._deeds if step <= self._steps]:
                 rank, number = self._deeds.pop(step)
-                os.kill(self._pids[rank], number)
+                os.kill(self.pids[rank], number)
 
 
 STRATEGIES: dict[str, Callable[..., hr.Strategy]] = {
@@ -183,6 +183,27 @@ def test_checkpoints_go_on_when_a_worker_dies(engine: LocalEngine, tmp_path: Pat
         counting_job(EPOCHS + 5), hr.ParameterServer(2), engine=engine, run_dir=tmp_path / "b", resume=tmp_path / "a"
     )
     check_counts(more, EPOCHS + 5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("delay_s", [0.0, 0.004, 0.008, 0.012])
+def test_a_worker_that_dies_while_all_save_before_their_first_round(
+    engine: LocalEngine, victim: int, delay_s: float, tmp_path: Path
+) -> None:
+    hand = Hand({}, after=victim)
+    timer = threading.Timer(delay_s, lambda: os.kill(hand.pids[victim], signal.SIGKILL))
+
+    def follow(event: Event) -> None:
+        hand(event)
+        if isinstance(event, WorkerStarted) and event.rank == victim and not timer.ident:
+            timer.start()
+
+    run = hr.fit(counting_job(100), hr.ParameterServer(2), engine=engine, on_event=follow, run_dir=tmp_path)
+    check_counts(run, 100)
+    assert [lost.lost for lost in hand.lost] == [victim]
+    newest, damaged = CheckpointFolder(tmp_path / "checkpoints").latest()
+    assert newest is not None
+    assert (newest.step, damaged) == (100 * EXAMPLES // BATCH, ())
 
 
 class Doomed(Counter):

@@ -19,29 +19,33 @@ TIMES = st.floats(0, 1e6)
 
 
 @given(st.integers(0, 999), ZERO_OR_MORE, ZERO_OR_MORE, ZERO_OR_MORE, LOSSES, st.floats(0, 1e12),
-       st.lists(TIMES, min_size=4, max_size=4))  # fmt: skip
+       st.integers(-1, 2**53), st.lists(TIMES, min_size=4, max_size=4))  # fmt: skip
 def test_a_step_is_written_as_its_event_would_be(
     tmp_path_factory: pytest.TempPathFactory, rank: int, step: int, epoch: int, examples: int, loss: float | None,
-    weight: float, times_s: list[float],
+    weight: float, lease: int, times_s: list[float],
 ) -> None:  # fmt: skip
     folder = tmp_path_factory.mktemp("run")
     journal = Journal(folder, rank, monotonic())
-    journal.stepped(step, epoch, examples, loss, weight, *times_s)
+    journal.stepped(step, epoch, examples, loss, weight, lease, *times_s)
     journal.close()
     (line,) = events_path(folder, rank).read_text().splitlines()
     event = decode(line)
     assert isinstance(event, Stepped)
     assert 0 <= event.time_s < 60
     rounded = [round(time_s, 7) for time_s in times_s]
-    assert event == Stepped(rank, event.time_s, step, epoch, examples, loss, weight, *rounded)
-    assert list(json.loads(line)) == list(json.loads(encode(event))), "the same fields in the same order"
-    assert json.loads(line) == json.loads(encode(event))
+    assert event == Stepped(rank, event.time_s, step, epoch, examples, loss, weight, *rounded, lease=lease)
+    encoded = json.loads(encode(event))
+    if lease < 0:
+        # It goes without saying, in every line of a run that leases nothing.
+        assert encoded.pop("lease") == -1
+    assert list(json.loads(line)) == list(encoded), "the same fields in the same order"
+    assert json.loads(line) == encoded
 
 
 def test_steps_come_before_what_is_written_after_them(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 3, monotonic())
     for step in range(5):
-        journal.stepped(step, 0, 8, 0.5, 8.0, 0.1, 0.2, 0.3, 0.4)
+        journal.stepped(step, 0, 8, 0.5, 8.0, -1, 0.1, 0.2, 0.3, 0.4)
     assert events_path(tmp_path, 3).read_text() == "", "not a system call a step"
     journal.write(Notice(3, journal.now(), "now"))
     events = [decode(line) for line in events_path(tmp_path, 3).read_text().splitlines()]

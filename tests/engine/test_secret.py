@@ -101,10 +101,14 @@ def test_nobody_can_read_it(
 
 def test_it_would_be_found_in_an_environment_and_a_command_line() -> None:
     secret = bytes(range(1, 33))
-    script = "import sys; sys.stdin.read()"
+    script = "import sys; print(flush=True); sys.stdin.read()"
     for arguments, name in (([secret.hex()], "cmdline"), ([], "environ")):
         environment = {**os.environ, "WHATEVER": secret.hex()} if name == "environ" else dict(os.environ)
         command = [sys.executable, "-c", script, *arguments]
-        with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) as process:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) as process:
+            assert process.stdout
+            # Before that it may be no process of its own yet.
+            process.stdout.readline()
             assert snoop.open_to_others([secret]) == [f"/proc/{process.pid}/{name}"]
             process.communicate()

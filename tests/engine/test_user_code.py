@@ -151,4 +151,5 @@ def test_nothing_grows_over_many_runs(engine: LocalEngine) -> None:
             with pytest.raises(WorkerFailed):
                 hr.fit(make_job(model=faulty(victims.fail)), PAIR, engine=engine)
     assert until(lambda: (files(), threading.active_count()) == (before, threads), 1)
-    assert set(os.listdir("/dev/shm")) == shared
+    # Other tests at the same time may have some there for a moment.
+    assert until(lambda: set(os.listdir("/dev/shm")) <= shared, 10)

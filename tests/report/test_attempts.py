@@ -164,3 +164,10 @@ def test_a_run_that_was_killed_and_not_resumed_keeps_everything(tmp_path, write_
     assert (summary.status, summary.failure.cause, summary.steps) == ("failed", "killed by signal 9", 27)
     assert summary.saves.count == 3
     assert dataclasses.replace(summary.outcome, attempts=1) == summary.outcome
+
+
+def test_leases_that_a_snapshot_held_are_not_done_again(tmp_path, write_events):
+    killed = [_started(), *(dataclasses.replace(step, lease=step.step) for step in _steps(1.0, 0, 27))]
+    started = dataclasses.replace(_started(4.0, resumed=20), resumed_leases=((20, 23), (25, 26)))
+    first, _ = attempts(read_log(write_events(tmp_path, [*killed, started, *_steps(9.0, 23, 40)])).events)
+    assert [step.step for step in first.steps[0]] == [*range(23), 25]

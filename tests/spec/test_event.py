@@ -24,7 +24,9 @@ EVENTS = {
     ),
     "worker_started": st.builds(event.WorkerStarted, *STAMP, WORD, COUNT, WORD, COUNT),
     "stepped": st.builds(
-        event.Stepped, *STAMP, COUNT, COUNT, COUNT, st.none() | SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS
+        event.Stepped,
+        *(*STAMP, COUNT, COUNT, COUNT, st.none() | SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS),
+        st.integers(-1, 99),
     ),
     "evaluated": st.builds(
         event.Evaluated, *STAMP, COUNT, COUNT, COUNT, st.dictionaries(WORD, SECONDS, max_size=3), SECONDS
@@ -41,6 +43,7 @@ EVENTS = {
         *(*STAMP, SECONDS, SECONDS, COUNT, st.dictionaries(WORD, COUNTS, max_size=3)),
         *(st.dictionaries(WORD, SECONDS, max_size=3), COUNTS, st.lists(SHARD, max_size=2).map(tuple)),
     ),
+    "snapshot_taken": st.builds(event.SnapshotTaken, *STAMP, COUNT, SECONDS),
     "server_ended": st.builds(event.ServerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT),
     "run_ended": st.builds(event.RunEnded, *STAMP, WORD),
 }
