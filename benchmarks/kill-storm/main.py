@@ -98,11 +98,14 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=15.0, help="seconds between two faults")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calm-every", type=int, default=1, help="rounds to one undisturbed run before them")
     arguments = parser.parse_args()
     make = runpy.run_path(str(ROOT / "examples" / "fashion_mnist" / "job.py"))["job"]
     rows = []
+    calm: dict[str, float] = {}
     for seed in range(arguments.rounds):
-        calm = train(make, arguments.epochs, 0.0, seed)
+        if seed % arguments.calm_every == 0:
+            calm = train(make, arguments.epochs, 0.0, seed)
         storm = train(make, arguments.epochs, arguments.every_s, seed)
         rate = storm["examples_per_live_worker_s"] / calm["examples_per_live_worker_s"]
         rows.append({"calm": calm, "storm": storm, "kept": rate})
