@@ -8,12 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["map_leaves", "map_tensors"]
+__all__ = ["map_leaves", "map_tensors", "nbytes"]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Returns the tree with `function(tensor)` in the place of every tensor."""
     return map_leaves(lambda _, leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def nbytes(tree: Any) -> int:
+    """Returns how many bytes the tensors of a tree take."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, Mapping):
+        return sum(map(nbytes, tree.values()))
+    return sum(map(nbytes, tree)) if isinstance(tree, tuple | list) else 0
 
 
 def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "batch") -> Any:

@@ -20,7 +20,7 @@ def test_map_finds_out_who_draws_random_numbers() -> None:
         return example
 
     pipeline = from_arrays(torch.arange(3)).map(plain).map(Augment()).map(tuple).map(lambda e, *, rng: e)
-    assert [transform.draws for transform in pipeline.transforms] == [False, True, False, True]
+    assert [step.draws for step in pipeline.steps] == [False, True, False, True]
 
 
 def test_definitions_are_frozen_and_run_nothing() -> None:

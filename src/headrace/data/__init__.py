@@ -6,13 +6,17 @@ A `Pipeline` is a definition; a `Loader` runs it for one worker. Position is (se
 decides what comes when, so that an epoch visits every example exactly once for any number of workers.
 """
 
+from headrace.data.combined import interleave, mix
 from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
+from headrace.data.images import DecodeImage
 from headrace.data.loader import Loader
 from headrace.data.pipeline import Pipeline, from_arrays
 from headrace.data.source import Source
+from headrace.data.sources import from_files
 from headrace.data.torch_source import as_pipeline
 
 __all__ = [
+    "DecodeImage",
     "ImageData",
     "Loader",
     "Pipeline",
@@ -22,4 +26,7 @@ __all__ = [
     "fashion_mnist",
     "fashion_mnist_or_digits",
     "from_arrays",
+    "from_files",
+    "interleave",
+    "mix",
 ]

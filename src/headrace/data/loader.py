@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from headrace.data.order import generator, permutation
-from headrace.data.pipeline import Pipeline
-from headrace.data.source import emptied, unreadable
+from headrace.data.ahead import Ahead, inline
+from headrace.data.buckets import Bucketed
+from headrace.data.budget import Budget
+from headrace.data.order import Order
+from headrace.data.pipeline import Pipeline, visited
+from headrace.data.reader import Read, Reader
 from headrace.errors import DataError, UsageError
 from headrace.policies.split import bounds
 from headrace.spec.share import Share
+from headrace.trees import nbytes
 
 __all__ = ["Loader"]
 
@@ -73,7 +77,10 @@ class Loader:
         self._bounds = bounds(global_batch_size, shares)[data_rank]
         self._last_bounds = bounds(last, shares)[data_rank]
         self._epoch = -1
-        self._epoch_order: Tensor | None = None
+        self._epoch_order: Order | Bucketed | None = None
+        self._reader = Reader(pipeline, seed)
+        self._budget = Budget(pipeline.reading.memory_limit)
+        self._largest = 0
 
     def rounds(self, start_round: int = 0) -> Generator[Share, None, None]:
         """Yields this worker's share of every round, without end.
@@ -113,17 +120,11 @@ class Loader:
         start, stop = bounds(size, (1,) * parts)[part]
         if self._epoch != epoch or self._epoch_order is None:
             self._epoch, self._epoch_order = epoch, self._order(epoch)
-        return self._read(epoch, self._epoch_order[begin + start : begin + stop], size)
+        return self._read((epoch, torch.from_numpy(self._epoch_order.slice(begin + start, begin + stop)), size))
 
     def nothing(self, round_: int) -> Share:
         """Returns an empty share of a round."""
-        return self._read(round_ // self.rounds_per_epoch, torch.zeros(0, dtype=torch.int64), 0)
-
-    def _read(self, epoch: int, indices: Tensor, of: int) -> Share:
-        pipeline = self._pipeline
-        if pipeline.transforms or pipeline.processes is not None:
-            return Share(_Reader(pipeline, self._seed).read(epoch, indices), len(indices), of, epoch)
-        return Share(pipeline.source.gather(indices), len(indices), of, epoch)
+        return self._read((round_ // self.rounds_per_epoch, torch.zeros(0, dtype=torch.int64), 0))
 
     def _parts(self, start_round: int) -> Iterator[_Part]:
         epoch, first = divmod(start_round, self.rounds_per_epoch)
@@ -132,36 +133,60 @@ class Loader:
         while True:
             order = self._order(epoch)
             for begin in range(first * size, self._length - size + 1, size):
-                yield epoch, order[begin + start : begin + stop], size
+                yield epoch, torch.from_numpy(order.slice(begin + start, begin + stop)), size
             short = self._length % size
             if short:
                 begin = self._length - short
-                yield epoch, order[begin + self._last_bounds[0] : begin + self._last_bounds[1]], short
+                start_of, stop_of = self._last_bounds
+                yield epoch, torch.from_numpy(order.slice(begin + start_of, begin + stop_of)), short
             epoch, first = epoch + 1, 0
 
-    def _order(self, epoch: int) -> Tensor:
-        if not self._shuffled:
-            return torch.arange(self._length)
-        return torch.from_numpy(permutation(self._length, self._seed, epoch))
+    def _order(self, epoch: int) -> Order | Bucketed:
+        order = Order(self._length, self._seed, epoch, self._shuffled)
+        batching = self._pipeline.batching
+        if batching.lengths is None or not self._shuffled:
+            return order
+        lengths = np.tile(batching.lengths[list(visited(self._pipeline))], self._pipeline.times)
+        size = self._global_batch_size
+        return Bucketed(order, self._length, lengths, size, batching.window, self._seed, epoch)
 
     def _shares(self, parts: Iterator[_Part], start_round: int = 0) -> Generator[Share, None, None]:
-        pipeline = self._pipeline
-        if pipeline.processes is not None:
+        if self._pipeline.processes is not None:
             yield from self._read_ahead(parts, start_round)
-        elif pipeline.transforms:
-            reader = _Reader(pipeline, self._seed)
-            for epoch, indices, of in parts:
-                yield Share(reader.read(epoch, indices), len(indices), of, epoch)
+            return
+        reading = self._pipeline.reading
+        if reading.parallel == "threads":
+            ahead = Ahead(self._fetch, self._estimate, nbytes, reading.count or 1, reading.ahead, self._budget)
+            running = ahead.run(parts)
         else:
-            gather = pipeline.source.gather
-            for epoch, indices, of in parts:
-                yield Share(gather(indices), len(indices), of, epoch)
+            running = inline(self._fetch, parts)
+        try:
+            for part, read in running:
+                yield self._share(part, read)
+        finally:
+            running.close()
+
+    def _read(self, part: _Part) -> Share:
+        return self._share(part, self._fetch(part))
+
+    def _fetch(self, part: _Part) -> Read:
+        read = self._reader.read(part[0], part[1])
+        self._largest = max(self._largest, nbytes(read.batch))
+        return read
+
+    def _share(self, part: _Part, read: Read) -> Share:
+        epoch, _, of = part
+        return Share(read.batch, read.examples, of, epoch)
+
+    def _estimate(self, part: _Part) -> int:
+        """Returns about how many bytes a batch takes: as many as the largest so far."""
+        return self._largest
 
     def _read_ahead(self, parts: Iterator[_Part], start_round: int) -> Iterator[Share]:
         """Yields the shares that other processes have read."""
         processes = self._pipeline.processes
         assert processes is not None
-        reader = _Reader(self._pipeline, self._seed)
+        reader = self._reader
         mine, theirs = tee(parts)
         loader = DataLoader(
             _Reading(reader),
@@ -180,45 +205,13 @@ class Loader:
         batches = iter(loader)
         try:
             for epoch, indices, of in mine:
-                batch = next(batches) if len(indices) else reader.read(epoch, indices)
-                if isinstance(batch, _Broken):
-                    raise batch.error()
-                yield Share(batch, len(indices), of, epoch)
+                read = next(batches) if len(indices) else reader.read(epoch, indices)
+                if isinstance(read, _Broken):
+                    raise read.error()
+                yield self._share((epoch, indices, of), read)
         finally:
             # Its processes end with the last reference; a traceback that holds this frame must not be one.
             del batches
-
-
-class _Reader:
-    """Reads batches of a pipeline, its transforms applied."""
-
-    def __init__(self, pipeline: Pipeline, seed: int) -> None:
-        self._source = pipeline.source
-        self._transforms = pipeline.transforms
-        self._seed = seed
-
-    def read(self, epoch: int, indices: Tensor) -> Any:
-        if not self._transforms:
-            return self._source.gather(indices)
-        wanted = indices.tolist()
-        if not wanted:
-            # Only an example that went through the transforms tells the shapes.
-            return emptied(self.read(epoch, torch.zeros(1, dtype=torch.int64)))
-        return self._source.collate([self._example(epoch, index) for index in wanted])
-
-    def _example(self, epoch: int, index: int) -> Any:
-        example = self._source.example(index)
-        for position, transform in enumerate(self._transforms):
-            try:
-                if transform.draws:
-                    rng = generator(self._seed, epoch, index, position)
-                    example = transform.function(example, rng=rng)
-                else:
-                    example = transform.function(example)
-            except Exception as error:
-                name = getattr(transform.function, "__name__", repr(transform.function))
-                raise unreadable(f"example {index}", f"map({name})", error) from error
-        return example
 
 
 @dataclass(frozen=True)
@@ -238,7 +231,7 @@ class _Broken:
 class _Reading(Dataset[Any]):
     """A data set of whole batches, for the processes of a `DataLoader`."""
 
-    def __init__(self, reader: _Reader) -> None:
+    def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
     def __getitem__(self, part: Any) -> Any:

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from headrace.data.source import ArraySource, Source, as_tensor
-from headrace.errors import DataError
+from headrace.data.steps import Batching, Filter, Map, Reading, Step, takes_rng
+from headrace.errors import DataError, UsageError
 
-__all__ = ["Pipeline", "Processes", "Transform", "from_arrays"]
+__all__ = ["Pipeline", "Processes", "from_arrays", "visited"]
 
-
-@dataclass(frozen=True)
-class Transform:
-    """A function that every example goes through.
-
-    Attributes:
-        function: takes an example and returns one.
-        draws: whether it has a parameter `rng` for a `numpy.random.Generator`.
-    """
-
-    function: Callable[..., Any]
-    draws: bool
+_STACKED = Batching()
+_AUTO = Reading()
 
 
 @dataclass(frozen=True)
@@ -54,8 +46,12 @@ class Pipeline:
         source: where examples come from.
         shuffled: whether every epoch has an order of its own; else the source's.
         seed: what the orders and the transforms' random numbers follow; None for the job's.
-        transforms: what every example goes through, in turn.
+        steps: what every example goes through, in turn.
         processes: who reads, if not the worker itself.
+        taken: which of the source's examples, by index; None for all.
+        times: how often an epoch visits each.
+        batching: how they become a batch.
+        reading: how a worker reads.
 
     Raises:
         DataError: the source is empty.
@@ -64,15 +60,19 @@ class Pipeline:
     source: Source
     shuffled: bool = False
     seed: int | None = None
-    transforms: tuple[Transform, ...] = ()
+    steps: tuple[Step, ...] = ()
     processes: Processes | None = None
+    taken: range | None = None
+    times: int = 1
+    batching: Batching = _STACKED
+    reading: Reading = _AUTO
 
     def __post_init__(self) -> None:
-        if len(self.source) == 0:
+        if len(self) == 0:
             raise DataError("the data set is empty: it has 0 examples; training needs at least 1")
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(visited(self)) * self.times
 
     def shuffle(self, seed: int | None = None) -> Pipeline:
         """Gives every epoch an order of its own, over the whole data set.
@@ -82,15 +82,139 @@ class Pipeline:
         """
         return dataclasses.replace(self, shuffled=True, seed=seed)
 
-    def map(self, fn: Callable[..., Any]) -> Pipeline:
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *,
+        field: int | str | None = None,
+        batched: bool = False,
+        parallel: str | int | None = None,
+    ) -> Pipeline:
         """Lets every example go through a function.
 
         Args:
             fn: takes one example, a tuple or a dict as the data has it, and returns one. If it has a
                 parameter `rng`, it gets a `numpy.random.Generator` there that depends on (seed, epoch,
                 index) alone, so that augmentation is the same for any number of workers.
+            field: the part of the example that it takes and replaces, by number or name.
+            batched: whether it takes a list of examples, and returns a list of as many; then `rng` is a list, too.
+            parallel: how this pipeline is read: "inline", "threads", "processes", so many threads, or "auto", which
+                measures; None for what was said before, or "auto".
+
+        Raises:
+            UsageError: there is no such way to read.
         """
-        return dataclasses.replace(self, transforms=(*self.transforms, Transform(fn, _takes_rng(fn))))
+        chosen = self.reading
+        if isinstance(parallel, int):
+            chosen = dataclasses.replace(chosen, parallel="threads", count=parallel)
+        elif parallel is not None:
+            chosen = dataclasses.replace(chosen, parallel=parallel, count=None)
+        step = Map(fn, takes_rng(fn), field, batched)
+        return dataclasses.replace(self, steps=(*self.steps, step), reading=chosen)
+
+    def filter(self, fn: Callable[..., Any]) -> Pipeline:
+        """Leaves out the examples for which a function returns something false.
+
+        What is left out is missing from its batch, so that every other example stays where it is.
+
+        Args:
+            fn: takes one example; `rng` as of `map`.
+        """
+        return dataclasses.replace(self, steps=(*self.steps, Filter(fn, takes_rng(fn))))
+
+    def batch(
+        self,
+        size: int | None = None,
+        *,
+        pad: float | None = None,
+        pad_to: int | None = None,
+        lengths: Any = None,
+        window: int = 64,
+    ) -> Pipeline:
+        """Says how examples become a batch.
+
+        Args:
+            size: of a batch, where the pipeline is iterated over by hand; a job has its own.
+            pad: what shorter examples are filled up with along their first dim, so that those of a batch are as long as
+                its longest; None refuses examples of different lengths.
+            pad_to: the length that all are filled up to.
+            lengths: of all examples of the source, `(examples,)`: those of about one length come into one batch.
+            window: batches of the order within which examples are sorted by length.
+
+        Raises:
+            UsageError: a number is out of range, or there are more or fewer lengths than examples.
+        """
+        for name, value in (("size", size), ("pad_to", pad_to), ("window", window)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if pad_to is not None and pad is None:
+            raise UsageError("pad_to says how far to fill up; say with what, too: pad=0")
+        measured = None if lengths is None else np.asarray(lengths, dtype=np.int64)
+        if measured is not None and measured.shape != (len(self.source),):
+            raise UsageError(f"lengths must be ({len(self.source)},), one for each example, got {measured.shape}")
+        return dataclasses.replace(self, batching=Batching(size, pad, pad_to, measured, window))
+
+    def take(self, count: int) -> Pipeline:
+        """Keeps the first examples, in the order of the data.
+
+        Raises:
+            UsageError: `count` is below 1.
+        """
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise UsageError(f"take takes a whole number of at least 1, got {count!r}")
+        return dataclasses.replace(self, taken=visited(self)[:count])
+
+    def repeat(self, times: int) -> Pipeline:
+        """Lets an epoch visit every example so often; augmentation differs each time.
+
+        Raises:
+            UsageError: `times` is below 1.
+        """
+        if not isinstance(times, int) or isinstance(times, bool) or times < 1:
+            raise UsageError(f"repeat takes a whole number of at least 1, got {times!r}; epochs are the job's")
+        return dataclasses.replace(self, times=self.times * times)
+
+    def split(self, rank: int, world: int) -> Pipeline:
+        """Keeps every `world`-th example, from the `rank`-th on: disjoint parts, whose union is the whole.
+
+        Workers of a strategy need none: they take their shares of every batch.
+
+        Raises:
+            UsageError: there is no such part.
+        """
+        if not 0 <= rank < world:
+            raise UsageError(f"split takes a rank from 0 to world - 1, got rank {rank} of {world}")
+        return dataclasses.replace(self, taken=visited(self)[rank::world])
+
+    def prefetch(self, batches: int | None = None, *, memory_limit: int | None = None) -> Pipeline:
+        """Says how much may be read before it is asked for.
+
+        Args:
+            batches: how many; None for what the memory allows.
+            memory_limit: bytes that all batches may take that are being read or wait, of each worker.
+
+        Raises:
+            UsageError: a number is out of range.
+        """
+        limit = self.reading.memory_limit if memory_limit is None else memory_limit
+        return dataclasses.replace(self, reading=dataclasses.replace(self.reading, ahead=batches, memory_limit=limit))
+
+    def on_error(self, action: str, most: int = 100) -> Pipeline:
+        """Says what becomes of an example that cannot be had.
+
+        Args:
+            action: "raise" ends the run with its key; "skip" leaves it out and counts it.
+            most: so many may be left out in an epoch, by each worker; one more ends the run.
+
+        Raises:
+            UsageError: it is neither.
+        """
+        return dataclasses.replace(self, reading=dataclasses.replace(self.reading, on_error=action, most_skipped=most))
+
+
+def visited(pipeline: Pipeline) -> range:
+    """Returns the indices of the source's examples that an epoch visits."""
+    return range(len(pipeline.source)) if pipeline.taken is None else pipeline.taken
 
 
 def from_arrays(*arrays: Any) -> Pipeline:
@@ -109,10 +233,3 @@ def from_arrays(*arrays: Any) -> Pipeline:
         return Pipeline(ArraySource(named))
     numbered = (as_tensor(value, f"array {position}") for position, value in enumerate(arrays))
     return Pipeline(ArraySource(tuple(numbered)))
-
-
-def _takes_rng(fn: Callable[..., Any]) -> bool:
-    try:
-        return "rng" in inspect.signature(fn).parameters
-    except ValueError:  # some built-in functions do not tell their parameters
-        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,27 +16,62 @@ from torch.utils.data import default_collate
 from headrace.errors import DataError
 from headrace.trees import map_tensors
 
-__all__ = ["ArraySource", "DatasetSource", "Source", "as_tensor", "emptied", "unreadable"]
+__all__ = ["ArraySource", "DatasetSource", "Epoch", "Source", "as_tensor", "collate", "emptied", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One pass over the data.
+
+    Attributes:
+        seed: what its order and its random numbers follow.
+        number: counted from 0.
+    """
+
+    seed: int
+    number: int
 
 
 class Source(ABC):
-    """Examples by index. Several processes may read copies of one at the same time."""
+    """Examples by index. Several threads may read one, and several processes copies of one, at the same time."""
 
     @abstractmethod
     def __len__(self) -> int:
         """Number of examples."""
 
     @abstractmethod
-    def example(self, index: int) -> Any:
+    def example(self, index: int, epoch: Epoch) -> Any:
         """Returns one example: a tuple, a dict, or whatever the data set is made of."""
 
+    @property
     @abstractmethod
-    def gather(self, indices: Tensor) -> Any:
-        """Returns the batch of the examples at `indices`, `(examples,)` int64."""
+    def identity(self) -> str:
+        """What it reads from, so that what was kept of it can be found again; "" where nobody can know."""
 
-    @abstractmethod
+    def gather(self, indices: Tensor, epoch: Epoch) -> Any:
+        """Returns the batch of the examples at `indices`, `(examples,)` int64."""
+        wanted = indices.tolist()
+        if not wanted:
+            # Only an example tells the shapes.
+            return emptied(self.collate([self.example(0, epoch)]))
+        return self.collate([self.example(index, epoch) for index in wanted])
+
     def collate(self, examples: Sequence[Any]) -> Any:
         """Returns the batch of examples that have been read one by one; at least one."""
+        return collate(examples)
+
+    def key(self, index: int) -> str:
+        """Returns what messages call an example."""
+        return f"example {index}"
+
+    def nbytes(self, index: int) -> int | None:
+        """Returns about how many bytes an example is read from; None where that is not known beforehand."""
+        return None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a batch is best read as a whole."""
+        return False
 
 
 class ArraySource(Source):
@@ -66,14 +102,19 @@ class ArraySource(Source):
     def __len__(self) -> int:
         return self._length
 
-    def example(self, index: int) -> Any:
+    def example(self, index: int, epoch: Epoch) -> Any:
         return self._tree([array[index] for array in self._arrays])
 
-    def gather(self, indices: Tensor) -> Any:
+    @property
+    def identity(self) -> str:
+        return ""
+
+    def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         return self._tree([array.index_select(0, indices) for array in self._arrays])
 
-    def collate(self, examples: Sequence[Any]) -> Any:
-        return _collate(examples)
+    @property
+    def gathers(self) -> bool:
+        return True
 
     def _tree(self, tensors: list[Tensor]) -> Any:
         if self._names is None:
@@ -98,7 +139,7 @@ class DatasetSource(Source):
                 f"the data set {type(dataset).__name__} has no length; give it a __len__, so that an epoch can be split"
             )
         self._dataset: Any = dataset
-        self._collate = collate_fn or _collate
+        self._collate = collate_fn or collate
         # Data sets that read many at once (torch's Subset, Hugging Face's) offer this name for it, as torch's
         # own loader expects.
         many = getattr(dataset, "__getitems__", None)
@@ -107,24 +148,29 @@ class DatasetSource(Source):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def example(self, index: int) -> Any:
+    def example(self, index: int, epoch: Epoch) -> Any:
         try:
             return self._dataset[index]
         except Exception as error:
-            raise unreadable(f"example {index}", "the data set", error) from error
+            raise unreadable(self.key(index), "the data set", error) from error
 
-    def gather(self, indices: Tensor) -> Any:
+    @property
+    def identity(self) -> str:
+        return ""
+
+    @property
+    def gathers(self) -> bool:
+        return self._many is not None
+
+    def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         wanted = indices.tolist()
-        if not wanted:
-            # Only an example tells the shapes.
-            return emptied(self.collate([self.example(0)]))
-        if self._many is None:
-            return self.collate([self.example(index) for index in wanted])
+        if not wanted or self._many is None:
+            return super().gather(indices, epoch)
         try:
             examples = self._many(wanted)
         except Exception as error:
             for index in wanted:
-                self.example(index)  # the guilty one is named, if it fails alone too
+                self.example(index, epoch)  # the guilty one is named, if it fails alone too
             raise unreadable(f"one of the examples {wanted}", "the data set", error) from error
         return self.collate(examples)
 
@@ -178,7 +224,12 @@ def _from_numpy(array: np.ndarray[Any, Any], where: str) -> Tensor:
         ) from error
 
 
-def _collate(examples: Sequence[Any]) -> Any:
+def collate(examples: Sequence[Any]) -> Any:
+    """Stacks examples, as torch's `default_collate` does; tuples stay tuples.
+
+    Raises:
+        DataError: they do not have one form.
+    """
     try:
         batch = default_collate(list(examples))
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:

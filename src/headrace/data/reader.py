@@ -1,0 +1,246 @@
+"""Reads batches of a pipeline: examples go through its steps, all of a batch through one before the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.data.order import generator
+from headrace.data.padding import padded
+from headrace.data.pipeline import Pipeline, visited
+from headrace.data.source import Epoch, emptied, unreadable
+from headrace.data.steps import Filter, Into, Map, Step
+from headrace.errors import DataError
+
+__all__ = ["Read", "Reader"]
+
+_SOURCE = "the source"
+
+
+@dataclass(frozen=True)
+class Read:
+    """What was read.
+
+    Attributes:
+        batch: tensors, in the structure of an example.
+        examples: in it; fewer than were asked for where some are left out.
+        skipped: the keys of those that could not be had, and why.
+        seconds: that each stage took: the source, each step, and what makes the batch.
+    """
+
+    batch: Any
+    examples: int
+    skipped: tuple[str, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass
+class _Row:
+    """An example on its way."""
+
+    index: int
+    epoch: Epoch
+    value: Any = None
+
+
+class Reader:
+    """Any number of threads may read at the same time.
+
+    Args:
+        pipeline: what.
+        seed: the job's; a seed of the pipeline's own goes before it.
+
+    Attributes:
+        stages: what each of `Read.seconds` is of.
+        drops: whether a batch may have fewer examples than were asked for.
+    """
+
+    def __init__(self, pipeline: Pipeline, seed: int) -> None:
+        self._pipeline = pipeline
+        self._source = pipeline.source
+        self._seed = seed if pipeline.seed is None else pipeline.seed
+        self._skips = pipeline.reading.on_error == "skip"
+        self._whole = not pipeline.steps and pipeline.batching.pad is None and not self._skips
+        last = pipeline.steps[-1] if pipeline.steps else None
+        self._into = last if isinstance(last, Map) and isinstance(last.function, Into) else None
+        self._plain = pipeline.taken is None and pipeline.times == 1
+        self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
+        self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
+
+    def read(self, epoch: int, places: Tensor) -> Read:
+        """Returns the batch of the examples at some places of the data.
+
+        Args:
+            epoch: counted from 0.
+            places: `(examples,)` int64, each from 0 to before the pipeline's length.
+
+        Raises:
+            DataError: one of them cannot be had, or they do not make one batch.
+        """
+        if self._whole and self._plain:
+            began = perf_counter()
+            batch = self._source.gather(places, Epoch(self._seed, epoch))
+            return Read(batch, len(places), (), (perf_counter() - began, 0.0))
+        rows = [_Row(*self._locate(epoch, place)) for place in places.tolist()]
+        seconds: list[float] = []
+        skipped: list[str] = []
+        rows = self._timed(seconds, lambda: self._fetch(rows, skipped))
+        # The last one may write into the batch.
+        inner = self._pipeline.steps[:-1] if self._into else self._pipeline.steps
+        for position, step in enumerate(inner):
+            rows = self._timed(seconds, lambda: self._apply(position, step, rows, skipped))  # noqa: B023  (at once)
+        if not rows:
+            return Read(self._nothing(epoch), 0, tuple(skipped), tuple(seconds))
+        batch = self._timed(seconds, lambda: self._make(rows, skipped))
+        if self._into:
+            seconds.append(0.0)
+        return Read(batch, len(rows), tuple(skipped), tuple(seconds))
+
+    def example(self, epoch: int, place: int) -> Any:
+        """Returns one example, for a pipeline that this one is a part of.
+
+        Raises:
+            DataError: it cannot be had, or is left out.
+        """
+        skipped: list[str] = []
+        rows = self._fetch([_Row(*self._locate(epoch, place))], skipped)
+        for position, step in enumerate(self._pipeline.steps):
+            rows = self._apply(position, step, rows, skipped)
+        if not rows:
+            raise DataError(f"{self._source.key(place)} is left out; a filter goes behind what mixes or interleaves")
+        return rows[0].value
+
+    def _timed(self, seconds: list[float], work: Callable[[], Any]) -> Any:
+        began = perf_counter()
+        result = work()
+        seconds.append(perf_counter() - began)
+        return result
+
+    def _locate(self, epoch: int, place: int) -> tuple[int, Epoch]:
+        if self._plain:
+            return place, Epoch(self._seed, epoch)
+        indices = visited(self._pipeline)
+        copy, position = divmod(place, len(indices))
+        return indices[position], Epoch(self._seed, epoch * self._pipeline.times + copy)
+
+    def _fetch(self, rows: Sequence[_Row], skipped: list[str]) -> list[_Row]:
+        def fetch(row: _Row) -> bool:
+            row.value = self._source.example(row.index, row.epoch)
+            return True
+
+        return self._each(rows, _SOURCE, fetch, skipped)
+
+    def _apply(self, position: int, step: Step, rows: list[_Row], skipped: list[str]) -> list[_Row]:
+        if isinstance(step, Map) and step.batched:
+            return self._apply_to_all(position, step, rows, skipped)
+
+        def apply(row: _Row) -> bool:
+            value = row.value if isinstance(step, Filter) or step.field is None else row.value[step.field]
+            given = {"rng": self._rng(row, position)} if step.draws else {}
+            result = step.function(value, **given)
+            if isinstance(step, Filter):
+                return bool(result)
+            row.value = result if step.field is None else _replaced(row.value, step.field, result)
+            return True
+
+        return self._each(rows, step.name, apply, skipped)
+
+    def _apply_to_all(self, position: int, step: Map, rows: list[_Row], skipped: list[str]) -> list[_Row]:
+        if not rows:
+            return rows
+
+        def apply(some: Sequence[_Row]) -> None:
+            values = [row.value if step.field is None else row.value[step.field] for row in some]
+            rngs = {"rng": [self._rng(row, position) for row in some]} if step.draws else {}
+            results = list(step.function(values, **rngs))
+            if len(results) != len(some):
+                raise ValueError(f"it returned {len(results)} examples for {len(some)}")
+            for row, result in zip(some, results, strict=True):
+                row.value = result if step.field is None else _replaced(row.value, step.field, result)
+
+        try:
+            apply(rows)
+        except Exception as error:
+            if not self._skips:
+                keys = f"one of {self._source.key(rows[0].index)} to {self._source.key(rows[-1].index)}"
+                raise unreadable(keys, step.name, error) from error
+        else:
+            return rows
+
+        def alone(row: _Row) -> bool:
+            apply([row])
+            return True
+
+        return self._each(rows, step.name, alone, skipped)
+
+    def _each(self, rows: Sequence[_Row], who: str, work: Callable[[_Row], bool], skipped: list[str]) -> list[_Row]:
+        kept = []
+        for row in rows:
+            try:
+                if work(row):
+                    kept.append(row)
+            except Exception as error:
+                if not self._skips:
+                    if who == _SOURCE and isinstance(error, DataError):
+                        # It says itself which example it is.
+                        raise
+                    raise unreadable(self._source.key(row.index), who, error) from error
+                skipped.append(f"{self._source.key(row.index)}: {who} raised {type(error).__name__}: {error}")
+        return kept
+
+    def _rng(self, row: _Row, position: int) -> np.random.Generator:
+        return generator(row.epoch.seed, row.epoch.number, row.index, position)
+
+    def _make(self, rows: list[_Row], skipped: list[str]) -> Any:
+        if self._into:
+            return self._written(self._into, rows, skipped)
+        return self._collated([row.value for row in rows])
+
+    def _collated(self, values: Sequence[Any]) -> Any:
+        batching = self._pipeline.batching
+        if batching.pad is not None:
+            return padded(values, batching.pad, batching.pad_to)
+        return self._source.collate(values)
+
+    def _written(self, step: Map, rows: list[_Row], skipped: list[str]) -> Any:
+        """Lets the last step write its results into the batch; the other fields are collated."""
+        function: Any = step.function
+        tensor = torch.from_numpy(np.empty((len(rows), *function.shape), dtype=function.dtype))
+        out: NDArray[Any] = tensor.numpy()
+        place = 0
+
+        def write(row: _Row) -> bool:
+            nonlocal place
+            value = row.value if step.field is None else row.value[step.field]
+            function.into(value, out[place])
+            place += 1
+            return True
+
+        rows[:] = self._each(rows, step.name, write, skipped)
+        tensor = tensor[: len(rows)]
+        if step.field is None:
+            return tensor
+        rest = [_replaced(row.value, step.field, 0) for row in rows]
+        return _replaced(self._collated(rest), step.field, tensor)
+
+    def _nothing(self, epoch: int) -> Any:
+        """Returns an empty batch: only an example that went through all steps tells the shapes."""
+        for place in range(len(self._pipeline)):
+            found = self.read(epoch, torch.tensor([place])) if len(self._pipeline) > 1 or place == 0 else None
+            if found is not None and found.examples:
+                return emptied(found.batch)
+        raise DataError("every example is left out")
+
+
+def _replaced(example: Any, field: int | str, value: Any) -> Any:
+    if isinstance(example, dict):
+        return {**example, field: value}
+    position = range(len(example))[field]  # type: ignore[index]
+    return type(example)((*example[:position], value, *example[position + 1 :]))
