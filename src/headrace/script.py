@@ -21,6 +21,7 @@ from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
 from headrace.engine.launched import Group, launched_ranks
 from headrace.engine.machine import cores
+from headrace.engine.shares import counted
 from headrace.errors import UnknownName, UsageError
 from headrace.policies.sharding import whole
 from headrace.policies.threads import threads_per_worker
@@ -93,6 +94,7 @@ class ShareLoader:
         ordered = not isinstance(loader.sampler, RandomSampler)
         seed = 0 if loader.generator is None else loader.generator.initial_seed()
         self._loader = Loader(pipeline, seed, loader.batch_size, (1,) * host.world, host.rank, ordered)
+        self._host = host
         self._epoch = 0
         self.weight = 1.0 / host.world
 
@@ -104,8 +106,8 @@ class ShareLoader:
         self._epoch += 1
         try:
             for _ in range(len(self)):
-                share = next(shares)
-                self.weight = share.examples / share.of
+                share = counted(next(shares), self._loader.drops, self._host)
+                self.weight = share.examples / max(1, share.of)
                 yield share.batch
         finally:
             shares.close()

@@ -9,6 +9,7 @@ decides what comes when, so that an epoch visits every example exactly once for 
 from headrace.data.combined import interleave, mix
 from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
 from headrace.data.images import DecodeImage
+from headrace.data.iteration import batches
 from headrace.data.loader import Loader
 from headrace.data.pipeline import Pipeline, from_arrays
 from headrace.data.source import Source
@@ -22,6 +23,7 @@ __all__ = [
     "Pipeline",
     "Source",
     "as_pipeline",
+    "batches",
     "digits",
     "fashion_mnist",
     "fashion_mnist_or_digits",

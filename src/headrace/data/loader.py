@@ -49,6 +49,10 @@ class Loader:
         data_rank: which worker this is.
         ordered: keeps the order of the data, for evaluation.
 
+    Attributes:
+        rounds_per_epoch: how many there are.
+        drops: whether a share may have fewer examples than its part of the batch, because some are left out.
+
     Raises:
         UsageError: no such worker, or no batch size.
     """
@@ -81,6 +85,7 @@ class Loader:
         self._reader = Reader(pipeline, seed)
         self._budget = Budget(pipeline.reading.memory_limit)
         self._largest = 0
+        self.drops = self._reader.drops
 
     def rounds(self, start_round: int = 0) -> Generator[Share, None, None]:
         """Yields this worker's share of every round, without end.

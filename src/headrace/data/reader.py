@@ -88,20 +88,27 @@ class Reader:
             began = perf_counter()
             batch = self._source.gather(places, Epoch(self._seed, epoch))
             return Read(batch, len(places), (), (perf_counter() - began, 0.0))
-        rows = [_Row(*self._locate(epoch, place)) for place in places.tolist()]
         seconds: list[float] = []
         skipped: list[str] = []
+        rows, batch = self._through(epoch, places.tolist(), seconds, skipped)
+        if not rows:
+            batch = self._nothing(epoch)
+        return Read(batch, len(rows), tuple(skipped), tuple(seconds))
+
+    def _through(
+        self, epoch: int, places: Sequence[int], seconds: list[float], skipped: list[str]
+    ) -> tuple[list[_Row], Any]:
+        """Lets examples go through all steps; returns those that are left, and their batch."""
+        rows = [_Row(*self._locate(epoch, place)) for place in places]
         rows = self._timed(seconds, lambda: self._fetch(rows, skipped))
         # The last one may write into the batch.
         inner = self._pipeline.steps[:-1] if self._into else self._pipeline.steps
         for position, step in enumerate(inner):
             rows = self._timed(seconds, lambda: self._apply(position, step, rows, skipped))  # noqa: B023  (at once)
-        if not rows:
-            return Read(self._nothing(epoch), 0, tuple(skipped), tuple(seconds))
-        batch = self._timed(seconds, lambda: self._make(rows, skipped))
+        batch = self._timed(seconds, lambda: self._make(rows, skipped) if rows else None)
         if self._into:
             seconds.append(0.0)
-        return Read(batch, len(rows), tuple(skipped), tuple(seconds))
+        return rows, batch
 
     def example(self, epoch: int, place: int) -> Any:
         """Returns one example, for a pipeline that this one is a part of.
@@ -225,7 +232,7 @@ class Reader:
 
         rows[:] = self._each(rows, step.name, write, skipped)
         tensor = tensor[: len(rows)]
-        if step.field is None:
+        if step.field is None or not rows:
             return tensor
         rest = [_replaced(row.value, step.field, 0) for row in rows]
         return _replaced(self._collated(rest), step.field, tensor)
@@ -233,9 +240,9 @@ class Reader:
     def _nothing(self, epoch: int) -> Any:
         """Returns an empty batch: only an example that went through all steps tells the shapes."""
         for place in range(len(self._pipeline)):
-            found = self.read(epoch, torch.tensor([place])) if len(self._pipeline) > 1 or place == 0 else None
-            if found is not None and found.examples:
-                return emptied(found.batch)
+            rows, batch = self._through(epoch, [place], [], [])
+            if rows:
+                return emptied(batch)
         raise DataError("every example is left out")
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from headrace.data import Loader, as_pipeline
 from headrace.engine.work import build_module, objective_of
-from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
+from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.replica.describe import describe
 from headrace.replica.optimizer import build, is_elementwise
@@ -89,7 +89,10 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> bool:
     """Runs the model, the loss and the metrics on the first examples; returns whether the loss is a `Mean`."""
     pipeline, _ = as_pipeline(data)
     count = min(_TRIED_EXAMPLES, len(pipeline))
-    share = next(Loader(pipeline, job.seed, count, (1,), 0, ordered=True).sweep())
+    shares = Loader(pipeline, job.seed, count, (1,), 0, ordered=True).sweep()
+    share = next((share for share in shares if share.examples), None)
+    if share is None:
+        raise DataError(f"nothing is left of {what}: a filter leaves out every one of {len(pipeline)} examples")
     if job.options.accumulate > 1 and what == "data" and share.examples > 1:
         cut(share.batch, 0, 1, share.examples)
     training = module.training

@@ -20,6 +20,7 @@ from headrace.engine.losses import Losses
 from headrace.engine.order import Order
 from headrace.engine.recovery import Recovery
 from headrace.engine.saver import Saver
+from headrace.engine.shares import counted
 from headrace.engine.snapshot import Stored
 from headrace.engine.state import WorkerState
 from headrace.errors import RunFailed, UsageError
@@ -150,7 +151,7 @@ class Worker:
                 self.round = round_
                 self._ask()
                 began = perf_counter()
-                self._share = next(shares)
+                self._share = counted(next(shares), self._loader.drops, self._host)
                 batch = self._replica.compute.place(self._share.batch)
                 self._times[0] = perf_counter() - began
                 yield batch

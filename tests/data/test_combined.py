@@ -1,0 +1,85 @@
+"""Pipelines made of several."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.test_steps import values
+from headrace.data import Pipeline, from_arrays, interleave, mix
+from headrace.data.loader import Loader
+from headrace.errors import UsageError
+
+
+def marked(which: int, count: int) -> Pipeline:
+    """Examples that say where they are from: 1000 times the pipeline, and the index."""
+    return from_arrays(torch.arange(count) + 1000 * which)
+
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=5)
+
+
+@given(LENGTHS, st.integers(1, 7))
+def test_interleaved_every_example_comes_once_in_turn(lengths: list[int], block: int) -> None:
+    pipelines = [marked(which, length) for which, length in enumerate(lengths)]
+    expected, at = [], [0] * len(lengths)
+    while any(place < length for place, length in zip(at, lengths, strict=True)):
+        for which, length in enumerate(lengths):
+            stop = min(at[which] + block, length)
+            expected += [1000 * which + place for place in range(at[which], stop)]
+            at[which] = stop
+    assert values(interleave(*pipelines, block=block), 7) == expected
+
+
+@given(LENGTHS)
+def test_without_weights_they_follow_each_other(lengths: list[int]) -> None:
+    pipelines = [marked(which, length) for which, length in enumerate(lengths)]
+    whole = [1000 * which + place for which, length in enumerate(lengths) for place in range(length)]
+    assert values(mix(*pipelines), 5) == whole
+    assert sorted(values(mix(*pipelines).shuffle(), 5)) == sorted(whole)
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 5)), min_size=1, max_size=4), st.integers(1, 4))
+def test_weights_are_kept_everywhere_and_epochs_go_on(given_: list[tuple[int, int]], epochs: int) -> None:
+    lengths, weights = zip(*given_, strict=True)
+    mixed = mix(*(marked(which, length) for which, length in enumerate(lengths)), weights=weights)
+    loader = Loader(mixed, 0, len(mixed), (1,), 0)
+    shares = loader.rounds()
+    seen = [value for _ in range(epochs) for value in next(shares).batch[0].tolist()]
+    counts = Counter(value // 1000 for value in seen)
+    for which, weight in enumerate(weights):
+        # Never a whole example behind or ahead of its part.
+        assert abs(counts[which] - len(seen) * weight / sum(weights)) < 1 + 1e-9
+        places = [value % 1000 for value in seen if value // 1000 == which]
+        assert places == [at % lengths[which] for at in range(len(places))], "each goes through its own epochs"
+
+
+def test_a_part_keeps_its_own_order_and_transforms() -> None:
+    small = marked(1, 5).shuffle(seed=3).map(lambda e: (e[0] + 500,))
+    mixed = mix(marked(0, 15), small, weights=(3, 1))
+    shares = Loader(mixed, 0, 20, (1,), 0).rounds()
+    first, second = ([value - 1500 for value in next(shares).batch[0].tolist() if value >= 1500] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(5))
+    assert first != second, "a new order in every epoch of its own"
+    again = Loader(mixed, 0, 20, (1,), 0).rounds(1)
+    assert [value - 1500 for value in next(again).batch[0].tolist() if value >= 1500] == second
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda: mix(), "at least one"),
+        (lambda: mix(marked(0, 1), weights=(1, 2)), "as many weights"),
+        (lambda: mix(marked(0, 1), marked(1, 1), weights=(1, 0)), "above 0"),
+        (lambda: mix(marked(0, 1), marked(1, 1), weights=(1, 1e-6)), "small whole numbers"),
+        (lambda: interleave(), "at least one"),
+        (lambda: interleave(marked(0, 1), block=0), "block must be"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong, reason: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError, match=reason):
+        wrong()
