@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import headrace as hr
 from engine.test_elastic import BATCH, EXAMPLES, check_counts, counting_job, every_strategy
+from headrace.checkpoint.storage import LocalStorage
 from headrace.engine.local import LocalEngine
 from headrace.errors import PeerLost
 from headrace.spec.event import Event, Notice, RunStarted, ServerStarted, SnapshotTaken
@@ -132,3 +135,18 @@ def test_no_snapshots_where_none_are_wanted_or_a_backup_has_all(engine: LocalEng
         run = hr.fit(counting_job(30), strategy, engine=engine, run_dir=tmp_path / name, checkpoints=checkpoints)
         assert not any(isinstance(event, SnapshotTaken) for event in run.events)
         assert not (tmp_path / name / "snapshots").exists()
+
+
+class Full(LocalStorage):
+    """A disk without room for snapshots."""
+
+    def create(self, name: str) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_and_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.ps.snapshots.LocalStorage", Full)
+    run = hr.fit(counting_job(60), hr.ParameterServer(2), engine=hr.ThreadEngine(), run_dir=tmp_path, checkpoints=OFTEN)
+    check_counts(run, 60)
+    assert "no snapshot of the server on rank 2: No space left on device" in notices(run)
+    assert not any(isinstance(event, SnapshotTaken) for event in run.events)
