@@ -33,6 +33,7 @@ KINDS = {
     "a part of 128 kB": greeting() + b"\6" + (1 << 17).to_bytes(8, "big") + bytes(100_000),
     "noise": bytes(range(255, -1, -1)) * 8,
 }
+_BEHIND = 50
 RESULTS = Path(__file__).parent / "results" / "connections.json"
 
 
@@ -70,7 +71,7 @@ def work(address: str, rounds: multiprocessing.sharedctypes.Synchronized[int], o
 
 
 def attack(orders: Connection, count: int, rate: float) -> None:
-    """Opens so many connections to whoever it is told, and holds them until it is told of another."""
+    """Opens so many connections to whoever it is told, waits for none, and holds them until it is told of another."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     said = list(KINDS.values())
@@ -78,11 +79,14 @@ def attack(orders: Connection, count: int, rate: float) -> None:
         host, _, number = address.removeprefix("tcp://").rpartition(":")
         made, began = [], time.monotonic()
         for index in range(count):
+            each = socket.socket()
+            each.setblocking(False)
+            each.connect_ex((host, int(number)))
+            made.append(each)
+            # By now it may have come through.
+            earlier = max(0, index - _BEHIND)
             with suppress(OSError):
-                each = socket.create_connection((host, int(number)), timeout=5)
-                made.append(each)
-                each.setblocking(False)
-                each.send(said[index % len(said)])
+                made[earlier].send(said[earlier % len(said)])
             ahead = index / rate - (time.monotonic() - began)
             if ahead > 0.002:
                 time.sleep(ahead)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+import torch
 from safetensors import deserialize
 
 from fuzz.reference import Refused, read_letters, read_message
@@ -17,8 +18,11 @@ from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import BYTES, NAMES
 from headrace.comm.pieces import Collector, expect
 from headrace.comm.port import Layout, Slots
+from headrace.ps import log, snapshot
 from headrace.ps.form import Form, Piece
-from headrace.ps.messages import decode, encode
+from headrace.ps.messages import Kind, decode, encode
+from headrace.ps.spans import numbers_in
+from headrace.spec.plain import to_plain
 
 __all__ = ["BLOB_BYTES", "LAYOUT", "LENGTHS", "READERS", "join_letters", "split_letters"]
 
@@ -139,11 +143,52 @@ def read_headers(data: bytes) -> None:
         assert (entry.end - entry.begin) % BYTES[entry.dtype] == 0
 
 
+def read_logs(data: bytes) -> None:
+    """What a primary sends to its backup: 2 bytes for how long the message is, the message, what was pushed."""
+    length = int.from_bytes(data[:2], "little")
+    message, packed = data[2 : 2 + length], data[2 + length :]
+    try:
+        head, mail = log.parse_piece(message)
+    except ValueError:
+        return
+    assert head.kind in (Kind.FILL, Kind.MEMORY, Kind.ENTRY)
+    assert encode(head) + mail == message
+    present = log.pushed_by(mail)
+    try:
+        pushed = log.unpack(LENGTHS, present, memoryview(bytearray(packed)))
+    except ValueError:
+        return
+    assert {slot: place.numel() for slot, place in pushed.items()} == {slot: LENGTHS[slot] for slot in present}
+    # What lies between the slots is nobody's.
+    again = log.unpack(LENGTHS, present, memoryview(log.pack(LENGTHS, pushed)))
+    assert {slot: place.tolist() for slot, place in again.items()} == {
+        slot: place.tolist() for slot, place in pushed.items()
+    }
+
+
+def read_snapshots(data: bytes) -> None:
+    """What a server was, as bytes."""
+    try:
+        state, tensors = snapshot.unpack(memoryview(bytearray(data)))
+        done = [numbers_in(shard.done) for shard in state.shards]
+    except ValueError:
+        return
+    assert all(len(each) <= 1 << 26 for each in done)
+    again = snapshot.pack(state, tensors, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).numpy().data
+    once_more, others = snapshot.unpack(again)
+    assert to_plain(once_more) == to_plain(state)
+    assert {name: tensor.numpy().tobytes() for name, tensor in others.items()} == {
+        name: tensor.numpy().tobytes() for name, tensor in tensors.items()
+    }
+
+
 READERS: Mapping[str, Callable[[bytes], None]] = {
     "frames": read_frames,
     "handshakes": read_handshakes,
     "headers": read_headers,
+    "logs": read_logs,
     "manifests": read_manifests,
     "messages": read_messages,
+    "snapshots": read_snapshots,
 }
 """By the name of their corpus."""

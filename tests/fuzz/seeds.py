@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
 
 from fuzz.readers import FORM, LAYOUT, LENGTHS, join_letters
 from headrace.checkpoint import header, manifest
@@ -12,7 +15,16 @@ from headrace.checkpoint.header import Entry
 from headrace.checkpoint.manifest import FileRecord, Manifest
 from headrace.comm import pieces
 from headrace.comm.pieces import Sort, cut, letter, numbered
+from headrace.comm.port import Mail
+from headrace.ps import log, snapshot
+from headrace.ps.applier import ApplierState
+from headrace.ps.coordinator import AskedState, CoordinatorState
+from headrace.ps.leases import LeasesState
+from headrace.ps.log import Payload, Piece
+from headrace.ps.membership import MembershipState
 from headrace.ps.messages import Kind, Message, encode
+from headrace.ps.shard import ShardState
+from headrace.ps.snapshot import ServerState
 
 __all__ = ["seeds"]
 
@@ -82,10 +94,39 @@ def _manifests() -> Iterator[bytes]:
     yield b" " * (manifest.MOST_BYTES + 1)
 
 
+def _logs() -> Iterator[bytes]:
+    push = encode(Message(Kind.PUSH, 0, 1, 5, 1.0, 0.5, (1, 1), 1, 9))
+    piece = Piece(Mail(3, push), {slot: torch.full((LENGTHS[slot],), slot, dtype=torch.uint8) for slot in (0, 1)})
+    for payload in Payload:
+        message = log.encode_piece(2, 7, piece, payload)
+        packed = log.pack(LENGTHS, piece.pushed) if payload == Payload.CARRIED else b""
+        yield len(message).to_bytes(2, "little") + message + bytes(packed)
+    for kind, numbers in ((Kind.FILL, (1, 4, 0, 1, 3, 0)), (Kind.FILL, (1,)), (Kind.MEMORY, (3,)), (Kind.HELD, (1,))):
+        message = encode(Message(kind, lease=1, numbers=numbers))
+        yield len(message).to_bytes(2, "little") + message
+
+
+def _snapshots() -> Iterator[bytes]:
+    shard = ShardState(3, None, ((0, 1, 2), (1, 0, 1)), ((0, 3), (5, 6)), (), (), ())
+    leases = LeasesState(2, 9, 0, 0, (5,), ((3, 4),), ((4, 1),), (), (), (0, 1), 1, (0,), False)
+    coordinator = CoordinatorState((0, 0, 9), leases, (AskedState(0, 77, 4, ""),))
+    members = MembershipState((), (), ((0, 1), (1, 0)))
+    applier = ApplierState(4, (3.0,), "{}", False)
+    state = ServerState("[]", 3, True, False, members, (), (shard,), applier, coordinator)
+    for given, tensors in (
+        (state, {"parameter/0": torch.arange(5.0), "random": torch.arange(8, dtype=torch.uint8)}),
+        (replace(state, coordinator=None, version=9), {}),
+        (state, {"state/0/weight/exp_avg@0": torch.ones(2, 3, dtype=torch.float64)}),
+    ):
+        yield bytes(snapshot.pack(given, tensors, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).numpy())
+
+
 _SEEDS: Mapping[str, Callable[[], Iterator[bytes]]] = {
     "frames": _frames,
     "handshakes": _handshakes,
     "headers": _headers,
+    "logs": _logs,
     "manifests": _manifests,
     "messages": _messages,
+    "snapshots": _snapshots,
 }

@@ -1,5 +1,6 @@
 """Who stands at a server's door: strangers are many and cost little, and whoever brings too much is shown out.
 
+    100 a second
     accepted ──► half open ── CURVE, hello ──► a link
                  at most 64, the oldest goes    may be 64 MiB ahead of what the port has taken
                  16 KiB, 10 s
@@ -26,12 +27,16 @@ from time import monotonic
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from headrace.comm.gate import Gate
 from headrace.comm.zeromq import Keys, waits, watch
 
 __all__ = ["Door", "Line", "wire_bytes"]
 
 _ZAP = "inproc://zeromq.zap.01"
-_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_WATCHED = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+_A_SECOND, _AT_ONCE = 100.0, 400.0
+"""Connections that may come: a large run's workers at once, and afterwards whoever comes in another's place."""
 
 _HALF_OPEN = 64
 """Connections that have not said hello; each costs at most what one frame may have."""
@@ -88,6 +93,7 @@ class Door:
         self._watched = socket
         self._monitor = watch(socket, _WATCHED)
         keys.guard(socket)
+        self._gate: Gate | None = None
         self._lines: dict[int, Line] = {}
         self._half_open: dict[Line, None] = {}
         self._ended: list[Line] = []
@@ -158,10 +164,13 @@ class Door:
                     self._hear()
                     while len(self._half_open) > _HALF_OPEN:
                         self._cut_off(next(iter(self._half_open)))
+                    if self._gate is not None:
+                        self._gate.look()
                     if monotonic() - looked >= pause:
                         self._measure()
                         looked = monotonic()
-                poll.poll(max(0.0, looked + pause - monotonic()) if self._lines else None)
+                busy = self._lines or (self._gate is not None and self._gate.closed)
+                poll.poll(max(0.0, looked + pause - monotonic()) if busy else None)
 
     def _admit(self) -> None:
         """Answers whether those who knock hold the secret."""
@@ -176,7 +185,12 @@ class Door:
         while waits(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart())
             descriptor = event["value"]
+            if event["event"] == zmq.EVENT_LISTENING:
+                self._gate = Gate(descriptor, _A_SECOND, _AT_ONCE)
+                continue
             if event["event"] == zmq.EVENT_ACCEPTED:
+                assert self._gate is not None, "whoever is not there yet accepts nobody"
+                self._gate.came()
                 line = self._lines[descriptor] = Line(descriptor)
                 self._half_open[line] = None
                 continue
