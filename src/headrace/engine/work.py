@@ -78,8 +78,7 @@ def work(
         replica = order.strategy.replica(order.plan, rank, parts)
         if replica.portions:
             closing.callback(replica.portions.close)
-        feeding = Feeding(rank, journal)
-        loader = _loader(order, role, feeding)
+        loader, feeding = _fed(order, role, journal)
         worker = _worker(order, role, replica, loader, host, page, journal)
         _seed(order, rank, incarnation)
         if stored:
@@ -88,10 +87,8 @@ def work(
         if replica.portions:
             replica.portions.begin()
         journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
-        try:
+        with feeding.until_end(loader.stages):
             (order.train or train)(worker)
-        finally:
-            feeding.end(loader.stages)
         meets = worker.leave()
         if meets:
             _end_together(page, rank, worker, host)
@@ -227,12 +224,13 @@ def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]
     return connect
 
 
-def _loader(order: Order, role: Role, feeding: Feeding) -> Loader:
+def _fed(order: Order, role: Role, journal: Journal) -> tuple[Loader, Feeding]:
+    feeding = Feeding(role.rank, journal)
     job, plan = order.job, order.plan
     # Leased portions are nobody's share; evaluation is everybody's.
     shares = (1,) * plan.workers if plan.servers else plan.shares
     pipeline, _ = as_pipeline(job.data)
-    return Loader(pipeline, job.seed, job.global_batch_size, shares, role.data_rank, tell=feeding.tell)
+    return Loader(pipeline, job.seed, job.global_batch_size, shares, role.data_rank, tell=feeding.tell), feeding
 
 
 def _worker(
