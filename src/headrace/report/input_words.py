@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.report.bottleneck import Bottleneck
 from headrace.report.inputs import Input, Inputs
-from headrace.report.quantities import byte_count, fixed, percent
+from headrace.report.quantities import byte_count, fixed, percent, short
 from headrace.spec.event import FedStage
 
 __all__ = ["INPUT_HEADS", "bottleneck_plain", "input_cells", "input_plain", "input_rows", "readers", "stage_plain"]
@@ -22,7 +22,7 @@ def input_cells(inputs: Inputs, bottleneck: Bottleneck | None) -> tuple[str, ...
     return (
         bottleneck.kind if bottleneck else "",
         readers(first),
-        fixed(busy / inputs.examples if inputs.examples else None, 1e3),
+        short(1e3 * busy / inputs.examples if inputs.examples else None),
         f"{busiest.name} {percent(busiest.busy_s / busy if busy else 0.0)}",
         fixed(min(each.occupancy for each in inputs.by_rank.values())),
         str(inputs.skipped),
@@ -106,7 +106,7 @@ def _cost(inputs: Inputs, busy: float) -> str:
     total = sum(each.bytes for each in inputs.by_rank.values())
     if not inputs.examples:
         return "no example"
-    return f"{fixed(busy / inputs.examples, 1e3)} ms and {byte_count(total / inputs.examples)} an example"
+    return f"{short(1e3 * busy / inputs.examples)} ms and {byte_count(total / inputs.examples)} an example"
 
 
 def _parts(stages: tuple[FedStage, ...], busy: float) -> str:

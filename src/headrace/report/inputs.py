@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.report.attempts import Attempt, of_kind
 from headrace.spec.event import Fed, FedStage
 
-__all__ = ["Input", "Inputs", "inputs_of", "work_of"]
+__all__ = ["Input", "Inputs", "input_of", "inputs_of"]
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ def inputs_of(attempts: Iterable[Attempt]) -> Inputs | None:
     by_rank: dict[int, Input] = {}
     for attempt in attempts:
         for fed in _lasts(of_kind(Fed, attempt.events)):
-            by_rank[fed.rank] = _sum(work_of(fed), by_rank.get(fed.rank))
+            by_rank[fed.rank] = _sum(input_of(fed), by_rank.get(fed.rank))
     return Inputs(dict(sorted(by_rank.items()))) if by_rank else None
 
 
-def work_of(fed: Fed) -> Input:
+def input_of(fed: Fed) -> Input:
     """Returns what one event says."""
     return Input(
         parallel=fed.parallel,

@@ -208,7 +208,7 @@ def _stages(summary: Summary) -> str:
         _cells(
             _text(stage.name),
             [
-                fixed(stage.busy_s / examples if examples else None, 1e3),
+                short(1e3 * stage.busy_s / examples if examples else None),
                 percent(stage.busy_s / busy if busy else 0.0),
                 percent(stage.waiting_s / stage.busy_s if stage.busy_s else 0.0),
             ],
