@@ -78,6 +78,7 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(_same, one, other))
-    if type(one).__eq__ is object.__eq__:
+    equality: object = type(one).__eq__
+    if equality is object.__eq__:
         return True
     return bool(one == other or (one != one and other != other))
