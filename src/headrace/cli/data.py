@@ -185,7 +185,9 @@ def _lines(name: str, found: Profile) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> Sequence[str]:
-    return textwrap.wrap(clean(text), _WIDTH) or [""]
+    # A number stays with its unit.
+    held = clean(text).replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in textwrap.wrap(held, _WIDTH)]
 
 
 def _cut(name: str) -> str:

@@ -104,8 +104,8 @@ class Stages:
         self.skipped += len(reasons)
         self._skips[epoch] += len(reasons)
         if self._skips[epoch] > self._most_skipped:
+            count = f"{self._skips[epoch]} example{'s' * (self._skips[epoch] != 1)}"
             raise DataError(
-                f"{self._skips[epoch]} examples of epoch {epoch} could not be had, and on_error('skip', "
-                f"most={self._most_skipped}) lets {self._most_skipped} be left out; repair them, or allow more. "
-                f"The first: {'; '.join(self.shown)}"
+                f"{count} of epoch {epoch} could not be had, and on_error('skip', most={self._most_skipped}) lets "
+                f"{self._most_skipped} be left out; repair them, or allow more. The first: {'; '.join(self.shown)}"
             )
