@@ -18,11 +18,11 @@ FLOORS = (
     {"ps", "pipelining"},
     {"strategies"},
     {"engine", "planner", "report"},
-    {"trainer", "run", "comparison", "script", "supervision", "export"},
+    {"trainer", "run", "comparison", "profiling", "script", "supervision", "export"},
     {"cli", "serving", ""},
 )
 FLOOR = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
-LOOSE = {"tasks", "metrics", "trees", "trainer", "run", "comparison", "script", "supervision"}
+LOOSE = {"tasks", "metrics", "trees", "trainer", "run", "comparison", "profiling", "script", "supervision"}
 """Files that stand in no folder: those of one floor are one room."""
 SIDEWAYS = {("data", "headrace.replica.compute")}
 """Room and module: the loader makes the `Share` that the compute takes."""

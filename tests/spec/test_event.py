@@ -14,6 +14,7 @@ COUNTS = st.dictionaries(WORD, COUNT, max_size=3)
 STAMP = (st.integers(LAUNCHER, 1000), SECONDS)
 
 SHARD = st.builds(event.ServedShard, WORD, *(COUNT,) * 4, SECONDS, *(COUNT,) * 2)
+STAGE = st.builds(event.FedStage, WORD, SECONDS, SECONDS)
 EVENTS = {
     "run_started": st.builds(
         event.RunStarted,
@@ -42,6 +43,11 @@ EVENTS = {
         event.Served,
         *(*STAMP, SECONDS, SECONDS, COUNT, st.dictionaries(WORD, COUNTS, max_size=3)),
         *(st.dictionaries(WORD, SECONDS, max_size=3), COUNTS, st.lists(SHARD, max_size=2).map(tuple)),
+    ),
+    "fed": st.builds(
+        event.Fed,
+        *(*STAMP, WORD, COUNT, SECONDS, SECONDS, *(COUNT,) * 5),
+        st.lists(STAGE, max_size=3).map(tuple),
     ),
     "snapshot_taken": st.builds(event.SnapshotTaken, *STAMP, COUNT, SECONDS),
     "server_ended": st.builds(event.ServerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT),

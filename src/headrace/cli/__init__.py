@@ -12,6 +12,7 @@ import typer
 
 from headrace.cli.checkpoint import checkpoint
 from headrace.cli.compare import compare
+from headrace.cli.data import data
 from headrace.cli.doctor import doctor
 from headrace.cli.errors import ExitCode, error_document
 from headrace.cli.launch import launch
@@ -29,6 +30,7 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --workers 2
   headrace compare job.py --strategies one_device,mirrored --workers 2
   headrace report runs/a
+  headrace data profile job.py
   headrace checkpoint list runs/a
   headrace launch script.py --workers 2
   headrace workers add 2 runs/a
@@ -38,6 +40,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "compare": compare,
     "report": report,
+    "data": data,
     "checkpoint": checkpoint,
     "launch": launch,
     "workers": workers,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from headrace.data.budget import Budget
 from headrace.data.order import Order
 from headrace.data.pipeline import Pipeline, visited
 from headrace.data.reader import Read, Reader
+from headrace.data.stages import Stages
 from headrace.errors import DataError, UsageError
 from headrace.policies.split import bounds
 from headrace.spec.share import Share
@@ -48,6 +50,11 @@ class Loader:
         shares: relative weights by which a batch is split, one a worker.
         data_rank: which worker this is.
         ordered: keeps the order of the data, for evaluation.
+        tell: called about once a second with `stages`.
+
+    Attributes:
+        rounds_per_epoch: how many global batches an epoch has.
+        stages: where the time went.
 
     Attributes:
         rounds_per_epoch: how many there are.
@@ -65,6 +72,7 @@ class Loader:
         shares: Sequence[int],
         data_rank: int,
         ordered: bool = False,
+        tell: Callable[[Stages], None] | None = None,
     ) -> None:
         if global_batch_size < 1:
             raise UsageError(f"global_batch_size must be at least 1, got {global_batch_size}")
@@ -83,6 +91,7 @@ class Loader:
         self._epoch = -1
         self._epoch_order: Order | Bucketed | None = None
         self._reader = Reader(pipeline, seed)
+        self.stages = Stages(self._reader.stages, pipeline.reading.most_skipped, tell)
         self._budget = Budget(pipeline.reading.memory_limit)
         self._largest = 0
         self.drops = self._reader.drops
@@ -98,6 +107,7 @@ class Loader:
         """
         if start_round < 0:
             raise UsageError(f"start_round must not be negative, got {start_round}")
+        self.stages.begin()
         return self._shares(self._parts(start_round), start_round)
 
     def sweep(self) -> Iterator[Share]:
@@ -106,6 +116,7 @@ class Loader:
         Raises:
             DataError: an example cannot be read.
         """
+        self.stages.begin()
         return self._shares(islice(self._parts(0), self.rounds_per_epoch))
 
     def portion(self, round_: int, part: int, parts: int) -> Share:
@@ -160,27 +171,35 @@ class Loader:
             yield from self._read_ahead(parts, start_round)
             return
         reading = self._pipeline.reading
+        ahead: Ahead[_Part] | None = None
         if reading.parallel == "threads":
             ahead = Ahead(self._fetch, self._estimate, nbytes, reading.count or 1, reading.ahead, self._budget)
             running = ahead.run(parts)
+            self.stages.parallel, self.stages.readers = "threads", reading.count or 1
         else:
             running = inline(self._fetch, parts)
         try:
+            asked, depth = perf_counter(), 0
             for part, read in running:
-                yield self._share(part, read)
+                ready = ahead.depth - depth if ahead else 0
+                depth += ready
+                yield self._share(part, read, asked, ready)
+                asked = perf_counter()
         finally:
             running.close()
 
     def _read(self, part: _Part) -> Share:
-        return self._share(part, self._fetch(part))
+        asked = perf_counter()
+        return self._share(part, self._fetch(part), asked)
 
     def _fetch(self, part: _Part) -> Read:
         read = self._reader.read(part[0], part[1])
-        self._largest = max(self._largest, nbytes(read.batch))
+        self._largest = max(self._largest, read.nbytes)
         return read
 
-    def _share(self, part: _Part, read: Read) -> Share:
+    def _share(self, part: _Part, read: Read, asked: float, ready: int = 0) -> Share:
         epoch, _, of = part
+        self.stages.add(epoch, read, asked, ready)
         return Share(read.batch, read.examples, of, epoch)
 
     def _estimate(self, part: _Part) -> int:
@@ -207,13 +226,15 @@ class Loader:
             # Nor does a run that goes on draw there what it drew at its begin.
             generator=torch.Generator().manual_seed((self._seed + self._data_rank + (start_round << 32)) % 2**63),
         )
+        self.stages.parallel, self.stages.readers = "processes", processes.count
         batches = iter(loader)
         try:
             for epoch, indices, of in mine:
+                asked = perf_counter()
                 read = next(batches) if len(indices) else reader.read(epoch, indices)
                 if isinstance(read, _Broken):
                     raise read.error()
-                yield self._share((epoch, indices, of), read)
+                yield self._share((epoch, indices, of), read, asked)
         finally:
             # Its processes end with the last reference; a traceback that holds this frame must not be one.
             del batches

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from functools import cached_property
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from headrace.data.pipeline import Pipeline, visited
 from headrace.data.source import Epoch, emptied, unreadable
 from headrace.data.steps import Filter, Into, Map, Step
 from headrace.errors import DataError
+from headrace.trees import nbytes
 
 __all__ = ["Read", "Reader"]
 
@@ -33,12 +35,20 @@ class Read:
         examples: in it; fewer than were asked for where some are left out.
         skipped: the keys of those that could not be had, and why.
         seconds: that each stage took: the source, each step, and what makes the batch.
+        waiting: of those, in which it did not compute: it waited for a disk, a network, a lock or a core. Empty where
+            that was not measured.
     """
 
     batch: Any
     examples: int
     skipped: tuple[str, ...]
     seconds: tuple[float, ...]
+    waiting: tuple[float, ...] = ()
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the batch."""
+        return nbytes(self.batch)
 
 
 @dataclass
@@ -88,26 +98,26 @@ class Reader:
             began = perf_counter()
             batch = self._source.gather(places, Epoch(self._seed, epoch))
             return Read(batch, len(places), (), (perf_counter() - began, 0.0))
-        seconds: list[float] = []
+        spent: list[tuple[float, float]] = []
         skipped: list[str] = []
-        rows, batch = self._through(epoch, places.tolist(), seconds, skipped)
+        rows, batch = self._through(epoch, places.tolist(), spent, skipped)
         if not rows:
             batch = self._nothing(epoch)
-        return Read(batch, len(rows), tuple(skipped), tuple(seconds))
+        return _read(batch, len(rows), skipped, spent)
 
     def _through(
-        self, epoch: int, places: Sequence[int], seconds: list[float], skipped: list[str]
+        self, epoch: int, places: Sequence[int], spent: list[tuple[float, float]], skipped: list[str]
     ) -> tuple[list[_Row], Any]:
         """Lets examples go through all steps; returns those that are left, and their batch."""
         rows = [_Row(*self._locate(epoch, place)) for place in places]
-        rows = self._timed(seconds, lambda: self._fetch(rows, skipped))
+        rows = self._timed(spent, lambda: self._fetch(rows, skipped))
         # The last one may write into the batch.
         inner = self._pipeline.steps[:-1] if self._into else self._pipeline.steps
         for position, step in enumerate(inner):
-            rows = self._timed(seconds, lambda: self._apply(position, step, rows, skipped))  # noqa: B023  (at once)
-        batch = self._timed(seconds, lambda: self._make(rows, skipped) if rows else None)
+            rows = self._timed(spent, lambda: self._apply(position, step, rows, skipped))  # noqa: B023  (at once)
+        batch = self._timed(spent, lambda: self._make(rows, skipped) if rows else None)
         if self._into:
-            seconds.append(0.0)
+            spent.append((0.0, 0.0))
         return rows, batch
 
     def example(self, epoch: int, place: int) -> Any:
@@ -116,18 +126,35 @@ class Reader:
         Raises:
             DataError: it cannot be had, or is left out.
         """
+        values = [value for _, value in self.trace(epoch, place)]
+        if len(values) <= len(self._pipeline.steps):
+            raise DataError(f"{self.key(place)} is left out; a filter goes behind what mixes or interleaves")
+        return values[-1]
+
+    def trace(self, epoch: int, place: int) -> Iterator[tuple[str, Any]]:
+        """Yields what one example is after each stage, with the stage's name; ends early where it is left out.
+
+        Raises:
+            DataError: it cannot be had.
+        """
         skipped: list[str] = []
         rows = self._fetch([_Row(*self._locate(epoch, place))], skipped)
-        for position, step in enumerate(self._pipeline.steps):
-            rows = self._apply(position, step, rows, skipped)
-        if not rows:
-            raise DataError(f"{self._source.key(place)} is left out; a filter goes behind what mixes or interleaves")
-        return rows[0].value
+        for position, step in enumerate((None, *self._pipeline.steps)):
+            if step is not None:
+                rows = self._apply(position - 1, step, rows, skipped)
+            if not rows:
+                return
+            yield self.stages[position], rows[0].value
 
-    def _timed(self, seconds: list[float], work: Callable[[], Any]) -> Any:
-        began = perf_counter()
+    def key(self, place: int) -> str:
+        """Returns what messages call the example at a place of the data."""
+        return self._source.key(self._locate(0, place)[0])
+
+    def _timed(self, spent: list[tuple[float, float]], work: Callable[[], Any]) -> Any:
+        began, computed = perf_counter(), thread_time()
         result = work()
-        seconds.append(perf_counter() - began)
+        passed = perf_counter() - began
+        spent.append((passed, max(0.0, passed - (thread_time() - computed))))
         return result
 
     def _locate(self, epoch: int, place: int) -> tuple[int, Epoch]:
@@ -244,6 +271,11 @@ class Reader:
             if rows:
                 return emptied(batch)
         raise DataError("every example is left out")
+
+
+def _read(batch: Any, examples: int, skipped: Sequence[str], spent: Sequence[tuple[float, float]]) -> Read:
+    seconds, waiting = zip(*spent, strict=True)
+    return Read(batch, examples, tuple(skipped), seconds, waiting)
 
 
 def _replaced(example: Any, field: int | str, value: Any) -> Any:

@@ -24,6 +24,7 @@ from headrace.comm.control import ControlPage
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
 from headrace.engine.evaluation import Evaluation
+from headrace.engine.feeding import Feeding
 from headrace.engine.journal import Journal
 from headrace.engine.order import Order, Resumption
 from headrace.engine.snapshot import Stored, making_sense, seed_random
@@ -77,7 +78,8 @@ def work(
         replica = order.strategy.replica(order.plan, rank, parts)
         if replica.portions:
             closing.callback(replica.portions.close)
-        worker = _worker(order, role, replica, host, page, journal)
+        loader, feeding = _fed(order, role, journal)
+        worker = _worker(order, role, replica, loader, host, page, journal)
         _seed(order, rank, incarnation)
         if stored:
             worker.resume(stored)
@@ -85,7 +87,8 @@ def work(
         if replica.portions:
             replica.portions.begin()
         journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
-        (order.train or train)(worker)
+        with feeding.until_end(loader.stages):
+            (order.train or train)(worker)
         meets = worker.leave()
         if meets:
             _end_together(page, rank, worker, host)
@@ -221,19 +224,25 @@ def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]
     return connect
 
 
+def _fed(order: Order, role: Role, journal: Journal) -> tuple[Loader, Feeding]:
+    feeding = Feeding(role.rank, journal)
+    job, plan = order.job, order.plan
+    # Leased portions are nobody's share; evaluation is everybody's.
+    shares = (1,) * plan.workers if plan.servers else plan.shares
+    pipeline, _ = as_pipeline(job.data)
+    return Loader(pipeline, job.seed, job.global_batch_size, shares, role.data_rank, tell=feeding.tell), feeding
+
+
 def _worker(
     order: Order,
     role: Role,
     replica: Replica,
+    loader: Loader,
     host: SharedCollective,
     page: ControlPage,
     journal: Journal,
 ) -> Worker:
     job, plan = order.job, order.plan
-    # Leased portions are nobody's share; evaluation is everybody's.
-    shares = (1,) * plan.workers if plan.servers else plan.shares
-    pipeline, _ = as_pipeline(job.data)
-    loader = Loader(pipeline, job.seed, job.global_batch_size, shares, role.data_rank)
     evaluation = None
     if job.eval_data is not None:
         eval_pipeline, _ = as_pipeline(job.eval_data)

@@ -8,10 +8,11 @@ from importlib import resources
 from pathlib import Path
 
 from headrace.errors import UsageError
+from headrace.report.input_words import INPUT_HEADS, input_cells
 from headrace.report.looks import Look, Picture, looks
 from headrace.report.palette import PARTS, STAND_INS, style_variables
 from headrace.report.pictures import pictures
-from headrace.report.quantities import MISSING, byte_count, clean, fixed, ratio, short
+from headrace.report.quantities import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
 from headrace.report.references import References, verdict
 from headrace.report.server_words import SERVER_HEADS, server_cells
 from headrace.report.summary import Summary
@@ -134,13 +135,14 @@ def _alert(summary: Summary) -> str:
 
 def _runs(summaries: Sequence[Summary], references: References) -> str:
     if len(summaries) > 1:
-        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}\n</section>{_servers(summaries)}"
+        more = _servers(summaries) + _inputs(summaries)
+        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}\n</section>{more}"
     rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice")]
     against = references.to_one_device(summaries[0])
     if against is not None:
         rows.append(("× one process", f"{ratio(against)} of one process with all threads"))
     pairs = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in rows)
-    return f'<section>\n<h2>The run</h2>\n<dl class="run">{pairs}</dl>\n</section>'
+    return f'<section>\n<h2>The run</h2>\n<dl class="run">{pairs}</dl>\n</section>{_stages(summaries[0])}'
 
 
 def _table(summaries: Sequence[Summary], references: References) -> str:
@@ -181,10 +183,51 @@ def _servers(summaries: Sequence[Summary]) -> str:
     return f"\n<section>\n<h2>Servers</h2>\n{_scrolled(heads, rows)}\n</section>"
 
 
-def _scrolled(heads: Iterable[str], rows: Iterable[str]) -> str:
+def _inputs(summaries: Sequence[Summary]) -> str:
+    """Returns how the workers of a comparison's runs were fed, and what held each up."""
+    rows = [
+        _cells(
+            f"{_swatch(look)}{_text(each.name)}", [_text(cell) for cell in input_cells(each.inputs, each.bottleneck)]
+        )
+        for each, look in zip(summaries, looks(summaries), strict=True)
+        if each.inputs is not None
+    ]
+    if not rows:
+        return ""
+    heads = ("<br/>".join(map(_text, head.split("\n"))) for head in INPUT_HEADS)
+    return f"\n<section>\n<h2>Where the time goes</h2>\n{_scrolled(heads, rows)}\n</section>"
+
+
+def _stages(summary: Summary) -> str:
+    """Returns what each stage of one run's input cost, and how long each worker waited for it."""
+    if summary.inputs is None:
+        return ""
+    stages, examples = summary.inputs.stages, summary.inputs.examples
+    busy = sum(stage.busy_s for stage in stages)
+    rows = [
+        _cells(
+            _text(stage.name),
+            [
+                short(1e3 * stage.busy_s / examples if examples else None),
+                percent(stage.busy_s / busy if busy else 0.0),
+                percent(stage.waiting_s / stage.busy_s if stage.busy_s else 0.0),
+            ],
+        )
+        for stage in stages
+    ]
+    heads = ("ms an<br/>example", "of the<br/>input", "of it<br/>waiting")
+    waits = "".join(
+        f"<li>rank {rank} waited {duration(each.waited_s)} of {duration(each.seconds)} for data</li>"
+        for rank, each in summary.inputs.by_rank.items()
+    )
+    table = _scrolled(heads, rows, "stage")
+    return f'\n<section>\n<h2>The input</h2>\n{table}\n<ul class="notices">{waits}</ul>\n</section>'
+
+
+def _scrolled(heads: Iterable[str], rows: Iterable[str], first: str = "run") -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     return (
-        f'<div class="scroll"><table>\n<thead><tr><th scope="col">run</th>{head}</tr></thead>\n'
+        f'<div class="scroll"><table>\n<thead><tr><th scope="col">{first}</th>{head}</tr></thead>\n'
         f"<tbody>\n{chr(10).join(rows)}\n</tbody>\n</table></div>"
     )
 

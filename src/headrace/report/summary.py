@@ -9,8 +9,10 @@ from pathlib import Path
 
 from headrace.errors import DataError
 from headrace.report.attempts import Attempt, attempts, of_kind
+from headrace.report.bottleneck import Bottleneck, bottleneck_of
 from headrace.report.curves import Curves, curves_of
 from headrace.report.events import read_log
+from headrace.report.inputs import Inputs, inputs_of
 from headrace.report.servers import Servers, servers_of
 from headrace.report.training_clock import StepTimes, TrainingClock
 from headrace.spec.event import (
@@ -141,6 +143,8 @@ class Summary:
         saves: checkpoints; None where none was written.
         non_finite: rounds that were left out; None where all were finite.
         servers: what they did; None where there were none.
+        inputs: how the workers were fed; None where none has said it.
+        bottleneck: what held the run up; None where nobody can say.
     """
 
     label: str
@@ -154,6 +158,8 @@ class Summary:
     saves: Saves | None = None
     non_finite: NonFiniteRounds | None = None
     servers: Servers | None = None
+    inputs: Inputs | None = None
+    bottleneck: Bottleneck | None = None
 
     @property
     def name(self) -> str:
@@ -225,18 +231,21 @@ def summarize(run_dir: Path | str) -> Summary:
     ranks = sorted({step.rank for step in steps})
     examples_per_epoch = last.started.examples_per_epoch
     training = _training(steps, clock, examples_per_epoch)
+    times, inputs = {rank: clock.times(rank) for rank in ranks}, inputs_of(begun)
     return Summary(
         label=run_dir.resolve().name,
         started=last.started,
         outcome=_outcome(last, len(begun), log.torn_lines),
         training=training,
         times=clock.times(*ranks) if ranks else None,
-        times_by_rank={rank: clock.times(rank) for rank in ranks},
+        times_by_rank=times,
         cost=_cost(last),
         curves=curves_of(steps, evaluated, clock, examples_per_epoch),
         saves=_saves(list(of_kind(Saved, events)), clock, training.seconds),
         non_finite=_non_finite(events),
         servers=servers_of(begun, clock),
+        inputs=inputs,
+        bottleneck=bottleneck_of(times, inputs) if inputs else None,
     )
 
 

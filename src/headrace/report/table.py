@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.report.input_words import bottleneck_plain, input_plain, input_rows
 from headrace.report.quantities import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
 from headrace.report.references import References, verdict
 from headrace.report.server_words import server_line, server_plain, server_rows
@@ -120,6 +121,7 @@ def _legend(summaries: Sequence[Summary], references: References, metric: str | 
         "ms: of a worker's mean step in compute, exchange, update, waiting for data.",
     ]
     lines += [f"{each.name}: {server_line(each.servers)}." for each in summaries if each.servers is not None]
+    lines += [f"{each.name}: {each.bottleneck.line}." for each in summaries if each.bottleneck is not None]
     return lines + [f"! {ending(each)}" for each in summaries if each.status != "ok"]
 
 
@@ -155,6 +157,7 @@ def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
         rows.append(("evaluation", f"{metrics} after {last.epochs:.4g} epochs"))
     if summary.times is not None:
         rows.append(("mean step", step_words(summary.times)))
+    rows += [] if summary.inputs is None else input_rows(summary.inputs, summary.bottleneck)
     rows += [] if summary.servers is None else server_rows(summary.servers)
     together = f"in all workers {'and servers ' * (summary.servers is not None)}together"
     rows += [
@@ -249,6 +252,8 @@ def run_plain(summary: Summary) -> dict[str, Any]:
         "saves": None if summary.saves is None else to_plain(summary.saves),
         "non_finite": None if summary.non_finite is None else to_plain(summary.non_finite),
         "servers": None if summary.servers is None else server_plain(summary.servers),
+        "input": None if summary.inputs is None else input_plain(summary.inputs),
+        "bottleneck": bottleneck_plain(summary.bottleneck),
         "notices": list(summary.outcome.notices),
         "failure": failure
         and {"rank": failure.rank, "step": failure.step, "cause": failure.cause, "traceback": failure.traceback},

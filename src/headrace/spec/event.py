@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from headrace.spec.plain import from_plain, to_plain
+from headrace.spec.tallies import FedStage, ServedShard
 
 __all__ = [
     "LAUNCHER",
     "Evaluated",
     "Event",
     "Failed",
+    "Fed",
+    "FedStage",
     "Lost",
     "NonFinite",
     "Notice",
@@ -124,6 +127,34 @@ class Stepped(Event):
     exchange_s: float
     update_s: float
     lease: int = -1
+
+
+@dataclass(frozen=True)
+class Fed(Event):
+    """By a worker, about once a second and at its end: how its batches have been read since it began.
+
+    Attributes:
+        parallel: "inline", "threads" or "processes".
+        readers: how many threads or processes read; 1 where the worker does it itself.
+        seconds: since the first batch was asked for.
+        waited_s: of those, in which the worker waited for a batch.
+        ready: batches that were there when one was asked for, summed; over `batches`, the queue's mean occupancy.
+        batches, examples, bytes: that came.
+        skipped: examples that could not be had and were left out.
+        stages: the source, each transform, and what makes the batch.
+    """
+
+    kind: ClassVar[str] = "fed"
+    parallel: str
+    readers: int
+    seconds: float
+    waited_s: float
+    ready: int
+    batches: int
+    examples: int
+    bytes: int
+    skipped: int
+    stages: tuple[FedStage, ...]
 
 
 @dataclass(frozen=True)
@@ -264,29 +295,6 @@ class ServerStarted(Event):
 
 
 @dataclass(frozen=True)
-class ServedShard:
-    """What a server has done with one shard.
-
-    Attributes:
-        name: the parameter's; of a piece of one, with its first element, "weight@4096".
-        bytes: of its parameters.
-        pushes, pulls: gradients that came, and parameters that were given.
-        steps: updates.
-        apply_s: seconds that the updates took.
-        pushed_bytes, pulled_bytes: what moved.
-    """
-
-    name: str
-    bytes: int
-    pushes: int
-    pulls: int
-    steps: int
-    apply_s: float
-    pushed_bytes: int
-    pulled_bytes: int
-
-
-@dataclass(frozen=True)
 class Served(Event):
     """By a server, about once a second and at its end: what it has done since it began.
 
@@ -356,6 +364,7 @@ _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
         *(RunStarted, WorkerStarted, Stepped, Evaluated, Saved, NonFinite, Notice, Failed, Lost, WorkerEnded, RunEnded),
+        Fed,
         *(ServerStarted, Served, SnapshotTaken, ServerEnded),
     )
 }

@@ -1,0 +1,52 @@
+"""A worker's word on how its batches are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace.data.stages import Stages
+from headrace.engine.journal import Journal
+from headrace.spec.event import Notice
+
+__all__ = ["Feeding"]
+
+
+class Feeding:
+    """Writes down what a loader has counted, and tells the user what was left out.
+
+    Args:
+        rank: of this worker.
+        journal: of this process.
+    """
+
+    def __init__(self, rank: int, journal: Journal) -> None:
+        self._rank = rank
+        self._journal = journal
+        self._said = 0
+
+    def tell(self, stages: Stages) -> None:
+        """Writes an event; a loader calls this about once a second."""
+        if stages.skipped and not self._said:
+            self._say(stages, f"leaves out what cannot be had: {'; '.join(stages.shown)}")
+        self._journal.write(stages.event(self._rank, self._journal.now()))
+
+    @contextmanager
+    def until_end(self, stages: Stages) -> Iterator[None]:
+        """Writes the last event when what is done meanwhile has ended, however it ends."""
+        try:
+            yield
+        finally:
+            self._end(stages)
+
+    def _end(self, stages: Stages) -> None:
+        if stages.skipped > self._said:
+            first = f"; the first: {'; '.join(stages.shown)}" if not self._said else ""
+            plural = "s" * (stages.skipped != 1)
+            self._say(stages, f"has left out {stages.skipped} example{plural} that could not be had{first}")
+        if stages.event(self._rank, 0.0).batches:
+            self._journal.write(stages.event(self._rank, self._journal.now()))
+
+    def _say(self, stages: Stages, what: str) -> None:
+        self._said = stages.skipped
+        self._journal.write(Notice(self._rank, self._journal.now(), f"rank {self._rank} {what}"))

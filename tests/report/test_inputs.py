@@ -1,0 +1,136 @@
+"""How workers were fed, from events; in words, cells and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.report import References, comparison_table, run_table, summarize, write_page
+from headrace.report.input_words import INPUT_HEADS, input_cells
+from headrace.report.inputs import Inputs, inputs_of
+from headrace.report.table import comparison_plain, run_plain, run_rows
+from headrace.spec.event import Event, Fed, FedStage
+
+
+def fed(rank: int, time_s: float, batches: int, parallel: str = "threads") -> Fed:
+    """Of each batch: 8 examples, 0.02 s in the source, half of it waiting, 0.07 s in the transform, 0.01 s to batch."""
+    stages = (("source", 0.02, 0.01), ("map(decode)", 0.07, 0.0), ("batch", 0.01, 0.0))
+    return Fed(
+        rank=rank,
+        time_s=time_s,
+        parallel=parallel,
+        readers=2,
+        seconds=0.1 * batches,
+        waited_s=0.025 * batches,
+        ready=batches // 2,
+        batches=batches,
+        examples=8 * batches,
+        bytes=8000 * batches,
+        skipped=batches // 4,
+        stages=tuple(FedStage(name, busy * batches, waiting * batches) for name, busy, waiting in stages),
+    )
+
+
+def of(*events: Event, attempts: int = 1) -> Inputs:
+    begun = [dataclasses.make_dataclass("Attempt", ["events"])(events) for _ in range(attempts)]
+    found = inputs_of(begun)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_the_last_word_of_a_worker_counts() -> None:
+    inputs = of(fed(1, 1.0, 4), fed(0, 1.0, 4), fed(1, 2.0, 10), fed(0, 2.0, 8))
+    assert list(inputs.by_rank) == [0, 1]
+    assert [each.batches for each in inputs.by_rank.values()] == [8, 10]
+    assert inputs.examples == 144
+    assert inputs.skipped == 4
+    assert [stage.name for stage in inputs.stages] == ["source", "map(decode)", "batch"]
+    assert inputs.busiest.name == "map(decode)"
+    assert inputs.busiest.busy_s == pytest.approx(0.07 * 18)
+
+
+def test_attempts_and_whoever_took_a_lost_workers_place_add_up() -> None:
+    assert of(fed(0, 1.0, 4), attempts=2).by_rank[0].batches == 8
+    assert of(fed(0, 1.0, 4), fed(0, 2.0, 6), fed(0, 3.0, 1), fed(0, 4.0, 3)).by_rank[0].batches == 9
+
+
+def test_what_is_neither_busy_nor_free() -> None:
+    each = of(fed(0, 1.0, 10)).by_rank[0]
+    assert each.busy_s == pytest.approx(1.0)
+    # Two readers for a second.
+    assert each.blocked_s == pytest.approx(1.0)
+    assert each.occupancy == 0.5
+    assert each.cost_s == pytest.approx(0.00625)
+    assert of(fed(0, 1.0, 10, parallel="inline")).by_rank[0].blocked_s == 0.0
+
+
+def test_nobody_has_spoken() -> None:
+    assert inputs_of([]) is None
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, make_run) -> Path:  # type: ignore[no-untyped-def]
+    """A run whose steps take 0.1 s and wait 1 ms."""
+    return make_run(tmp_path / "run", extra=[fed(rank, 3.2, 10) for rank in range(2)])
+
+
+def test_a_run_in_words(run_dir: Path) -> None:
+    rows = dict(run_rows(summarize(run_dir)))
+    assert rows["input"] == "2 threads, 12.5 ms and 1.00 kB an example: source 20 %, map(decode) 70 %, batch 10 %"
+    assert rows["input queue"] == "0.50 batches ready when asked; readers blocked 50 % of their time"
+    assert rows["left out"] == "4 examples that could not be had"
+    assert rows["bottleneck"].startswith("COMPUTE-BOUND: ")
+    assert rows["try next"].startswith("nothing of the input")
+
+
+def test_it_fits_a_terminal(run_dir: Path) -> None:
+    from rich.console import Console
+
+    summary = summarize(run_dir)
+    for table in (run_table(summary), comparison_table([summary, summary], References(100.0))):
+        text = io.StringIO()
+        Console(file=text, width=80, color_system=None).print(table)
+        assert max(map(len, text.getvalue().splitlines())) <= 80
+        assert "COMPUTE-BOUND" in text.getvalue()
+
+
+def test_a_run_as_json(run_dir: Path) -> None:
+    plain = json.loads(json.dumps(run_plain(summarize(run_dir)), allow_nan=False))
+    assert plain["bottleneck"]["kind"] == "COMPUTE-BOUND"
+    assert plain["bottleneck"]["stage"] is None
+    assert [stage["name"] for stage in plain["input"]["stages"]] == ["source", "map(decode)", "batch"]
+    assert plain["input"]["stages"][1]["ms_per_example"] == pytest.approx(8.75)
+    assert plain["input"]["by_rank"]["1"]["blocked_s"] == pytest.approx(1.0)
+    assert plain["input"]["by_rank"]["0"]["skipped"] == 2
+    assert comparison_plain([summarize(run_dir)], References())["runs"][0]["bottleneck"] == plain["bottleneck"]
+
+
+def test_a_run_that_says_nothing_of_its_input(tmp_path: Path, make_run) -> None:  # type: ignore[no-untyped-def]
+    summary = summarize(make_run(tmp_path / "old"))
+    assert summary.inputs is None
+    assert summary.bottleneck is None
+    assert run_plain(summary)["input"] is None
+    assert not {"input", "bottleneck"} & dict(run_rows(summary)).keys()
+
+
+def test_the_page_has_it(run_dir: Path, tmp_path: Path) -> None:
+    summary = summarize(run_dir)
+    one = write_page(tmp_path / "one.html", [summary]).read_text()
+    assert "<h2>The input</h2>" in one
+    assert "rank 1 waited 250 ms of 1.0 s for data" in one
+    assert '<th scope="row">map(decode)</th><td>8.75</td><td>70 %</td><td>0.0 %</td>' in one
+    two = write_page(tmp_path / "two.html", [summary, summary]).read_text()
+    assert "<h2>Where the time goes</h2>" in two
+    assert two.count("<td>COMPUTE-BOUND</td>") == 2
+
+
+def test_one_row_of_a_comparison(run_dir: Path) -> None:
+    summary = summarize(run_dir)
+    assert summary.inputs is not None
+    cells = input_cells(summary.inputs, summary.bottleneck)
+    assert cells == ("COMPUTE-BOUND", "2 threads", "12.5", "map(decode) 70 %", "0.50", "4")
+    assert len(cells) == len(INPUT_HEADS)
