@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.data import Loader, Pipeline, from_arrays
+from headrace.data import Loader, Pipeline, as_pipeline, from_arrays
 from headrace.data.choosing import Tuner
 from headrace.data.running import Means
 
@@ -86,6 +86,17 @@ def test_arrays_in_memory_are_not_even_measured() -> None:
     loader = Loader(from_arrays(torch.arange(400)).shuffle(), 0, 4, (1,), 0, means=Means(2, 1, lines.append))
     assert len(list(loader.sweep())) == 100
     assert lines == []
+
+
+def test_a_data_set_of_the_users_own_is_read_by_the_worker_unless_told() -> None:
+    examples = [(torch.tensor(float(number)), threading.get_ident()) for number in range(40)]
+
+    def who(parallel: str | None) -> set[int]:
+        pipeline = as_pipeline(examples)[0].map(lambda e: (e[0], threading.get_ident()), parallel=parallel)
+        return {int(each) for share in Loader(pipeline, 0, 4, (1,), 0).sweep() for each in share.batch[1]}
+
+    assert who(None) == {threading.get_ident()}
+    assert threading.get_ident() not in who("threads")
 
 
 @pytest.mark.slow

@@ -114,15 +114,13 @@ class Ahead(Generic[Part]):
             most = self.readers + _BEYOND if self._most is None else max(1, self._most)
         before = len(self._jobs)
         while len(self._jobs) < most:
-            if self._next is None:
-                self._next = next(self._parts, None)
-            part = self._next
+            part = self.next()
             if part is None:
                 break
             needed = self._estimate(part)
             if not self.budget.reserve(needed):
+                self._next = part
                 break
-            self._next = None
             job = _Job(part, self.read, needed or 0)
             self._jobs.append(job)
             self._queue.put(job)
@@ -163,12 +161,10 @@ class Ahead(Generic[Part]):
         self._held.append(job.bytes)
         return job.part, read
 
-    def rest(self) -> Iterator[Part]:
-        """Yields the parts that have not been handed out."""
-        if self._next is not None:
-            yield self._next
-            self._next = None
-        yield from self._parts
+    def next(self) -> Part | None:
+        """Returns the next part that has not been handed out, to be read by whoever asks; None behind the last."""
+        part, self._next = self._next, None
+        return next(self._parts, None) if part is None else part
 
     def close(self) -> None:
         """Ends the readers, after what each of them is reading; what was not taken is lost."""

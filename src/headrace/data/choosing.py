@@ -12,11 +12,11 @@ from typing import Any
 
 from headrace.data.ahead import Ahead
 
-__all__ = ["Choice", "Tuner", "choose"]
+__all__ = ["QUICK_S", "WAITING", "Choice", "Tuner", "choose"]
 
 _SLOW_S = 0.2
 """A batch that takes longer is measured once, the first one already."""
-_QUICK_S = 0.0003
+QUICK_S = 0.0003
 """What takes less is not worth a thread."""
 _WORTH_S = 0.001
 """What takes less is not worth a process."""
@@ -25,7 +25,7 @@ _GAIN = 1.2
 _NEARLY_TWICE = 1.6
 """Threads that gain so much are not held up by each other, and processes can gain little more."""
 
-_WAITING = 0.03
+WAITING = 0.03
 """Share of the time that whoever trains may wait."""
 _WINDOW = 8
 _WINDOW_S = 0.1
@@ -59,7 +59,7 @@ def choose(ahead: Ahead[Any], start: Callable[[], Callable[[Any], Any]] | None) 
     alone = first if first > _SLOW_S else _seconds(ahead, 1, 2)
     if alone is None:
         return Choice("threads", f"a batch takes {_ms(first)}, and no more fit into memory_limit or are there")
-    if alone < _QUICK_S:
+    if alone < QUICK_S:
         return Choice("inline", f"a batch takes {_ms(alone)}")
     together = _seconds(ahead, 2, 2 if alone > _SLOW_S else 4)
     if together is None:
@@ -149,7 +149,7 @@ class Tuner:
                 return
         if self._quiet > 0:
             self._quiet -= 1
-        elif waiting > _WAITING and self.readers < self._most:
+        elif waiting > WAITING and self.readers < self._most:
             self._tried = (self.readers, rate, waiting)
             self._change(min(self._most, self.readers + max(1, self.readers // 2)))
 

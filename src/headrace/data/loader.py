@@ -80,18 +80,22 @@ class Loader:
         self._running = Running(pipeline, self._reader, means)
         self.drops = self._reader.drops
 
-    def rounds(self, start_round: int = 0) -> Generator[Share, None, None]:
-        """Yields this worker's share of every round, without end.
+    def rounds(self, start_round: int = 0, stop_round: int | None = None) -> Generator[Share, None, None]:
+        """Yields this worker's share of every round.
 
         Args:
             start_round: the first, counted over the whole run; to begin there costs one epoch's order.
+            stop_round: the one before which it ends, so that nothing is read in vain; None goes on without end.
 
         Raises:
             DataError: an example cannot be read.
         """
         if start_round < 0:
             raise UsageError(f"start_round must not be negative, got {start_round}")
-        return self._shares(self._parts(start_round), start_round)
+        parts = self._parts(start_round)
+        if stop_round is not None:
+            parts = islice(parts, max(0, stop_round - start_round))
+        return self._shares(parts, start_round)
 
     def sweep(self, alone: bool = False) -> Generator[Share, None, None]:
         """Yields this worker's share of every round of one epoch, from its beginning.

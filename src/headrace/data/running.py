@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from headrace.data.ahead import Ahead
-from headrace.data.choosing import Choice, Tuner, choose
+from headrace.data.choosing import QUICK_S, WAITING, Choice, Tuner, choose
 from headrace.data.pipeline import Pipeline, visited
 from headrace.data.processes import Readers
 from headrace.data.reader import Read, Reader
-from headrace.data.source import ArraySource
+from headrace.data.source import ArraySource, DatasetSource
 from headrace.data.steps import Into, Map
 
 __all__ = ["Means", "Part", "Running"]
 
 Part = tuple[int, Tensor, int]
 """What one worker reads for a round: the epoch, the indices, the length of the global batch."""
+
+_PATIENCE_S = 2.0
+"""After so long it is measured again whether a worker that waits had better not read by itself; then twice as long."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Running:
         self._sizes = _Sizes(pipeline)
         self.parallel = "inline" if self._reads_nothing_ahead() else self._reading.parallel
         self._readers = 0
+        self._said = ""
         self.ahead: Ahead[Part] | None = None
 
     def run(self, parts: Iterator[Part]) -> Generator[tuple[Part, Read], None, None]:
@@ -94,51 +98,92 @@ class Running:
         reading = self._reading
         ahead = Ahead(parts, self.read, self._sizes.estimate, self._sizes.measured, reading.ahead, reading.memory_limit)
         processes: list[Readers] = []
-        start = functools.partial(self._start, processes)
+        self.ahead = ahead
+        patience = _PATIENCE_S
         try:
-            if self.parallel == "auto":
-                self._choose(ahead, start)
-            elif self.parallel == "processes":
-                ahead.read = start()
-            if self.parallel != "processes":
-                _end(processes)
-            self._readers = self._readers or reading.count or self._free()
-            tuner = Tuner(self._readers, reading.count or self._cores, ahead.waiting())
-            ahead.set_readers(0 if self.parallel == "inline" else self._readers)
-            self.ahead = ahead
-            while (found := ahead.take(fill=self.parallel != "inline")) is not None:
-                yield found
-                # What the consumer has done with must not be kept until the next one is there.
-                del found
-                if self.parallel != "inline":
-                    self._readers = tuner.look(perf_counter(), ahead.waited_s)
-                    ahead.set_readers(self._readers)
-            if self.parallel == "inline":
-                yield from self.alone(ahead.rest())
+            if self.parallel == "processes":
+                ahead.read = self._start(processes)
+            ended = False
+            while not ended:
+                if self.parallel == "auto":
+                    self._choose(ahead, processes)
+                if self.parallel == "inline":
+                    ended = yield from self._read_inline(ahead, patience)
+                    self.parallel = "inline" if ended else "auto"
+                    patience *= 2
+                else:
+                    ended = yield from self._take(ahead)
         finally:
             self.ahead = None
+            # The threads may be waiting for them.
             for each in processes:
                 each.end()
             ahead.close()
-            _end(processes)
+            _close(processes)
+
+    def _take(self, ahead: Ahead[Part]) -> Generator[tuple[Part, Read], None, bool]:
+        count = self._reading.count
+        self._readers = self._readers or count or self._free()
+        tuner = Tuner(self._readers, count or self._cores, ahead.waiting())
+        ahead.set_readers(self._readers)
+        while (found := ahead.take()) is not None:
+            yield found
+            # It must not be kept until the next one is there.
+            del found
+            self._readers = tuner.look(perf_counter(), ahead.waited_s)
+            ahead.set_readers(self._readers)
+        return True
+
+    def _read_inline(self, ahead: Ahead[Part], patience: float) -> Generator[tuple[Part, Read], None, bool]:
+        """Yields what was read to measure, then reads when asked; returns whether that was all.
+
+        Args:
+            ahead: has the parts.
+            patience: seconds after which it is measured again, if training waits.
+        """
+        ahead.set_readers(0)
+        while (found := ahead.take(fill=False)) is not None:
+            yield found
+            del found
+        began, reading_s, batches = perf_counter(), 0.0, 0
+        while (part := ahead.next()) is not None:
+            asked = perf_counter()
+            read = self.read(part)
+            reading_s, batches = reading_s + perf_counter() - asked, batches + 1
+            yield part, read
+            del read
+            passed = perf_counter() - began
+            if passed > patience:
+                if reading_s > WAITING * passed and reading_s > QUICK_S * batches:
+                    return False
+                began, reading_s, batches = perf_counter(), 0.0, 0
+        return True
 
     def _reads_nothing_ahead(self) -> bool:
-        # Of arrays in memory a batch is one look at them.
-        in_memory = isinstance(self._pipeline.source, ArraySource) and not self._pipeline.steps
-        return self._reading.ahead == 0 or (self._reading.parallel == "auto" and in_memory)
+        if self._reading.parallel != "auto":
+            return self._reading.parallel == "inline" or self._reading.ahead == 0
+        source = self._pipeline.source
+        # Of arrays in memory a batch is one look at them. A data set of the user's own may hold an open file, which two
+        # threads or processes would read at one place: who knows that it does not says how many.
+        alone = isinstance(source, DatasetSource) or (isinstance(source, ArraySource) and not self._pipeline.steps)
+        return alone or self._reading.ahead == 0
 
     def _free(self) -> int:
         """Returns the cores that training leaves, at least one."""
         training = self._means.training
         return max(1, self._cores - (torch.get_num_threads() if training is None else training))
 
-    def _choose(self, ahead: Ahead[Part], start: Callable[[], Callable[[Part], Read]]) -> None:
+    def _choose(self, ahead: Ahead[Part], processes: list[Readers]) -> None:
         # A process ends with the thread that started it; where workers are threads, none starts processes unasked.
         may_fork = self._cores > 1 and threading.current_thread() is threading.main_thread()
-        choice = choose(ahead, start if may_fork else None)
+        choice = choose(ahead, functools.partial(self._start, processes) if may_fork else None)
+        if choice.parallel != "processes":
+            _close(processes)
         self.parallel = choice.parallel
         self._readers = self._free()
-        self._means.say(self._sentence(choice))
+        if choice.parallel != self._said:
+            self._said = choice.parallel
+            self._means.say(self._sentence(choice))
 
     def _sentence(self, choice: Choice) -> str:
         if choice.parallel == "inline":
@@ -148,14 +193,14 @@ class Running:
         return f"data: {some} ahead (at most {self._cores}): {choice.why}"
 
     def _start(self, processes: list[Readers]) -> Callable[[Part], Read]:
-        # All that there may be, at once: later, when training has begun, this process must not be forked.
+        # All that there may be, at once: the sooner this process is forked, the less of it is copied.
         count = self._reading.count or max(2, self._cores)
         readers = Readers(self._reader.read, count)
         processes.append(readers)
         return lambda part: readers.read(part[0], part[1])
 
 
-def _end(processes: list[Readers]) -> None:
+def _close(processes: list[Readers]) -> None:
     for each in processes:
         each.close()
     processes.clear()

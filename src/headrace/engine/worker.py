@@ -143,7 +143,7 @@ class Worker:
         if self._leased is not None:
             yield from self._portions(self._leased)
             return
-        shares = delivered(self._loader.rounds(first), self.device)
+        shares = delivered(self._loader.rounds(first, self.rounds), self.device)
         try:
             for round_ in range(first, self.rounds):
                 if self._stopper.over:
