@@ -102,7 +102,7 @@ class ShareLoader:
         return self._loader.rounds_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        shares = self._loader.rounds(self._epoch * len(self))
+        shares = self._loader.rounds(self._epoch * len(self), (self._epoch + 1) * len(self))
         self._epoch += 1
         try:
             for _ in range(len(self)):

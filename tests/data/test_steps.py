@@ -25,7 +25,7 @@ def numbers(count: int = 10) -> Pipeline:
 def swept(pipeline: Pipeline, batch: int = 4, seed: int = 0) -> list[Any]:
     """Returns the batches of the first epoch."""
     loader = Loader(pipeline, seed, batch, (1,), 0)
-    return [next(shares).batch for shares in [loader.rounds()] for _ in range(loader.rounds_per_epoch)]
+    return [share.batch for share in loader.rounds(0, loader.rounds_per_epoch)]
 
 
 def values(pipeline: Pipeline, batch: int = 4) -> list[int]:

@@ -125,3 +125,13 @@ def test_gradients_through_nccl(tmp_path: Path, overlap: bool) -> None:
         assert wire.sum([1.5, 2.0]) == [1.5, 2.0]
     finally:
         wire.close()
+
+
+def test_batches_arrive_as_they_were_read() -> None:
+    data = hr.data.from_arrays(torch.rand(64, 3), torch.arange(64)).shuffle().map(lambda e: (e[0] * 2, e[1]))
+    device = torch.device("cuda", 0)
+    loader = hr.data.Loader(data, 0, 10, (1,), 0)
+    for there, here in zip(hr.data.delivered(loader.sweep(), device), loader.sweep(), strict=True):
+        assert there.batch[0].device == device
+        assert (there.examples, there.of, there.epoch) == (here.examples, here.of, here.epoch)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(there.batch, here.batch, strict=True))

@@ -12,18 +12,22 @@ from headrace.data.images import DecodeImage
 from headrace.data.iteration import batches
 from headrace.data.loader import Loader
 from headrace.data.pipeline import Pipeline, from_arrays
+from headrace.data.running import Means
 from headrace.data.source import Source
 from headrace.data.sources import from_files
 from headrace.data.torch_source import as_pipeline
+from headrace.data.transfer import delivered
 
 __all__ = [
     "DecodeImage",
     "ImageData",
     "Loader",
+    "Means",
     "Pipeline",
     "Source",
     "as_pipeline",
     "batches",
+    "delivered",
     "digits",
     "fashion_mnist",
     "fashion_mnist_or_digits",

@@ -1,124 +1,194 @@
-"""Batches read by threads before they are asked for, in order, within a budget of bytes.
+"""Batches read before they are asked for, in order, within a budget of bytes.
 
-parts ──► reserve ──► threads: one batch each ──► in order ──► whoever trains
+parts ──► reserve ──► readers: one batch each ──► in order ──► whoever trains
              ▲                                                     │
              └───────────── bytes given back ◄─────────────────────┘
+
+A reader is a thread; it reads itself, or waits for a process of its own that does.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from headrace.data.budget import Budget
 from headrace.data.reader import Read
+from headrace.trees import nbytes
 
-__all__ = ["Ahead", "inline"]
+__all__ = ["Ahead"]
 
 Part = TypeVar("Part")
 
-_AHEAD = 2
-"""Batches beyond those that the threads read, if nobody says how many: one waits, one is being trained on."""
+_BEYOND = 2
+"""Batches beyond those that are being read, if nobody says how many: one waits, one is being trained on."""
 
 
-@dataclass
 class _Job(Generic[Part]):
-    part: Part
-    reserved: int
-    future: Future[Read]
+    """A batch on its way.
+
+    Args:
+        part: what is read.
+        read: reads it.
+        reserved: bytes.
+    """
+
+    def __init__(self, part: Part, read: Callable[[Part], Read], reserved: int) -> None:
+        self.part = part
+        self.read = read
+        self.bytes = reserved
+        self.future: Future[Read] = Future()
 
 
 class Ahead(Generic[Part]):
-    """Args:
-    read: reads a part; several threads call it at the same time.
-    estimate: about how many bytes a part will take.
-    size: bytes of what was read.
-    threads: how many read.
-    ahead: batches that may wait or be read; None for a few more than there are threads.
-    budget: of bytes.
+    """Hands out parts to readers, and what they have read to whoever trains.
+
+    Only one thread, which trains, calls its methods. It is to be closed.
+
+    Args:
+        parts: what is read, in order.
+        read: reads a part; several threads call it at the same time.
+        estimate: about how many bytes it takes to read a part; None where nobody knows.
+        measured: told what a part took, in bytes, when it has been read.
+        most: batches that may wait or be read; None for a few more than there are readers.
+        memory_limit: bytes.
 
     Attributes:
+        read: see above; may be changed, for the parts that are handed out from then on.
+        readers: how many there are.
+        budget: of bytes.
         waited_s: how long whoever trains has waited for batches.
-        depth: batches that were there when one was asked for, summed; over `asked`, the mean.
-        asked: how often.
     """
 
     def __init__(
         self,
+        parts: Iterator[Part],
         read: Callable[[Part], Read],
-        estimate: Callable[[Part], int],
-        size: Callable[[Any], int],
-        threads: int,
-        ahead: int | None,
-        budget: Budget,
+        estimate: Callable[[Part], int | None],
+        measured: Callable[[Part, int], None],
+        most: int | None,
+        memory_limit: int,
     ) -> None:
+        self.read = read
+        self.readers = 0
+        self.budget = Budget(memory_limit)
         self.waited_s = 0.0
-        self.depth = 0
-        self.asked = 0
-        self._read = read
+        self._parts = parts
         self._estimate = estimate
-        self._size = size
-        self._threads = threads
-        self._most = threads + _AHEAD if ahead is None else max(1, ahead)
-        self._budget = budget
+        self._measured = measured
+        self._most = most
+        self._next: Part | None = None
         self._jobs: deque[_Job[Part]] = deque()
+        self._queue: SimpleQueue[_Job[Part] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._held: deque[int] = deque()
 
-    def run(self, parts: Iterator[Part]) -> Generator[tuple[Part, Read], None, None]:
-        """Yields each part with what was read of it, in order.
+    def set_readers(self, count: int) -> None:
+        """Lets so many parts be read at the same time."""
+        while self.readers < count:
+            # A daemon, for an interpreter that ends in the middle of a loop waits for no batch.
+            thread = threading.Thread(target=self._work, name="headrace-data", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+            self.readers += 1
+        while self.readers > count:
+            self._queue.put(None)
+            self.readers -= 1
+
+    def fill(self, most: int | None = None) -> int:
+        """Hands out parts as long as there is room; returns how many it has handed out.
+
+        Args:
+            most: batches that may wait or be read then; None for what was said at first.
+        """
+        if most is None:
+            most = self.readers + _BEYOND if self._most is None else max(1, self._most)
+        before = len(self._jobs)
+        while len(self._jobs) < most:
+            part = self.next()
+            if part is None:
+                break
+            needed = self._estimate(part)
+            if not self.budget.reserve(needed):
+                self._next = part
+                break
+            job = _Job(part, self.read, needed or 0)
+            self._jobs.append(job)
+            self._queue.put(job)
+        return len(self._jobs) - before
+
+    def settle(self) -> None:
+        """Waits until all that was handed out has been read, or has failed."""
+        for job in self._jobs:
+            job.future.exception()
+
+    def ready(self) -> int:
+        """Returns how many batches have been read and wait."""
+        return sum(job.future.done() for job in self._jobs)
+
+    def waiting(self) -> int:
+        """Returns how many batches are being read, or wait to be taken."""
+        return len(self._jobs)
+
+    def take(self, fill: bool = True) -> tuple[Part, Read] | None:
+        """Returns the next part with what was read of it; None behind the last.
+
+        Args:
+            fill: whether further parts are handed out before.
 
         Raises:
             DataError: an example cannot be had.
         """
-        waiting: Part | None = None
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="headrace-data")
-        held = 0
+        # Whoever asks for a batch holds the one before until it has this one.
+        while len(self._held) > 1:
+            self.budget.release(self._held.popleft())
+        if fill:
+            self.fill()
+        if not self._jobs:
+            return None
+        job = self._jobs.popleft()
+        began = perf_counter()
+        read = job.future.result()
+        self.waited_s += perf_counter() - began
+        self.budget.hand_over()
+        self._held.append(job.bytes)
+        return job.part, read
+
+    def next(self) -> Part | None:
+        """Returns the next part that has not been handed out, to be read by whoever asks; None behind the last."""
+        part, self._next = self._next, None
+        return next(self._parts, None) if part is None else part
+
+    def close(self) -> None:
+        """Ends the readers, after what each of them is reading; what was not taken is lost."""
+        for job in self._jobs:
+            job.future.cancel()
+        self._jobs.clear()
+        self.set_readers(0)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            if job.future.set_running_or_notify_cancel():
+                self._run(job)
+            # Not until the next one comes: it holds a batch.
+            del job
+
+    def _run(self, job: _Job[Part]) -> None:
         try:
-            while True:
-                waiting = self._fill(pool, parts, waiting)
-                if not self._jobs:
-                    return
-                self.depth += sum(job.future.done() for job in self._jobs)
-                self.asked += 1
-                job = self._jobs.popleft()
-                began = perf_counter()
-                read = job.future.result()
-                self.waited_s += perf_counter() - began
-                held = self._size(read.batch)
-                self._budget.correct(job.reserved, held)
-                part = job.part
-                del job
-                yield part, read
-                del read
-                self._budget.release(held)
-        finally:
-            for each in self._jobs:
-                each.future.cancel()
-            pool.shutdown(wait=True)
-            self._jobs.clear()
-
-    def _fill(self, pool: ThreadPoolExecutor, parts: Iterator[Part], waiting: Part | None) -> Part | None:
-        """Hands out work as long as there is room; returns the part for which there was none."""
-        while len(self._jobs) < self._most:
-            part = next(parts, None) if waiting is None else waiting
-            if part is None:
-                return None
-            reserved = self._estimate(part)
-            if not self._budget.reserve(reserved):
-                return part
-            waiting = None
-            self._jobs.append(_Job(part, reserved, pool.submit(self._read, part)))
-        return waiting
-
-
-def inline(read: Callable[[Part], Read], parts: Iterator[Part]) -> Generator[tuple[Part, Read], None, None]:
-    """Yields each part with what was read of it, when it is asked for.
-
-    Raises:
-        DataError: an example cannot be had.
-    """
-    for part in parts:
-        yield part, read(part)
+            read = job.read(job.part)
+            found = nbytes(read.batch)
+            self._measured(job.part, found)
+        except BaseException as error:  # raised where the batch is taken
+            job.future.set_exception(error)
+            return
+        self.budget.correct(job.bytes, found)
+        job.bytes = found
+        job.future.set_result(read)

@@ -1,4 +1,4 @@
-"""Bytes that a worker's batches may take, all of them that are being read or wait."""
+"""Bytes that a worker's batches may take: those that are being read, that wait, that somebody still holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """Reservations are made and corrected by the thread that hands out work, and given back by who has done with it.
+    """Whoever hands out work reserves, whoever has read corrects, and what nobody holds any more is released.
 
-    One reservation is always granted, however large: else a batch that is larger than the limit would never come.
+    Where nothing is being read or waits, a reservation is granted, however large: else a batch that is larger than
+    the limit would never come.
 
     Args:
         limit: bytes.
@@ -24,16 +25,20 @@ class Budget:
         self.reserved = 0
         self.most = 0
         self._limit = limit
-        self._count = 0
+        self._open = 0
         self._lock = threading.Lock()
 
-    def reserve(self, nbytes: int) -> bool:
-        """Returns whether so many bytes are now reserved."""
+    def reserve(self, nbytes: int | None) -> bool:
+        """Returns whether so many bytes are now reserved, for a batch that is to be read.
+
+        Args:
+            nbytes: None where nobody knows: such a batch is read alone.
+        """
         with self._lock:
-            if self._count and self.reserved + nbytes > self._limit:
+            if self._open and (nbytes is None or self.reserved + nbytes > self._limit):
                 return False
-            self._count += 1
-            self._add(nbytes)
+            self._open += 1
+            self._add(nbytes or 0)
             return True
 
     def correct(self, before: int, after: int) -> None:
@@ -41,10 +46,14 @@ class Budget:
         with self._lock:
             self._add(after - before)
 
-    def release(self, nbytes: int) -> None:
-        """Gives a reservation back."""
+    def hand_over(self) -> None:
+        """Says that a batch has been taken; whoever took it holds its bytes still."""
         with self._lock:
-            self._count -= 1
+            self._open -= 1
+
+    def release(self, nbytes: int) -> None:
+        """Gives back what nobody holds any more."""
+        with self._lock:
             self._add(-nbytes)
 
     def _add(self, nbytes: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from headrace.data.loader import Loader
@@ -32,9 +31,10 @@ def batches(pipeline: Pipeline, *, epoch: int = 0, seed: int = 0, start: int = 0
     if size is None:
         raise UsageError("nobody says how many examples a batch has; chain .batch(32) behind the pipeline")
     loader = Loader(pipeline, seed, size, (1,), 0)
-    shares = loader.rounds(epoch * loader.rounds_per_epoch + start)
+    first = epoch * loader.rounds_per_epoch
+    shares = loader.rounds(first + start, first + loader.rounds_per_epoch)
     try:
-        for share in islice(shares, loader.rounds_per_epoch - start):
+        for share in shares:
             yield share.batch
     finally:
         shares.close()

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, tee
+from itertools import islice
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from headrace.data.ahead import Ahead, inline
 from headrace.data.buckets import Bucketed
-from headrace.data.budget import Budget
 from headrace.data.order import Order
 from headrace.data.pipeline import Pipeline, visited
 from headrace.data.reader import Read, Reader
+from headrace.data.running import Means, Part, Running
 from headrace.data.stages import Stages
-from headrace.errors import DataError, UsageError
+from headrace.data.torch_reading import read_by_torch
+from headrace.errors import UsageError
 from headrace.policies.split import bounds
 from headrace.spec.share import Share
-from headrace.trees import nbytes
 
 __all__ = ["Loader"]
 
-_Part = tuple[int, Tensor, int]
-"""What one worker reads for a round: the epoch, the indices, the length of the global batch."""
+_ANY = Means()
 
 
 class Loader:
@@ -50,14 +42,12 @@ class Loader:
         shares: relative weights by which a batch is split, one a worker.
         data_rank: which worker this is.
         ordered: keeps the order of the data, for evaluation.
+        means: what it may read with.
         tell: called about once a second with `stages`.
 
     Attributes:
-        rounds_per_epoch: how many global batches an epoch has.
-        stages: where the time went.
-
-    Attributes:
         rounds_per_epoch: how many there are.
+        stages: where the time went.
         drops: whether a share may have fewer examples than its part of the batch, because some are left out.
 
     Raises:
@@ -72,6 +62,7 @@ class Loader:
         shares: Sequence[int],
         data_rank: int,
         ordered: bool = False,
+        means: Means = _ANY,
         tell: Callable[[Stages], None] | None = None,
     ) -> None:
         if global_batch_size < 1:
@@ -92,15 +83,15 @@ class Loader:
         self._epoch_order: Order | Bucketed | None = None
         self._reader = Reader(pipeline, seed)
         self.stages = Stages(self._reader.stages, pipeline.reading.most_skipped, tell)
-        self._budget = Budget(pipeline.reading.memory_limit)
-        self._largest = 0
+        self._running = Running(pipeline, self._reader, means)
         self.drops = self._reader.drops
 
-    def rounds(self, start_round: int = 0) -> Generator[Share, None, None]:
-        """Yields this worker's share of every round, without end.
+    def rounds(self, start_round: int = 0, stop_round: int | None = None) -> Generator[Share, None, None]:
+        """Yields this worker's share of every round.
 
         Args:
             start_round: the first, counted over the whole run; to begin there costs one epoch's order.
+            stop_round: the one before which it ends, so that nothing is read in vain; None goes on without end.
 
         Raises:
             DataError: an example cannot be read.
@@ -108,16 +99,22 @@ class Loader:
         if start_round < 0:
             raise UsageError(f"start_round must not be negative, got {start_round}")
         self.stages.begin()
-        return self._shares(self._parts(start_round), start_round)
+        parts = self._parts(start_round)
+        if stop_round is not None:
+            parts = islice(parts, max(0, stop_round - start_round))
+        return self._shares(parts, start_round)
 
-    def sweep(self) -> Iterator[Share]:
+    def sweep(self, alone: bool = False) -> Generator[Share, None, None]:
         """Yields this worker's share of every round of one epoch, from its beginning.
+
+        Args:
+            alone: without threads or processes, for the first few.
 
         Raises:
             DataError: an example cannot be read.
         """
         self.stages.begin()
-        return self._shares(islice(self._parts(0), self.rounds_per_epoch))
+        return self._shares(islice(self._parts(0), self.rounds_per_epoch), 0, alone)
 
     def portion(self, round_: int, part: int, parts: int) -> Share:
         """Reads one part of one round's batch, whatever was read before.
@@ -142,7 +139,7 @@ class Loader:
         """Returns an empty share of a round."""
         return self._read((round_ // self.rounds_per_epoch, torch.zeros(0, dtype=torch.int64), 0))
 
-    def _parts(self, start_round: int) -> Iterator[_Part]:
+    def _parts(self, start_round: int) -> Iterator[Part]:
         epoch, first = divmod(start_round, self.rounds_per_epoch)
         size = self._global_batch_size
         start, stop = self._bounds
@@ -166,114 +163,37 @@ class Loader:
         size = self._global_batch_size
         return Bucketed(order, self._length, lengths, size, batching.window, self._seed, epoch)
 
-    def _shares(self, parts: Iterator[_Part], start_round: int = 0) -> Generator[Share, None, None]:
-        if self._pipeline.processes is not None:
-            yield from self._read_ahead(parts, start_round)
-            return
-        reading = self._pipeline.reading
-        ahead: Ahead[_Part] | None = None
-        if reading.parallel == "threads":
-            ahead = Ahead(self._fetch, self._estimate, nbytes, reading.count or 1, reading.ahead, self._budget)
-            running = ahead.run(parts)
-            self.stages.parallel, self.stages.readers = "threads", reading.count or 1
+    def _shares(self, parts: Iterator[Part], start_round: int, alone: bool = False) -> Generator[Share, None, None]:
+        processes = self._pipeline.processes
+        if processes is not None and not alone:
+            # A run that goes on does not draw there what it drew at its begin.
+            seed = self._seed + self._data_rank + (start_round << 32)
+            running = read_by_torch(self._reader, processes, parts, seed)
+            self.stages.parallel, self.stages.readers = "processes", processes.count
         else:
-            running = inline(self._fetch, parts)
+            running = self._running.alone(parts) if alone else self._running.run(parts)
         try:
-            asked, depth = perf_counter(), 0
+            asked, ready = perf_counter(), 0
             for part, read in running:
-                ready = ahead.depth - depth if ahead else 0
-                depth += ready
                 yield self._share(part, read, asked, ready)
+                del read
+                ready = self._look()
                 asked = perf_counter()
         finally:
             running.close()
 
-    def _read(self, part: _Part) -> Share:
+    def _look(self) -> int:
+        """Takes note of how it is read now; returns how many batches are there."""
+        if self._pipeline.processes is not None:
+            return 0
+        self.stages.parallel, self.stages.readers = self._running.parallel, self._running.readers
+        return self._running.ahead.ready() if self._running.ahead else 0
+
+    def _read(self, part: Part) -> Share:
         asked = perf_counter()
-        return self._share(part, self._fetch(part), asked)
+        return self._share(part, self._running.read(part), asked)
 
-    def _fetch(self, part: _Part) -> Read:
-        read = self._reader.read(part[0], part[1])
-        self._largest = max(self._largest, read.nbytes)
-        return read
-
-    def _share(self, part: _Part, read: Read, asked: float, ready: int = 0) -> Share:
+    def _share(self, part: Part, read: Read, asked: float, ready: int = 0) -> Share:
         epoch, _, of = part
         self.stages.add(epoch, read, asked, ready)
         return Share(read.batch, read.examples, of, epoch)
-
-    def _estimate(self, part: _Part) -> int:
-        """Returns about how many bytes a batch takes: as many as the largest so far."""
-        return self._largest
-
-    def _read_ahead(self, parts: Iterator[_Part], start_round: int) -> Iterator[Share]:
-        """Yields the shares that other processes have read."""
-        processes = self._pipeline.processes
-        assert processes is not None
-        reader = self._reader
-        mine, theirs = tee(parts)
-        loader = DataLoader(
-            _Reading(reader),
-            batch_size=None,
-            sampler=_wanted(theirs),
-            collate_fn=_as_it_is,
-            num_workers=processes.count,
-            prefetch_factor=processes.prefetch_factor,
-            multiprocessing_context=processes.start_method,
-            worker_init_fn=processes.worker_init_fn,
-            timeout=processes.timeout_s,
-            # The base of its processes' seeds comes from here, not from the generator that dropout draws on.
-            # Nor does a run that goes on draw there what it drew at its begin.
-            generator=torch.Generator().manual_seed((self._seed + self._data_rank + (start_round << 32)) % 2**63),
-        )
-        self.stages.parallel, self.stages.readers = "processes", processes.count
-        batches = iter(loader)
-        try:
-            for epoch, indices, of in mine:
-                asked = perf_counter()
-                read = next(batches) if len(indices) else reader.read(epoch, indices)
-                if isinstance(read, _Broken):
-                    raise read.error()
-                yield self._share((epoch, indices, of), read, asked)
-        finally:
-            # Its processes end with the last reference; a traceback that holds this frame must not be one.
-            del batches
-
-
-@dataclass(frozen=True)
-class _Broken:
-    """What a reading process sends in place of a batch that it could not read."""
-
-    message: str
-    traceback: str
-
-    def error(self) -> DataError:
-        """Returns the error, with the traceback of the other process as a note."""
-        error = DataError(self.message)
-        error.add_note(self.traceback)
-        return error
-
-
-class _Reading(Dataset[Any]):
-    """A data set of whole batches, for the processes of a `DataLoader`."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, part: Any) -> Any:
-        epoch, indices = part
-        try:
-            return self._reader.read(epoch, torch.from_numpy(indices))
-        except DataError as error:
-            return _Broken(str(error), traceback.format_exc())
-
-
-def _wanted(parts: Iterator[_Part]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    for epoch, indices, _ in parts:
-        if len(indices):
-            # As an array, since tensors would cross to the other process through a file of their own each.
-            yield epoch, indices.numpy()
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -89,7 +89,7 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> bool:
     """Runs the model, the loss and the metrics on the first examples; returns whether the loss is a `Mean`."""
     pipeline, _ = as_pipeline(data)
     count = min(_TRIED_EXAMPLES, len(pipeline))
-    shares = Loader(pipeline, job.seed, count, (1,), 0, ordered=True).sweep()
+    shares = Loader(pipeline, job.seed, count, (1,), 0, ordered=True).sweep(alone=True)
     share = next((share for share in shares if share.examples), None)
     if share is None:
         raise DataError(f"nothing is left of {what}: a filter leaves out every one of {len(pipeline)} examples")

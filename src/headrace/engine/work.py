@@ -22,18 +22,20 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.comm.in_process import InProcess, Meeting
-from headrace.data import Loader, as_pipeline
+from headrace.data import Loader, Means, as_pipeline
 from headrace.engine.evaluation import Evaluation
 from headrace.engine.feeding import Feeding
 from headrace.engine.journal import Journal
+from headrace.engine.machine import cores
 from headrace.engine.order import Order, Resumption
 from headrace.engine.snapshot import Stored, making_sense, seed_random
 from headrace.engine.succession import primary_address
 from headrace.engine.worker import Worker, train
 from headrace.errors import HeadraceError, PeerLost
+from headrace.policies.threads import threads_per_worker
 from headrace.replica.exchange import Replica
 from headrace.replica.whole_model import Objective
-from headrace.spec.event import Failed, WorkerEnded, WorkerStarted
+from headrace.spec.event import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan, Role
 from headrace.strategies.strategy import Parts
@@ -230,7 +232,9 @@ def _fed(order: Order, role: Role, journal: Journal) -> tuple[Loader, Feeding]:
     # Leased portions are nobody's share; evaluation is everybody's.
     shares = (1,) * plan.workers if plan.servers else plan.shares
     pipeline, _ = as_pipeline(job.data)
-    return Loader(pipeline, job.seed, job.global_batch_size, shares, role.data_rank, tell=feeding.tell), feeding
+    means = replace(_means(plan, role), say=lambda line: journal.write(Notice(role.rank, journal.now(), line)))
+    batch, rank = job.global_batch_size, role.data_rank
+    return Loader(pipeline, job.seed, batch, shares, rank, means=means, tell=feeding.tell), feeding
 
 
 def _worker(
@@ -243,6 +247,7 @@ def _worker(
     journal: Journal,
 ) -> Worker:
     job, plan = order.job, order.plan
+    means = _means(plan, role)
     evaluation = None
     if job.eval_data is not None:
         eval_pipeline, _ = as_pipeline(job.eval_data)
@@ -251,10 +256,16 @@ def _worker(
             parts = (1,) * world if plan.servers else plan.shares
             batch = job.options.eval_batch_size
             size = batch * world if batch else max(job.global_batch_size, world)
-            return Loader(eval_pipeline, job.seed, size, parts, rank, ordered=True)
+            return Loader(eval_pipeline, job.seed, size, parts, rank, ordered=True, means=means)
 
         evaluation = Evaluation(job, replica, functools.cache(swept), host)
     return Worker(order, role.rank, replica, loader, evaluation, host, page, journal)
+
+
+def _means(plan: Plan, role: Role) -> Means:
+    """Returns what a worker may read its data with: its part of the host's cores."""
+    mates = sum(other.host == role.host and other.kind == "worker" for other in plan.roles)
+    return Means(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)
 
 
 def _save(module: nn.Module, order: Order) -> None:

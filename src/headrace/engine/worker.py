@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
-from headrace.data import Loader
+from headrace.data import Loader, delivered
 from headrace.engine.evaluation import Evaluation, Stopper, average
 from headrace.engine.journal import Journal
 from headrace.engine.leased import Leased
@@ -143,7 +143,7 @@ class Worker:
         if self._leased is not None:
             yield from self._portions(self._leased)
             return
-        shares = self._loader.rounds(first)
+        shares = delivered(self._loader.rounds(first, self.rounds), self.device)
         try:
             for round_ in range(first, self.rounds):
                 if self._stopper.over:

@@ -1,0 +1,248 @@
+"""Reading ahead: in order, within its budget, and to an end."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.data import Loader, Pipeline, Source, from_arrays
+from headrace.data.ahead import Ahead
+from headrace.data.budget import Budget
+from headrace.data.reader import Read
+from headrace.data.source import Epoch
+from headrace.errors import DataError
+
+DEADLINE_S = 60.0
+
+
+def ahead(
+    read: Callable[[int], Read], parts: Iterator[int], readers: int = 2, most: int | None = None, limit: int = 1 << 30
+) -> Ahead[int]:
+    made = Ahead(parts, read, lambda _: 8, lambda part, found: None, most, limit)
+    made.set_readers(readers)
+    return made
+
+
+def numbered(part: int) -> Read:
+    return Read(torch.tensor([part]), 1, (), ())
+
+
+def readers_alive() -> int:
+    return sum(thread.name == "headrace-data" for thread in threading.enumerate())
+
+
+class Gate:
+    """Lets a reader through when the test says so."""
+
+    def __init__(self) -> None:
+        self.opened = {part: threading.Event() for part in range(100)}
+        self.reached = {part: threading.Event() for part in range(100)}
+
+    def read(self, part: int) -> Read:
+        self.reached[part].set()
+        assert self.opened[part].wait(DEADLINE_S)
+        return numbered(part)
+
+
+def test_batches_come_in_order_whoever_is_first() -> None:
+    gate = Gate()
+    running = ahead(gate.read, iter(range(4)))
+    running.fill()
+    assert gate.reached[1].wait(DEADLINE_S)
+    gate.opened[1].set()
+    assert gate.reached[2].wait(DEADLINE_S)
+    for part in (0, 2, 3):
+        gate.opened[part].set()
+    taken = []
+    while (found := running.take()) is not None:
+        taken.append((found[0], int(found[1].batch)))
+    assert taken == [(part, part) for part in range(4)]
+    running.close()
+    assert readers_alive() == 0
+
+
+def test_no_more_are_read_than_may_wait() -> None:
+    begun = []
+
+    def read(part: int) -> Read:
+        begun.append(part)
+        return numbered(part)
+
+    running = ahead(read, itertools.count(), readers=2, most=3)
+    assert running.take() is not None
+    running.settle()
+    assert sorted(begun) == [0, 1, 2]
+    running.set_readers(5)
+    assert running.take() is not None
+    running.settle()
+    assert len(begun) == 4
+    running.close()
+
+
+def test_an_error_comes_where_its_batch_would() -> None:
+    def read(part: int) -> Read:
+        if part == 2:
+            raise DataError("example 2 cannot be had")
+        return numbered(part)
+
+    running = ahead(read, itertools.count())
+    first, second = running.take(), running.take()
+    assert first is not None
+    assert second is not None
+    assert (first[0], second[0]) == (0, 1)
+    with pytest.raises(DataError, match="example 2"):
+        running.take()
+    running.close()
+    assert readers_alive() == 0
+
+
+def test_to_close_ends_the_readers_and_what_they_have_not_begun() -> None:
+    gate = Gate()
+    running = ahead(gate.read, iter(range(100)), readers=2, most=10)
+    running.fill()
+    assert gate.reached[1].wait(DEADLINE_S)
+    closing = threading.Thread(target=running.close)
+    closing.start()
+    gate.opened[0].set()
+    gate.opened[1].set()
+    closing.join(DEADLINE_S)
+    assert not closing.is_alive()
+    assert readers_alive() == 0
+    assert not gate.reached[2].is_set()
+
+
+def test_a_loop_that_ends_early_leaves_no_thread() -> None:
+    pipeline = from_arrays(torch.arange(1000)).map(lambda example: example, parallel=3)
+    shares = Loader(pipeline, 0, 4, (1,), 0).rounds()
+    assert len(list(islice(shares, 5))) == 5
+    assert readers_alive() == 3
+    shares.close()
+    assert readers_alive() == 0
+
+
+def test_a_budget_counts_what_is_held_and_lets_one_through() -> None:
+    budget = Budget(100)
+    assert budget.reserve(60)
+    assert not budget.reserve(60)
+    budget.correct(60, 30)
+    assert budget.reserve(60)
+    budget.hand_over()
+    budget.hand_over()
+    # Both are held, and nothing is being read.
+    assert budget.reserve(500)
+    assert not budget.reserve(1)
+    budget.release(90)
+    assert not budget.reserve(1)
+    budget.hand_over()
+    budget.release(500)
+    assert (budget.reserved, budget.most) == (0, 590)
+    assert budget.reserve(None)
+    assert not budget.reserve(None)
+
+
+class Sized(Source):
+    """Examples of very different sizes; counts the bytes of those that are alive.
+
+    Args:
+        sizes: of each, in bytes.
+        told: whether it tells them beforehand.
+    """
+
+    def __init__(self, sizes: list[int], told: bool) -> None:
+        self.sizes = sizes
+        self.told = told
+        self.alive = 0
+        self.most = 0
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        size = self.sizes[index]
+        array = np.full(size, index % 251, dtype=np.uint8)
+        self.count(size)
+        weakref.finalize(array, self.count, -size)
+        return array
+
+    def count(self, size: int) -> None:
+        with self.lock:
+            self.alive += size
+            self.most = max(self.most, self.alive)
+
+    def collate(self, examples: Any) -> Any:
+        batch = np.concatenate(examples)
+        self.count(batch.nbytes)
+        weakref.finalize(batch, self.count, -batch.nbytes)
+        return torch.from_numpy(batch)
+
+    def nbytes(self, index: int) -> int | None:
+        return self.sizes[index] if self.told else None
+
+    @property
+    def identity(self) -> str:
+        return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [True, False])
+def test_batches_of_very_different_sizes_stay_within_the_memory_limit(told: bool) -> None:
+    rng = np.random.default_rng(3)
+    # From 1 kB to 20 MB, as many of each order of magnitude.
+    sizes = [int(size) for size in 10 ** rng.uniform(3, 7.3, 400)]
+    source = Sized(sizes, told)
+    limit = 150 << 20
+    pipeline = Pipeline(source).shuffle().map(lambda example: example, parallel=4)
+    pipeline = pipeline.prefetch(50, memory_limit=limit)
+    seen = 0
+    for share in islice(Loader(pipeline, 0, 4, (1,), 0).rounds(), 200):
+        seen += share.batch.numel()
+    del share
+    gc.collect()
+    assert seen == 2 * sum(sizes)
+    assert limit / 2 < source.most < 1.1 * limit
+    assert source.alive == 0
+
+
+@pytest.mark.slow
+def test_an_interpreter_ends_in_the_middle_of_a_loop() -> None:
+    code = (
+        "import torch, headrace as hr\n"
+        "pipeline = hr.data.from_arrays(torch.arange(1000)).map(lambda e: e, parallel='{}')\n"
+        "shares = hr.data.Loader(pipeline, 0, 4, (1,), 0).rounds()\n"
+        "print(len(next(shares).batch[0]))\n"
+    )
+    import subprocess
+    import sys
+
+    for way in ("threads", "processes"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(way)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
+
+
+def test_who_reads_says_nothing_to_the_order() -> None:
+    def noisy(example: Any, rng: np.random.Generator) -> Any:
+        return example[0] + rng.random(), os.getpid()
+
+    data = from_arrays(torch.zeros(50)).shuffle()
+    found = {}
+    for way in ("inline", 3, "processes"):
+        shares = Loader(data.map(noisy, parallel=way), 1, 8, (1, 1), 1).rounds(3)
+        batches = [share.batch for share in islice(shares, 12)]
+        shares.close()
+        found[way] = [values.tolist() for values, _ in batches]
+        readers = {int(pid) for _, pids in batches for pid in pids}
+        assert (os.getpid() in readers) == (way != "processes")
+    assert found["inline"] == found[3] == found["processes"]

@@ -1,0 +1,170 @@
+"""Processes that read: what they send, how they fail, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.data import Loader, from_arrays
+from headrace.data.processes import Readers
+from headrace.data.reader import Read
+from headrace.errors import DataError, RunFailed, UsageError
+
+DEADLINE_S = 60.0
+NONE = torch.zeros(0, dtype=torch.int64)
+
+
+def sent(batch: Any) -> Any:
+    """Returns a batch as it comes from another process."""
+    readers = Readers(lambda epoch, places: Read(batch, 3, ("example 1: gone",), (0.25, 0.5)), 1)
+    try:
+        read = readers.read(0, NONE)
+    finally:
+        readers.close()
+    assert (read.examples, read.skipped, read.seconds) == (3, ("example 1: gone",), (0.25, 0.5))
+    return read.batch
+
+
+def test_batches_arrive_as_they_are() -> None:
+    batch = {
+        "image": torch.rand(3, 2, 2),
+        "half": torch.rand(3).to(torch.bfloat16),
+        "mask": torch.tensor([True, False, True]),
+        "turned": torch.arange(6).view(2, 3).t(),
+        "nothing": torch.zeros(0, 4),
+        7: ["a", 1, None, 2.5, (torch.tensor(3), [])],
+    }
+    found = sent(batch)
+    assert list(found) == list(batch)
+    for name in ("image", "half", "mask", "turned", "nothing"):
+        assert torch.equal(found[name], batch[name])  # type: ignore[arg-type]
+        assert found[name].dtype == batch[name].dtype  # type: ignore[union-attr]
+    assert found[7][:4] == ["a", 1, None, 2.5]
+    assert isinstance(found[7][4], tuple)
+    assert found[7][4][0] == 3
+    # It is this process's own memory now.
+    found["image"].zero_()
+    assert found["image"].sum() == 0
+    assert sent((1, "two")) == (1, "two")
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    pair = namedtuple("pair", "a b")
+    for batch in (pair(1, 2), {(1, 2): 3}, torch.rand(2, 2).to_sparse()):
+        with pytest.raises(UsageError, match=r"which cannot come from a reading process.*parallel='threads'"):
+            sent(batch)
+
+
+def test_each_reads_what_it_is_asked_for() -> None:
+    readers = Readers(lambda epoch, places: Read((places * 2, epoch, os.getpid()), len(places), (), ()), 2)
+    try:
+        found = [readers.read(epoch, torch.arange(epoch)) for epoch in range(6)]
+    finally:
+        readers.close()
+    assert [read.batch[0].tolist() for read in found] == [list(range(0, 2 * epoch, 2)) for epoch in range(6)]
+    assert [read.batch[1] for read in found] == list(range(6))
+    assert len({read.batch[2] for read in found}) == 2
+
+
+def halved(example: tuple[Tensor]) -> Tensor:
+    if example[0] == 5:
+        raise ZeroDivisionError("nothing to divide by")
+    return example[0] / 2
+
+
+def test_an_error_comes_back_with_its_example_and_the_users_traceback() -> None:
+    loader = Loader(from_arrays(torch.arange(8)).map(halved, parallel="processes"), 0, 2, (1,), 0, ordered=True)
+    shares = loader.sweep()
+    assert [share.batch.tolist() for share in islice(shares, 2)] == [[0.0, 0.5], [1.0, 1.5]]
+    with pytest.raises(DataError, match=r"^example 5 .*map\(halved\).*ZeroDivisionError: nothing to") as caught:
+        next(shares)
+    shown = str(caught.value.__cause__)
+    assert "in halved" in shown
+    assert 'raise ZeroDivisionError("nothing to divide by")' in shown
+
+
+def test_a_reader_that_is_lost_is_an_error() -> None:
+    def gone(example: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    loader = Loader(from_arrays(torch.arange(8)).map(gone, parallel="processes"), 0, 2, (1,), 0)
+    with pytest.raises(RunFailed, match=r"a process that reads the data \(pid \d+\) was lost"):
+        next(loader.rounds())
+
+
+def test_none_is_left_when_a_loop_ends_early() -> None:
+    pipeline = from_arrays(torch.arange(100)).map(lambda e: (e[0], os.getpid()), parallel="processes")
+    descriptors = set(os.listdir("/proc/self/fd"))
+    shares = Loader(pipeline, 0, 2, (1,), 0).rounds()
+    pids = {int(share.batch[1][0]) for share in islice(shares, 5)}
+    shares.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_batches_outlive_their_readers() -> None:
+    pipeline = from_arrays(torch.arange(10)).map(lambda e: e[0] * 2, parallel="processes")
+    batches = [share.batch for share in Loader(pipeline, 0, 4, (1,), 0, ordered=True).sweep()]
+    assert [batch.tolist() for batch in batches] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
+
+
+@pytest.mark.slow
+def test_they_may_be_forked_after_training_on_many_threads() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        layer = torch.nn.Linear(256, 256)
+        layer(torch.rand(512, 256)).sum().backward()
+        # On more than one thread if it may.
+        pipeline = from_arrays(torch.rand(64, 256, 256)).map(lambda e: (e[0] @ e[0]).exp().sum(0), parallel="processes")
+        shares = list(Loader(pipeline, 0, 8, (1,), 0).sweep())
+    finally:
+        torch.set_num_threads(threads)
+    assert [share.batch.shape for share in shares] == [(8, 256)] * 8
+
+
+WORKER = """
+import os, sys, time, torch, headrace as hr
+def slow(example):
+    open(f"{sys.argv[1]}/{os.getpid()}", "w").close()
+    time.sleep(600)
+pipeline = hr.data.from_arrays(torch.arange(100)).map(slow, parallel="processes")
+next(hr.data.Loader(pipeline, 0, 2, (1,), 0).rounds())
+"""
+
+
+@pytest.mark.slow
+def test_they_end_with_a_worker_that_is_killed(tmp_path: Path) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path)])
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (pids := [int(path.name) for path in tmp_path.iterdir()]):
+            assert worker.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        worker.kill()
+        worker.wait()
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
