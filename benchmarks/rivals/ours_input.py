@@ -33,13 +33,29 @@ def pipeline(workload: str) -> hr.data.Pipeline:
         return hr.data.from_arrays(torch.rand(5000, 100)).map(lambda example: in_python(example[0]))
     if workload == "arrays":
         return hr.data.from_arrays(*clothes())
-    text = Text()
-    encoder = tokenizer(text)
+    encoder = tokenizer(Text())
 
     def encode(pieces: list[str]) -> list[Any]:
         return [torch.tensor(each.ids) for each in encoder.encode_batch(pieces)]
 
-    return hr.data.as_pipeline(text)[0].map(encode, batched=True)
+    return hr.data.Pipeline(Pieces()).map(encode, batched=True)
+
+
+class Pieces(hr.data.Source):
+    """Pieces of text in memory, which any number of threads may read."""
+
+    def __init__(self) -> None:
+        self.text = Text()
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def example(self, index: int, epoch: Any) -> str:
+        return self.text[index]
+
+    @property
+    def identity(self) -> str:
+        return ""
 
 
 def told(data: hr.data.Pipeline, way: str) -> hr.data.Pipeline:

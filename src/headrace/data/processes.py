@@ -184,7 +184,8 @@ def _ask(channel: socket.socket, epoch: int, places: Tensor) -> Read:
     batch = _rebuilt(reply["batch"], segment)
     if segment:
         segment.close()
-    return Read(batch, reply["examples"], tuple(reply["skipped"]), tuple(reply["seconds"]))
+    skipped, seconds, waiting = (tuple(reply[name]) for name in ("skipped", "seconds", "waiting"))
+    return Read(batch, reply["examples"], skipped, seconds, waiting)
 
 
 def _receive(channel: socket.socket, count: int) -> bytes:
@@ -206,7 +207,8 @@ def _packed(read: Read) -> tuple[dict[str, Any], Segment | None]:
     """Returns what a reply says, and the memory with the batch's tensors."""
     tensors: list[tuple[int, Tensor]] = []
     description = _described(read.batch, tensors)
-    reply = {"batch": description, "examples": read.examples, "skipped": read.skipped, "seconds": read.seconds}
+    reply = {"batch": description, "examples": read.examples, "skipped": read.skipped}
+    reply |= {"seconds": read.seconds, "waiting": read.waiting}
     if not tensors:
         return reply, None
     last, tensor = tensors[-1]
