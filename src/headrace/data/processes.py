@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import struct
@@ -37,6 +40,7 @@ _ALIGN = 64
 _REQUEST = struct.Struct("<qq")
 _REPLY = struct.Struct("<qq")
 _SET_PARENT_DEATH_SIGNAL = 1
+_FORKS = itertools.count(1)
 _ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (DataError, UnfitMachine, UsageError)}
 
 
@@ -105,8 +109,10 @@ class Readers:
         # Else both would write what is still in there.
         sys.stdout.flush()
         sys.stderr.flush()
+        number = next(_FORKS)
         pid = os.fork()
         if pid == 0:
+            _seed(number)
             _become_reader(worker, theirs, [ours, *self._processes.values()], read)
         theirs.close()
         return pid, ours
@@ -123,6 +129,8 @@ def _become_reader(
             # The worker's own handlers would act in its place.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # What is the worker's is not its fork's to free.
+            gc.freeze()
             torch.set_num_threads(1)
             torch.set_grad_enabled(False)
             _serve(channel, read)
@@ -136,6 +144,14 @@ def _become_reader(
             sys.stderr.flush()
         # Not back into the worker's frames.
         os._exit(0)
+
+
+def _seed(number: int) -> None:
+    """Gives a fork random numbers of its own, for functions that draw elsewhere than from `rng`."""
+    seed = (torch.initial_seed() + number) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _serve(channel: socket.socket, read: Callable[[int, Tensor], Read]) -> None:
