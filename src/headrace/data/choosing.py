@@ -53,11 +53,11 @@ def choose(ahead: Ahead[Any], start: Callable[[], Callable[[Any], Any]] | None) 
         ahead: has handed out nothing yet.
         start: starts two or more processes, and returns what lets one of them read; None where there may be none.
     """
-    first = _seconds(ahead, 1, 1, 1)
+    first = _seconds(ahead, 0, 1, 1)
     if first is None:
         return Choice("inline", "there is nothing to read")
     times = 1 if first > _SLOW_S else 2
-    alone = first if times == 1 else _seconds(ahead, 1, 1, 3)
+    alone = first if times == 1 else _seconds(ahead, 0, 1, 3)
     if alone is None:
         return Choice("threads", f"a batch takes {_ms(first)}, and no more fit into memory_limit or are there")
     if alone < QUICK_S:
@@ -84,6 +84,7 @@ def _seconds(ahead: Ahead[Any], readers: int, batches: int, times: int) -> float
     """Returns the seconds for a batch if some are read now by so many readers; None if they cannot be had.
 
     Args:
+        readers: 0 for this thread itself.
         batches: that are read at a time.
         times: how often; the least counts, for others on the machine only ever make it more.
     """
