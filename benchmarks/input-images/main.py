@@ -1,4 +1,4 @@
-"""Photographs, decoded and resized: ours beside tf.data, Grain and DataLoader; and training while decoding."""
+"""Photographs, decoded and resized: ours beside tf.data, Grain and DataLoader."""
 
 from __future__ import annotations
 
@@ -34,8 +34,3 @@ if __name__ == "__main__":
     figures = alternate(contestants, arguments.rounds)
     ratios = {f"{OURS} / {name}": ratio(figures, OURS, name) for name in figures if name != OURS}
     report(Path(__file__).parent, "images", "images/s", figures, ratios)
-    ways = {
-        f"training waits, {way}": partial(rival, "ours_input", "training", way, seconds)
-        for way in ("auto", "inline", "threads1")
-    }
-    report(Path(__file__).parent, "waiting", "share of the time", alternate(ways, arguments.rounds), {})

@@ -1,7 +1,6 @@
-"""Our input: `ours_input.py images|python|text|arrays|training WAY SECONDS`; prints examples/s.
+"""Our input: `ours_input.py images|python|text|arrays WAY SECONDS`; prints examples/s.
 
-WAY is "auto", "inline", "threads" or "processes", the last two with a number behind: "threads2". For "training", the
-cnn trains on the photographs meanwhile on one thread, and what is printed is the share of the time that it waits.
+WAY is "auto", "inline", "threads" or "processes", the last two with a number behind: "threads2".
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import headrace as hr
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from input_workloads import BATCH, SIDE, Text, clothes, in_python, photographs, tokenizer
-from workloads import MODELS
 
 WARM_UP_S = 0.5
 
@@ -27,19 +25,33 @@ def pipeline(workload: str) -> hr.data.Pipeline:
     """Returns what is read."""
     if workload == "images":
         return hr.data.from_files(photographs()).map(hr.data.DecodeImage(SIDE, SIDE))
-    if workload == "training":
-        return hr.data.from_files(photographs()).map(hr.data.DecodeImage(32, 32))
     if workload == "python":
         return hr.data.from_arrays(torch.rand(5000, 100)).map(lambda example: in_python(example[0]))
     if workload == "arrays":
         return hr.data.from_arrays(*clothes())
-    text = Text()
-    encoder = tokenizer(text)
+    encoder = tokenizer(Text())
 
     def encode(pieces: list[str]) -> list[Any]:
         return [torch.tensor(each.ids) for each in encoder.encode_batch(pieces)]
 
-    return hr.data.as_pipeline(text)[0].map(encode, batched=True)
+    return hr.data.Pipeline(Pieces()).map(encode, batched=True)
+
+
+class Pieces(hr.data.Source):
+    """Pieces of text in memory, which any number of threads may read."""
+
+    def __init__(self) -> None:
+        self.text = Text()
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def example(self, index: int, epoch: Any) -> str:
+        return self.text[index]
+
+    @property
+    def identity(self) -> str:
+        return ""
 
 
 def told(data: hr.data.Pipeline, way: str) -> hr.data.Pipeline:
@@ -66,28 +78,7 @@ def rate(data: hr.data.Pipeline, batch: int, seconds: float) -> float:
     return examples / passed
 
 
-def waiting(data: hr.data.Pipeline, seconds: float) -> float:
-    """Returns the share of the time that training waits for data."""
-    torch.manual_seed(0)
-    model = MODELS["cnn"]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    shares = hr.data.Loader(data, 0, 64, (1,), 0, means=hr.data.Means(say=print)).rounds()
-    target = torch.zeros(64, dtype=torch.int64)
-    waited, began = 0.0, time.perf_counter() + WARM_UP_S
-    while (asked := time.perf_counter()) < began + seconds:
-        share = next(shares)
-        waited += (time.perf_counter() - asked) * (asked > began)
-        x = share.batch.permute(0, 3, 1, 2).float() / 255
-        loss = torch.nn.functional.cross_entropy(model(x), target[: len(x)])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    shares.close()
-    return waited / seconds
-
-
 if __name__ == "__main__":
     workload, way, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
     torch.set_num_threads(1)
-    data = told(pipeline(workload), way)
-    print(waiting(data, seconds) if workload == "training" else rate(data, BATCH[workload], seconds))
+    print(rate(told(pipeline(workload), way), BATCH[workload], seconds))

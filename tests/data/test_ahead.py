@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -214,6 +216,40 @@ def test_batches_of_very_different_sizes_stay_within_the_memory_limit(told: bool
     assert source.alive == 0
 
 
+MEMORY = """
+import sys
+import numpy as np, torch, headrace as hr
+
+sizes = [int(size) for size in 10 ** np.random.default_rng(3).uniform(3, 7.3, 400)]
+
+class Sized(hr.data.Source):
+    identity = ""
+    def __len__(self): return len(sizes)
+    def example(self, index, epoch): return np.full(sizes[index], index % 251, dtype=np.uint8)
+    def collate(self, examples): return torch.from_numpy(np.concatenate(examples))
+    def nbytes(self, index): return sizes[index]
+
+def memory(name):
+    line, = (line for line in open("/proc/self/status") if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+pipeline = hr.data.Pipeline(Sized()).shuffle().map(lambda example: example, parallel=int(sys.argv[1]))
+loader = hr.data.Loader(pipeline.prefetch(50, memory_limit=int(sys.argv[2])), 0, 4, (1,), 0)
+open("/proc/self/clear_refs", "w").write("5")
+before = memory("VmRSS")
+for share in loader.rounds(0, 200): pass
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_process_stays_within_the_memory_limit_too() -> None:
+    limit = 200 << 20
+    command = [sys.executable, "-c", MEMORY, "4", str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert limit / 4 < int(done.stdout) < 1.1 * limit
+
+
 @pytest.mark.slow
 def test_an_interpreter_ends_in_the_middle_of_a_loop() -> None:
     code = (
@@ -222,9 +258,6 @@ def test_an_interpreter_ends_in_the_middle_of_a_loop() -> None:
         "shares = hr.data.Loader(pipeline, 0, 4, (1,), 0).rounds()\n"
         "print(len(next(shares).batch[0]))\n"
     )
-    import subprocess
-    import sys
-
     for way in ("threads", "processes"):
         done = subprocess.run(
             [sys.executable, "-c", code.format(way)], capture_output=True, text=True, timeout=DEADLINE_S, check=False

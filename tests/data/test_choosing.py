@@ -63,7 +63,8 @@ def test_what_holds_up_other_threads_is_read_by_processes() -> None:
 
     who, lines = chosen(busy(work))
     assert who == "1 process reads ahead (at most 2)"
-    assert "two threads together are 1.0 times as fast, two processes 1." in lines[0]
+    assert "two threads together" in lines[0]
+    assert "two processes" in lines[0]
 
 
 @pytest.mark.slow

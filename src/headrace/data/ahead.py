@@ -123,7 +123,12 @@ class Ahead(Generic[Part]):
         return len(self._jobs) - before
 
     def settle(self) -> None:
-        """Waits until all that was handed out has been read, or has failed."""
+        """Waits until all that was handed out has been read, or has failed; reads it itself where there is no reader."""
+        while not self.readers and not self._queue.empty():
+            job = self._queue.get()
+            if job is not None:
+                self._attend(job)
+            del job
         for job in self._jobs:
             job.future.exception()
 
@@ -176,12 +181,13 @@ class Ahead(Generic[Part]):
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            if job.future.set_running_or_notify_cancel():
-                self._run(job)
+            self._attend(job)
             # Not until the next one comes: it holds a batch.
             del job
 
-    def _run(self, job: _Job[Part]) -> None:
+    def _attend(self, job: _Job[Part]) -> None:
+        if not job.future.set_running_or_notify_cancel():
+            return
         try:
             read = job.read(job.part)
             found = nbytes(read.batch)

@@ -53,15 +53,16 @@ def choose(ahead: Ahead[Any], start: Callable[[], Callable[[Any], Any]] | None) 
         ahead: has handed out nothing yet.
         start: starts two or more processes, and returns what lets one of them read; None where there may be none.
     """
-    first = _seconds(ahead, 1, 1)
+    first = _seconds(ahead, 0, 1, 1)
     if first is None:
         return Choice("inline", "there is nothing to read")
-    alone = first if first > _SLOW_S else _seconds(ahead, 1, 2)
+    times = 1 if first > _SLOW_S else 2
+    alone = first if times == 1 else _seconds(ahead, 0, 1, 3)
     if alone is None:
         return Choice("threads", f"a batch takes {_ms(first)}, and no more fit into memory_limit or are there")
     if alone < QUICK_S:
         return Choice("inline", f"a batch takes {_ms(alone)}")
-    together = _seconds(ahead, 2, 2 if alone > _SLOW_S else 4)
+    together = _seconds(ahead, 2, 2, times)
     if together is None:
         return Choice("threads", f"a batch takes {_ms(alone)}, and no more fit into memory_limit or are there")
     gain = alone / together
@@ -69,10 +70,8 @@ def choose(ahead: Ahead[Any], start: Callable[[], Callable[[Any], Any]] | None) 
     if start is None or gain > _NEARLY_TWICE or alone < _WORTH_S:
         return Choice("threads" if gain > _GAIN else "inline", why)
     threads, ahead.read = ahead.read, start()
-    # The first of each process finds its memory untouched.
-    apart = _seconds(ahead, 2, 2)
-    if apart is not None and alone <= _SLOW_S:
-        apart = _seconds(ahead, 2, 4)
+    # One more, for the first of each process finds its memory untouched.
+    apart = _seconds(ahead, 2, 2, times + 1)
     if apart is not None:
         why += f", two processes {alone / apart:.1f} times"
         if alone / apart > _GAIN * max(1.0, gain):
@@ -81,13 +80,23 @@ def choose(ahead: Ahead[Any], start: Callable[[], Callable[[Any], Any]] | None) 
     return Choice("threads" if gain > _GAIN else "inline", why)
 
 
-def _seconds(ahead: Ahead[Any], readers: int, batches: int) -> float | None:
-    """Returns the seconds for a batch if so many are read now by so many readers; None if they cannot be had."""
+def _seconds(ahead: Ahead[Any], readers: int, batches: int, times: int) -> float | None:
+    """Returns the seconds for a batch if some are read now by so many readers; None if they cannot be had.
+
+    Args:
+        readers: 0 for this thread itself.
+        batches: that are read at a time.
+        times: how often; the least counts, for others on the machine only ever make it more.
+    """
     ahead.set_readers(readers)
-    began = perf_counter()
-    handed_out = ahead.fill(ahead.waiting() + batches)
-    ahead.settle()
-    return (perf_counter() - began) / batches if handed_out == batches else None
+    found = []
+    for _ in range(times):
+        began = perf_counter()
+        if ahead.fill(ahead.waiting() + batches) < batches:
+            return None
+        ahead.settle()
+        found.append((perf_counter() - began) / batches)
+    return min(found)
 
 
 def _ms(seconds: float) -> str:

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import struct
@@ -37,6 +40,7 @@ _ALIGN = 64
 _REQUEST = struct.Struct("<qq")
 _REPLY = struct.Struct("<qq")
 _SET_PARENT_DEATH_SIGNAL = 1
+_FORKS = itertools.count(1)
 _ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (DataError, UnfitMachine, UsageError)}
 
 
@@ -105,8 +109,10 @@ class Readers:
         # Else both would write what is still in there.
         sys.stdout.flush()
         sys.stderr.flush()
+        number = next(_FORKS)
         pid = os.fork()
         if pid == 0:
+            _seed(number)
             _become_reader(worker, theirs, [ours, *self._processes.values()], read)
         theirs.close()
         return pid, ours
@@ -123,6 +129,8 @@ def _become_reader(
             # The worker's own handlers would act in its place.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # What is the worker's is not its fork's to free.
+            gc.freeze()
             torch.set_num_threads(1)
             torch.set_grad_enabled(False)
             _serve(channel, read)
@@ -136,6 +144,14 @@ def _become_reader(
             sys.stderr.flush()
         # Not back into the worker's frames.
         os._exit(0)
+
+
+def _seed(number: int) -> None:
+    """Gives a fork random numbers of its own, for functions that draw elsewhere than from `rng`."""
+    seed = (torch.initial_seed() + number) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _serve(channel: socket.socket, read: Callable[[int, Tensor], Read]) -> None:
@@ -184,7 +200,8 @@ def _ask(channel: socket.socket, epoch: int, places: Tensor) -> Read:
     batch = _rebuilt(reply["batch"], segment)
     if segment:
         segment.close()
-    return Read(batch, reply["examples"], tuple(reply["skipped"]), tuple(reply["seconds"]))
+    skipped, seconds, waiting = (tuple(reply[name]) for name in ("skipped", "seconds", "waiting"))
+    return Read(batch, reply["examples"], skipped, seconds, waiting)
 
 
 def _receive(channel: socket.socket, count: int) -> bytes:
@@ -206,7 +223,8 @@ def _packed(read: Read) -> tuple[dict[str, Any], Segment | None]:
     """Returns what a reply says, and the memory with the batch's tensors."""
     tensors: list[tuple[int, Tensor]] = []
     description = _described(read.batch, tensors)
-    reply = {"batch": description, "examples": read.examples, "skipped": read.skipped, "seconds": read.seconds}
+    reply = {"batch": description, "examples": read.examples, "skipped": read.skipped}
+    reply |= {"seconds": read.seconds, "waiting": read.waiting}
     if not tensors:
         return reply, None
     last, tensor = tensors[-1]

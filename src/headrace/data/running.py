@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
@@ -25,6 +26,8 @@ __all__ = ["Means", "Part", "Running"]
 Part = tuple[int, Tensor, int]
 """What one worker reads for a round: the epoch, the indices, the length of the global batch."""
 
+_MOST_ARENAS = -8
+"""What `mallopt` calls them: pieces of memory that threads take theirs from (malloc.h)."""
 _PATIENCE_S = 2.0
 """After so long it is measured again whether a worker that waits had better not read by itself; then twice as long."""
 
@@ -104,6 +107,7 @@ class Running:
         ahead = Ahead(parts, self.read, self._sizes.estimate, self._sizes.measured, reading.ahead, reading.memory_limit)
         processes: list[Readers] = []
         self.ahead = ahead
+        _take_memory_from_one_place()
         patience = _PATIENCE_S
         try:
             if self.parallel == "processes":
@@ -203,6 +207,18 @@ class Running:
         readers = Readers(self._reader.read, count)
         processes.append(readers)
         return lambda part: readers.read(part[0], part[1])
+
+
+@functools.cache
+def _take_memory_from_one_place() -> None:
+    """Lets new threads take memory from where all do.
+
+    Else each keeps for itself what its largest batch took, and the process has more than the batches that are there.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # Not every C library has it.
+    if mallopt is not None:
+        mallopt(_MOST_ARENAS, 1)
 
 
 def _close(processes: list[Readers]) -> None:
