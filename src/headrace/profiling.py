@@ -78,6 +78,9 @@ def profile(
         UsageError, DataError, UnfitMachine, RunFailed: as for `fit`.
     """
     options = replace(job.options, early_stopping=None, eval_every=None)
+    if options.on_nonfinite == "rollback":
+        # Without checkpoints there is nothing to roll back to.
+        options = replace(options, on_nonfinite="skip")
     endless = replace(job, eval_data=None, epochs=None, steps=_ENDLESS, options=options)
 
     def train(job: Job) -> Summary:

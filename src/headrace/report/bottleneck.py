@@ -77,7 +77,8 @@ def bottleneck_of(times: Mapping[int, StepTimes], inputs: Inputs) -> Bottleneck 
             remedy="look at what else runs on its machine, or give it a smaller share of each batch",
         )
     exchange, total = (sum(getattr(each, part) for each in times.values()) for part in ("exchange_s", "total_s"))
-    compute = sum(each.compute_s + each.update_s for each in times.values())
+    # On a GPU, what is computed is waited for between two steps.
+    compute = sum(each.total_s - each.wait_s - each.exchange_s for each in times.values())
     if exchange > compute:
         return Bottleneck(
             kind="EXCHANGE-BOUND",
