@@ -154,8 +154,11 @@ def _remedy(stage: FedStage, own: Input) -> str:
         return 'read less or what is cheaper to read: .cache("memory"), .cache(folder)'
     if stage.name == "batch":
         return "smaller tensors (uint8, made float by the model), or a transform that writes into the batch"
-    if waits and own.readers > 1:
-        return 'it waits for Python\'s lock or a core: batched=True, or parallel="processes"'
+    if waits and own.parallel == "threads" and own.readers > 1:
+        return (
+            f"more readers than {own.readers} if it waits for something outside; if for Python's lock, batched=True or "
+            'parallel="processes"'
+        )
     if waits:
-        return "more readers, since it waits more than it computes"
+        return f"more readers than {own.readers}, since it waits more than it computes"
     return ".cache(...) behind it if it draws no random numbers, batched=True, fewer pixels, or more cores"
