@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
+from time import monotonic
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from headrace.data.loader import Loader
 from headrace.data.replay import replayed
 from headrace.data.torch_source import as_pipeline
 from headrace.engine.order import Engine
+from headrace.engine.worker import Worker
 from headrace.report.bottleneck import Bottleneck
 from headrace.report.inputs import Input, Inputs, input_of
 from headrace.report.summary import Summary
+from headrace.spec.event import Fed
 from headrace.spec.job import Job
-from headrace.strategies import Strategy
-from headrace.trainer import fit
+from headrace.strategies import OneDevice, Strategy
+from headrace.trainer import fit, launch
 from headrace.trees import map_tensors, nbytes
 
 __all__ = ["Profile", "profile"]
@@ -35,7 +38,7 @@ class Profile:
 
     Attributes:
         alone: what the input of one worker did while nothing trained.
-        alone_per_s: examples a second of it, after the first batch.
+        alone_per_s: examples a second of it, after the first second.
         ceiling: of the training with a handful of batches that lie ready.
         together: of the training with its own input.
     """
@@ -78,44 +81,59 @@ def profile(
         UsageError, DataError, UnfitMachine, RunFailed: as for `fit`.
     """
     options = replace(job.options, early_stopping=None, eval_every=None)
+    if options.on_nonfinite == "rollback":
+        # Without checkpoints there is nothing to roll back to.
+        options = replace(options, on_nonfinite="skip")
     endless = replace(job, eval_data=None, epochs=None, steps=_ENDLESS, options=options)
 
     def train(job: Job) -> Summary:
-        run = fit(job, strategy, device=device, engine=engine, seconds=seconds, checkpoints=False)
-        return run.summary
+        return fit(job, strategy, device=device, engine=engine, seconds=seconds, checkpoints=False).summary
 
     say(f"the input alone, for {seconds:g} s")
-    alone, alone_per_s, batches = _read(job, seconds)
-    data, size = replayed(batches)
+    # In a worker of its own, since how a worker reads depends on what else its process does.
+    reading = functools.partial(_read, seconds=seconds)
+    told = launch(reading, endless, OneDevice(), device=device, engine=engine, checkpoints=False).events
+    alone = [event for event in told if isinstance(event, Fed)]
+    data, size = replayed(_batches(job, seconds))
     say(f"the training alone, with {len(data) // size} batches that lie ready, for {seconds:g} s")
     ceiling = train(replace(endless, data=data, global_batch_size=size))
     say(f"both together, for {seconds:g} s")
-    return Profile(alone, alone_per_s, ceiling, train(endless))
+    return Profile(input_of(alone[-1]), _rate(alone), ceiling, train(endless))
 
 
-def _read(job: Job, seconds: float) -> tuple[Input, float | None, list[Any]]:
-    """Returns what reading cost, the examples of a second, and a few batches."""
+def _read(worker: Worker, seconds: float) -> None:
+    """A loop that trains on nothing."""
+    until: float | None = None
+    for _ in worker.batches():
+        if until is None:
+            until = monotonic() + seconds
+        elif monotonic() > until:
+            break
+
+
+def _rate(told: Sequence[Fed]) -> float | None:
+    """Returns the examples of a second, without the first one, which pays for what is opened and measured."""
+    first, last = told[0], told[-1]
+    examples, seconds = last.examples - first.examples, last.seconds - first.seconds
+    if examples <= 0 or seconds <= 0:
+        examples, seconds = last.examples, last.seconds
+    return examples / seconds if seconds > 0 else None
+
+
+def _batches(job: Job, seconds: float) -> list[Any]:
+    """Returns a few batches, read one after the other."""
     pipeline, _ = as_pipeline(job.data)
-    loader = Loader(pipeline, job.seed, job.global_batch_size, (1,), 0)
-    shares = loader.rounds()
+    shares = Loader(pipeline, job.seed, job.global_batch_size, (1,), 0).sweep(alone=True)
     kept: list[Any] = []
-    held = examples = 0
-    began = warm = perf_counter()
+    held, until = 0, monotonic() + seconds
     try:
-        for number, share in enumerate(shares):
-            now = perf_counter()
-            if number == 0:
-                # It pays for what is imported, opened and allocated.
-                warm = now
-            else:
-                examples += share.examples
-            if share.examples and len(kept) < _KEPT and held < _KEPT_BYTES:
+        for share in shares:
+            if share.examples:
                 # Whoever reads may use the memory again.
                 kept.append(map_tensors(torch.clone, share.batch))
                 held += nbytes(share.batch)
-            if now - began > seconds:
+            if len(kept) >= _KEPT or held >= _KEPT_BYTES or (kept and monotonic() > until):
                 break
     finally:
         shares.close()
-    rate = examples / (now - warm) if now > warm else None
-    return input_of(loader.stages.event(0, 0.0)), rate, kept
+    return kept

@@ -8,8 +8,10 @@ from itertools import islice
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from headrace.data import Loader, Pipeline, from_arrays
+from headrace.data import Loader, Pipeline, as_pipeline, from_arrays
 from headrace.data import stages as stages_module
 from headrace.data.reader import Read
 from headrace.data.stages import Stages
@@ -94,6 +96,23 @@ def test_every_sweep_over_evaluation_data_counts_anew() -> None:
     loader = Loader(odd_ones(8, {3, 4}, 2), 0, 4, (1,), 0, ordered=True)
     for _ in range(3):
         assert sum(share.examples for share in loader.sweep()) == 6
+
+
+class Examples(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_data_loader_count_too() -> None:
+    pipeline, _ = as_pipeline(DataLoader(Examples(), num_workers=2))
+    loader = Loader(pipeline, 0, 4, (1,), 0)
+    assert sum(share.examples for share in loader.rounds(0, 3)) == 12
+    fed = loader.stages.event(0, 0.0)
+    assert (fed.parallel, fed.readers, fed.batches, fed.examples) == ("processes", 2, 3, 12)
 
 
 @pytest.mark.parametrize("parallel", ["inline", "threads"])

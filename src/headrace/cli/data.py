@@ -91,12 +91,13 @@ def data(
             return
         with own_engine() as engine:
             job = load_job(path, settings or ())
-            from headrace.profiling import profile
             from headrace.strategies import resolve
 
             chosen = resolve(strategy, workers)
             if workers is not None and workers != getattr(chosen, "workers", 1):
                 raise UsageError(f"--workers {workers}: {strategy} runs on 1; try --strategy mirrored")
+            from headrace.profiling import profile
+
             found = profile(
                 job,
                 chosen,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.data.pipeline import Pipeline
 from headrace.data.source import Epoch, Source
+from headrace.data.steps import Reading
 from headrace.errors import DataError
 from headrace.trees import map_leaves, map_tensors
 
@@ -44,7 +45,7 @@ def replayed(batches: Sequence[Any]) -> tuple[Pipeline, int]:
             columns[name].append(leaf[:size])
     joined = {name: torch.cat(column) for name, column in columns.items()}
     tree = map_leaves(lambda name, leaf: joined.get(name, leaf), batches[0])
-    return Pipeline(_Replay(tree, len(alike) * size)), size
+    return Pipeline(_Replay(tree, len(alike) * size), reading=Reading(parallel="inline")), size
 
 
 def _form(leaves: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -77,7 +77,8 @@ def bottleneck_of(times: Mapping[int, StepTimes], inputs: Inputs) -> Bottleneck 
             remedy="look at what else runs on its machine, or give it a smaller share of each batch",
         )
     exchange, total = (sum(getattr(each, part) for each in times.values()) for part in ("exchange_s", "total_s"))
-    compute = sum(each.compute_s + each.update_s for each in times.values())
+    # On a GPU, what is computed is waited for between two steps.
+    compute = sum(each.total_s - each.wait_s - each.exchange_s for each in times.values())
     if exchange > compute:
         return Bottleneck(
             kind="EXCHANGE-BOUND",
@@ -153,8 +154,11 @@ def _remedy(stage: FedStage, own: Input) -> str:
         return 'read less or what is cheaper to read: .cache("memory"), .cache(folder)'
     if stage.name == "batch":
         return "smaller tensors (uint8, made float by the model), or a transform that writes into the batch"
-    if waits and own.readers > 1:
-        return 'it waits for Python\'s lock or a core: batched=True, or parallel="processes"'
+    if waits and own.parallel == "threads" and own.readers > 1:
+        return (
+            f"more readers than {own.readers} if it waits for something outside; if for Python's lock, batched=True or "
+            'parallel="processes"'
+        )
     if waits:
-        return "more readers, since it waits more than it computes"
+        return f"more readers than {own.readers}, since it waits more than it computes"
     return ".cache(...) behind it if it draws no random numbers, batched=True, fewer pixels, or more cores"
