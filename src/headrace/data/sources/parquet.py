@@ -1,0 +1,175 @@
+"""Parquet: rows as examples, read by row groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.data.pipeline import Pipeline
+from headrace.data.source import Epoch, Source, collate, emptied
+from headrace.data.sources.columns import Columns, arrow, chosen, is_numeric
+from headrace.data.sources.kept import Kept
+from headrace.data.sources.spans import Spans
+from headrace.data.sources.storage import File, each, find, identity_of
+from headrace.errors import DataError
+
+__all__ = ["from_parquet"]
+
+
+def from_parquet(
+    where: str | Sequence[str],
+    columns: Sequence[str] | None = None,
+    *,
+    memory_limit: int = 1 << 30,
+    **options: Any,
+) -> Pipeline:
+    """Returns a pipeline over the rows of Parquet files.
+
+    An example is a dict of values: numbers, and lists of them, as tensors; text as str, the rest as Python has it.
+
+    Files are read by row groups. Those that were decoded are kept as far as `memory_limit` goes: where all fit, each is
+    decoded once. A shuffled epoch over more than that comes back to every row group in almost every batch; chain
+    `.cache(path)`, or write the files with small row groups.
+
+    Args:
+        where: a pattern, "table/*.parquet" or "s3://bucket/table/*.parquet", or several.
+        columns: that are read; None for all.
+        memory_limit: bytes that decoded row groups may take, of each worker.
+        options: of the file system, as fsspec takes them.
+
+    Raises:
+        DataError: no file is found, one is no Parquet, has another schema than the first, or there is no such column.
+        UnfitMachine: pyarrow is not installed, or what that file system needs.
+    """
+    files = find(where, options)
+    metadata = each(_metadata, files)
+    schema = metadata[0].schema.to_arrow_schema()
+    names = chosen(schema.names, columns, files[0].name)
+    for file, other in zip(files, metadata, strict=True):
+        _require_schema(file, other.schema.to_arrow_schema(), schema, names, files[0].name)
+    numeric = all(is_numeric(schema.field(name).type) for name in names)
+    return Pipeline(_Parquet(files, metadata, names, Kept(memory_limit, _nbytes), numeric))
+
+
+def _metadata(file: File) -> Any:
+    return _opened(file, None, lambda opened: opened.metadata)
+
+
+def _opened(file: File, metadata: Any, use: Any) -> Any:
+    """Returns what `use` makes of the opened file.
+
+    Raises:
+        DataError: it cannot be read, or is no Parquet.
+    """
+    from pyarrow import parquet
+
+    with file.open() as binary:
+        try:
+            return use(parquet.ParquetFile(binary, metadata=metadata, pre_buffer=file.remote is not None))
+        except (arrow().ArrowException, OSError) as error:
+            size = "an unknown number of" if file.size is None else f"{file.size:,}"
+            raise DataError(
+                f"{file.name} ({size} bytes when it was found) is no whole Parquet file: {error}"
+            ) from error
+
+
+def _require_schema(file: File, schema: Any, wanted: Any, names: Sequence[str], first: str) -> None:
+    for name in names:
+        if name not in schema.names:
+            raise DataError(f"{file.name} has no column {name!r}, which {first} has; it has {', '.join(schema.names)}")
+        found, expected = schema.field(name).type, wanted.field(name).type
+        if found != expected:
+            raise DataError(
+                f"{file.name}: column {name!r} is {found}, and in {first} it is {expected}; write both with one type, "
+                "or leave it out by columns=[...]"
+            )
+
+
+def _nbytes(columns: Columns) -> int:
+    return columns.nbytes
+
+
+class _Parquet(Source):
+    """Args:
+    files: all of one schema.
+    metadata: the footer of each.
+    names: of the columns that are read.
+    kept: decoded row groups.
+    numeric: whether all columns are of numbers.
+    """
+
+    def __init__(
+        self, files: Sequence[File], metadata: Sequence[Any], names: Sequence[str], kept: Kept[Columns], numeric: bool
+    ) -> None:
+        self._files = tuple(files)
+        self._numeric = numeric
+        self._metadata = tuple(metadata)
+        self._names = list(names)
+        self._kept = kept
+        # Which row groups there are: the file of each, its number there, and the row that each begins with.
+        self._groups = [(at, group) for at, each in enumerate(metadata) for group in range(each.num_row_groups)]
+        self._spans = Spans(metadata[at].row_group(group).num_rows for at, group in self._groups)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        which, row = self._spans.find(index)
+        return self._group(which).row(row)
+
+    @property
+    def identity(self) -> str:
+        return identity_of("parquet", self._files, self._names)
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    def gather(self, indices: Tensor, epoch: Epoch) -> Any:
+        if not len(indices):
+            return emptied(self.collate([self.example(0, epoch)]))
+        begins = torch.tensor(self._spans.begins)
+        which, places = (torch.searchsorted(begins, indices, right=True) - 1).sort(stable=True)
+        rows = indices[places] - begins[which]
+        # One after the other, so that each is decoded once though two may not fit into memory.
+        examples: list[Any] = []
+        for group, count in zip(
+            *(found.tolist() for found in which.unique_consecutive(return_counts=True)), strict=True
+        ):
+            some, rows = rows[:count], rows[count:]
+            held = self._group(group)
+            examples += [held.gather(some)] if self._numeric else map(held.row, some.tolist())
+        back = torch.empty_like(places)
+        back[places] = torch.arange(len(places))
+        if self._numeric:
+            return {name: torch.cat([piece[name] for piece in examples])[back] for name in self._names}
+        return collate([examples[place] for place in back.tolist()])
+
+    def key(self, index: int) -> str:
+        return self._called(*self._spans.find(index))
+
+    def nbytes(self, index: int) -> int | None:
+        at, group = self._groups[self._spans.find(index)[0]]
+        about = self._metadata[at].row_group(group)
+        return int(about.total_byte_size // max(1, about.num_rows))
+
+    def _group(self, which: int) -> Columns:
+        return self._kept.get(which, lambda: self._decoded(which))
+
+    def _decoded(self, which: int) -> Columns:
+        at, group = self._groups[which]
+        file = self._files[at]
+        # Opened anew, since two threads may not read one at the same time.
+        table = _opened(
+            file, self._metadata[at], lambda opened: opened.read_row_group(group, self._names, use_threads=False)
+        )
+        return Columns(table, functools.partial(self._called, which))
+
+    def _called(self, which: int, row: int) -> str:
+        at, group = self._groups[which]
+        begins = self._spans.begins
+        return f"{self._files[at].name}, row {begins[which] - begins[which - group] + row}"
