@@ -19,12 +19,13 @@ from headrace.data.sources import (
     from_array_record,
     from_csv,
     from_files,
+    from_hugging_face,
     from_parquet,
     from_text,
     from_tfrecord,
     from_webdataset,
 )
-from headrace.data.torch_source import as_pipeline
+from headrace.data.torch_source import as_pipeline, from_torch
 from headrace.data.transfer import delivered
 
 __all__ = [
@@ -45,9 +46,11 @@ __all__ = [
     "from_arrays",
     "from_csv",
     "from_files",
+    "from_hugging_face",
     "from_parquet",
     "from_text",
     "from_tfrecord",
+    "from_torch",
     "from_webdataset",
     "interleave",
     "mix",

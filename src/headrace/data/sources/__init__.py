@@ -3,6 +3,7 @@
 from headrace.data.sources.array_record import from_array_record
 from headrace.data.sources.comma_separated import from_csv
 from headrace.data.sources.files import from_files
+from headrace.data.sources.hugging_face import from_hugging_face
 from headrace.data.sources.parquet import from_parquet
 from headrace.data.sources.text import from_text
 from headrace.data.sources.tfrecord import from_tfrecord
@@ -12,6 +13,7 @@ __all__ = [
     "from_array_record",
     "from_csv",
     "from_files",
+    "from_hugging_face",
     "from_parquet",
     "from_text",
     "from_tfrecord",

@@ -64,13 +64,12 @@ class Columns:
         Raises:
             DataError: a value is missing, or the rows do not make one batch.
         """
-        batch = {}
-        for name in self.names:
-            if name in self._numbers:
-                batch[name] = self._numbers[name].index_select(0, indices)
-            else:
-                batch[name] = collate([self._value(name, index) for index in indices.tolist()])
-        return batch
+        return {name: self._gathered(name, indices) for name in self.names}
+
+    def _gathered(self, name: str, indices: Tensor) -> Any:
+        if name in self._numbers:
+            return self._numbers[name].index_select(0, indices)
+        return collate([self._value(name, index) for index in indices.tolist()])
 
     def _value(self, name: str, index: int) -> Any:
         numbers = self._numbers.get(name)
@@ -85,11 +84,7 @@ class Columns:
         numbers = _numbers(alone)
         if numbers is not None:
             return numbers[0]
-        scalar = array[index]
-        types = arrow().types
-        if types.is_list(array.type) or types.is_large_list(array.type):
-            numbers = _numbers(scalar.values)
-        return scalar.as_py() if numbers is None else numbers
+        return array[index].as_py()
 
 
 def chosen(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:
@@ -135,12 +130,22 @@ def is_numeric(kind: Any) -> bool:
 
 
 def _numbers(array: Any) -> Tensor | None:
-    """Returns an Arrow array as a tensor, `(rows, ...)`; None where it is none of numbers, or has gaps."""
-    if array.null_count or not is_numeric(array.type):
+    """Returns an Arrow array as a tensor, `(rows, ...)`; None where it is none of numbers, has gaps, or is ragged."""
+    if array.null_count:
         return None
-    if arrow().types.is_fixed_size_list(array.type):
-        inner = _numbers(array.flatten())
-        return None if inner is None else inner.reshape(len(array), array.type.list_size, *inner.shape[1:])
+    types = arrow().types
+    if types.is_fixed_size_list(array.type):
+        return _stacked(array, array.type.list_size)
+    if types.is_list(array.type) or types.is_large_list(array.type):
+        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+        return None if np.any(lengths != lengths[:1]) else _stacked(array, int(lengths[0]) if len(lengths) else 0)
+    if not is_numeric(array.type):
+        return None
     found: NDArray[Any] = array.to_numpy(zero_copy_only=False)
     # Arrow's memory may not be written to, and a worker's may be.
     return torch.from_numpy(np.array(found))
+
+
+def _stacked(array: Any, width: int) -> Tensor | None:
+    inner = _numbers(array.flatten())
+    return None if inner is None else inner.reshape(len(array), width, *inner.shape[1:])
