@@ -148,16 +148,24 @@ def test_parquet_that_is_none_or_ends_early(tmp_path: Path) -> None:
         hr.data.from_parquet(str(file))
 
 
-def test_what_is_missing_is_named_by_row_and_can_be_skipped(tmp_path: Path) -> None:
-    table = pa.table({"x": pa.array([1.0, None, 3.0], pa.float32()), "y": [1, 2, 3]})
-    parquet.write_table(table, tmp_path / "a", row_group_size=2)
-    pipeline = hr.data.from_parquet(str(tmp_path / "a"))
-    with pytest.raises(DataError, match=r"/a, row 1: 'x' is missing \(null\)"):
-        pipeline.source.gather(torch.arange(3), EPOCH)
-    share = next(hr.data.Loader(pipeline.on_error("skip"), 0, 3, (1,), 0).sweep())
-    assert share.batch["x"].tolist() == [1.0, 3.0]
-    assert share.batch["x"].dtype == torch.float32
-    assert share.batch["y"].tolist() == [1, 3]
+@pytest.mark.parametrize("limit", [1, 1 << 20])
+def test_what_is_missing_is_named_by_row_and_can_be_skipped(tmp_path: Path, limit: int) -> None:
+    x = pa.array([1.0, 2.0, 3.0, None, 5.0, 6.0], pa.float32())
+    pairs = pa.array([[1, 2], [3, 4], [5, 6], [7, 8], [9, None], [11, 12]], pa.list_(pa.int16(), 2))
+    flags = pa.array([True, False, None, True, False, True])
+    parquet.write_table(pa.table({"x": x, "pair": pairs, "flag": flags}), tmp_path / "a", row_group_size=2)
+    pipeline = hr.data.from_parquet(str(tmp_path / "a"), memory_limit=limit)
+    for row, name in ((2, "flag"), (3, "x"), (4, "pair")):
+        said = rf"/a, row {row}: '{name}' is missing \(null\)"
+        with pytest.raises(DataError, match=said):
+            pipeline.source.gather(torch.tensor([5, row, 0]), EPOCH)
+        with pytest.raises(DataError, match=said):
+            pipeline.source.example(row, EPOCH)
+    share = next(hr.data.Loader(pipeline.on_error("skip"), 0, 6, (1,), 0).sweep())
+    assert share.batch["x"].tolist() == [1.0, 2.0, 6.0]
+    assert share.batch["pair"].tolist() == [[1, 2], [3, 4], [11, 12]]
+    assert share.batch["flag"].tolist() == [True, False, True]
+    assert [share.batch[name].dtype for name in ("x", "pair", "flag")] == [torch.float32, torch.int16, torch.bool]
 
 
 def test_words_of_a_dictionary_and_the_keys_of_rows(tmp_path: Path) -> None:

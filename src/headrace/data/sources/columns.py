@@ -2,53 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.data.source import collate
 from headrace.errors import DataError, UnfitMachine
 
-__all__ = ["Columns", "arrow", "chosen", "is_numeric"]
+__all__ = ["Columns", "arrow", "chosen", "columns_of", "joined", "width"]
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """A column of numbers.
+
+    Attributes:
+        values: `(rows, ...)`.
+        missing: which rows have none, or not all, `(rows,)` bool; None where all have.
+    """
+
+    values: Tensor
+    missing: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
 class Columns:
-    """The columns of one table: numbers as tensors, all else as Arrow has it.
-
-    Args:
-        table: a `pyarrow.Table`.
-        called: returns what messages call a row.
+    """The columns of one table, or of a piece of one.
 
     Attributes:
         names: of the columns.
+        rows: how many.
+        numbers: columns of numbers, or of lists of them that have one length.
+        others: the rest, as Arrow has them.
+        called: returns what messages call a row.
     """
 
-    def __init__(self, table: Any, called: Callable[[int], str]) -> None:
-        self._called = called
-        self._length: int = table.num_rows
-        self._numbers: dict[str, Tensor] = {}
-        self._others: dict[str, Any] = {}
-        self.names = tuple(table.column_names)
-        for name in table.column_names:
-            array = _whole(table.column(name))
-            numbers = _numbers(array)
-            if numbers is None:
-                self._others[name] = array
-            else:
-                self._numbers[name] = numbers
-
-    def __len__(self) -> int:
-        return self._length
+    names: tuple[str, ...]
+    rows: int
+    numbers: Mapping[str, _Numbers]
+    others: Mapping[str, Any]
+    called: Callable[[int], str]
 
     @property
     def nbytes(self) -> int:
         """What they take."""
-        tensors = sum(tensor.numel() * tensor.element_size() for tensor in self._numbers.values())
-        return tensors + sum(int(array.nbytes) for array in self._others.values())
+        tensors = sum(each.values.numel() * each.values.element_size() for each in self.numbers.values())
+        return tensors + sum(int(array.nbytes) for array in self.others.values())
 
     def row(self, index: int) -> dict[str, Any]:
         """Returns one row.
@@ -67,24 +70,82 @@ class Columns:
         return {name: self._gathered(name, indices) for name in self.names}
 
     def _gathered(self, name: str, indices: Tensor) -> Any:
-        if name in self._numbers:
-            return self._numbers[name].index_select(0, indices)
-        return collate([self._value(name, index) for index in indices.tolist()])
+        numbers = self.numbers.get(name)
+        if numbers is None:
+            return collate([self._value(name, index) for index in indices.tolist()])
+        if numbers.missing is not None and bool(numbers.missing[indices].any()):
+            raise self._missing(name, int(indices[numbers.missing[indices]][0]))
+        return numbers.values.index_select(0, indices)
 
     def _value(self, name: str, index: int) -> Any:
-        numbers = self._numbers.get(name)
+        numbers = self.numbers.get(name)
         if numbers is not None:
-            return numbers[index]
-        array = self._others[name]
-        alone = array.slice(index, 1)
-        if alone.null_count:
-            raise DataError(
-                f"{self._called(index)}: {name!r} is missing (null); fill it in, or leave out that row or column"
-            )
-        numbers = _numbers(alone)
-        if numbers is not None:
-            return numbers[0]
-        return array[index].as_py()
+            if numbers.missing is not None and bool(numbers.missing[index]):
+                raise self._missing(name, index)
+            return numbers.values[index]
+        array = self.others[name]
+        scalar = array[index]
+        if not scalar.is_valid:
+            raise self._missing(name, index)
+        if _is_list(array.type):
+            # By itself, it has one length.
+            alone = _numbers(array.slice(index, 1))
+            if alone is not None and alone.missing is None:
+                return alone.values[0]
+        return scalar.as_py()
+
+    def _missing(self, name: str, index: int) -> DataError:
+        return DataError(
+            f"{self.called(index)}: {name!r} is missing (null); fill it in, or leave out that row or column"
+        )
+
+
+def columns_of(table: Any, called: Callable[[int], str]) -> Columns:
+    """Returns the columns of a `pyarrow.Table`.
+
+    Args:
+        table: is copied where it holds numbers.
+        called: returns what messages call a row.
+    """
+    numbers: dict[str, _Numbers] = {}
+    others: dict[str, Any] = {}
+    for name in table.column_names:
+        array = _whole(table.column(name))
+        found = _numbers(array)
+        if found is None:
+            others[name] = array
+        else:
+            numbers[name] = found
+    return Columns(tuple(table.column_names), table.num_rows, numbers, others, called)
+
+
+def joined(pieces: Iterable[Columns], rows: int, called: Callable[[int], str]) -> Columns:
+    """Returns pieces of a table as one; each is let go before the next is asked for.
+
+    Args:
+        pieces: all columns are of numbers; at least one.
+        rows: of all.
+        called: see `columns_of`.
+    """
+    numbers: dict[str, _Numbers] = {}
+    begin = 0
+    for piece in pieces:
+        end = begin + piece.rows
+        for name in piece.names:
+            if name in piece.others:
+                raise DataError(f"{piece.called(0)} and those behind it: {name!r} has lists that are missing or ragged")
+            found = piece.numbers[name]
+            if name not in numbers:
+                values = torch.empty((rows, *found.values.shape[1:]), dtype=found.values.dtype)
+                numbers[name] = _Numbers(values, None)
+            held = numbers[name]
+            held.values[begin:end] = found.values
+            if found.missing is not None:
+                missing = torch.zeros(rows, dtype=torch.bool) if held.missing is None else held.missing
+                missing[begin:end] = found.missing
+                numbers[name] = _Numbers(held.values, missing)
+        begin = end
+    return Columns(tuple(numbers), rows, numbers, {}, called)
 
 
 def chosen(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:
@@ -112,6 +173,17 @@ def arrow() -> Any:
     return pyarrow
 
 
+def width(kind: Any) -> int | None:
+    """Returns the bytes of one value of an Arrow type as a tensor; None where it is no number, or of any length."""
+    types = arrow().types
+    if types.is_fixed_size_list(kind):
+        inner = width(kind.value_type)
+        return None if inner is None else inner * int(kind.list_size)
+    if types.is_boolean(kind):
+        return 1
+    return int(kind.bit_width) // 8 if types.is_integer(kind) or types.is_floating(kind) else None
+
+
 def _whole(column: Any) -> Any:
     """Returns a column in one piece, with words in place of a dictionary's numbers."""
     pa = arrow()
@@ -121,31 +193,29 @@ def _whole(column: Any) -> Any:
     return column.cast(wide).combine_chunks()
 
 
-def is_numeric(kind: Any) -> bool:
-    """Returns whether an Arrow type is of numbers, or of lists of them that have one length."""
+def _is_list(kind: Any) -> bool:
     types = arrow().types
-    if types.is_fixed_size_list(kind):
-        return is_numeric(kind.value_type)
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-def _numbers(array: Any) -> Tensor | None:
-    """Returns an Arrow array as a tensor, `(rows, ...)`; None where it is none of numbers, has gaps, or is ragged."""
-    if array.null_count:
+def _numbers(array: Any) -> _Numbers | None:
+    """Returns an Arrow array as numbers; None where it is none of them, or of lists that are ragged or missing."""
+    if _is_list(array.type):
+        fixed = arrow().types.is_fixed_size_list(array.type)
+        lengths = np.array([array.type.list_size]) if fixed else array.value_lengths().to_numpy(zero_copy_only=False)
+        if array.null_count or np.any(lengths != lengths[:1]):
+            return None
+        inner = _numbers(array.flatten())
+        if inner is None:
+            return None
+        shape = (len(array), int(lengths[0]) if len(lengths) else 0)
+        missing = None if inner.missing is None else inner.missing.reshape(shape).any(1)
+        return _Numbers(inner.values.reshape(*shape, *inner.values.shape[1:]), missing)
+    if width(array.type) is None:
         return None
-    types = arrow().types
-    if types.is_fixed_size_list(array.type):
-        return _stacked(array, array.type.list_size)
-    if types.is_list(array.type) or types.is_large_list(array.type):
-        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
-        return None if np.any(lengths != lengths[:1]) else _stacked(array, int(lengths[0]) if len(lengths) else 0)
-    if not is_numeric(array.type):
-        return None
-    found: NDArray[Any] = array.to_numpy(zero_copy_only=False)
-    # Arrow's memory may not be written to, and a worker's may be.
-    return torch.from_numpy(np.array(found))
-
-
-def _stacked(array: Any, width: int) -> Tensor | None:
-    inner = _numbers(array.flatten())
-    return None if inner is None else inner.reshape(len(array), width, *inner.shape[1:])
+    if not array.null_count:
+        # Copied, because Arrow's memory may not be written to, and a worker's may be.
+        return _Numbers(torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False))), None)
+    missing = torch.from_numpy(np.array(array.is_null().to_numpy(zero_copy_only=False)))
+    filled = array.fill_null(False if arrow().types.is_boolean(array.type) else 0)
+    return _Numbers(torch.from_numpy(np.array(filled.to_numpy(zero_copy_only=False))), missing)

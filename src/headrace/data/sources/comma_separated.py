@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.data.pipeline import Pipeline
 from headrace.data.source import Epoch, Source, emptied
-from headrace.data.sources.columns import Columns, arrow, chosen
+from headrace.data.sources.columns import arrow, chosen, columns_of
 from headrace.data.sources.spans import Spans
 from headrace.data.sources.storage import File, each, find, identity_of
 from headrace.errors import DataError, UsageError
@@ -98,10 +98,10 @@ class _Csv(Source):
         self._files = tuple(files)
         self._how = how
         self._spans = Spans(table.num_rows for table in tables)
-        self._columns = Columns(arrow().concat_tables(tables), self.key)
+        self._columns = columns_of(arrow().concat_tables(tables), self.key)
 
     def __len__(self) -> int:
-        return len(self._columns)
+        return self._columns.rows
 
     def example(self, index: int, epoch: Epoch) -> Any:
         return self._columns.row(index)

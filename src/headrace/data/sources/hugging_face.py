@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.data.pipeline import Pipeline
 from headrace.data.source import DatasetSource, Epoch, Source, emptied
-from headrace.data.sources.columns import Columns, chosen
+from headrace.data.sources.columns import chosen, columns_of
 from headrace.data.torch_source import gathered
 from headrace.errors import DataError, UnfitMachine
 
@@ -74,7 +74,7 @@ class _Rows(Source):
         return self._length
 
     def example(self, index: int, epoch: Epoch) -> Any:
-        return Columns(self._tables[index], lambda _: self.key(index)).row(0)
+        return columns_of(self._tables[index], lambda _: self.key(index)).row(0)
 
     @property
     def identity(self) -> str:
@@ -88,4 +88,4 @@ class _Rows(Source):
         wanted = indices.tolist()
         if not wanted:
             return emptied(self.collate([self.example(0, epoch)]))
-        return Columns(self._tables[wanted], lambda row: self.key(wanted[row])).gather(torch.arange(len(wanted)))
+        return columns_of(self._tables[wanted], lambda row: self.key(wanted[row])).gather(torch.arange(len(wanted)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from headrace.data.pipeline import Pipeline
 from headrace.data.source import Epoch, Source, collate, emptied
-from headrace.data.sources.columns import Columns, arrow, chosen, is_numeric
+from headrace.data.sources.columns import Columns, arrow, chosen, columns_of, joined, width
 from headrace.data.sources.kept import Kept
 from headrace.data.sources.spans import Spans
 from headrace.data.sources.storage import File, each, find, identity_of
@@ -51,8 +50,9 @@ def from_parquet(
     names = chosen(schema.names, columns, files[0].name)
     for file, other in zip(files, metadata, strict=True):
         _require_schema(file, other.schema.to_arrow_schema(), schema, names, files[0].name)
-    numeric = all(is_numeric(schema.field(name).type) for name in names)
-    return Pipeline(_Parquet(files, metadata, names, Kept(memory_limit, _nbytes), numeric))
+    widths = [width(schema.field(name).type) for name in names]
+    row = None if None in widths else sum(filter(None, widths))
+    return Pipeline(_Parquet(files, metadata, names, row, memory_limit))
 
 
 def _metadata(file: File) -> Any:
@@ -94,32 +94,36 @@ def _nbytes(columns: Columns) -> int:
 
 
 class _Parquet(Source):
-    """Args:
-    files: all of one schema.
-    metadata: the footer of each.
-    names: of the columns that are read.
-    kept: decoded row groups.
-    numeric: whether all columns are of numbers.
+    """Read and kept by pieces: all row groups are one where they fit into memory, else each is one.
+
+    Args:
+        files: all of one schema.
+        metadata: the footer of each.
+        names: of the columns that are read.
+        row: bytes of a decoded row; None where not all columns are of numbers.
+        limit: bytes that decoded pieces may take.
     """
 
     def __init__(
-        self, files: Sequence[File], metadata: Sequence[Any], names: Sequence[str], kept: Kept[Columns], numeric: bool
+        self, files: Sequence[File], metadata: Sequence[Any], names: Sequence[str], row: int | None, limit: int
     ) -> None:
         self._files = tuple(files)
-        self._numeric = numeric
         self._metadata = tuple(metadata)
         self._names = list(names)
-        self._kept = kept
-        # Which row groups there are: the file of each, its number there, and the row that each begins with.
+        self._numeric = row is not None
+        # The file of each row group, and its number there.
         self._groups = [(at, group) for at, each in enumerate(metadata) for group in range(each.num_row_groups)]
         self._spans = Spans(metadata[at].row_group(group).num_rows for at, group in self._groups)
+        whole = row is not None and row * len(self._spans) <= limit
+        self._pieces = Spans([len(self._spans)]) if whole else self._spans
+        self._kept: Kept[Columns] = Kept(limit, _nbytes)
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def example(self, index: int, epoch: Epoch) -> Any:
-        which, row = self._spans.find(index)
-        return self._group(which).row(row)
+        which, row = self._pieces.find(index)
+        return self._piece(which).row(row)
 
     @property
     def identity(self) -> str:
@@ -132,44 +136,49 @@ class _Parquet(Source):
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         if not len(indices):
             return emptied(self.collate([self.example(0, epoch)]))
-        begins = torch.tensor(self._spans.begins)
+        if len(self._pieces.begins) == 2:
+            return self._piece(0).gather(indices)
+        begins = torch.tensor(self._pieces.begins)
         which, places = (torch.searchsorted(begins, indices, right=True) - 1).sort(stable=True)
         rows = indices[places] - begins[which]
         # One after the other, so that each is decoded once though two may not fit into memory.
         examples: list[Any] = []
-        for group, count in zip(
+        for piece, count in zip(
             *(found.tolist() for found in which.unique_consecutive(return_counts=True)), strict=True
         ):
             some, rows = rows[:count], rows[count:]
-            held = self._group(group)
+            held = self._piece(piece)
             examples += [held.gather(some)] if self._numeric else map(held.row, some.tolist())
         back = torch.empty_like(places)
         back[places] = torch.arange(len(places))
         if self._numeric:
-            return {name: torch.cat([piece[name] for piece in examples])[back] for name in self._names}
+            return {name: torch.cat([each[name] for each in examples])[back] for name in self._names}
         return collate([examples[place] for place in back.tolist()])
 
     def key(self, index: int) -> str:
-        return self._called(*self._spans.find(index))
+        which, row = self._spans.find(index)
+        at, group = self._groups[which]
+        begins = self._spans.begins
+        return f"{self._files[at].name}, row {begins[which] - begins[which - group] + row}"
 
     def nbytes(self, index: int) -> int | None:
         at, group = self._groups[self._spans.find(index)[0]]
         about = self._metadata[at].row_group(group)
         return int(about.total_byte_size // max(1, about.num_rows))
 
-    def _group(self, which: int) -> Columns:
+    def _piece(self, which: int) -> Columns:
         return self._kept.get(which, lambda: self._decoded(which))
 
     def _decoded(self, which: int) -> Columns:
+        if self._pieces is self._spans:
+            return self._group(which)
+        return joined(map(self._group, range(len(self._groups))), len(self._spans), self.key)
+
+    def _group(self, which: int) -> Columns:
         at, group = self._groups[which]
-        file = self._files[at]
         # Opened anew, since two threads may not read one at the same time.
         table = _opened(
-            file, self._metadata[at], lambda opened: opened.read_row_group(group, self._names, use_threads=False)
+            self._files[at], self._metadata[at], lambda it: it.read_row_group(group, self._names, use_threads=False)
         )
-        return Columns(table, functools.partial(self._called, which))
-
-    def _called(self, which: int, row: int) -> str:
-        at, group = self._groups[which]
-        begins = self._spans.begins
-        return f"{self._files[at].name}, row {begins[which] - begins[which - group] + row}"
+        first = self._spans.begins[which]
+        return columns_of(table, lambda row: self.key(first + row))
