@@ -82,6 +82,10 @@ def test_parquet_rows_come_back(
     assert batch["i"].tolist() == [rows[at]["i"] for at in wanted]
     assert batch["p"].tolist() == [rows[at]["p"] for at in wanted]
     mixed = hr.data.from_parquet(str(folder / "*"), ["s", "f"], memory_limit=limit).source
+    listed = hr.data.from_parquet(str(folder / "*"), ["l"], memory_limit=limit).batch(pad=0)
+    longest = max(len(row["l"]) for row in rows)
+    share = next(hr.data.Loader(listed, 0, len(rows), (1,), 0).sweep())
+    assert share.batch["l"].tolist() == [row["l"] + [0] * (longest - len(row["l"])) for row in rows]
     batch = mixed.gather(torch.tensor(wanted), EPOCH)
     assert batch["s"] == [rows[at]["s"] for at in wanted]
     assert batch["f"].tolist() == [rows[at]["f"] for at in wanted]

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.data.source import collate
 from headrace.errors import DataError, UnfitMachine
 
-__all__ = ["Columns", "arrow", "chosen", "columns_of", "joined", "width"]
+__all__ = ["Columns", "arrow", "batch_of", "chosen", "columns_of", "joined", "width"]
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,32 @@ class Columns:
         """
         return {name: self._value(name, index) for name in self.names}
 
-    def gather(self, indices: Tensor) -> dict[str, Any]:
-        """Returns rows as a batch, `indices` `(rows,)` int64, at least one.
+    def take(self, indices: Tensor) -> dict[str, Any]:
+        """Returns the values of rows by column: a tensor, or a list where they do not make one.
+
+        Args:
+            indices: `(rows,)` int64; at least one.
 
         Raises:
-            DataError: a value is missing, or the rows do not make one batch.
+            DataError: a value is missing.
         """
-        return {name: self._gathered(name, indices) for name in self.names}
+        return {name: self._taken(name, indices) for name in self.names}
 
-    def _gathered(self, name: str, indices: Tensor) -> Any:
+    def _taken(self, name: str, indices: Tensor) -> Any:
         numbers = self.numbers.get(name)
-        if numbers is None:
-            return collate([self._value(name, index) for index in indices.tolist()])
-        if numbers.missing is not None and bool(numbers.missing[indices].any()):
-            raise self._missing(name, int(indices[numbers.missing[indices]][0]))
-        return numbers.values.index_select(0, indices)
+        if numbers is not None:
+            if numbers.missing is not None and bool(numbers.missing[indices].any()):
+                raise self._missing(name, int(indices[numbers.missing[indices]][0]))
+            return numbers.values.index_select(0, indices)
+        taken = self.others[name].take(arrow().array(indices.numpy()))
+        if taken.null_count:
+            raise self._missing(name, int(indices[taken.is_null().index(True).as_py()]))
+        if not _is_list(taken.type):
+            return taken.to_pylist()
+        found = _numbers(taken)
+        if found is not None and found.missing is None:
+            return found.values
+        return [self._value(name, index) for index in indices.tolist()]
 
     def _value(self, name: str, index: int) -> Any:
         numbers = self.numbers.get(name)
@@ -146,6 +157,15 @@ def joined(pieces: Iterable[Columns], rows: int, called: Callable[[int], str]) -
                 numbers[name] = _Numbers(held.values, missing)
         begin = end
     return Columns(tuple(numbers), rows, numbers, {}, called)
+
+
+def batch_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the batch of what `Columns.take` returns.
+
+    Raises:
+        DataError: the values of a column do not make one tensor.
+    """
+    return {name: each if isinstance(each, Tensor) else collate(each) for name, each in values.items()}
 
 
 def chosen(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:

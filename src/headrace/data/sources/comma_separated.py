@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.data.pipeline import Pipeline
 from headrace.data.source import Epoch, Source, emptied
-from headrace.data.sources.columns import arrow, chosen, columns_of
+from headrace.data.sources.columns import arrow, batch_of, chosen, columns_of
 from headrace.data.sources.spans import Spans
 from headrace.data.sources.storage import File, each, find, identity_of
 from headrace.errors import DataError, UsageError
@@ -116,8 +116,8 @@ class _Csv(Source):
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         if not len(indices):
-            return emptied(self._columns.gather(torch.zeros(1, dtype=torch.int64)))
-        return self._columns.gather(indices)
+            return emptied(batch_of(self._columns.take(torch.zeros(1, dtype=torch.int64))))
+        return batch_of(self._columns.take(indices))
 
     def key(self, index: int) -> str:
         at, row = self._spans.find(index)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.data.pipeline import Pipeline
 from headrace.data.source import DatasetSource, Epoch, Source, emptied
-from headrace.data.sources.columns import chosen, columns_of
+from headrace.data.sources.columns import batch_of, chosen, columns_of
 from headrace.data.torch_source import gathered
 from headrace.errors import DataError, UnfitMachine
 
@@ -88,4 +88,5 @@ class _Rows(Source):
         wanted = indices.tolist()
         if not wanted:
             return emptied(self.collate([self.example(0, epoch)]))
-        return columns_of(self._tables[wanted], lambda row: self.key(wanted[row])).gather(torch.arange(len(wanted)))
+        columns = columns_of(self._tables[wanted], lambda row: self.key(wanted[row]))
+        return batch_of(columns.take(torch.arange(len(wanted))))

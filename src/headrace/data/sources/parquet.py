@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.data.pipeline import Pipeline
-from headrace.data.source import Epoch, Source, collate, emptied
-from headrace.data.sources.columns import Columns, arrow, chosen, columns_of, joined, width
+from headrace.data.source import Epoch, Source, emptied
+from headrace.data.sources.columns import Columns, arrow, batch_of, chosen, columns_of, joined, width
 from headrace.data.sources.kept import Kept
 from headrace.data.sources.spans import Spans
 from headrace.data.sources.storage import File, each, find, identity_of
@@ -93,6 +96,15 @@ def _nbytes(columns: Columns) -> int:
     return columns.nbytes
 
 
+def _in_order(values: Sequence[Any], places: NDArray[np.int64]) -> Any:
+    """Returns values of one column, taken from several pieces, as one tensor or list, at their places."""
+    forms = {value.shape[1:] if isinstance(value, Tensor) else None for value in values}
+    if len(forms) == 1 and None not in forms:
+        return torch.from_numpy(np.concatenate([value.numpy() for value in values])[places])
+    flat = list(chain.from_iterable(values))
+    return [flat[place] for place in places.tolist()]
+
+
 class _Parquet(Source):
     """Read and kept by pieces: all row groups are one where they fit into memory, else each is one.
 
@@ -110,7 +122,6 @@ class _Parquet(Source):
         self._files = tuple(files)
         self._metadata = tuple(metadata)
         self._names = list(names)
-        self._numeric = row is not None
         # The file of each row group, and its number there.
         self._groups = [(at, group) for at, each in enumerate(metadata) for group in range(each.num_row_groups)]
         self._spans = Spans(metadata[at].row_group(group).num_rows for at, group in self._groups)
@@ -136,24 +147,18 @@ class _Parquet(Source):
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         if not len(indices):
             return emptied(self.collate([self.example(0, epoch)]))
-        if len(self._pieces.begins) == 2:
-            return self._piece(0).gather(indices)
-        begins = torch.tensor(self._pieces.begins)
-        which, places = (torch.searchsorted(begins, indices, right=True) - 1).sort(stable=True)
-        rows = indices[places] - begins[which]
+        # By numpy, since torch lets all its threads meet for each of these, small as they are.
+        wanted, begins = indices.numpy(), np.array(self._pieces.begins)
+        which = np.searchsorted(begins, wanted, side="right") - 1
+        places = np.argsort(which, kind="stable")
+        rows = torch.from_numpy((wanted - begins[which])[places])
         # One after the other, so that each is decoded once though two may not fit into memory.
-        examples: list[Any] = []
-        for piece, count in zip(
-            *(found.tolist() for found in which.unique_consecutive(return_counts=True)), strict=True
-        ):
-            some, rows = rows[:count], rows[count:]
-            held = self._piece(piece)
-            examples += [held.gather(some)] if self._numeric else map(held.row, some.tolist())
-        back = torch.empty_like(places)
-        back[places] = torch.arange(len(places))
-        if self._numeric:
-            return {name: torch.cat([each[name] for each in examples])[back] for name in self._names}
-        return collate([examples[place] for place in back.tolist()])
+        found = []
+        for piece, count in zip(*(it.tolist() for it in np.unique(which, return_counts=True)), strict=True):
+            found.append(self._piece(piece).take(rows[:count]))
+            rows = rows[count:]
+        back = np.argsort(places)
+        return batch_of({name: _in_order([each[name] for each in found], back) for name in self._names})
 
     def key(self, index: int) -> str:
         which, row = self._spans.find(index)
