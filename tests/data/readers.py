@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 import sys
 import traceback
@@ -12,6 +13,9 @@ from collections.abc import Callable
 import google_crc32c
 
 __all__ = ["forked", "masked", "tfrecord"]
+
+
+_LIMIT_S = 60
 
 
 def masked(content: bytes) -> bytes:
@@ -30,13 +34,15 @@ def tfrecord(records: list[bytes]) -> bytes:
 
 
 def forked(function: Callable[[], object]) -> int:
-    """Returns 0 where a function ends without an error in a fork of this process."""
+    """Returns 0 where a function ends without an error in a fork of this process, and soon."""
     with warnings.catch_warnings():
         # Newer Pythons warn of forks beside threads, which is what is tested.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1]
+    # Whoever waits for a lock that nobody lets go is ended by the system.
+    signal.alarm(_LIMIT_S)
     try:
         function()
     except BaseException:

@@ -24,7 +24,7 @@ import headrace as hr
 from data.readers import forked, tfrecord
 from headrace.data.source import Epoch
 from headrace.data.sources import storage
-from headrace.errors import DataError, UnfitMachine
+from headrace.errors import DataError, UnfitMachine, UsageError
 
 EPOCH = Epoch(0, 0)
 RECORDS = [bytes([number]) * (number + 1) for number in range(20)]
@@ -96,6 +96,8 @@ def test_names_that_look_like_patterns_and_folders(tmp_path: Path, monkeypatch: 
     for nothing in ("*.txt", "folder.bin", ["[1].bin", "*.txt"], []):
         with pytest.raises(DataError, match="no file is found"):
             hr.data.from_files(nothing)
+    with pytest.raises(UsageError, match="lable: there is no such parameter"):
+        hr.data.from_files("[1].bin", lable=str)
     with pytest.raises(UnfitMachine, match="nowhere:// cannot be read here"):
         hr.data.from_files("nowhere://a/b")
 

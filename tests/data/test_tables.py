@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pyarrow import csv, parquet
 
 import headrace as hr
+from data.readers import forked
 from headrace.data.source import Epoch
 from headrace.data.sources.kept import Kept
 from headrace.errors import DataError, UsageError
@@ -116,6 +117,22 @@ def test_what_is_kept_stays_within_its_bound_and_is_made_once() -> None:
         kept.get(key, functools.partial(make, key))
     # 2 came, and 1 went, because 0 was asked for meanwhile.
     assert made == [0, 1, 2, 1]
+
+
+def test_a_fork_while_a_thread_decodes_goes_on_with_what_is_kept() -> None:
+    kept: Kept[bytes] = Kept(100, len)
+    kept.get("before", lambda: b"1")
+
+    def read() -> None:
+        assert kept.get("before", lambda: b"2") == b"1"
+        assert kept.get("during", lambda: b"3") == b"3"
+
+    def make() -> bytes:
+        # The lock of this key is held by this thread, which the fork has not got.
+        return bytes([forked(read)])
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(kept.get, "during", make).result() == b"\0"
 
 
 def test_parquet_of_another_schema_names_file_column_and_both_types(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from headrace.data.pipeline import Pipeline
 from headrace.data.source import Epoch, Source
+from headrace.data.sources.kept import Kept
 from headrace.data.sources.spans import Spans
-from headrace.data.sources.storage import File, find, identity_of
+from headrace.data.sources.storage import OPEN, File, find, identity_of
 from headrace.errors import DataError, UnfitMachine, UsageError
 
 __all__ = ["from_array_record"]
@@ -53,7 +54,7 @@ class _ArrayRecords(Source):
 
     def __init__(self, files: Sequence[File]) -> None:
         self._files = tuple(files)
-        self._begin()
+        self._readers: Kept[Any] = Kept(OPEN, _one)
         self._spans = Spans(self._reader(at).num_records() for at in range(len(files)))
 
     def __len__(self) -> int:
@@ -87,16 +88,6 @@ class _ArrayRecords(Source):
         at, record = self._spans.find(index)
         return f"{self._files[at].name}, record {record}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_files": self._files, "_spans": self._spans}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._readers: dict[tuple[int, int], Any] = {}
-
     def _read(self, at: int, records: list[int]) -> list[bytes]:
         file = self._files[at]
         try:
@@ -111,11 +102,7 @@ class _ArrayRecords(Source):
 
     def _reader(self, at: int) -> Any:
         # A fork has not got the threads that a reader of its parent may have started.
-        key = (os.getpid(), at)
-        reader = self._readers.get(key)
-        if reader is None:
-            reader = self._readers[key] = self._opened(self._files[at])
-        return reader
+        return self._readers.get((os.getpid(), at), lambda: self._opened(self._files[at]))
 
     def _opened(self, file: File) -> Any:
         try:
@@ -132,6 +119,10 @@ class _ArrayRecords(Source):
                 "another format; write it again"
             )
         return reader
+
+
+def _one(reader: Any) -> int:
+    return 1
 
 
 def _named(records: Sequence[int]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
@@ -57,3 +59,20 @@ class Kept(Generic[T]):
         self._making: dict[Hashable, threading.Lock] = {}
         self._lock = threading.Lock()
         self._bytes = 0
+        _ALL.add(self)
+
+    def after_fork(self) -> None:
+        """Goes on in a fork, with the values; locks may have been held by threads that it has not got."""
+        self._making = {}
+        self._lock = threading.Lock()
+
+
+_ALL: weakref.WeakSet[Kept[Any]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for kept in list(_ALL):
+        kept.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from headrace.errors import DataError, UnfitMachine
+from headrace.errors import DataError, UnfitMachine, UsageError
 
 __all__ = ["OPEN", "File", "Window", "each", "find", "identity_of"]
 
@@ -221,9 +221,12 @@ def find(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], optio
 
     Raises:
         DataError: one finds none.
+        UsageError: there are options, but no file system that would take them.
         UnfitMachine: what a file system needs is not installed.
     """
     patterns = [where] if isinstance(where, str | os.PathLike) else list(where)
+    if options and not any("://" in os.fspath(each) for each in patterns):
+        raise UsageError(f"{', '.join(options)}: there is no such parameter, and files of this machine need none")
     found: list[File] = []
     for pattern in [os.fspath(each) for each in patterns]:
         files = _remote(pattern, options) if "://" in pattern else _local(pattern)
