@@ -7,6 +7,7 @@ import http.server
 import os
 import pickle
 import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -234,6 +235,8 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
     served.start()
     try:
         host, port = served.get_host_and_port()
+        # What it holds is kept for as long as this process lives.
+        urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()
         options = {"endpoint_url": f"http://{host}:{port}", "key": "someone", "secret": "nobody"}
         system = fsspec.filesystem("s3", **options)
         system.mkdir("bucket")
@@ -258,3 +261,32 @@ def test_s3(bucket: tuple[str, dict[str, Any]]) -> None:
     system.rm("bucket/data/1.bin")
     with pytest.raises(DataError, match=r"bucket/data/1\.bin cannot be read"):
         source.example(1, EPOCH)
+
+
+@pytest.mark.slow
+def test_workers_read_from_s3_for_themselves(bucket: tuple[str, dict[str, Any]]) -> None:
+    address, options = bucket
+    generator = np.random.default_rng(0)
+    inputs = generator.standard_normal((60, 5)).astype(np.float32)
+    target = (inputs.sum(1) > 0).astype(np.int64)
+    records = [row.tobytes() + bytes([label]) for row, label in zip(inputs, target.tolist(), strict=True)]
+    fsspec.filesystem("s3", **options).pipe("bucket/data/train.tfrecord", tfrecord(records))
+
+    def parse(record: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(np.frombuffer(record[:20], np.float32)), torch.tensor(record[20], dtype=torch.int64)
+
+    def weights(data: hr.data.Pipeline) -> torch.Tensor:
+        job = hr.Job(
+            model=lambda: torch.nn.Linear(5, 2),
+            task=hr.tasks.multiclass(2),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            data=data.shuffle(),
+            global_batch_size=16,
+            epochs=2,
+        )
+        model: Any = hr.fit(job, hr.Mirrored(workers=2)).model
+        return model.weight.detach()
+
+    arrays = hr.data.from_arrays(torch.tensor(inputs), torch.tensor(target))
+    remote = hr.data.from_tfrecord(f"{address}/train.tfrecord", **options).map(parse)
+    assert torch.equal(weights(remote), weights(arrays))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import threading
 from collections import OrderedDict
@@ -276,6 +277,8 @@ def each(function: Callable[[File], T], files: Sequence[File]) -> list[T]:
 
 
 def identity_of(kind: str, files: Sequence[File], *details: Any) -> str:
-    """Returns what a source reads from: the files as they were found, and how it reads them."""
-    named = [(file.name, file.size, file.stamp) for file in files]
-    return f"{kind} {details} {named}" if details else f"{kind} {named}"
+    """Returns what a source reads from: a digest of the files as they were found, and how it reads them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(repr((file.name, file.size, file.stamp)).encode(errors="surrogateescape"))
+    return " ".join([kind, *map(str, details), f"{len(files)} files", digest.hexdigest()])

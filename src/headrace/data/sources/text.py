@@ -69,7 +69,10 @@ class _Lines(Source):
         at, line = self._spans.find(index)
         start, stop = self._places[at][line : line + 2].tolist()
         content = self._files[at].read(start, stop - start)
-        return _decoded(content.removesuffix(b"\n").removesuffix(b"\r"), self.key(index))
+        try:
+            return content.removesuffix(b"\n").removesuffix(b"\r").decode()
+        except UnicodeDecodeError as error:
+            raise _undecodable(self.key(index), error) from error
 
     @property
     def identity(self) -> str:
@@ -114,13 +117,6 @@ class _Texts(Source):
 
     def nbytes(self, index: int) -> int | None:
         return self._files[index].size
-
-
-def _decoded(content: bytes, where: str) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise _undecodable(where, error) from error
 
 
 def _undecodable(where: str, error: UnicodeDecodeError) -> DataError:
