@@ -6,9 +6,10 @@ import functools
 import http.server
 import os
 import pickle
+import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,26 @@ def test_files_that_vanish_grow_or_shrink_are_named_and_can_be_skipped(tmp_path:
     numbers = pipeline.map(lambda content: torch.tensor(list(content))).on_error("skip")
     share = next(hr.data.Loader(numbers, 0, 5, (1,), 0).sweep())
     assert share.batch[:, 0].tolist() == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("package", "read"),
+    [
+        ("pyarrow", hr.data.from_parquet),
+        ("pyarrow", hr.data.from_csv),
+        ("google_crc32c", hr.data.from_tfrecord),
+        ("array_record.python.array_record_module", hr.data.from_array_record),
+        ("datasets", hr.data.from_hugging_face),
+        ("fsspec", lambda file: hr.data.from_files(f"file://{file}")),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, read: Callable[[str], Any]
+) -> None:
+    (tmp_path / "a").write_bytes(tfrecord([b"a"]))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UnfitMachine, match="pip install"):
+        read(str(tmp_path / "a"))
 
 
 class Distant(MemoryFileSystem):  # type: ignore[misc]

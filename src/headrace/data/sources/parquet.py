@@ -68,12 +68,13 @@ def _opened(file: File, metadata: Any, use: Any) -> Any:
     Raises:
         DataError: it cannot be read, or is no Parquet.
     """
+    failures = (arrow().ArrowException, OSError)
     from pyarrow import parquet
 
     with file.open() as binary:
         try:
             return use(parquet.ParquetFile(binary, metadata=metadata, pre_buffer=file.remote is not None))
-        except (arrow().ArrowException, OSError) as error:
+        except failures as error:
             size = "an unknown number of" if file.size is None else f"{file.size:,}"
             raise DataError(
                 f"{file.name} ({size} bytes when it was found) is no whole Parquet file: {error}"

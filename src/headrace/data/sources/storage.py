@@ -93,7 +93,9 @@ class Remote:
         """
         try:
             import fsspec
-
+        except ImportError as error:
+            raise UnfitMachine(f'files elsewhere need fsspec ({error}); pip install "headrace[data]"') from error
+        try:
             system, path = fsspec.core.url_to_fs(self.address, **self.options)
         except (ImportError, ValueError) as error:
             raise UnfitMachine(f"{self.address.partition('://')[0]}:// cannot be read here: {error}") from error
