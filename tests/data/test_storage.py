@@ -246,6 +246,28 @@ def test_http(server: tuple[str, bool], tmp_path: Path) -> None:
             hr.data.from_text(f"{address}/a.txt").source.example(0, EPOCH)
 
 
+def test_a_server_that_is_gone_is_an_error_of_the_data(tmp_path: Path) -> None:
+    fill(tmp_path)
+    handler = functools.partial(Ranges, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{served.server_port}"
+        try:
+            sources = [
+                hr.data.from_files(f"{address}/3.bin").source,
+                hr.data.from_parquet(f"{address}/a.parquet").source,
+            ]
+        finally:
+            served.shutdown()
+            thread.join()
+    for source in sources:
+        with pytest.raises(DataError, match=address):
+            source.example(0, EPOCH)
+    with pytest.raises(DataError, match=f"{address}/3.bin' .or its server cannot be reached"):
+        hr.data.from_files(f"{address}/3.bin")
+
+
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, Any]]]:
     from moto.server import ThreadedMotoServer

@@ -16,7 +16,7 @@ from headrace.data.source import Epoch, Source, emptied
 from headrace.data.sources.columns import Columns, arrow, batch_of, chosen, columns_of, joined, width
 from headrace.data.sources.kept import Kept
 from headrace.data.sources.spans import Spans
-from headrace.data.sources.storage import File, each, find, identity_of
+from headrace.data.sources.storage import File, each, find, identity_of, unreadable
 from headrace.errors import DataError
 
 __all__ = ["from_parquet"]
@@ -68,17 +68,22 @@ def _opened(file: File, metadata: Any, use: Any) -> Any:
     Raises:
         DataError: it cannot be read, or is no Parquet.
     """
-    failures = (arrow().ArrowException, OSError)
+    damaged = arrow().ArrowException
     from pyarrow import parquet
 
     with file.open() as binary:
         try:
-            return use(parquet.ParquetFile(binary, metadata=metadata, pre_buffer=file.remote is not None))
-        except failures as error:
+            # A file of this machine is read by name, without the interpreter's lock.
+            source = binary if file.remote else file.name
+            with parquet.ParquetFile(source, metadata=metadata, pre_buffer=file.remote is not None) as opened:
+                return use(opened)
+        except (damaged, OSError) as error:
             size = "an unknown number of" if file.size is None else f"{file.size:,}"
             raise DataError(
                 f"{file.name} ({size} bytes when it was found) is no whole Parquet file: {error}"
             ) from error
+        except Exception as error:
+            raise unreadable(file.name, error) from error
 
 
 def _require_schema(file: File, schema: Any, wanted: Any, names: Sequence[str], first: str) -> None:

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from headrace.errors import DataError, UnfitMachine, UsageError
+from headrace.errors import DataError, HeadraceError, UnfitMachine, UsageError
 
-__all__ = ["OPEN", "File", "Window", "each", "find", "identity_of"]
+__all__ = ["OPEN", "File", "Window", "each", "find", "identity_of", "unreadable"]
 
 T = TypeVar("T")
 
@@ -141,8 +141,11 @@ class File:
         wanted = count if count is not None or self.size is None else self.size - start
         try:
             content = self._fetch(start, count) if self.remote else _LOCAL.read(self, start, count)
-        except OSError as error:
-            raise DataError(f"{self.name} cannot be read: {error.strerror or str(error) or repr(error)}") from error
+        except HeadraceError:
+            raise
+        except Exception as error:
+            # Clients of file systems have errors of their own.
+            raise unreadable(self.name, error) from error
         if wanted is not None and len(content) != wanted:
             raise DataError(
                 f"{self.name} had {self.size:,} bytes when it was found, and of the {wanted:,} from byte {start:,} on "
@@ -161,8 +164,10 @@ class File:
                 self.require(os.stat(self.name).st_size)
                 return open(self.name, "rb")
             return self.remote.open()[0].open(self.name, "rb")
-        except OSError as error:
-            raise DataError(f"{self.name} cannot be read: {error.strerror or str(error) or repr(error)}") from error
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise unreadable(self.name, error) from error
 
     def require(self, size: int) -> None:
         """Makes sure that it is as long as when it was found.
@@ -234,7 +239,9 @@ def find(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], optio
     for pattern in [os.fspath(each) for each in patterns]:
         files = _remote(pattern, options) if "://" in pattern else _local(pattern)
         if not files:
-            raise DataError(f"no file is found by {pattern!r} (from {os.getcwd()}); give another pattern")
+            # File systems elsewhere may call what cannot be reached what is not there.
+            why = "or its server cannot be reached" if "://" in pattern else f"from {os.getcwd()}"
+            raise DataError(f"no file is found by {pattern!r} ({why}); give another pattern")
         found += sorted(files, key=lambda file: file.name)
     if not found:
         raise DataError("no file is found, because no pattern is given")
@@ -260,7 +267,7 @@ def _remote(pattern: str, options: Mapping[str, Any]) -> list[File]:
     try:
         details = system.glob(path, detail=True)
         told = {name: each if each.get("size") else system.info(name) for name, each in details.items()}
-    except OSError as error:
+    except Exception as error:
         raise DataError(f"{pattern} cannot be listed: {error or repr(error)}") from error
     files = []
     for name, each in told.items():
@@ -268,6 +275,12 @@ def _remote(pattern: str, options: Mapping[str, Any]) -> list[File]:
             stamps = (str(each[key]) for key in _STAMPS if each.get(key))
             files.append(File(name, each.get("size"), next(stamps, ""), remote))
     return files
+
+
+def unreadable(name: str, error: Exception) -> DataError:
+    """Returns the error of a file that cannot be read."""
+    said = error.strerror if isinstance(error, OSError) else ""
+    return DataError(f"{name} cannot be read: {said or str(error) or repr(error)}")
 
 
 def each(function: Callable[[File], T], files: Sequence[File]) -> list[T]:
