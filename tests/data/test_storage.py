@@ -246,6 +246,7 @@ def test_http(server: tuple[str, bool], tmp_path: Path) -> None:
             hr.data.from_text(f"{address}/a.txt").source.example(0, EPOCH)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_an_error_of_the_data(tmp_path: Path) -> None:
     fill(tmp_path)
     handler = functools.partial(Ranges, directory=str(tmp_path))

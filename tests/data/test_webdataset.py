@@ -75,6 +75,25 @@ def test_sizes_that_octal_digits_cannot_tell(tmp_path: Path) -> None:
     assert examples(tmp_path / "a.tar") == [{"__key__": "a", "bin": b"hello"}]
 
 
+@pytest.mark.parametrize("extended", [None, "-1536", "many"])
+def test_sizes_that_are_none_are_refused(tmp_path: Path, extended: str | None) -> None:
+    member = tarfile.TarInfo("a.bin")
+    if extended:
+        member.pax_headers = {"size": extended}
+        content = member.tobuf(tarfile.PAX_FORMAT)
+    else:
+        header = bytearray(member.tobuf(tarfile.USTAR_FORMAT))
+        header[124:136] = b"-1000".ljust(12, b"\0")
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        content = bytes(header)
+    (tmp_path / "a.tar").write_bytes(content + bytes(1024))
+    with pytest.raises(
+        DataError, match=r"damaged .* (it says that it takes -|extended header cannot be read: invalid literal)"
+    ):
+        examples(tmp_path / "a.tar")
+
+
 def test_keys_name_the_tar_and_the_example(tmp_path: Path) -> None:
     write(tmp_path / "1.tar", [("a.x", b"1"), ("a.y", b"22"), ("b.x", b"3")])
     write(tmp_path / "2.tar", [("a.x", b"4")])

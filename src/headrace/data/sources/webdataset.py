@@ -119,7 +119,7 @@ def _members(file: File) -> Iterator[tuple[str, int, int]]:
         size = _checked(file, header, place)
         kind = header[156:157]
         if kind in (_PAX, _GNU_NAME):
-            told = window.at(place + _BLOCK, size)
+            told = window.at(place + _BLOCK, max(0, size))
             if kind == _PAX:
                 records = _pax(told, file, place)
                 name, longer = records.get("path", name), int(records["size"]) if "size" in records else longer
@@ -136,6 +136,8 @@ def _members(file: File) -> Iterator[tuple[str, int, int]]:
             elif kind in b"123456":
                 size = 0  # whatever a link says that it takes
             name = longer = None
+        if size < 0:
+            raise _damaged(file, place, f"it says that it takes {size:,} bytes")
         end = place + _BLOCK + size
         if end > file.length:
             raise DataError(
@@ -196,6 +198,7 @@ def _pax(content: bytes, file: File, place: int) -> dict[str, str]:
                 raise ValueError(f"a record of {length} bytes does not end where it says")
             records[key.decode()] = value.decode(errors="surrogateescape")
             content = content[length:]
+        int(records.get("size", "0"))
     except ValueError as error:
         raise _damaged(file, place, f"its extended header cannot be read: {error}") from error
     return records
