@@ -11,11 +11,21 @@ from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mni
 from headrace.data.images import DecodeImage
 from headrace.data.iteration import batches
 from headrace.data.loader import Loader
+from headrace.data.parse_example import ParseExample
 from headrace.data.pipeline import Pipeline, from_arrays
 from headrace.data.running import Means
 from headrace.data.source import Source
-from headrace.data.sources import from_files
-from headrace.data.torch_source import as_pipeline
+from headrace.data.sources import (
+    from_array_record,
+    from_csv,
+    from_files,
+    from_hugging_face,
+    from_parquet,
+    from_text,
+    from_tfrecord,
+    from_webdataset,
+)
+from headrace.data.torch_source import as_pipeline, from_torch
 from headrace.data.transfer import delivered
 
 __all__ = [
@@ -23,6 +33,7 @@ __all__ = [
     "ImageData",
     "Loader",
     "Means",
+    "ParseExample",
     "Pipeline",
     "Source",
     "as_pipeline",
@@ -31,8 +42,16 @@ __all__ = [
     "digits",
     "fashion_mnist",
     "fashion_mnist_or_digits",
+    "from_array_record",
     "from_arrays",
+    "from_csv",
     "from_files",
+    "from_hugging_face",
+    "from_parquet",
+    "from_text",
+    "from_tfrecord",
+    "from_torch",
+    "from_webdataset",
     "interleave",
     "mix",
 ]

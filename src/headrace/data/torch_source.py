@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,9 +22,9 @@ from torch.utils.data import (
 
 from headrace.data.pipeline import Pipeline, Processes, from_arrays
 from headrace.data.source import DatasetSource
-from headrace.errors import DataError
+from headrace.errors import DataError, UsageError
 
-__all__ = ["as_pipeline"]
+__all__ = ["as_pipeline", "from_torch", "gathered"]
 
 _FORMS = "a pair of tensors or arrays, a dict of them, a torch Dataset or DataLoader, or a pipeline from hr.data"
 
@@ -63,11 +65,58 @@ def as_pipeline(data: Any) -> tuple[Pipeline, tuple[str, ...]]:
     return _from_dataset(data).shuffle(), ()
 
 
+def from_torch(data: Any, limit: int = 100_000) -> Pipeline:
+    """Returns a pipeline over a data set or loader of torch, or anything that can be iterated over.
+
+    Of a `DataLoader`, its data set, `collate_fn` and reading processes are used, and whether it shuffles; the job's
+    batch size replaces its own. What has no index, as an `IterableDataset` or a generator, can be given no order: it is
+    read once, from its beginning to its end, into memory.
+
+    Args:
+        data: a map-style data set, a `DataLoader`, an `IterableDataset`, or an iterable of examples.
+        limit: so many examples at most are read of what has no index.
+
+    Raises:
+        DataError: there are more than `limit`, or none, or it can neither be indexed nor iterated over.
+        UsageError: `limit` is below 1.
+    """
+    if isinstance(data, DataLoader):
+        if isinstance(data.dataset, IterableDataset):
+            own_collate = None if data.collate_fn is default_collate else data.collate_fn
+            return Pipeline(DatasetSource(gathered(data.dataset, limit), own_collate))
+        pipeline, _ = _from_loader(data)
+        return dataclasses.replace(pipeline, shuffled=isinstance(data.sampler, RandomSampler))
+    indexed = isinstance(data, Dataset | _MapStyle) and not isinstance(data, IterableDataset | Mapping)
+    return _from_dataset(data) if indexed else _from_dataset(gathered(data, limit))
+
+
+def gathered(examples: Any, limit: int) -> list[Any]:
+    """Returns all that an iterable yields.
+
+    Raises:
+        DataError: there are more than `limit`, or it cannot be iterated over.
+        UsageError: `limit` is below 1.
+    """
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise UsageError(f"limit must be a whole number of at least 1, got {limit!r}")
+    name = type(examples).__name__
+    if not isinstance(examples, Iterable) or isinstance(examples, str | bytes | Mapping):
+        raise DataError(f"data cannot be a {name}; give {_FORMS}, or an iterable of examples")
+    found = list(islice(examples, limit + 1))
+    if len(found) > limit:
+        raise DataError(
+            f"the {name} has more than {limit:,} examples, and as they have no index, all must fit into memory; if "
+            "they do, raise limit; else give a data set with __len__ and __getitem__, or files to hr.data.from_..."
+        )
+    return found
+
+
 def _from_dataset(dataset: Any, collate_fn: Any = None) -> Pipeline:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{type(dataset).__name__} is an IterableDataset: its examples have no index, so no order can be "
-            "given to them; make it a Dataset with __len__ and __getitem__, or use hr.data.from_arrays(...)"
+            "given to them; make it a Dataset with __len__ and __getitem__, or read it into memory by "
+            "hr.data.from_torch(...)"
         )
     # Exactly this class: a subclass may do more in its __getitem__ than to look its tensors up.
     if type(dataset) is TensorDataset and collate_fn is None:

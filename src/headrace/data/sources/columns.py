@@ -1,0 +1,241 @@
+"""Rows of a table of Arrow as examples: dicts of values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.data.source import collate
+from headrace.errors import DataError, UnfitMachine
+
+__all__ = ["Columns", "arrow", "batch_of", "chosen", "columns_of", "joined", "width"]
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """A column of numbers.
+
+    Attributes:
+        values: `(rows, ...)`.
+        missing: which rows have none, or not all, `(rows,)` bool; None where all have.
+    """
+
+    values: Tensor
+    missing: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The columns of one table, or of a piece of one.
+
+    Attributes:
+        names: of the columns.
+        rows: how many.
+        numbers: columns of numbers, or of lists of them that have one length.
+        others: the rest, as Arrow has them.
+        called: returns what messages call a row.
+    """
+
+    names: tuple[str, ...]
+    rows: int
+    numbers: Mapping[str, _Numbers]
+    others: Mapping[str, Any]
+    called: Callable[[int], str]
+
+    @property
+    def nbytes(self) -> int:
+        """What they take."""
+        tensors = sum(each.values.numel() * each.values.element_size() for each in self.numbers.values())
+        return tensors + sum(int(array.nbytes) for array in self.others.values())
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Returns one row.
+
+        Raises:
+            DataError: one of its values is missing.
+        """
+        return {name: self._value(name, index) for name in self.names}
+
+    def take(self, indices: Tensor) -> dict[str, Any]:
+        """Returns the values of rows by column: a tensor, or a list where they do not make one.
+
+        Args:
+            indices: `(rows,)` int64; at least one.
+
+        Raises:
+            DataError: a value is missing.
+        """
+        return {name: self._taken(name, indices) for name in self.names}
+
+    def _taken(self, name: str, indices: Tensor) -> Any:
+        numbers = self.numbers.get(name)
+        if numbers is not None:
+            if numbers.missing is not None and bool(numbers.missing[indices].any()):
+                raise self._missing(name, int(indices[numbers.missing[indices]][0]))
+            return numbers.values.index_select(0, indices)
+        taken = self.others[name].take(arrow().array(indices.numpy()))
+        if taken.null_count:
+            raise self._missing(name, int(indices[taken.is_null().index(True).as_py()]))
+        if not _is_list(taken.type):
+            return taken.to_pylist()
+        found = _numbers(taken)
+        if found is not None and found.missing is None:
+            return found.values
+        return [self._value(name, index) for index in indices.tolist()]
+
+    def _value(self, name: str, index: int) -> Any:
+        numbers = self.numbers.get(name)
+        if numbers is not None:
+            if numbers.missing is not None and bool(numbers.missing[index]):
+                raise self._missing(name, index)
+            return numbers.values[index]
+        array = self.others[name]
+        scalar = array[index]
+        if not scalar.is_valid:
+            raise self._missing(name, index)
+        if _is_list(array.type):
+            # By itself, it has one length.
+            alone = _numbers(array.slice(index, 1))
+            if alone is not None and alone.missing is None:
+                return alone.values[0]
+        return scalar.as_py()
+
+    def _missing(self, name: str, index: int) -> DataError:
+        return DataError(
+            f"{self.called(index)}: {name!r} is missing (null); fill it in, or leave out that row or column"
+        )
+
+
+def columns_of(table: Any, called: Callable[[int], str]) -> Columns:
+    """Returns the columns of a `pyarrow.Table`.
+
+    Args:
+        table: is copied where it holds numbers.
+        called: returns what messages call a row.
+    """
+    numbers: dict[str, _Numbers] = {}
+    others: dict[str, Any] = {}
+    for name in table.column_names:
+        array = _whole(table.column(name))
+        found = _numbers(array)
+        if found is None:
+            others[name] = array
+        else:
+            numbers[name] = found
+    return Columns(tuple(table.column_names), table.num_rows, numbers, others, called)
+
+
+def joined(pieces: Iterable[Columns], rows: int, called: Callable[[int], str]) -> Columns:
+    """Returns pieces of a table as one; each is let go before the next is asked for.
+
+    Args:
+        pieces: all columns are of numbers; at least one.
+        rows: of all.
+        called: see `columns_of`.
+    """
+    numbers: dict[str, _Numbers] = {}
+    begin = 0
+    for piece in pieces:
+        end = begin + piece.rows
+        for name in piece.names:
+            if name in piece.others:
+                raise DataError(f"{piece.called(0)} and those behind it: {name!r} has lists that are missing or ragged")
+            found = piece.numbers[name]
+            if name not in numbers:
+                values = torch.empty((rows, *found.values.shape[1:]), dtype=found.values.dtype)
+                numbers[name] = _Numbers(values, None)
+            held = numbers[name]
+            held.values[begin:end] = found.values
+            if found.missing is not None:
+                missing = torch.zeros(rows, dtype=torch.bool) if held.missing is None else held.missing
+                missing[begin:end] = found.missing
+                numbers[name] = _Numbers(held.values, missing)
+        begin = end
+    return Columns(tuple(numbers), rows, numbers, {}, called)
+
+
+def batch_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the batch of what `Columns.take` returns.
+
+    Raises:
+        DataError: the values of a column do not make one tensor.
+    """
+    return {name: each if isinstance(each, Tensor) else collate(each) for name, each in values.items()}
+
+
+def chosen(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:
+    """Returns the columns that are read.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    missing = [name for name in columns or () if name not in names]
+    if missing:
+        raise DataError(f"{where} has no column {missing[0]!r}; it has {', '.join(names)}")
+    return list(names if columns is None else columns)
+
+
+def arrow() -> Any:
+    """Returns pyarrow.
+
+    Raises:
+        UnfitMachine: it is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UnfitMachine(f'tables are read by pyarrow ({error}); pip install "headrace[data]"') from error
+    return pyarrow
+
+
+def width(kind: Any) -> int | None:
+    """Returns the bytes of one value of an Arrow type as a tensor; None where it is no number, or of any length."""
+    types = arrow().types
+    if types.is_fixed_size_list(kind):
+        inner = width(kind.value_type)
+        return None if inner is None else inner * int(kind.list_size)
+    if types.is_boolean(kind):
+        return 1
+    return int(kind.bit_width) // 8 if types.is_integer(kind) or types.is_floating(kind) else None
+
+
+def _whole(column: Any) -> Any:
+    """Returns a column in one piece, with words in place of a dictionary's numbers."""
+    pa = arrow()
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    # Offsets of 32 bits end at 2 GB of text.
+    wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
+    return column.cast(wide).combine_chunks()
+
+
+def _is_list(kind: Any) -> bool:
+    types = arrow().types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _numbers(array: Any) -> _Numbers | None:
+    """Returns an Arrow array as numbers; None where it is none of them, or of lists that are ragged or missing."""
+    if _is_list(array.type):
+        fixed = arrow().types.is_fixed_size_list(array.type)
+        lengths = np.array([array.type.list_size]) if fixed else array.value_lengths().to_numpy(zero_copy_only=False)
+        if array.null_count or np.any(lengths != lengths[:1]):
+            return None
+        inner = _numbers(array.flatten())
+        if inner is None:
+            return None
+        shape = (len(array), int(lengths[0]) if len(lengths) else 0)
+        missing = None if inner.missing is None else inner.missing.reshape(shape).any(1)
+        return _Numbers(inner.values.reshape(*shape, *inner.values.shape[1:]), missing)
+    if width(array.type) is None:
+        return None
+    if not array.null_count:
+        # Copied, because Arrow's memory may not be written to, and a worker's may be.
+        return _Numbers(torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False))), None)
+    missing = torch.from_numpy(np.array(array.is_null().to_numpy(zero_copy_only=False)))
+    filled = array.fill_null(False if arrow().types.is_boolean(array.type) else 0)
+    return _Numbers(torch.from_numpy(np.array(filled.to_numpy(zero_copy_only=False))), missing)

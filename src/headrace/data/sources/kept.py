@@ -1,0 +1,78 @@
+"""What was read and may be asked for again, within a bound of bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Kept"]
+
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """Values by key; those that were not asked for longest go first. A copy in another process begins empty.
+
+    Args:
+        most: bytes that all may take; one alone may take more.
+        size: bytes of a value.
+    """
+
+    def __init__(self, most: int, size: Callable[[T], int]) -> None:
+        self._most = most
+        self._size = size
+        self._begin()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns the value of a key, made if it is not there; of threads that want the same, one makes it."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            with self._lock:
+                if key in self._values:
+                    return self._values[key]
+            value = make()
+            with self._lock:
+                self._values[key] = value
+                self._bytes += self._size(value)
+                while self._bytes > self._most and len(self._values) > 1:
+                    self._bytes -= self._size(self._values.popitem(last=False)[1])
+                self._making.pop(key, None)
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_most": self._most, "_size": self._size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
+        self._making: dict[Hashable, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._bytes = 0
+        _ALL.add(self)
+
+    def after_fork(self) -> None:
+        """Goes on in a fork, with the values; locks may have been held by threads that it has not got."""
+        self._making = {}
+        self._lock = threading.Lock()
+
+
+_ALL: weakref.WeakSet[Kept[Any]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for kept in list(_ALL):
+        kept.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,195 @@
+"""Parquet: rows as examples, read by row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.data.pipeline import Pipeline
+from headrace.data.source import Epoch, Source, emptied
+from headrace.data.sources.columns import Columns, arrow, batch_of, chosen, columns_of, joined, width
+from headrace.data.sources.kept import Kept
+from headrace.data.sources.spans import Spans
+from headrace.data.sources.storage import File, each, find, identity_of, unreadable
+from headrace.errors import DataError
+
+__all__ = ["from_parquet"]
+
+
+def from_parquet(
+    where: str | Sequence[str],
+    columns: Sequence[str] | None = None,
+    *,
+    memory_limit: int = 1 << 30,
+    **options: Any,
+) -> Pipeline:
+    """Returns a pipeline over the rows of Parquet files.
+
+    An example is a dict of values: numbers, and lists of them, as tensors; text as str, the rest as Python has it.
+
+    Files are read by row groups. Those that were decoded are kept as far as `memory_limit` goes: where all fit, each is
+    decoded once. A shuffled epoch over more than that comes back to every row group in almost every batch; chain
+    `.cache(path)`, or write the files with small row groups.
+
+    Args:
+        where: a pattern, "table/*.parquet" or "s3://bucket/table/*.parquet", or several.
+        columns: that are read; None for all.
+        memory_limit: bytes that decoded row groups may take, of each worker.
+        options: of the file system, as fsspec takes them.
+
+    Raises:
+        DataError: no file is found, one is no Parquet, has another schema than the first, or there is no such column.
+        UnfitMachine: pyarrow is not installed, or what that file system needs.
+    """
+    files = find(where, options)
+    metadata = each(_metadata, files)
+    schema = metadata[0].schema.to_arrow_schema()
+    names = chosen(schema.names, columns, files[0].name)
+    for file, other in zip(files, metadata, strict=True):
+        _require_schema(file, other.schema.to_arrow_schema(), schema, names, files[0].name)
+    widths = [width(schema.field(name).type) for name in names]
+    row = None if None in widths else sum(filter(None, widths))
+    return Pipeline(_Parquet(files, metadata, names, row, memory_limit))
+
+
+def _metadata(file: File) -> Any:
+    return _opened(file, None, lambda opened: opened.metadata)
+
+
+def _opened(file: File, metadata: Any, use: Any) -> Any:
+    """Returns what `use` makes of the opened file.
+
+    Raises:
+        DataError: it cannot be read, or is no Parquet.
+    """
+    damaged = arrow().ArrowException
+    from pyarrow import parquet
+
+    with file.open() as binary:
+        try:
+            # A file of this machine is read by name, without the interpreter's lock.
+            source = binary if file.remote else file.name
+            with parquet.ParquetFile(source, metadata=metadata, pre_buffer=file.remote is not None) as opened:
+                return use(opened)
+        except (damaged, OSError) as error:
+            size = "an unknown number of" if file.size is None else f"{file.size:,}"
+            raise DataError(
+                f"{file.name} ({size} bytes when it was found) is no whole Parquet file: {error}"
+            ) from error
+        except Exception as error:
+            raise unreadable(file.name, error) from error
+
+
+def _require_schema(file: File, schema: Any, wanted: Any, names: Sequence[str], first: str) -> None:
+    for name in names:
+        if name not in schema.names:
+            raise DataError(f"{file.name} has no column {name!r}, which {first} has; it has {', '.join(schema.names)}")
+        found, expected = schema.field(name).type, wanted.field(name).type
+        if found != expected:
+            raise DataError(
+                f"{file.name}: column {name!r} is {found}, and in {first} it is {expected}; write both with one type, "
+                "or leave it out by columns=[...]"
+            )
+
+
+def _nbytes(columns: Columns) -> int:
+    return columns.nbytes
+
+
+def _in_order(values: Sequence[Any], places: NDArray[np.int64]) -> Any:
+    """Returns values of one column, taken from several pieces, as one tensor or list, at their places."""
+    forms = {value.shape[1:] if isinstance(value, Tensor) else None for value in values}
+    if len(forms) == 1 and None not in forms:
+        return torch.from_numpy(np.concatenate([value.numpy() for value in values])[places])
+    flat = list(chain.from_iterable(values))
+    return [flat[place] for place in places.tolist()]
+
+
+class _Parquet(Source):
+    """Read and kept by pieces: all row groups are one where they fit into memory, else each is one.
+
+    Args:
+        files: all of one schema.
+        metadata: the footer of each.
+        names: of the columns that are read.
+        row: bytes of a decoded row; None where not all columns are of numbers.
+        limit: bytes that decoded pieces may take.
+    """
+
+    def __init__(
+        self, files: Sequence[File], metadata: Sequence[Any], names: Sequence[str], row: int | None, limit: int
+    ) -> None:
+        self._files = tuple(files)
+        self._metadata = tuple(metadata)
+        self._names = list(names)
+        # The file of each row group, and its number there.
+        self._groups = [(at, group) for at, each in enumerate(metadata) for group in range(each.num_row_groups)]
+        self._spans = Spans(metadata[at].row_group(group).num_rows for at, group in self._groups)
+        whole = row is not None and row * len(self._spans) <= limit
+        self._pieces = Spans([len(self._spans)]) if whole else self._spans
+        self._kept: Kept[Columns] = Kept(limit, _nbytes)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        which, row = self._pieces.find(index)
+        return self._piece(which).row(row)
+
+    @property
+    def identity(self) -> str:
+        return identity_of("parquet", self._files, self._names)
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    def gather(self, indices: Tensor, epoch: Epoch) -> Any:
+        if not len(indices):
+            return emptied(self.collate([self.example(0, epoch)]))
+        # By numpy, since torch lets all its threads meet for each of these, small as they are.
+        wanted, begins = indices.numpy(), np.array(self._pieces.begins)
+        which = np.searchsorted(begins, wanted, side="right") - 1
+        places = np.argsort(which, kind="stable")
+        rows = torch.from_numpy((wanted - begins[which])[places])
+        # One after the other, so that each is decoded once though two may not fit into memory.
+        found = []
+        for piece, count in zip(*(it.tolist() for it in np.unique(which, return_counts=True)), strict=True):
+            found.append(self._piece(piece).take(rows[:count]))
+            rows = rows[count:]
+        back = np.argsort(places)
+        return batch_of({name: _in_order([each[name] for each in found], back) for name in self._names})
+
+    def key(self, index: int) -> str:
+        which, row = self._spans.find(index)
+        at, group = self._groups[which]
+        begins = self._spans.begins
+        return f"{self._files[at].name}, row {begins[which] - begins[which - group] + row}"
+
+    def nbytes(self, index: int) -> int | None:
+        at, group = self._groups[self._spans.find(index)[0]]
+        about = self._metadata[at].row_group(group)
+        return int(about.total_byte_size // max(1, about.num_rows))
+
+    def _piece(self, which: int) -> Columns:
+        return self._kept.get(which, lambda: self._decoded(which))
+
+    def _decoded(self, which: int) -> Columns:
+        if self._pieces is self._spans:
+            return self._group(which)
+        return joined(map(self._group, range(len(self._groups))), len(self._spans), self.key)
+
+    def _group(self, which: int) -> Columns:
+        at, group = self._groups[which]
+        # Opened anew, since two threads may not read one at the same time.
+        table = _opened(
+            self._files[at], self._metadata[at], lambda it: it.read_row_group(group, self._names, use_threads=False)
+        )
+        first = self._spans.begins[which]
+        return columns_of(table, lambda row: self.key(first + row))

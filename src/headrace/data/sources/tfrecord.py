@@ -1,0 +1,127 @@
+"""TFRecord files: records as examples, whose places are found by one scan of their lengths.
+
+    length (8 bytes) | its checksum (4) | content (length) | its checksum (4)      little endian, one after the other
+
+Checksums are CRC-32C, turned by 15 bits with a constant added (TensorFlow's core/lib/io/record_writer.h).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.data.pipeline import Pipeline
+from headrace.data.source import Epoch, Source
+from headrace.data.sources.spans import Spans
+from headrace.data.sources.storage import File, Window, each, find, identity_of
+from headrace.errors import DataError, UnfitMachine
+
+__all__ = ["from_tfrecord"]
+
+_HEAD = struct.Struct("<QI")
+_FOOT = struct.Struct("<I")
+_MASK = 0xA282EAD8
+
+
+def from_tfrecord(where: str | Sequence[str], **options: Any) -> Pipeline:
+    """Returns a pipeline over the records of TFRecord files that are not compressed.
+
+    An example is a record's content as bytes; `.map(hr.data.ParseExample(...))` reads those of `tf.train.Example`.
+
+    All lengths are read when the pipeline is made, to know where each record is; contents are read, and checked, when
+    they are asked for.
+
+    Args:
+        where: a pattern, "train-*.tfrecord" or "gs://bucket/train-*", or several.
+        options: of the file system, as fsspec takes them.
+
+    Raises:
+        DataError: no file is found, or one is truncated or damaged.
+        UnfitMachine: google-crc32c is not installed, or what that file system needs.
+    """
+    files = find(where, options)
+    return Pipeline(_Records(files, each(_scan, files)))
+
+
+def _scan(file: File) -> NDArray[np.int64]:
+    """Returns where each record's content begins, and, last, where one more would; `(records + 1,)`."""
+    window, place = Window(file), 0
+    found: list[int] = []
+    while place < file.length:
+        head = window.at(place, _HEAD.size)
+        if len(head) < _HEAD.size:
+            raise _truncated(file, len(found), place, _HEAD.size)
+        length, check = _HEAD.unpack(head)
+        if _checksum(head[:8]) != check:
+            packed = "; it is compressed, so unpack it" if head[:2] == b"\x1f\x8b" and not found else ""
+            raise DataError(
+                f"{file.name}: the length of record {len(found)}, at byte {place:,}, has a wrong checksum, so the file "
+                f"is damaged or no TFRecord file{packed}"
+            )
+        found.append(place + _HEAD.size)
+        if place + _HEAD.size + length + _FOOT.size > file.length:
+            raise _truncated(file, len(found) - 1, place, _HEAD.size + length + _FOOT.size)
+        place += _HEAD.size + length + _FOOT.size
+    return np.array([*found, place + _HEAD.size], dtype=np.int64)
+
+
+def _truncated(file: File, record: int, place: int, wanted: int) -> DataError:
+    return DataError(
+        f"{file.name} is truncated: record {record} begins at byte {place:,} and takes {wanted:,}, but the file ends "
+        f"at byte {file.length:,}; write it again"
+    )
+
+
+def _checksum(content: bytes) -> int:
+    try:
+        from google_crc32c import value
+    except ImportError as error:
+        raise UnfitMachine(f'TFRecord needs google-crc32c ({error}); pip install "headrace[data]"') from error
+    plain: int = value(content)
+    return ((plain >> 15 | plain << 17) + _MASK) & 0xFFFFFFFF
+
+
+class _Records(Source):
+    """Args:
+    files: in turn.
+    places: see `_scan`; of each.
+    """
+
+    def __init__(self, files: Sequence[File], places: Sequence[NDArray[np.int64]]) -> None:
+        self._files = tuple(files)
+        self._places = tuple(places)
+        self._spans = Spans(len(each) - 1 for each in places)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        at, record, length = self._locate(index)
+        content = self._files[at].read(int(self._places[at][record]), length + _FOOT.size)
+        if _checksum(content[:length]) != _FOOT.unpack_from(content, length)[0]:
+            raise DataError(
+                f"{self.key(index)} has a wrong checksum: its {length:,} bytes are not what was written; write the "
+                "file again, or on_error('skip')"
+            )
+        return content[:length]
+
+    @property
+    def identity(self) -> str:
+        return identity_of("tfrecord", self._files)
+
+    def key(self, index: int) -> str:
+        at, record, _ = self._locate(index)
+        return f"{self._files[at].name}, record {record}"
+
+    def nbytes(self, index: int) -> int | None:
+        return self._locate(index)[2]
+
+    def _locate(self, index: int) -> tuple[int, int, int]:
+        """Returns the file, the number of the record there, and its length."""
+        at, record = self._spans.find(index)
+        start, following = self._places[at][record : record + 2].tolist()
+        return at, record, following - start - _HEAD.size - _FOOT.size
