@@ -14,7 +14,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import struct
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -49,7 +48,7 @@ class _LocalFile(AppendFile):
 
     def append(self, data: Sequence[NDArray[np.uint8]]) -> None:
         for piece in data:
-            left = memoryview(piece)
+            left = piece.data
             while left:
                 left = left[os.write(self._descriptor, left) :]
 

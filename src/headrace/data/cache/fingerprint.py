@@ -68,10 +68,10 @@ class _Digest:
             case Tensor() if value.layout is torch.strided:
                 self._tell(f"tensor {value.dtype} {tuple(value.shape)}", b"")
                 flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-                self._hash.update(flat.view(torch.uint8).numpy() if len(flat) else b"")
+                self._hash.update(flat.view(torch.uint8).numpy().data if len(flat) else b"")
             case np.ndarray() if value.dtype.kind != "O":
                 self._tell(f"array {value.dtype.str} {value.shape}", b"")
-                self._hash.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+                self._hash.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             case list() | tuple() if type(value) in (list, tuple):
                 self._tell(type(value).__name__, str(len(value)).encode())
                 self._all(value)

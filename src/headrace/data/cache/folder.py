@@ -71,7 +71,8 @@ def claim(folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S) -
     except OSError as error:
         raise UnfitMachine(f"{folder} cannot be a cache: {error.strerror or error}; give another folder") from error
     raise UsageError(
-        f"the cache in {folder} is in use, and {_differs(folder, key)}; this is {about}: give each pipeline a folder of its own"
+        f"the cache in {folder} is in use, and {_differs(folder, key)}; this is {about}: "
+        "give each pipeline a folder of its own"
     )
 
 

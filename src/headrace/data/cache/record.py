@@ -27,9 +27,20 @@ from torch import Tensor
 
 from headrace.errors import DataError
 
-__all__ = ["ALIGNMENT", "FRONT_BYTES", "Absent", "Form", "Front", "form_of", "front_at", "front_of", "gathered", "is_sound", "pack"]
+__all__ = [
+    "FRONT_BYTES",
+    "Absent",
+    "Form",
+    "Front",
+    "form_of",
+    "front_at",
+    "front_of",
+    "gathered",
+    "is_sound",
+    "pack",
+]
 
-ALIGNMENT = 64
+_ALIGNMENT = 64
 """Every record, and every leaf of that size, begins at a multiple of it."""
 _SMALL = 8
 _FRONT = struct.Struct("<Q4sIQQII")
@@ -82,12 +93,12 @@ def pack(index: int, value: Any, generation: int = 0) -> NDArray[np.uint8]:
     """
     leaves: list[tuple[int, NDArray[np.uint8]]] = []
     left_out = value is Absent.LEFT_OUT
-    structure = ["n"] if left_out else _Packing(leaves).node(value, "the example")
+    structure = ["n"] if left_out else _Packing(leaves).node(value, f"example {index}")
     header = json.dumps(structure, separators=(",", ":")).encode()
     data = _aligned(FRONT_BYTES + len(header))
     last = leaves[-1] if leaves else (0, np.empty(0, np.uint8))
     record = np.zeros(_aligned(data + last[0] + len(last[1])), dtype=np.uint8)
-    _FRONT.pack_into(record, 0, 0, _MAGIC, len(header), len(record), index, generation, left_out)
+    _FRONT.pack_into(record.data, 0, 0, _MAGIC, len(header), len(record), index, generation, left_out)
     record[FRONT_BYTES : FRONT_BYTES + len(header)] = np.frombuffer(header, np.uint8)
     for place, leaf in leaves:
         record[data + place : data + place + len(leaf)] = leaf
@@ -99,8 +110,8 @@ def front_at(buffer: NDArray[np.uint8], begin: int) -> Front | None:
     """Returns the front of the record that begins there, which may be longer than the buffer; None if there is none."""
     if begin + FRONT_BYTES > len(buffer):
         return None
-    _, magic, header, length, index, generation, kind = _FRONT.unpack_from(buffer, begin)
-    if magic != _MAGIC or length % ALIGNMENT or FRONT_BYTES + header > length:
+    _, magic, header, length, index, generation, kind = _FRONT.unpack_from(buffer.data, begin)
+    if magic != _MAGIC or length % _ALIGNMENT or FRONT_BYTES + header > length:
         return None
     return Front(header, length, index, generation, bool(kind))
 
@@ -195,7 +206,7 @@ class _Packing:
 
     def _add(self, flat: NDArray[Any]) -> int:
         leaf = flat.view(np.uint8)
-        place = _aligned(self._end, ALIGNMENT if len(leaf) >= ALIGNMENT else _SMALL)
+        place = _aligned(self._end, _ALIGNMENT if len(leaf) >= _ALIGNMENT else _SMALL)
         self._leaves.append((place, leaf))
         self._end = place + len(leaf)
         return place
@@ -353,5 +364,5 @@ _LEAVES: Mapping[str, Callable[[str, list[Any]], tuple[Leaf, Build]]] = {
 }
 
 
-def _aligned(place: int, alignment: int = ALIGNMENT) -> int:
+def _aligned(place: int, alignment: int = _ALIGNMENT) -> int:
     return -(-place // alignment) * alignment

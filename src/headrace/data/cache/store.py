@@ -60,10 +60,18 @@ class Store:
         self._lock = threading.Lock()
         self._forms_lock = threading.Lock()
 
-    def take(self, indices: Sequence[int]) -> list[Any]:
-        """Returns a copy of each example, or what is `Absent` of it."""
+    def find(self, indices: Sequence[int]) -> list[Absent | None]:
+        """Returns what is `Absent` of each example; None where there is a sound one, which stays."""
         self._look(np.asarray(indices, dtype=np.int64))
-        return [self._example(index) for index in indices]
+        absent = {_UNSEEN: Absent.MISSING, _LEFT_OUT: Absent.LEFT_OUT}
+        return [absent.get(int(self._form[index])) for index in indices]
+
+    def example(self, index: int) -> Any:
+        """Returns a copy of an example that was found."""
+        number, offset = int(self._form[index]), int(self._offset[index])
+        record = self._shards.buffer(int(self._shard[index]) - 1, offset + FRONT_BYTES)[offset:]
+        form = self._forms[number - 1] if number > 0 else form_of(front_of(record).header(record))
+        return form.build(record[form.data :])
 
     def gather(self, indices: NDArray[np.int64]) -> tuple[Any, int] | None:
         """Returns the batch of some examples, without those that are left out, and how many it has.
@@ -72,7 +80,7 @@ class Store:
         """
         self._look(indices)
         forms = self._form[indices]
-        if not self._shard[indices].all():
+        if not forms.all():
             return None
         kept = indices[forms != _LEFT_OUT]
         form = self._form[kept[0]] if len(kept) else _STRANGE
@@ -214,13 +222,3 @@ class Store:
                 self._forms.append(form_of(header))
                 number = self._numbers.setdefault(header, len(self._forms))
         return number or _STRANGE
-
-    def _example(self, index: int) -> Any:
-        if not self._shard[index]:
-            return Absent.MISSING
-        number, offset = int(self._form[index]), int(self._offset[index])
-        if number == _LEFT_OUT:
-            return Absent.LEFT_OUT
-        record = self._shards.buffer(int(self._shard[index]) - 1, offset + FRONT_BYTES)[offset:]
-        form = self._forms[number - 1] if number > 0 else form_of(front_of(record).header(record))
-        return form.build(record[form.data :])
