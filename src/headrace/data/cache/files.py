@@ -196,6 +196,8 @@ def repair(folder: Path) -> None:
     for path in folder.glob(f"*{RECORDS}"):
         shard = _Shard(path)
         entries = shard.news()
+        # After a power cut, there may be entries of records that the disk never saw.
+        entries = entries[entries["offset"] < path.stat().st_size]
         if not len(entries):
             path.unlink()
             shard.entries_path.unlink(missing_ok=True)

@@ -124,9 +124,10 @@ class _Digest:
         self._all((function.__defaults__, function.__kwdefaults__))
         for cell in function.__closure__ or ():
             try:
-                self.add(cell.cell_contents)
+                content = cell.cell_contents
             except ValueError:  # not assigned yet
-                self._tell("cell", b"")
+                continue
+            self.add(content)
         for name in _globals_of(function.__code__):
             if name in function.__globals__:
                 self._tell("global", name.encode())

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 __all__ = ["ENTRY", "MemoryShards", "Shards"]
 
 _CHUNK = 64 << 20
+_REMEMBERED = 16
+"""Bytes of the table that a record is found by."""
 
 
 ENTRY = np.dtype([("index", "<u8"), ("offset", "<u8"), ("generation", "<u8"), ("checksum", "<u8")])
@@ -43,7 +45,7 @@ class Shards(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of all records."""
+        """Bytes of all records, and of what is needed to find them."""
 
 
 class MemoryShards(Shards):
@@ -56,6 +58,7 @@ class MemoryShards(Shards):
         self._chunks: list[NDArray[np.uint8]] = []
         self._used = 0
         self._full = 0
+        self._count = 0
 
     def append(self, records: Sequence[NDArray[np.uint8]]) -> list[tuple[int, int]]:
         places = []
@@ -69,6 +72,7 @@ class MemoryShards(Shards):
             self._chunks[-1][self._used : self._used + len(record)] = record
             places.append((len(self._chunks) - 1, self._used))
             self._used += len(record)
+            self._count += 1
         return places
 
     def news(self) -> Iterator[tuple[int, NDArray[np.void]]]:
@@ -82,4 +86,4 @@ class MemoryShards(Shards):
 
     @property
     def nbytes(self) -> int:
-        return self._full + self._used
+        return self._full + self._used + self._count * _REMEMBERED
