@@ -203,7 +203,10 @@ class Reader:
             indices = np.array([self._locate(epoch, place)[0] for place in places.tolist()], dtype=np.int64)
         spent = [(0.0, 0.0)] * (1 + self._cached)
         found = self._timed(spent, lambda: self._store().gather(indices))
-        return None if found is None else self._read(*found, (), [*spent, (0.0, 0.0)])
+        if found is None:
+            return None
+        batch, examples = found
+        return self._read(batch, examples, (), [*spent, (0.0, 0.0)])
 
     def _missing(self, rows: list[_Row]) -> list[_Row]:
         """Marks the examples that a cache has; returns all but those of which it knows that they are left out."""
@@ -298,7 +301,9 @@ class Reader:
         return kept
 
     def _rng(self, row: _Row, position: int) -> np.random.Generator:
-        return generator(row.epoch.seed, row.epoch.number, row.index, position)
+        # A cache draws nothing: what stands behind it draws what it would without.
+        drawing = position - (0 <= self._cached < position)
+        return generator(row.epoch.seed, row.epoch.number, row.index, drawing)
 
     def _make(self, rows: list[_Row], skipped: list[str]) -> Any:
         if self._into:

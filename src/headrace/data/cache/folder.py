@@ -22,27 +22,37 @@ _PAUSE_S = 0.02
 
 
 class Claim:
-    """A share of a folder's lock, until this object is gone or its process is.
+    """This process's share of a folder's lock, until this object is gone or the process is.
+
+    A lock of fcntl is its process's alone: a fork does not keep it for ever. It is lost when the process closes
+    the file, by whatever descriptor, so that there must be one claim of a folder in a process.
 
     Args:
-        path: of the lock.
+        folder: it exists.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def __init__(self, folder: Path) -> None:
+        self.process = os.getpid()
+        self._descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         weakref.finalize(self, os.close, self._descriptor)
 
     def lock(self, exclusive: bool) -> bool:
-        """Returns whether it is had, shared with others or not."""
+        """Returns whether it is had, shared with other processes or not."""
         try:
-            fcntl.flock(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both
             return False
         return True
 
 
+_CLAIMS: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
+
+
 def claim(folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S) -> tuple[Claim, tuple[str, ...]]:
     """Makes a folder the cache of a pipeline, or finds that it is; returns what keeps it so, and lines for the user.
+
+    One thread of a process at a time may call it. What the same process has of another pipeline in that folder is
+    made anew, too.
 
     Args:
         folder: need not exist.
@@ -51,18 +61,20 @@ def claim(folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S) -
         patience_s: how long another process may take to make or leave the folder.
 
     Raises:
-        UsageError: another pipeline is using the folder.
+        UsageError: another process uses the folder for another pipeline.
         UnfitMachine: the disk does not do it.
     """
     deadline = time.monotonic() + patience_s
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = Claim(folder / _LOCK)
+        held = _CLAIMS.get(folder)
+        if held is None or held.process != os.getpid():
+            held = _CLAIMS[folder] = Claim(folder)
         notices: tuple[str, ...] = ()
         while True:
             if held.lock(exclusive=True):
                 notices += _make(folder, key, about)
-            # To share what was had alone is to give it up for an instant, in which another one may make it his.
+            # The manifest is written under the exclusive lock alone.
             if held.lock(exclusive=False) and _differs(folder, key) is None:
                 return held, notices
             if time.monotonic() > deadline:
@@ -71,7 +83,7 @@ def claim(folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S) -
     except OSError as error:
         raise UnfitMachine(f"{folder} cannot be a cache: {error.strerror or error}; give another folder") from error
     raise UsageError(
-        f"the cache in {folder} is in use, and {_differs(folder, key)}; this is {about}: "
+        f"another process uses the cache in {folder}, and {_differs(folder, key)}; this is {about}: "
         "give each pipeline a folder of its own"
     )
 

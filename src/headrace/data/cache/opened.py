@@ -58,6 +58,9 @@ def _opened(cache: Cache, examples: int) -> _Open:
         return _Open(os.getpid(), Store(MemoryShards(limit), examples, limit, "the cache in memory"), None)
     folder = Path(cache.folder)
     held, notices = claim(folder, cache.key, cache.about)
+    for other in [other for other in _OPEN if other.folder == cache.folder and other.key != cache.key]:
+        # Its files are gone.
+        del _OPEN[other]
     shards = FileShards(folder)
     store = Store(shards, examples, cache.limit, f"the cache in {folder}")
     store.tell(notices)
