@@ -43,12 +43,14 @@ def test_a_folder_is_made_and_found_again(tmp_path: Path) -> None:
     assert has(folder)
 
 
-def test_many_share_a_folder_and_nothing_stays_open(tmp_path: Path) -> None:
+def test_a_process_has_one_claim_and_nothing_stays_open(tmp_path: Path) -> None:
     before = descriptors()
-    claims = [claim(tmp_path, "a", "1 example") for _ in range(5)]
+    claims = [claim(tmp_path, "a", "1 example")[0] for _ in range(5)]
     put(tmp_path)
     assert has(tmp_path)
-    assert descriptors() == before + 5
+    assert descriptors() == before + 1
+    claims.pop()
+    assert descriptors() == before + 1
     claims.clear()
     assert descriptors() == before
 
@@ -67,15 +69,63 @@ def test_what_is_of_other_data_or_code_is_made_anew_and_said(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "manifest.json", "mine.txt"]
 
 
-def test_a_folder_in_use_is_not_taken_from_whoever_uses_it(tmp_path: Path) -> None:
-    held, _ = claim(tmp_path, "a", "1 example, map(old)")
-    put(tmp_path)
-    with pytest.raises(UsageError, match=r"is in use, and it is of other data or other code \(1 example, map\(old\)\)"):
-        claim(tmp_path, "b", "1 example, map(new)", patience_s=0.05)
-    assert has(tmp_path)
-    del held
+HOLD = """
+import pathlib, sys
+from headrace.data.cache.folder import claim
+held = claim(pathlib.Path(sys.argv[1]), "a", "1 example, map(old)")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["itself", "killed"])
+def test_a_folder_in_use_is_not_taken_from_whoever_uses_it(tmp_path: Path, ends: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        try:
+            assert process.stdout.readline() == b"held\n"
+            put(tmp_path)
+            said = (
+                r"another process uses the cache in .*, and it is of other .* \(1 example, map\(old\)\); this is 1 ex"
+            )
+            with pytest.raises(UsageError, match=said):
+                claim(tmp_path, "b", "1 example, map(new)", patience_s=0.05)
+            assert has(tmp_path)
+            shared, notices = claim(tmp_path, "a", "1 example, map(old)", patience_s=0.05)
+            assert notices == ()
+            del shared
+        finally:
+            if ends == "killed":
+                process.kill()
+            process.stdin.close()
+            process.wait(60)
     claim(tmp_path, "b", "1 example, map(new)", patience_s=0.05)
     assert not has(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_fork_keeps_no_claim(tmp_path: Path) -> None:
+    code = """
+import os, pathlib, sys
+from headrace.data.cache.folder import claim
+folder = pathlib.Path(sys.argv[1])
+held = claim(folder, "a", "x")
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print("left", flush=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"left\n"
+        assert process.wait(60) == 0
+        claim(tmp_path, "b", "x", patience_s=0.05)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +155,6 @@ def test_another_version_and_what_was_left_undone_is_made_anew_and_said(
     assert line.startswith(f"the cache in {tmp_path} is made anew, because {why}")
     assert Store(FileShards(tmp_path), 1, None, "the cache").find([0]) == [Absent.MISSING]
     assert claim(tmp_path, "a", "1 example")[1] == ()
-
-
-@pytest.mark.slow
-def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib, sys\nfrom headrace.data.cache.folder import claim\n"
-        "held = claim(pathlib.Path(sys.argv[1]), 'a', 'x')\nos.kill(os.getpid(), 9)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
-    assert done.returncode == -9
-    claim(tmp_path, "b", "x", patience_s=0.05)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -129,10 +129,14 @@ class FileShards(Shards):
     """Args:
     folder: of the cache; it exists.
     create: makes a file that does not exist, to append to.
+    claim: what keeps the folder from being made anew, for as long as these are used.
     """
 
-    def __init__(self, folder: Path, create: Callable[[Path], AppendFile] = created) -> None:
+    def __init__(
+        self, folder: Path, create: Callable[[Path], AppendFile] = created, claim: object | None = None
+    ) -> None:
         self._folder = folder
+        self._claim = claim
         self._create = create
         self._shards: list[_Shard] = []
         self._known: set[str] = set()

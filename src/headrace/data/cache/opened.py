@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.data.cache.files import FileShards
-from headrace.data.cache.folder import Claim, claim
-from headrace.data.cache.shards import MemoryShards, Shards
+from headrace.data.cache.folder import claim
+from headrace.data.cache.shards import MemoryShards
 from headrace.data.cache.store import Store
 from headrace.data.steps import Cache
 
@@ -21,7 +21,6 @@ __all__ = ["store_of"]
 class _Open:
     process: int
     store: Store
-    claim: Claim | None
 
 
 _OPEN: weakref.WeakKeyDictionary[Cache, _Open] = weakref.WeakKeyDictionary()
@@ -52,16 +51,14 @@ def store_of(cache: Cache, examples: int) -> Store:
 
 
 def _opened(cache: Cache, examples: int) -> _Open:
-    shards: Shards
     if cache.folder is None:
         limit = cache.limit or 0
-        return _Open(os.getpid(), Store(MemoryShards(limit), examples, limit, "the cache in memory"), None)
+        return _Open(os.getpid(), Store(MemoryShards(limit), examples, limit, "the cache in memory"))
     folder = Path(cache.folder)
     held, notices = claim(folder, cache.key, cache.about)
     for other in [other for other in _OPEN if other.folder == cache.folder and other.key != cache.key]:
         # Its files are gone.
         del _OPEN[other]
-    shards = FileShards(folder)
-    store = Store(shards, examples, cache.limit, f"the cache in {folder}")
+    store = Store(FileShards(folder, claim=held), examples, cache.limit, f"the cache in {folder}")
     store.tell(notices)
-    return _Open(os.getpid(), store, held)
+    return _Open(os.getpid(), store)
