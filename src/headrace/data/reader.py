@@ -308,6 +308,11 @@ class Reader:
     def _make(self, rows: list[_Row], skipped: list[str]) -> Any:
         if self._into:
             return self._written(self._into, rows, skipped)
+        if self._gathers:
+            # What has just been kept is read back row by row, which takes no thread from whoever trains.
+            found = self._store().gather(np.array([row.index for row in rows]))
+            if found is not None:
+                return found[0]
         return self._collated([row.value for row in rows])
 
     def _collated(self, values: Sequence[Any]) -> Any:
