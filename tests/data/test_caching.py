@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.data import Loader, Pipeline, Source, as_pipeline, from_arrays, from_files, interleave, mix
+from headrace.data import Loader, Means, Pipeline, Source, as_pipeline, from_arrays, from_files, interleave, mix
+from headrace.data.choosing import Choice
 from headrace.data.source import Epoch
 from headrace.data.steps import Cache
 from headrace.errors import DataError, UsageError
@@ -42,7 +43,8 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def numbers() -> Pipeline:
-    return from_arrays(torch.arange(COUNT), torch.arange(COUNT) * 2.0)
+    """Returns a pipeline that reads when it is asked, so that what is done can be counted."""
+    return from_arrays(torch.arange(COUNT), torch.arange(COUNT) * 2.0).prefetch(0)
 
 
 def epochs(pipeline: Pipeline, count: int, size: int = 6) -> list[list[Share]]:
@@ -70,7 +72,8 @@ def test_batches_are_what_they_are_without_a_cache(where: str, parallel: str | i
     def noise(example: Any, rng: np.random.Generator) -> Any:
         return example[0], example[1] + float(rng.random())
 
-    plain = numbers().shuffle().map(lambda example: (example[0] + 1, example[1]), parallel=parallel)
+    ahead = numbers().prefetch(0 if parallel == "inline" else 4)
+    plain = ahead.shuffle().map(lambda example: (example[0] + 1, example[1]), parallel=parallel)
     for behind in (lambda pipeline: pipeline, lambda pipeline: pipeline.map(noise)):
         kept = behind(plain.cache(where, key="a"))
         for one, other in zip(chain(*epochs(kept, 3)), chain(*epochs(behind(plain), 3)), strict=True):
@@ -188,6 +191,35 @@ def test_a_cache_of_a_part_of_a_mixture(where: str) -> None:
     for epoch in epochs(mix(kept, numbers()).shuffle(), 3):
         assert sorted(seen(epoch)) == sorted(2 * list(range(COUNT)))
     assert set(before.done.values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["threads", "processes"])
+def test_whoever_reads_tells_the_user(tmp_path: Path, parallel: str) -> None:
+    pipeline = numbers().map(lambda example: example, parallel=parallel).prefetch(3).cache(tmp_path, limit=1000)
+    for _ in range(2):
+        loader = Loader(pipeline, 0, 6, (1,), 0)
+        assert sorted(seen(loader.sweep())) == list(range(COUNT))
+        assert loader.stages.notices
+        assert all("it is full with" in line for line in loader.stages.notices)
+        del loader
+        pipeline = copy.deepcopy(pipeline)
+
+
+@pytest.mark.parametrize("folder", [None, "cache"])
+def test_no_processes_are_started_unasked_where_each_would_have_its_own_cache(
+    tmp_path: Path, folder: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[bool] = []
+
+    def choose(ahead: Any, start: Any) -> Choice:
+        offered.append(start is not None)
+        return Choice("threads", "it is said so")
+
+    monkeypatch.setattr("headrace.data.running.choose", choose)
+    pipeline = from_arrays(torch.arange(COUNT)).cache("memory" if folder is None else tmp_path / folder)
+    assert sum(share.examples for share in Loader(pipeline, 0, 4, (1,), 0, means=Means(cores=4)).sweep()) == COUNT
+    assert offered == [folder is not None]
 
 
 def test_a_full_memory_says_so() -> None:

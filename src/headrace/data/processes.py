@@ -184,7 +184,8 @@ def _ask(channel: socket.socket, epoch: int, places: Tensor) -> Read:
     batch = _rebuilt(reply["batch"], segment)
     if segment:
         segment.close()
-    return Read(batch, reply["examples"], tuple(reply["skipped"]), tuple(reply["seconds"]))
+    counts = [tuple(reply[name]) for name in ("skipped", "seconds", "waiting", "notices")]
+    return Read(batch, reply["examples"], *counts)
 
 
 def _receive(channel: socket.socket, count: int) -> bytes:
@@ -207,6 +208,7 @@ def _packed(read: Read) -> tuple[dict[str, Any], Segment | None]:
     tensors: list[tuple[int, Tensor]] = []
     description = _described(read.batch, tensors)
     reply = {"batch": description, "examples": read.examples, "skipped": read.skipped, "seconds": read.seconds}
+    reply |= {"waiting": read.waiting, "notices": read.notices}
     if not tensors:
         return reply, None
     last, tensor = tensors[-1]
