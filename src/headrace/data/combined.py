@@ -85,6 +85,10 @@ class _Several(Source):
     def identity(self) -> str:
         return ""
 
+    @property
+    def lasting(self) -> bool:
+        return False
+
     def _take(self, which: int, place: int, seed: int, number: int) -> Any:
         pipeline = self._pipelines[which]
         own = seed if pipeline.seed is None else pipeline.seed

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from headrace.data.caching import cached
 from headrace.data.source import ArraySource, Source, as_tensor
 from headrace.data.steps import Batching, Filter, Map, Reading, Step, takes_rng
 from headrace.errors import DataError, UsageError
@@ -121,6 +123,23 @@ class Pipeline:
             fn: takes one example; `rng` as of `map`.
         """
         return dataclasses.replace(self, steps=(*self.steps, Filter(fn, takes_rng(fn))))
+
+    def cache(self, where: str | os.PathLike[str], limit: int | None = None, *, key: str | None = None) -> Pipeline:
+        """Keeps the examples that have come so far: what stands before is done once, what stands behind each time.
+
+        What a filter before leaves out stays left out. What is handed on is a copy, that may be changed.
+
+        Args:
+            where: "memory" of each process, or a folder, which all processes of a host share and later runs find again.
+            limit: bytes; whatever is made when it is reached is made anew in every epoch. None for 1 GiB of memory, for
+                all that the disk has.
+            key: says what the folder holds, where that cannot be seen from the source and the functions before it.
+
+        Raises:
+            UsageError: what stands before draws random numbers, mixes pipelines or is a cache, too; a number is out of
+                range; or nobody can know whether the folder still holds this, and there is no key.
+        """
+        return dataclasses.replace(self, steps=(*self.steps, cached(self.source, self.steps, where, limit, key)))
 
     def batch(
         self,

@@ -200,8 +200,8 @@ def _ask(channel: socket.socket, epoch: int, places: Tensor) -> Read:
     batch = _rebuilt(reply["batch"], segment)
     if segment:
         segment.close()
-    skipped, seconds, waiting = (tuple(reply[name]) for name in ("skipped", "seconds", "waiting"))
-    return Read(batch, reply["examples"], skipped, seconds, waiting)
+    counts = [tuple(reply[name]) for name in ("skipped", "seconds", "waiting", "notices")]
+    return Read(batch, reply["examples"], *counts)
 
 
 def _receive(channel: socket.socket, count: int) -> bytes:
@@ -223,8 +223,8 @@ def _packed(read: Read) -> tuple[dict[str, Any], Segment | None]:
     """Returns what a reply says, and the memory with the batch's tensors."""
     tensors: list[tuple[int, Tensor]] = []
     description = _described(read.batch, tensors)
-    reply = {"batch": description, "examples": read.examples, "skipped": read.skipped}
-    reply |= {"seconds": read.seconds, "waiting": read.waiting}
+    reply = {"batch": description, "examples": read.examples, "skipped": read.skipped, "seconds": read.seconds}
+    reply |= {"waiting": read.waiting, "notices": read.notices}
     if not tensors:
         return reply, None
     last, tensor = tensors[-1]

@@ -13,11 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.data.cache.opened import store_of
+from headrace.data.cache.record import Absent
+from headrace.data.cache.store import Store
 from headrace.data.order import generator
 from headrace.data.padding import padded
 from headrace.data.pipeline import Pipeline, visited
 from headrace.data.source import Epoch, emptied, unreadable
-from headrace.data.steps import Filter, Into, Map, Step
+from headrace.data.steps import Cache, Filter, Into, Map, Step
 from headrace.errors import DataError
 from headrace.trees import nbytes
 
@@ -37,6 +40,7 @@ class Read:
         seconds: that each stage took: the source, each step, and what makes the batch.
         waiting: of those, in which it did not compute: it waited for a disk, a network, a lock or a core. Empty where
             that was not measured.
+        notices: lines for the user.
     """
 
     batch: Any
@@ -44,6 +48,7 @@ class Read:
     skipped: tuple[str, ...]
     seconds: tuple[float, ...]
     waiting: tuple[float, ...] = ()
+    notices: tuple[str, ...] = ()
 
     @cached_property
     def nbytes(self) -> int:
@@ -53,11 +58,16 @@ class Read:
 
 @dataclass
 class _Row:
-    """An example on its way."""
+    """An example on its way.
+
+    Attributes:
+        first: the first step that it goes through; -1 for the source.
+    """
 
     index: int
     epoch: Epoch
     value: Any = None
+    first: int = -1
 
 
 class Reader:
@@ -81,6 +91,11 @@ class Reader:
         last = pipeline.steps[-1] if pipeline.steps else None
         self._into = last if isinstance(last, Map) and isinstance(last.function, Into) else None
         self._plain = pipeline.taken is None and pipeline.times == 1
+        self._cache = next((step for step in pipeline.steps if isinstance(step, Cache)), None)
+        self._cached = pipeline.steps.index(self._cache) if self._cache else -1
+        self._gathers = (
+            last is not None and last is self._cache and pipeline.batching.pad is None and self._source.stacks
+        )
         self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
         self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
 
@@ -98,18 +113,21 @@ class Reader:
             began = perf_counter()
             batch = self._source.gather(places, Epoch(self._seed, epoch))
             return Read(batch, len(places), (), (perf_counter() - began, 0.0))
+        gathered = self._gathered(epoch, places) if self._gathers else None
+        if gathered is not None:
+            return gathered
         spent: list[tuple[float, float]] = []
         skipped: list[str] = []
         rows, batch = self._through(epoch, places.tolist(), spent, skipped)
         if not rows:
             batch = self._nothing(epoch)
-        return _read(batch, len(rows), skipped, spent)
+        return self._read(batch, len(rows), skipped, spent)
 
     def _through(
         self, epoch: int, places: Sequence[int], spent: list[tuple[float, float]], skipped: list[str]
     ) -> tuple[list[_Row], Any]:
         """Lets examples go through all steps; returns those that are left, and their batch."""
-        rows = [_Row(*self._locate(epoch, place)) for place in places]
+        rows = self._missing([_Row(*self._locate(epoch, place)) for place in places])
         rows = self._timed(spent, lambda: self._fetch(rows, skipped))
         # The last one may write into the batch.
         inner = self._pipeline.steps[:-1] if self._into else self._pipeline.steps
@@ -126,13 +144,18 @@ class Reader:
         Raises:
             DataError: it cannot be had, or is left out.
         """
-        values = [value for _, value in self.trace(epoch, place)]
-        if len(values) <= len(self._pipeline.steps):
+        skipped: list[str] = []
+        rows = self._fetch(self._missing([_Row(*self._locate(epoch, place))]), skipped)
+        for position, step in enumerate(self._pipeline.steps):
+            rows = self._apply(position, step, rows, skipped)
+        if not rows:
             raise DataError(f"{self.key(place)} is left out; a filter goes behind what mixes or interleaves")
-        return values[-1]
+        return rows[0].value
 
     def trace(self, epoch: int, place: int) -> Iterator[tuple[str, Any]]:
         """Yields what one example is after each stage, with the stage's name; ends early where it is left out.
+
+        All of it is done, whatever a cache has.
 
         Raises:
             DataError: it cannot be had.
@@ -140,7 +163,7 @@ class Reader:
         skipped: list[str] = []
         rows = self._fetch([_Row(*self._locate(epoch, place))], skipped)
         for position, step in enumerate((None, *self._pipeline.steps)):
-            if step is not None:
+            if step is not None and not isinstance(step, Cache):
                 rows = self._apply(position - 1, step, rows, skipped)
             if not rows:
                 return
@@ -164,22 +187,68 @@ class Reader:
         copy, position = divmod(place, len(indices))
         return indices[position], Epoch(self._seed, epoch * self._pipeline.times + copy)
 
+    def _read(self, batch: Any, examples: int, skipped: Sequence[str], spent: Sequence[tuple[float, float]]) -> Read:
+        seconds, waiting = zip(*spent, strict=True)
+        notices = self._store().news() if self._cache else ()
+        return Read(batch, examples, tuple(skipped), seconds, waiting, notices)
+
+    def _store(self) -> Store:
+        assert self._cache is not None
+        return store_of(self._cache, len(self._source))
+
+    def _gathered(self, epoch: int, places: Tensor) -> Read | None:
+        """Reads a batch that a cache has, and behind which nothing is done, as a whole; None if that cannot be."""
+        indices = places.numpy()
+        if not self._plain:
+            indices = np.array([self._locate(epoch, place)[0] for place in places.tolist()], dtype=np.int64)
+        spent = [(0.0, 0.0)] * (1 + self._cached)
+        found = self._timed(spent, lambda: self._store().gather(indices))
+        if found is None:
+            return None
+        batch, examples = found
+        return self._read(batch, examples, (), [*spent, (0.0, 0.0)])
+
+    def _missing(self, rows: list[_Row]) -> list[_Row]:
+        """Marks the examples that a cache has; returns all but those of which it knows that they are left out."""
+        if self._cache is None or not rows:
+            return rows
+        found = self._store().find([row.index for row in rows])
+        for row, absent in zip(rows, found, strict=True):
+            row.first = -1 if absent is Absent.MISSING else self._cached
+        return [row for row, absent in zip(rows, found, strict=True) if absent is not Absent.LEFT_OUT]
+
+    def _keep(self, rows: list[_Row]) -> list[_Row]:
+        """Hands out what a cache has, and gives it what it has not."""
+        store = self._store()
+        for row in rows:
+            if row.first == self._cached:
+                row.value = store.example(row.index)
+        store.put([(row.index, row.value) for row in rows if row.first < self._cached])
+        return rows
+
     def _fetch(self, rows: Sequence[_Row], skipped: list[str]) -> list[_Row]:
         def fetch(row: _Row) -> bool:
-            row.value = self._source.example(row.index, row.epoch)
+            if row.first < 0:
+                row.value = self._source.example(row.index, row.epoch)
             return True
 
         return self._each(rows, _SOURCE, fetch, skipped)
 
     def _apply(self, position: int, step: Step, rows: list[_Row], skipped: list[str]) -> list[_Row]:
+        if isinstance(step, Cache):
+            return self._keep(rows)
         if isinstance(step, Map) and step.batched:
             return self._apply_to_all(position, step, rows, skipped)
 
         def apply(row: _Row) -> bool:
+            if row.first > position:
+                return True
             value = row.value if isinstance(step, Filter) or step.field is None else row.value[step.field]
             given = {"rng": self._rng(row, position)} if step.draws else {}
             result = step.function(value, **given)
             if isinstance(step, Filter):
+                if not result and position < self._cached:
+                    self._store().put([(row.index, Absent.LEFT_OUT)])
                 return bool(result)
             row.value = result if step.field is None else _replaced(row.value, step.field, result)
             return True
@@ -187,7 +256,8 @@ class Reader:
         return self._each(rows, step.name, apply, skipped)
 
     def _apply_to_all(self, position: int, step: Map, rows: list[_Row], skipped: list[str]) -> list[_Row]:
-        if not rows:
+        waiting = [row for row in rows if row.first <= position]
+        if not waiting:
             return rows
 
         def apply(some: Sequence[_Row]) -> None:
@@ -200,16 +270,17 @@ class Reader:
                 row.value = result if step.field is None else _replaced(row.value, step.field, result)
 
         try:
-            apply(rows)
+            apply(waiting)
         except Exception as error:
             if not self._skips:
-                keys = f"one of {self._source.key(rows[0].index)} to {self._source.key(rows[-1].index)}"
+                keys = f"one of {self._source.key(waiting[0].index)} to {self._source.key(waiting[-1].index)}"
                 raise unreadable(keys, step.name, error) from error
         else:
             return rows
 
         def alone(row: _Row) -> bool:
-            apply([row])
+            if row.first <= position:
+                apply([row])
             return True
 
         return self._each(rows, step.name, alone, skipped)
@@ -230,11 +301,18 @@ class Reader:
         return kept
 
     def _rng(self, row: _Row, position: int) -> np.random.Generator:
-        return generator(row.epoch.seed, row.epoch.number, row.index, position)
+        # A cache draws nothing: what stands behind it draws what it would without.
+        drawing = position - (0 <= self._cached < position)
+        return generator(row.epoch.seed, row.epoch.number, row.index, drawing)
 
     def _make(self, rows: list[_Row], skipped: list[str]) -> Any:
         if self._into:
             return self._written(self._into, rows, skipped)
+        if self._gathers:
+            # What has just been kept is read back row by row, which takes no thread from whoever trains.
+            found = self._store().gather(np.array([row.index for row in rows]))
+            if found is not None:
+                return found[0]
         return self._collated([row.value for row in rows])
 
     def _collated(self, values: Sequence[Any]) -> Any:
@@ -271,11 +349,6 @@ class Reader:
             if rows:
                 return emptied(batch)
         raise DataError("every example is left out")
-
-
-def _read(batch: Any, examples: int, skipped: Sequence[str], spent: Sequence[tuple[float, float]]) -> Read:
-    seconds, waiting = zip(*spent, strict=True)
-    return Read(batch, examples, tuple(skipped), seconds, waiting)
 
 
 def _replaced(example: Any, field: int | str, value: Any) -> Any:

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from headrace.data.cache.fingerprint import fingerprint
 from headrace.errors import DataError
-from headrace.trees import map_tensors
+from headrace.trees import map_tensors, nbytes
 
 __all__ = ["ArraySource", "DatasetSource", "Epoch", "Source", "as_tensor", "collate", "emptied", "unreadable"]
+
+_MOST_HASHED = 1 << 30
+"""Bytes of arrays whose content is looked at to know them again: a second or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,16 @@ class Source(ABC):
         """Whether a batch is best read as a whole."""
         return False
 
+    @property
+    def stacks(self) -> bool:
+        """Whether `collate` is the usual one."""
+        return type(self).collate is Source.collate
+
+    @property
+    def lasting(self) -> bool:
+        """Whether an example is the same in every epoch."""
+        return True
+
 
 class ArraySource(Source):
     """Tensors in host memory that have one entry an example, in a tuple or by name.
@@ -107,7 +121,9 @@ class ArraySource(Source):
 
     @property
     def identity(self) -> str:
-        return ""
+        if sum(map(nbytes, self._arrays)) > _MOST_HASHED:
+            return ""
+        return f"arrays {fingerprint(self._names, self._arrays)}"
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         return self._tree([array.index_select(0, indices) for array in self._arrays])
@@ -176,6 +192,10 @@ class DatasetSource(Source):
 
     def collate(self, examples: Sequence[Any]) -> Any:
         return self._collate(list(examples))
+
+    @property
+    def stacks(self) -> bool:
+        return self._collate is collate
 
 
 def unreadable(which: str, who: str, error: Exception) -> DataError:

@@ -30,6 +30,7 @@ class Stages:
         skipped: examples that could not be had and were left out.
         shown: the first of those, each with the reason.
         examples: that came.
+        notices: lines for the user.
     """
 
     def __init__(self, names: Sequence[str], most_skipped: int, tell: Callable[[Stages], None] | None = None) -> None:
@@ -38,6 +39,7 @@ class Stages:
         self.skipped = 0
         self.shown: list[str] = []
         self.examples = 0
+        self.notices: list[str] = []
         self._names = tuple(names)
         self._most_skipped = most_skipped
         self._tell = tell
@@ -72,6 +74,7 @@ class Stages:
         self._batches += 1
         self.examples += read.examples
         self._bytes += read.nbytes
+        self.notices += read.notices
         for stage, seconds in enumerate(read.seconds):
             self._busy[stage] += seconds
         for stage, seconds in enumerate(read.waiting):

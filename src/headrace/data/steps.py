@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import UsageError
 
-__all__ = ["Batching", "Filter", "Into", "Map", "Reading", "Step", "takes_rng"]
+__all__ = ["Batching", "Cache", "Filter", "Into", "Map", "Reading", "Step", "takes_rng"]
 
 _PARALLEL = ("auto", "inline", "threads", "processes")
 
@@ -77,7 +77,29 @@ class Filter:
         return f"filter({_name(self.function)})"
 
 
-Step = Map | Filter
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """Where the examples are kept that have come so far.
+
+    Attributes:
+        folder: on disk; None for the memory of each process.
+        limit: bytes; None for what the disk has.
+        key: of the source and the steps before; another one makes the folder anew.
+        about: the same in words.
+    """
+
+    folder: str | None
+    limit: int | None
+    key: str = ""
+    about: str = ""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"cache({self.folder or 'memory'})"
+
+
+Step = Map | Filter | Cache
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ __all__ = ["Feeding"]
 
 
 class Feeding:
-    """Writes down what a loader has counted, and tells the user what was left out.
+    """Writes down what a loader has counted, and tells the user what was left out, and what it has to say.
 
     Args:
         rank: of this worker.
@@ -24,9 +24,11 @@ class Feeding:
         self._rank = rank
         self._journal = journal
         self._said = 0
+        self._passed_on = 0
 
     def tell(self, stages: Stages) -> None:
         """Writes an event; a loader calls this about once a second."""
+        self._pass_on(stages)
         if stages.skipped and not self._said:
             self._say(stages, f"leaves out what cannot be had: {'; '.join(stages.shown)}")
         self._journal.write(stages.event(self._rank, self._journal.now()))
@@ -40,12 +42,18 @@ class Feeding:
             self._end(stages)
 
     def _end(self, stages: Stages) -> None:
+        self._pass_on(stages)
         if stages.skipped > self._said:
             first = f"; the first: {'; '.join(stages.shown)}" if not self._said else ""
             plural = "s" * (stages.skipped != 1)
             self._say(stages, f"has left out {stages.skipped} example{plural} that could not be had{first}")
         if stages.event(self._rank, 0.0).batches:
             self._journal.write(stages.event(self._rank, self._journal.now()))
+
+    def _pass_on(self, stages: Stages) -> None:
+        for line in stages.notices[self._passed_on :]:
+            self._journal.write(Notice(self._rank, self._journal.now(), line))
+        self._passed_on = len(stages.notices)
 
     def _say(self, stages: Stages, what: str) -> None:
         self._said = stages.skipped

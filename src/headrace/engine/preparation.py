@@ -71,11 +71,12 @@ def prepare(job: Job) -> Prepared:
         if not isinstance(module, nn.Module):
             raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
         _refuse_what_cannot_be_exchanged(module)
-        weighed = _try(job, module, job.data, "data")
+        weighed, more = _try(job, module, job.data, "data")
+        notices += more
         if job.eval_data is not None:
             _, more = as_pipeline(job.eval_data)
             notices += more
-            _try(job, module, job.eval_data, "eval_data")
+            notices += _try(job, module, job.eval_data, "eval_data")[1]
         named = list(module.named_parameters())
         if not any(parameter.requires_grad for _, parameter in named):
             raise JobError("the model has no parameter to train: all are frozen, or there is none")
@@ -85,12 +86,15 @@ def prepare(job: Job) -> Prepared:
     return Prepared(module, describe(module, sliceable), weighed, len(pipeline), notices)
 
 
-def _try(job: Job, module: nn.Module, data: object, what: str) -> bool:
-    """Runs the model, the loss and the metrics on the first examples; returns whether the loss is a `Mean`."""
+def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tuple[str, ...]]:
+    """Runs the model, the loss and the metrics on the first examples.
+
+    Returns whether the loss is a `Mean`, and lines for the user from whoever read the examples.
+    """
     pipeline, _ = as_pipeline(data)
     count = min(_TRIED_EXAMPLES, len(pipeline))
-    shares = Loader(pipeline, job.seed, count, (1,), 0, ordered=True).sweep(alone=True)
-    share = next((share for share in shares if share.examples), None)
+    loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
+    share = next((share for share in loader.sweep(alone=True) if share.examples), None)
     if share is None:
         raise DataError(f"nothing is left of {what}: a filter leaves out every one of {len(pipeline)} examples")
     if job.options.accumulate > 1 and what == "data" and share.examples > 1:
@@ -114,7 +118,7 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> bool:
                 weigh(value, share.examples, name)
     finally:
         module.train(training)
-    return isinstance(loss, Mean)
+    return isinstance(loss, Mean), tuple(loader.stages.notices)
 
 
 def _check_early_stopping(job: Job) -> None:

@@ -1,0 +1,118 @@
+"""Whose a cache's folder is: a manifest that says what it holds, and a lock that whoever uses it shares."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import weakref
+from pathlib import Path
+
+from headrace.data.cache.files import ENTRIES, RECORDS, repair
+from headrace.errors import UnfitMachine, UsageError
+
+__all__ = ["FORMAT", "Claim", "claim"]
+
+FORMAT = 1
+"""Of records, entries and manifest. A folder of another one is made anew."""
+_MANIFEST, _LOCK, _PART = "manifest.json", "lock", ".part"
+_PATIENCE_S = 10.0
+_PAUSE_S = 0.02
+
+
+class Claim:
+    """This process's share of a folder's lock, until this object is gone or the process is.
+
+    A lock of fcntl is its process's alone: a fork does not keep it for ever. It is lost when the process closes
+    the file, by whatever descriptor, so that there must be one claim of a folder in a process.
+
+    Args:
+        folder: it exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.process = os.getpid()
+        self._descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def lock(self, exclusive: bool) -> bool:
+        """Returns whether it is had, shared with other processes or not."""
+        try:
+            fcntl.lockf(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both
+            return False
+        return True
+
+
+_CLAIMS: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
+
+
+def claim(folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S) -> tuple[Claim, tuple[str, ...]]:
+    """Makes a folder the cache of a pipeline, or finds that it is; returns what keeps it so, and lines for the user.
+
+    One thread of a process at a time may call it. What the same process has of another pipeline in that folder is
+    made anew, too.
+
+    Args:
+        folder: need not exist.
+        key: of the source and what is done to its examples.
+        about: the same in words, for messages.
+        patience_s: how long another process may take to make or leave the folder.
+
+    Raises:
+        UsageError: another process uses the folder for another pipeline.
+        UnfitMachine: the disk does not do it.
+    """
+    deadline = time.monotonic() + patience_s
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = _CLAIMS.get(folder)
+        if held is None or held.process != os.getpid():
+            held = _CLAIMS[folder] = Claim(folder)
+        notices: tuple[str, ...] = ()
+        while True:
+            if held.lock(exclusive=True):
+                notices += _make(folder, key, about)
+            # The manifest is written under the exclusive lock alone.
+            if held.lock(exclusive=False) and _differs(folder, key) is None:
+                return held, notices
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE_S)
+    except OSError as error:
+        raise UnfitMachine(f"{folder} cannot be a cache: {error.strerror or error}; give another folder") from error
+    raise UsageError(
+        f"another process uses the cache in {folder}, and {_differs(folder, key)}; this is {about}: "
+        "give each pipeline a folder of its own"
+    )
+
+
+def _make(folder: Path, key: str, about: str) -> tuple[str, ...]:
+    difference = _differs(folder, key)
+    if difference is None:
+        repair(folder)
+        return ()
+    old = [path for path in folder.iterdir() if path.suffix in (RECORDS, ENTRIES, _PART)]
+    # The manifest first: without one, nobody takes the rest for whole.
+    (folder / _MANIFEST).unlink(missing_ok=True)
+    for path in old:
+        path.unlink()
+    part = folder / f"{_MANIFEST}{_PART}"
+    part.write_text(json.dumps({"format": FORMAT, "key": key, "about": about}) + "\n", encoding="utf-8")
+    os.replace(part, folder / _MANIFEST)
+    return (f"the cache in {folder} is made anew, because {difference}",) if old else ()
+
+
+def _differs(folder: Path, key: str) -> str | None:
+    """Returns in what a folder is not the cache with that key; None if it is."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return "it has no manifest that can be read"
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        version = manifest.get("format") if isinstance(manifest, dict) else None
+        return f"it is of version {version!r}, and this is {FORMAT}"
+    if manifest.get("key") != key:
+        return f"it is of other data or other code ({manifest.get('about')})"
+    return None

@@ -1,0 +1,368 @@
+"""An example as bytes, and back: the form in which it lies in a cache. Nothing of it is code.
+
+    8 bytes     checksum of all that follows
+    32 bytes    magic, length of the header, of the record, index, generation, kind
+    header      JSON: the structure, and of each leaf its kind, type, shape and place
+    data        the leaves, those of 64 bytes and more at multiples of 64
+
+Numbers are leaves, too, so that examples of one form have one header: it is read once, and their batch is made
+by copying rows.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.errors import DataError
+
+__all__ = [
+    "FRONT_BYTES",
+    "Absent",
+    "Form",
+    "Front",
+    "form_of",
+    "front_at",
+    "front_of",
+    "gathered",
+    "is_sound",
+    "pack",
+]
+
+_ALIGNMENT = 64
+"""Every record, and every leaf of that size, begins at a multiple of it."""
+_SMALL = 8
+_FRONT = struct.Struct("<Q4sIQQII")
+FRONT_BYTES = _FRONT.size
+_MAGIC = b"HRex"
+_WEIGHTS = np.random.Philox(key=0x48526578).random_raw(1 << 13) | np.uint64(1)
+_MASK = (1 << 64) - 1
+_STACKED = {"|b1", "|u1", "|i1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"}
+"""numpy's types that are tensors' too."""
+_NUMBERS = {"i": "<i8", "f": "<f8", "o": "|b1"}
+_KEPT = "numbers, text, bytes, arrays and tensors, in tuples, lists and dicts"
+
+
+class Absent(enum.Enum):
+    """What stands in the place of an example."""
+
+    MISSING = enum.auto()
+    """It is not in the cache."""
+    LEFT_OUT = enum.auto()
+    """It is, as one that a filter leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The front of a record.
+
+    Attributes:
+        header_bytes, record_bytes: lengths.
+        index: of the example in its source.
+        generation: how many damaged records this one replaces.
+        left_out: whether a filter leaves the example out.
+    """
+
+    header_bytes: int
+    record_bytes: int
+    index: int
+    generation: int
+    left_out: bool
+
+    def header(self, record: NDArray[np.uint8]) -> bytes:
+        """Returns the header of the record that this is the front of."""
+        return record[FRONT_BYTES : FRONT_BYTES + self.header_bytes].tobytes()
+
+
+def pack(index: int, value: Any, generation: int = 0) -> NDArray[np.uint8]:
+    """Returns the record of an example, or of one that is left out.
+
+    Raises:
+        DataError: the example is made of more than is kept.
+    """
+    leaves: list[tuple[int, NDArray[np.uint8]]] = []
+    left_out = value is Absent.LEFT_OUT
+    structure = ["n"] if left_out else _Packing(leaves).node(value, f"example {index}")
+    header = json.dumps(structure, separators=(",", ":")).encode()
+    data = _aligned(FRONT_BYTES + len(header))
+    last = leaves[-1] if leaves else (0, np.empty(0, np.uint8))
+    record = np.zeros(_aligned(data + last[0] + len(last[1])), dtype=np.uint8)
+    _FRONT.pack_into(record.data, 0, 0, _MAGIC, len(header), len(record), index, generation, left_out)
+    record[FRONT_BYTES : FRONT_BYTES + len(header)] = np.frombuffer(header, np.uint8)
+    for place, leaf in leaves:
+        record[data + place : data + place + len(leaf)] = leaf
+    record[:8].view("<u8")[0] = _checksum(record)
+    return record
+
+
+def front_at(buffer: NDArray[np.uint8], begin: int) -> Front | None:
+    """Returns the front of the record that begins there, which may be longer than the buffer; None if there is none."""
+    if begin + FRONT_BYTES > len(buffer):
+        return None
+    _, magic, header, length, index, generation, kind = _FRONT.unpack_from(buffer.data, begin)
+    if magic != _MAGIC or length % _ALIGNMENT or FRONT_BYTES + header > length:
+        return None
+    return Front(header, length, index, generation, bool(kind))
+
+
+def front_of(record: NDArray[np.uint8]) -> Front:
+    """Returns the front of a whole record."""
+    front = front_at(record, 0)
+    assert front is not None
+    return front
+
+
+def is_sound(record: NDArray[np.uint8]) -> bool:
+    """Returns whether a record's bytes are those that were packed."""
+    return int(record[:8].view("<u8")[0]) == _checksum(record)
+
+
+def _checksum(record: NDArray[np.uint8]) -> int:
+    """A multilinear hash of 64-bit words (Carter, Wegman, "Universal classes of hash functions", 1979).
+
+    The weights are odd, so that whatever happens to a single word changes it. It runs at six times zlib.crc32's speed.
+    """
+    words = record.view("<u8")[1:]
+    total = len(words)
+    for start in range(0, len(words), len(_WEIGHTS)):
+        piece = words[start : start + len(_WEIGHTS)]
+        total = (total * 0x9E3779B97F4A7C15 + int(np.dot(piece, _WEIGHTS[: len(piece)]))) & _MASK
+    return total
+
+
+class _Packing:
+    """Collects the leaves of an example, each with its place in the data."""
+
+    def __init__(self, leaves: list[tuple[int, NDArray[np.uint8]]]) -> None:
+        self._leaves = leaves
+        self._end = 0
+
+    def node(self, value: Any, where: str) -> list[Any]:
+        kind = type(value)
+        if value is None:
+            return ["n"]
+        if kind is tuple or kind is list:
+            items = [self.node(item, f"{where}[{position}]") for position, item in enumerate(value)]
+            return ["p" if kind is tuple else "l", items]
+        if kind is dict:
+            strange = [key for key in value if type(key) not in (str, int)]
+            if strange:
+                raise DataError(f"{where} has the key {strange[0]!r}; a cache keeps dicts whose keys are str or int")
+            return ["d", [[key, self.node(item, f"{where}[{key!r}]")] for key, item in value.items()]]
+        leaf = self._number(value) or self._text(value) or self._array(value, where)
+        if leaf is None:
+            raise DataError(
+                f"{where} is a {kind.__module__}.{kind.__qualname__}, which a cache cannot keep: it keeps {_KEPT}; "
+                "convert it in a map before the cache"
+            )
+        return leaf
+
+    def _number(self, value: Any) -> list[Any] | None:
+        if type(value) is bool:
+            return ["o", self._add(np.array([value]))]
+        if type(value) is float:
+            return ["f", self._add(np.array([value]))]
+        if type(value) is int and -(1 << 63) <= value < 1 << 63:
+            return ["i", self._add(np.array([value], dtype=np.int64))]
+        if type(value) is int:
+            return ["I", *self._bytes(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))]
+        return None
+
+    def _text(self, value: Any) -> list[Any] | None:
+        if type(value) is bytes:
+            return ["b", *self._bytes(value)]
+        return ["s", *self._bytes(value.encode("utf-8", "surrogatepass"))] if type(value) is str else None
+
+    def _array(self, value: Any, where: str) -> list[Any] | None:
+        if type(value) is Tensor:
+            if value.layout is not torch.strided or value.is_quantized or value.device.type != "cpu":
+                raise DataError(f"{where} is a tensor of {value.layout} on {value.device}; a cache keeps dense ones in "
+                                "host memory: .to_dense(), .cpu()")  # fmt: skip
+            flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            place = self._add(flat.view(torch.uint8).numpy())
+            return ["t", str(value.dtype).removeprefix("torch."), list(value.shape), place]
+        if type(value) is np.ndarray or type(value) is np.memmap or isinstance(value, np.generic):
+            array = np.asarray(value, order="C")
+            if array.dtype.kind not in "biufcmMSU" or not array.dtype.itemsize:
+                raise DataError(f"{where} is of numpy's type {array.dtype}, which a cache cannot keep; encode it as "
+                                "numbers in a map before the cache")  # fmt: skip
+            place = self._add(array.reshape(-1).view(np.ndarray))
+            return ["g" if isinstance(value, np.generic) else "a", array.dtype.str, list(array.shape), place]
+        return None
+
+    def _bytes(self, content: bytes) -> tuple[int, int]:
+        return len(content), self._add(np.frombuffer(content, np.uint8))
+
+    def _add(self, flat: NDArray[Any]) -> int:
+        leaf = flat.view(np.uint8)
+        place = _aligned(self._end, _ALIGNMENT if len(leaf) >= _ALIGNMENT else _SMALL)
+        self._leaves.append((place, leaf))
+        self._end = place + len(leaf)
+        return place
+
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Where a leaf of a form lies.
+
+    Attributes:
+        begin, end: bytes, from the begin of a record's data.
+        stack: makes a tensor `(examples, ...)` of such leaves, `(examples, bytes)`; None where it is none.
+    """
+
+    begin: int
+    end: int
+    stack: Callable[[Bytes], Tensor] | None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What records of one header have in common.
+
+    Attributes:
+        data: where their leaves begin, from the begin of a record.
+        build: makes the example of their data; shares no memory with it.
+        leaves: where they lie.
+        batch: makes a batch of a tensor a leaf; None where they do not make one so simply.
+    """
+
+    data: int
+    build: Callable[[Bytes], Any]
+    leaves: tuple[Leaf, ...]
+    batch: Callable[[Sequence[Tensor]], Any] | None
+
+
+@functools.lru_cache(maxsize=4096)
+def form_of(header: bytes) -> Form:
+    """Returns what a header says."""
+    leaves: list[Leaf] = []
+    build, batch = _read(json.loads(header), leaves, top=True)
+    simple = all(leaf.stack is not None for leaf in leaves)
+    return Form(_aligned(FRONT_BYTES + len(header)), build, tuple(leaves), batch if simple else None)
+
+
+def gathered(form: Form, records: Sequence[Bytes]) -> Any:
+    """Returns the batch of records of one form that has `batch`, by copying each row once.
+
+    It is what `torch.utils.data.default_collate` would make of the examples, but that a tuple stays one.
+    """
+    assert form.batch is not None
+    tensors = []
+    for leaf in form.leaves:
+        rows = np.empty((len(records), leaf.end - leaf.begin), dtype=np.uint8)
+        begin, end = form.data + leaf.begin, form.data + leaf.end
+        for row, record in zip(rows, records, strict=True):
+            row[:] = record[begin:end]
+        assert leaf.stack is not None
+        tensors.append(leaf.stack(rows))
+    return form.batch(tensors)
+
+
+Build = Callable[[Bytes], Any]
+Batch = Callable[[Sequence[Tensor]], Any]
+
+
+def _read(node: list[Any], leaves: list[Leaf], top: bool = False) -> tuple[Build, Batch]:
+    """Returns what makes an example of a record's data, and what makes a batch of a tensor a leaf."""
+    kind, *rest = node
+    if kind in ("p", "l"):
+        read = [_read(item, leaves) for item in rest[0]]
+        builds, batches = [build for build, _ in read], [batch for _, batch in read]
+        make: type = tuple if kind == "p" else list
+        # default_collate makes lists of inner tuples.
+        stack: type = tuple if kind == "p" and top else list
+        return (
+            lambda data: make(build(data) for build in builds),
+            lambda tensors: stack(batch(tensors) for batch in batches),
+        )
+    if kind == "d":
+        named = {key: _read(item, leaves) for key, item in rest[0]}
+        return (
+            lambda data: {key: build(data) for key, (build, _) in named.items()},
+            lambda tensors: {key: batch(tensors) for key, (_, batch) in named.items()},
+        )
+    number = len(leaves)
+    leaf, build = _LEAVES[kind](kind, rest)
+    leaves.append(leaf)
+    return build, lambda tensors: tensors[number]
+
+
+def _nothing(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
+    return Leaf(0, 0, None), lambda data: None
+
+
+def _number(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
+    dtype, (begin,) = np.dtype(_NUMBERS[kind]), rest
+    end = begin + dtype.itemsize
+    stack = lambda rows: torch.from_numpy(rows.reshape(-1).view(dtype))  # noqa: E731
+    return Leaf(begin, end, stack), lambda data: data[begin:end].view(dtype)[0].item()
+
+
+def _text(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
+    length, begin = rest
+    makes: Mapping[str, Callable[[bytes], Any]] = {
+        "b": lambda content: content,
+        "s": lambda content: content.decode("utf-8", "surrogatepass"),
+        "I": lambda content: int.from_bytes(content, "little", signed=True),
+    }
+    make, end = makes[kind], begin + length
+    return Leaf(begin, end, None), lambda data: make(data[begin:end].tobytes())
+
+
+def _array(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
+    dtype, shape, begin = np.dtype(rest[0]), tuple(rest[1]), rest[2]
+    end = begin + math.prod(shape) * dtype.itemsize
+
+    def build(data: Bytes) -> Any:
+        array = data[begin:end].copy().view(dtype).reshape(shape)
+        return array[()] if kind == "g" else array
+
+    def stack(rows: Bytes) -> Tensor:
+        return torch.from_numpy(rows.reshape(-1).view(dtype).reshape(len(rows), *shape))
+
+    return Leaf(begin, end, stack if kind == "a" and dtype.str in _STACKED else None), build
+
+
+def _tensor(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
+    dtype, shape, begin = getattr(torch, rest[0]), tuple(rest[1]), rest[2]
+    end = begin + math.prod(shape) * dtype.itemsize
+
+    def build(data: Bytes) -> Tensor:
+        return _tensor_of(data[begin:end].copy(), dtype, shape)
+
+    def stack(rows: Bytes) -> Tensor:
+        return _tensor_of(rows.reshape(-1), dtype, (len(rows), *shape))
+
+    return Leaf(begin, end, stack), build
+
+
+def _tensor_of(flat: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    # An empty one has strides that cannot be viewed.
+    return torch.from_numpy(flat).view(dtype).reshape(shape) if len(flat) else torch.empty(shape, dtype=dtype)
+
+
+_LEAVES: Mapping[str, Callable[[str, list[Any]], tuple[Leaf, Build]]] = {
+    "n": _nothing,
+    **dict.fromkeys("ifo", _number),
+    **dict.fromkeys("bsI", _text),
+    **dict.fromkeys("ag", _array),
+    "t": _tensor,
+}
+
+
+def _aligned(place: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-place // alignment) * alignment
