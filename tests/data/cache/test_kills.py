@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-TRIALS = 36
-"""Thirty-six times two processes are killed; the README of benchmarks/input-cache/ tells of more."""
+TRIALS = 24
+"""benchmarks/input-cache/ tells of more."""
 
 
 @pytest.mark.slow
