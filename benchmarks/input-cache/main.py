@@ -33,7 +33,6 @@ def once(photographs: str, folder: str) -> list[float]:
     """Returns images/s: without a cache, of a first epoch that fills one, of the next two."""
     plain = from_files(f"{photographs}/*.jpg").map(DecodeImage(SIDE, SIDE)).shuffle()
     cached = plain.cache(folder)
-    # The files of both come from the page cache.
     return [epoch(plain), *(epoch(cached) for _ in range(3))]
 
 
@@ -67,7 +66,6 @@ def main() -> None:
         folder = tempfile.mkdtemp(prefix="cache-", dir=chosen.folder)
         try:
             found = once(chosen.photographs, folder)
-            # Twice, since the first finds the second's photographs on the disk.
             found.append(later(chosen.photographs, folder))
         finally:
             shutil.rmtree(folder)

@@ -123,7 +123,7 @@ class Ahead(Generic[Part]):
         return len(self._jobs) - before
 
     def settle(self) -> None:
-        """Waits until all that was handed out has been read, or has failed; reads it itself where there is no reader."""
+        """Waits until all that was handed out has been read, or has failed; reads it itself where nobody does."""
         while not self.readers and not self._queue.empty():
             job = self._queue.get()
             if job is not None:

@@ -30,7 +30,8 @@ from headrace.errors import DataError
 
 __all__ = ["ENTRIES", "RECORDS", "AppendFile", "FileShards", "created", "repair"]
 
-RECORDS, ENTRIES = ".records", ".entries"
+RECORDS = ".records"
+ENTRIES = ".entries"
 
 
 class AppendFile(ABC):
