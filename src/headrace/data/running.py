@@ -185,6 +185,8 @@ class Running:
     def _choose(self, ahead: Ahead[Part], processes: list[Readers]) -> None:
         # A process ends with the thread that started it; where workers are threads, none starts processes unasked.
         may_fork = self._cores > 1 and threading.current_thread() is threading.main_thread()
+        # What a process keeps in its own memory, no other one finds there.
+        may_fork &= not any(isinstance(step, Cache) and not step.folder for step in self._pipeline.steps)
         # Each would have a cache of its own, and the next epoch's examples would mostly be in another's.
         may_fork &= not any(isinstance(step, Cache) and step.folder is None for step in self._pipeline.steps)
         choice = choose(ahead, functools.partial(self._start, processes) if may_fork else None)
