@@ -28,7 +28,7 @@ Part = tuple[int, Tensor, int]
 
 _MOST_ARENAS = -8
 """What `mallopt` calls them: pieces of memory that threads take theirs from (malloc.h)."""
-_PATIENCE_S = 2.0
+_PATIENCE_S = 0.5
 """After so long it is measured again whether a worker that waits had better not read by itself; then twice as long."""
 
 
