@@ -101,7 +101,7 @@ def test_a_data_set_of_the_users_own_is_read_by_the_worker_unless_told() -> None
 
 
 @pytest.mark.slow
-def test_one_core_or_another_thread_starts_no_processes() -> None:
+def test_one_core_or_another_thread_or_a_cache_in_memory_starts_no_processes() -> None:
     lock = threading.Lock()
 
     def work() -> None:
@@ -109,6 +109,8 @@ def test_one_core_or_another_thread_starts_no_processes() -> None:
             time.sleep(READ_S)
 
     assert chosen(busy(work), cores=1)[0] == "the worker reads by itself"
+    _, lines = chosen(busy(work).cache("memory"))
+    assert "processes" not in lines[0]
     found = []
     thread = threading.Thread(target=lambda: found.append(chosen(busy(work))[0]))
     thread.start()

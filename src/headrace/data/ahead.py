@@ -99,6 +99,10 @@ class Ahead(Generic[Part]):
         while self.readers > count:
             self._queue.put(None)
             self.readers -= 1
+        if not count:
+            for thread in self._threads:
+                thread.join()
+            self._threads.clear()
 
     def fill(self, most: int | None = None) -> int:
         """Hands out parts as long as there is room; returns how many it has handed out.
@@ -123,7 +127,7 @@ class Ahead(Generic[Part]):
         return len(self._jobs) - before
 
     def settle(self) -> None:
-        """Waits until all that was handed out has been read, or has failed; reads it itself where nobody does."""
+        """Waits until all that was handed out has been read, or has failed; without readers, this thread reads it."""
         while not self.readers and not self._queue.empty():
             job = self._queue.get()
             if job is not None:
@@ -175,9 +179,6 @@ class Ahead(Generic[Part]):
             job.future.cancel()
         self._jobs.clear()
         self.set_readers(0)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:

@@ -28,7 +28,7 @@ Part = tuple[int, Tensor, int]
 
 _MOST_ARENAS = -8
 """What `mallopt` calls them: pieces of memory that threads take theirs from (malloc.h)."""
-_PATIENCE_S = 2.0
+_PATIENCE_S = 0.5
 """After so long it is measured again whether a worker that waits had better not read by itself; then twice as long."""
 
 
@@ -185,6 +185,8 @@ class Running:
     def _choose(self, ahead: Ahead[Part], processes: list[Readers]) -> None:
         # A process ends with the thread that started it; where workers are threads, none starts processes unasked.
         may_fork = self._cores > 1 and threading.current_thread() is threading.main_thread()
+        # What a process keeps in its own memory, no other one finds there.
+        may_fork &= not any(isinstance(step, Cache) and not step.folder for step in self._pipeline.steps)
         # Each would have a cache of its own, and the next epoch's examples would mostly be in another's.
         may_fork &= not any(isinstance(step, Cache) and step.folder is None for step in self._pipeline.steps)
         choice = choose(ahead, functools.partial(self._start, processes) if may_fork else None)
