@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copyreg
 import os
 import threading
@@ -105,6 +106,13 @@ def test_functions_of_the_main_module_arrive() -> None:
     assert shipped(namespace["scale"])(5) == 15
     assert shipped(namespace["Net"]()).f(5) == 15
     assert shipped(lambda x: namespace["scale"](x) + 1)(5) == 16
+
+
+def test_what_a_library_keeps_among_the_builtins_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(builtins), "__kept_by_a_library__", threading.Lock())
+    namespace: dict[str, Any] = {}
+    exec("def size(x):\n    return len(x)", namespace)
+    assert shipped(lambda x: namespace["size"](x))("abc") == 3
 
 
 class Unwilling:

@@ -7,6 +7,7 @@ memory, which every worker maps copy-on-write, so that nobody sees what another 
 
 from __future__ import annotations
 
+import builtins
 import io
 import mmap
 import os
@@ -69,6 +70,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._tensors: list[tuple[int, Tensor]] = []
 
     def persistent_id(self, value: Any) -> Any:
+        if value is vars(builtins):
+            # Of code that was run by exec; some libraries keep there what cannot be sent.
+            return "builtins", "", 0, ()
         if isinstance(value, np.ndarray) and type(value) is np.ndarray and value.dtype.kind in "biuf":
             if value.nbytes < _LARGE_BYTES or value.dtype.byteorder == ">" or value.dtype.itemsize > 8:
                 return None
@@ -112,6 +116,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, place: Any) -> Any:
         kind, dtype, start, shape = place
+        if kind == "builtins":
+            return vars(builtins)
         if self._memory is None:
             raise pickle.UnpicklingError("the data's memory did not arrive")
         count = int(np.prod(shape))
