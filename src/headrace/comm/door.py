@@ -1,6 +1,6 @@
 """Who stands at a server's door: strangers are many and cost little, and whoever brings too much is shown out.
 
-    100 a second
+    40 a second
     accepted ──► half open ── CURVE, hello ──► a link
                  at most 64, the oldest goes    may be 64 MiB ahead of what the port has taken
                  16 KiB, 10 s
@@ -35,7 +35,7 @@ __all__ = ["Door", "Line", "wire_bytes"]
 _ZAP = "inproc://zeromq.zap.01"
 _WATCHED = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
-_A_SECOND, _AT_ONCE = 100.0, 400.0
+_A_SECOND, _AT_ONCE = 40.0, 200.0
 """Connections that may come: a large run's workers at once, and afterwards whoever comes in another's place."""
 
 _HALF_OPEN = 64
