@@ -82,12 +82,15 @@ class _Shard:
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(descriptor).st_size if length is None else length
-            # What is mapped already stays where it is as long as anybody uses it.
-            if size > len(self.bytes):
-                self.bytes = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+            # What is mapped already stays where it is as long as anybody uses it. Two threads may map at the same time.
+            held = self.bytes
+            if size > len(held):
+                held = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+                if len(held) > len(self.bytes):
+                    self.bytes = held
         finally:
             os.close(descriptor)
-        return self.bytes
+        return held
 
     def listed(self) -> NDArray[np.void]:
         """Returns the entries that have been added, up to the first that is not sound."""
@@ -175,8 +178,9 @@ class FileShards(Shards):
 
     def buffer(self, shard: int, end: int) -> NDArray[np.uint8]:
         held = self._shards[shard]
-        if end <= len(held.bytes):
-            return held.bytes
+        mapped = held.bytes
+        if end <= len(mapped):
+            return mapped
         with _readable(self._folder):
             # Of one's own, only whole records: another thread may be writing the next.
             return held.map(self._end if shard == self._own else None)

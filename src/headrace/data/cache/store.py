@@ -69,7 +69,10 @@ class Store:
     def example(self, index: int) -> Any:
         """Returns a copy of an example that was found."""
         number, offset = int(self._form[index]), int(self._offset[index])
-        record = self._shards.buffer(int(self._shard[index]) - 1, offset + FRONT_BYTES)[offset:]
+        shard = int(self._shard[index]) - 1
+        front = front_at(self._shards.buffer(shard, offset + FRONT_BYTES), offset)
+        assert front is not None, "it was found"
+        record = self._shards.buffer(shard, offset + front.record_bytes)[offset:]
         form = self._forms[number - 1] if number > 0 else form_of(front_of(record).header(record))
         return form.build(record[form.data :])
 
@@ -86,9 +89,12 @@ class Store:
         form = self._form[kept[0]] if len(kept) else _STRANGE
         if form < 1 or (self._form[kept] != form).any() or self._forms[form - 1].batch is None:
             return None
+        known = self._forms[form - 1]
+        # All of a record: what is mapped may end in the middle of one that was being written then.
+        length = known.data + max((leaf.end for leaf in known.leaves), default=0)
         places = zip((self._shard[kept] - 1).tolist(), self._offset[kept].tolist(), strict=True)
-        records = [self._shards.buffer(shard, offset + FRONT_BYTES)[offset:] for shard, offset in places]
-        return gathered(self._forms[form - 1], records), len(kept)
+        records = [self._shards.buffer(shard, offset + length)[offset:] for shard, offset in places]
+        return gathered(known, records), len(kept)
 
     def put(self, examples: Sequence[tuple[int, Any]]) -> None:
         """Keeps examples, each with its index, where there is room.
