@@ -58,6 +58,10 @@ class LocalEngine(Engine):
         from headrace.comm.segment import Segment
         from headrace.engine.interrupts import orderly_interrupts
 
+        if self._nursery.is_lost():
+            # It went down with an earlier run, which has been told.
+            self._nursery.close()
+            self._nursery = Nursery()
         seats = len(order.plan.roles) + (_SPARE if order.strategy.elastic else 0)
         segment = Segment.create(ControlPage.nbytes(seats), "control")
         page = ControlPage(segment, seats)

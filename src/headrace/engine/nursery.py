@@ -86,6 +86,10 @@ class Nursery:
         """Whether the zygote has not ended."""
         return self._process.poll() is None
 
+    def is_lost(self) -> bool:
+        """Whether the zygote has ended though nobody closed the nursery."""
+        return self._socket.fileno() >= 0 and not self.is_alive()
+
     def check(self, timeout_s: float) -> None:
         """Raises:
         RunFailed: the zygote has been stopped for `timeout_s`, so nobody would hear of a worker's end.
