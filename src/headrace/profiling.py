@@ -16,7 +16,7 @@ from headrace.data.torch_source import as_pipeline
 from headrace.engine.order import Engine
 from headrace.engine.worker import Worker
 from headrace.report.bottleneck import Bottleneck
-from headrace.report.inputs import Input, Inputs, input_of
+from headrace.report.inputs import Inputs
 from headrace.report.summary import Summary
 from headrace.spec.event import Fed
 from headrace.spec.job import Job
@@ -43,7 +43,7 @@ class Profile:
         together: of the training with its own input.
     """
 
-    alone: Input
+    alone: Fed
     alone_per_s: float | None
     ceiling: Summary
     together: Summary
@@ -98,7 +98,7 @@ def profile(
     say(f"the training alone, with {len(data) // size} batches that lie ready, for {seconds:g} s")
     ceiling = train(replace(endless, data=data, global_batch_size=size))
     say(f"both together, for {seconds:g} s")
-    return Profile(input_of(alone[-1]), _rate(alone), ceiling, train(endless))
+    return Profile(alone[-1], _rate(alone), ceiling, train(endless))
 
 
 def _read(worker: Worker, seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import run
-from headrace.report.inputs import Input, Inputs, input_of
+from headrace.report.inputs import Inputs
 from headrace.report.summary import Summary, summarize
 from headrace.spec.event import Event, Fed, FedStage, Stepped
 
@@ -46,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, events: Callable[...,
     def profile(job: Any, strategy: Any, **how: Any) -> Any:
         asked.update(how, strategy=strategy)
         how["say"]("the input alone")
-        alone: Input = input_of(fed())
+        alone = fed()
         ceiling, together = (
             summary(label, wait_s, 0.4, strategy.name, getattr(strategy, "workers", 1))
             for label, wait_s in (("ceiling", 0.0), ("together", 0.6))

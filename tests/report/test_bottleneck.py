@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headrace.report.bottleneck import Bottleneck, bottleneck_of
-from headrace.report.inputs import Input, Inputs
+from headrace.report.inputs import Inputs
 from headrace.report.training_clock import StepTimes
-from headrace.spec.event import FedStage
+from headrace.spec.event import Fed, FedStage
 
 
 def step(wait: float = 0.0, compute: float = 0.0, exchange: float = 0.0) -> StepTimes:
@@ -16,7 +16,7 @@ def step(wait: float = 0.0, compute: float = 0.0, exchange: float = 0.0) -> Step
 
 def fed(
     source: float = 0.1, decode: float = 0.6, batch: float = 0.1, waiting: float = 0.0, parallel: str = "threads"
-) -> Input:
+) -> Fed:
     """Of 100 examples, by 2 readers."""
     stages = (
         FedStage("source", source, waiting),
@@ -24,10 +24,10 @@ def fed(
         FedStage("batch", batch, 0),
     )
     readers = 1 if parallel == "inline" else 2
-    return Input(parallel, readers, 1.0, 0.5, 0, 10, 100, 1000, 0, stages)
+    return Fed(0, 1.0, parallel, readers, 1.0, 0.5, 0, 10, 100, 1000, 0, stages)
 
 
-def found(*workers: tuple[StepTimes, Input]) -> Bottleneck:
+def found(*workers: tuple[StepTimes, Fed]) -> Bottleneck:
     bottleneck = bottleneck_of(
         {rank: times for rank, (times, _) in enumerate(workers)},
         Inputs({rank: work for rank, (_, work) in enumerate(workers)}),
@@ -93,7 +93,7 @@ def test_the_exchange() -> None:
         (fed(batch=2.0, parallel="inline"), "smaller tensors"),
     ],
 )
-def test_what_to_try_next_follows_from_where_the_time_goes(work: Input, said: str) -> None:
+def test_what_to_try_next_follows_from_where_the_time_goes(work: Fed, said: str) -> None:
     assert said in found((step(wait=0.5, compute=0.4), work)).remedy
 
 

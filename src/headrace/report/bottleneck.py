@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from headrace.report.inputs import Input, Inputs
+from headrace.report.inputs import Inputs, cost_s
 from headrace.report.quantities import percent, ratio
 from headrace.report.training_clock import StepTimes
-from headrace.spec.event import FedStage
+from headrace.spec.event import Fed, FedStage
 
 __all__ = ["WORTH", "Bottleneck", "bottleneck_of"]
 
@@ -111,11 +111,11 @@ def _slowest(times: Mapping[int, StepTimes]) -> tuple[int, float]:
 
 def _input(rank: int, share: float, inputs: Inputs) -> Bottleneck:
     own = inputs.by_rank[rank]
-    costs = {other: each.cost_s for other, each in inputs.by_rank.items() if each.examples}
+    costs = {other: cost_s(each) for other, each in inputs.by_rank.items() if each.examples}
     others = [cost for other, cost in costs.items() if other != rank]
-    if others and own.examples and own.cost_s > _UNEVEN * median(others):
+    if others and own.examples and cost_s(own) > _UNEVEN * median(others):
         stage = _busiest(own.stages)
-        times = own.cost_s / median(others) if median(others) > 0 else 0.0
+        times = cost_s(own) / median(others) if median(others) > 0 else 0.0
         return Bottleneck(
             kind="STRAGGLER",
             stage=stage.name,
@@ -143,7 +143,7 @@ def _busiest(stages: tuple[FedStage, ...]) -> FedStage:
     return max(stages, key=lambda stage: stage.busy_s)
 
 
-def _remedy(stage: FedStage, own: Input) -> str:
+def _remedy(stage: FedStage, own: Fed) -> str:
     """Returns what to try, by where the time goes and how it is read already."""
     waits = stage.waiting_s > _WAITS * stage.busy_s
     if own.parallel == "inline" and stage.name != "batch":

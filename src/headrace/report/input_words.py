@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.report.bottleneck import Bottleneck
-from headrace.report.inputs import Input, Inputs
+from headrace.report.inputs import Inputs, blocked_s, busy_s, occupancy
 from headrace.report.quantities import byte_count, fixed, percent, short
-from headrace.spec.event import FedStage
+from headrace.spec.event import Fed, FedStage
 
 __all__ = ["INPUT_HEADS", "bottleneck_plain", "input_cells", "input_plain", "input_rows", "readers", "stage_plain"]
 
@@ -24,7 +24,7 @@ def input_cells(inputs: Inputs, bottleneck: Bottleneck | None) -> tuple[str, ...
         readers(first),
         short(1e3 * busy / inputs.examples if inputs.examples else None),
         f"{busiest.name} {percent(busiest.busy_s / busy if busy else 0.0)}",
-        fixed(min(each.occupancy for each in inputs.by_rank.values())),
+        fixed(min(occupancy(each) for each in inputs.by_rank.values())),
         str(inputs.skipped),
     )
 
@@ -35,9 +35,9 @@ def input_rows(inputs: Inputs, bottleneck: Bottleneck | None) -> list[tuple[str,
     busy = sum(stage.busy_s for stage in inputs.stages)
     rows = [("input", f"{readers(first)}, {_cost(inputs, busy)}: {_parts(inputs.stages, busy)}")]
     if first.parallel == "threads":
-        least = min(each.occupancy for each in inputs.by_rank.values())
+        least = min(occupancy(each) for each in inputs.by_rank.values())
         whole = sum(each.readers * each.seconds for each in inputs.by_rank.values())
-        blocked = sum(each.blocked_s for each in inputs.by_rank.values())
+        blocked = sum(blocked_s(each) for each in inputs.by_rank.values())
         free = percent(blocked / whole) if whole > 0 else "0 %"
         rows.append(("input queue", f"{fixed(least)} batches ready when asked; readers blocked {free} of their time"))
     if inputs.skipped:
@@ -47,7 +47,7 @@ def input_rows(inputs: Inputs, bottleneck: Bottleneck | None) -> list[tuple[str,
     return rows
 
 
-def readers(of: Input) -> str:
+def readers(of: Fed) -> str:
     """Returns who reads."""
     if of.parallel == "inline":
         return "the worker itself"
@@ -79,9 +79,9 @@ def input_plain(inputs: Inputs) -> dict[str, Any]:
                 "readers": each.readers,
                 "seconds": each.seconds,
                 "waited_s": each.waited_s,
-                "busy_s": each.busy_s,
-                "blocked_s": each.blocked_s,
-                "occupancy": each.occupancy,
+                "busy_s": busy_s(each),
+                "blocked_s": blocked_s(each),
+                "occupancy": occupancy(each),
                 "batches": each.batches,
                 "examples": each.examples,
                 "bytes": each.bytes,

@@ -3,62 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.report.attempts import Attempt, of_kind
 from headrace.spec.event import Fed, FedStage
 
-__all__ = ["Input", "Inputs", "input_of", "inputs_of"]
+__all__ = ["Inputs", "blocked_s", "busy_s", "cost_s", "inputs_of", "occupancy"]
 
-
-@dataclass(frozen=True)
-class Input:
-    """What fed one worker, in all attempts together.
-
-    Attributes:
-        parallel: "inline", "threads" or "processes"; of the last attempt.
-        readers: how many threads or processes; 1 where the worker itself reads.
-        seconds: from the first batch's being asked for to the last's coming.
-        waited_s: of those, in which the worker waited for a batch.
-        ready: batches that were there when one was asked for, summed.
-        batches, examples, bytes: that came.
-        skipped: examples that could not be had and were left out.
-        stages: the source, each transform, and what makes the batch.
-    """
-
-    parallel: str
-    readers: int
-    seconds: float
-    waited_s: float
-    ready: int
-    batches: int
-    examples: int
-    bytes: int
-    skipped: int
-    stages: tuple[FedStage, ...]
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in all stages, in all readers together."""
-        return sum(stage.busy_s for stage in self.stages)
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds, in all readers together, in which they had nothing to do: enough batches waited, or memory was full.
-
-        0 where the worker itself reads.
-        """
-        return 0.0 if self.parallel == "inline" else max(0.0, self.readers * self.seconds - self.busy_s)
-
-    @property
-    def occupancy(self) -> float:
-        """Batches that were there when one was asked for, on the mean."""
-        return self.ready / self.batches if self.batches else 0.0
-
-    @property
-    def cost_s(self) -> float:
-        """Seconds for which one example keeps all readers busy."""
-        return self.busy_s / self.readers / self.examples if self.examples else 0.0
+_COUNTS = ("seconds", "waited_s", "ready", "batches", "examples", "bytes", "skipped")
 
 
 @dataclass(frozen=True)
@@ -66,10 +18,10 @@ class Inputs:
     """What fed all workers. What a later attempt did again counts twice here: it was read twice.
 
     Attributes:
-        by_rank: each worker's.
+        by_rank: what fed each worker, in all attempts together.
     """
 
-    by_rank: Mapping[int, Input]
+    by_rank: Mapping[int, Fed]
 
     @property
     def stages(self) -> tuple[FedStage, ...]:
@@ -97,27 +49,34 @@ class Inputs:
 
 def inputs_of(attempts: Iterable[Attempt]) -> Inputs | None:
     """Returns how the workers of a run were fed; None where none has spoken yet."""
-    by_rank: dict[int, Input] = {}
+    by_rank: dict[int, Fed] = {}
     for attempt in attempts:
         for fed in _lasts(of_kind(Fed, attempt.events)):
-            by_rank[fed.rank] = _sum(input_of(fed), by_rank.get(fed.rank))
+            by_rank[fed.rank] = _sum(fed, by_rank.get(fed.rank))
     return Inputs(dict(sorted(by_rank.items()))) if by_rank else None
 
 
-def input_of(fed: Fed) -> Input:
-    """Returns what one event says."""
-    return Input(
-        parallel=fed.parallel,
-        readers=max(1, fed.readers),
-        seconds=fed.seconds,
-        waited_s=fed.waited_s,
-        ready=fed.ready,
-        batches=fed.batches,
-        examples=fed.examples,
-        bytes=fed.bytes,
-        skipped=fed.skipped,
-        stages=fed.stages,
-    )
+def busy_s(fed: Fed) -> float:
+    """Returns the seconds in all stages, in all readers together."""
+    return sum(stage.busy_s for stage in fed.stages)
+
+
+def blocked_s(fed: Fed) -> float:
+    """Returns the seconds in which readers had nothing to do: enough batches waited, or memory was full.
+
+    0 where the worker itself reads.
+    """
+    return 0.0 if fed.parallel == "inline" else max(0.0, fed.readers * fed.seconds - busy_s(fed))
+
+
+def occupancy(fed: Fed) -> float:
+    """Returns how many batches were there when one was asked for, on the mean."""
+    return fed.ready / fed.batches if fed.batches else 0.0
+
+
+def cost_s(fed: Fed) -> float:
+    """Returns the seconds for which one example keeps all readers busy."""
+    return busy_s(fed) / fed.readers / fed.examples if fed.examples else 0.0
 
 
 def _lasts(told: Iterable[Fed]) -> list[Fed]:
@@ -132,21 +91,12 @@ def _lasts(told: Iterable[Fed]) -> list[Fed]:
     return [*lasts, *current.values()]
 
 
-def _sum(work: Input, before: Input | None) -> Input:
+def _sum(fed: Fed, before: Fed | None) -> Fed:
+    """Returns both together; by whom it was read is of the later one."""
     if before is None:
-        return work
-    return Input(
-        parallel=work.parallel,
-        readers=work.readers,
-        seconds=work.seconds + before.seconds,
-        waited_s=work.waited_s + before.waited_s,
-        ready=work.ready + before.ready,
-        batches=work.batches + before.batches,
-        examples=work.examples + before.examples,
-        bytes=work.bytes + before.bytes,
-        skipped=work.skipped + before.skipped,
-        stages=_merged(before.stages, work.stages),
-    )
+        return fed
+    added = {name: getattr(fed, name) + getattr(before, name) for name in _COUNTS}
+    return replace(fed, stages=_merged(before.stages, fed.stages), **added)
 
 
 def _merged(some: Sequence[FedStage], more: Sequence[FedStage]) -> tuple[FedStage, ...]:
