@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from headrace.data import Loader, Pipeline, as_pipeline, from_arrays
+from headrace.data.source import collate
 from headrace.errors import DataError, UsageError
 from headrace.spec.share import Share
 
@@ -202,8 +203,24 @@ def test_an_error_in_the_data_set_names_the_example() -> None:
 
 def test_examples_of_different_shapes_are_refused() -> None:
     examples = [(torch.zeros(length), 0) for length in (2, 3)]
-    with pytest.raises(DataError, match=r"2 examples do not make one batch: .* collate_fn that pads"):
+    with pytest.raises(DataError, match=r"differ in shape, \[2\] and \[3\]: let \.batch\(pad=0\) fill them up"):
         list(Loader(as_pipeline(examples)[0], 0, 2, (1,), 0).sweep())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64])
+def test_large_examples_are_stacked_as_torch_does(dtype: torch.dtype) -> None:
+    examples = [(torch.rand(90, 120).mul(200).to(dtype).T, {"index": index}) for index in range(4)]
+    images, named = collate(examples)
+    assert torch.equal(images, torch.stack([image for image, _ in examples]))
+    assert torch.equal(named["index"], torch.arange(4))
+
+
+def test_numpys_arrays_and_numbers_of_two_types_are_stacked_as_torch_does() -> None:
+    batch = collate([{"a": np.ones((2, 3)), "b": 1}, {"a": np.zeros((2, 3)), "b": 2}])
+    assert torch.equal(batch["a"], torch.stack([torch.ones(2, 3), torch.zeros(2, 3)]).double())
+    assert torch.equal(collate([torch.ones(2), torch.ones(2).double()]), torch.ones(2, 2).double())
+    with pytest.raises(DataError, match="2 examples do not make one batch"):
+        collate([(1, 2), (1,)])
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from headrace.data.images import DecodeImage
 from headrace.data.iteration import batches
 from headrace.data.loader import Loader
 from headrace.data.parse_example import ParseExample
-from headrace.data.pipeline import Pipeline, from_arrays
+from headrace.data.pipeline import Hosts, Pipeline, from_arrays
+from headrace.data.rounds import Rounds, local
 from headrace.data.running import Means
 from headrace.data.source import Source
 from headrace.data.sources import (
@@ -30,11 +31,13 @@ from headrace.data.transfer import delivered
 
 __all__ = [
     "DecodeImage",
+    "Hosts",
     "ImageData",
     "Loader",
     "Means",
     "ParseExample",
     "Pipeline",
+    "Rounds",
     "Source",
     "as_pipeline",
     "batches",
@@ -53,5 +56,6 @@ __all__ = [
     "from_torch",
     "from_webdataset",
     "interleave",
+    "local",
     "mix",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from time import perf_counter
@@ -13,6 +14,7 @@ from headrace.data.buckets import Bucketed
 from headrace.data.order import Order
 from headrace.data.pipeline import Pipeline, visited
 from headrace.data.reader import Read, Reader
+from headrace.data.rounds import Rounds
 from headrace.data.running import Means, Part, Running
 from headrace.data.stages import Stages
 from headrace.data.torch_reading import read_by_torch
@@ -39,8 +41,9 @@ class Loader:
         pipeline: what to read.
         seed: the job's; a seed of the pipeline's own goes before it.
         global_batch_size: examples that all workers together take in one round.
-        shares: relative weights by which a batch is split, one a worker.
-        data_rank: which worker this is.
+        shares: relative weights by which a batch is split, one a worker; where hosts list examples of their own, of
+            this host's workers.
+        data_rank: which of these workers this is.
         ordered: keeps the order of the data, for evaluation.
         means: what it may read with.
         tell: called about once a second with `stages`.
@@ -71,14 +74,11 @@ class Loader:
             raise UsageError(f"data_rank must be 0 to {len(shares) - 1}, got {data_rank}")
         self._pipeline = pipeline
         self._seed = seed if pipeline.seed is None else pipeline.seed
-        self._length = len(pipeline)
-        self._global_batch_size = global_batch_size
+        self._rounds = Rounds(pipeline, global_batch_size)
+        self._own = functools.cache(lambda count: bounds(count, shares)[data_rank])
         self._data_rank = data_rank
         self._shuffled = pipeline.shuffled and not ordered
-        self.rounds_per_epoch = -(-self._length // global_batch_size)
-        last = self._length - (self.rounds_per_epoch - 1) * global_batch_size
-        self._bounds = bounds(global_batch_size, shares)[data_rank]
-        self._last_bounds = bounds(last, shares)[data_rank]
+        self.rounds_per_epoch = len(self._rounds)
         self._epoch = -1
         self._epoch_order: Order | Bucketed | None = None
         self._reader = Reader(pipeline, seed)
@@ -128,12 +128,11 @@ class Loader:
             DataError: an example cannot be read.
         """
         epoch, index = divmod(round_, self.rounds_per_epoch)
-        begin = index * self._global_batch_size
-        size = min(self._global_batch_size, self._length - begin)
-        start, stop = bounds(size, (1,) * parts)[part]
+        begin, end, of = self._rounds.span(index)
+        start, stop = bounds(end - begin, (1,) * parts)[part]
         if self._epoch != epoch or self._epoch_order is None:
             self._epoch, self._epoch_order = epoch, self._order(epoch)
-        return self._read((epoch, torch.from_numpy(self._epoch_order.slice(begin + start, begin + stop)), size))
+        return self._read((epoch, torch.from_numpy(self._epoch_order.slice(begin + start, begin + stop)), of))
 
     def nothing(self, round_: int) -> Share:
         """Returns an empty share of a round."""
@@ -141,27 +140,22 @@ class Loader:
 
     def _parts(self, start_round: int) -> Iterator[Part]:
         epoch, first = divmod(start_round, self.rounds_per_epoch)
-        size = self._global_batch_size
-        start, stop = self._bounds
         while True:
             order = self._order(epoch)
-            for begin in range(first * size, self._length - size + 1, size):
-                yield epoch, torch.from_numpy(order.slice(begin + start, begin + stop)), size
-            short = self._length % size
-            if short:
-                begin = self._length - short
-                start_of, stop_of = self._last_bounds
-                yield epoch, torch.from_numpy(order.slice(begin + start_of, begin + stop_of)), short
+            for index in range(first, self.rounds_per_epoch):
+                begin, end, of = self._rounds.span(index)
+                start, stop = self._own(end - begin)
+                yield epoch, torch.from_numpy(order.slice(begin + start, begin + stop)), of
             epoch, first = epoch + 1, 0
 
     def _order(self, epoch: int) -> Order | Bucketed:
-        order = Order(self._length, self._seed, epoch, self._shuffled)
+        length = len(self._pipeline)
+        order = Order(length, self._seed, epoch, self._shuffled)
         batching = self._pipeline.batching
         if batching.lengths is None or not self._shuffled:
             return order
         lengths = np.tile(batching.lengths[list(visited(self._pipeline))], self._pipeline.times)
-        size = self._global_batch_size
-        return Bucketed(order, self._length, lengths, size, batching.window, self._seed, epoch)
+        return Bucketed(order, length, lengths, self._rounds.batch, batching.window, self._seed, epoch)
 
     def _shares(self, parts: Iterator[Part], start_round: int, alone: bool = False) -> Generator[Share, None, None]:
         processes = self._pipeline.processes

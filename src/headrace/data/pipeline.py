@@ -15,7 +15,7 @@ from headrace.data.source import ArraySource, Source, as_tensor
 from headrace.data.steps import Batching, Filter, Map, Reading, Step, takes_rng
 from headrace.errors import DataError, UsageError
 
-__all__ = ["Pipeline", "Processes", "from_arrays", "visited"]
+__all__ = ["Hosts", "Pipeline", "Processes", "from_arrays", "visited"]
 
 _STACKED = Batching()
 _AUTO = Reading()
@@ -40,6 +40,19 @@ class Processes:
     timeout_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts that each list examples of their own.
+
+    Attributes:
+        counts: of examples, by host; () before they have told each other.
+        mine: which one this is.
+    """
+
+    counts: tuple[int, ...] = ()
+    mine: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """A data set and what is done to it, for any number of workers.
@@ -54,6 +67,7 @@ class Pipeline:
         times: how often an epoch visits each.
         batching: how they become a batch.
         reading: how a worker reads.
+        hosts: who has how much, where each host lists its own; None where all list the same.
 
     Raises:
         DataError: the source is empty.
@@ -68,6 +82,7 @@ class Pipeline:
     times: int = 1
     batching: Batching = _STACKED
     reading: Reading = _AUTO
+    hosts: Hosts | None = None
 
     def __post_init__(self) -> None:
         if len(self) == 0:

@@ -87,7 +87,9 @@ class Reader:
         self._source = pipeline.source
         self._seed = seed if pipeline.seed is None else pipeline.seed
         self._skips = pipeline.reading.on_error == "skip"
-        self._whole = not pipeline.steps and pipeline.batching.pad is None and not self._skips
+        # In a batch of a pipeline that repeats itself, epochs of the source may meet.
+        one_epoch = pipeline.times == 1 or pipeline.source.lasting
+        self._whole = not pipeline.steps and pipeline.batching.pad is None and not self._skips and one_epoch
         last = pipeline.steps[-1] if pipeline.steps else None
         self._into = last if isinstance(last, Map) and isinstance(last.function, Into) else None
         self._plain = pipeline.taken is None and pipeline.times == 1
@@ -109,11 +111,11 @@ class Reader:
         Raises:
             DataError: one of them cannot be had, or they do not make one batch.
         """
-        if self._whole and self._plain:
+        if self._whole:
             began = perf_counter()
-            batch = self._source.gather(places, Epoch(self._seed, epoch))
+            batch = self._source.gather(self._indices(places), Epoch(self._seed, epoch))
             return Read(batch, len(places), (), (perf_counter() - began, 0.0))
-        gathered = self._gathered(epoch, places) if self._gathers else None
+        gathered = self._gathered(places) if self._gathers else None
         if gathered is not None:
             return gathered
         spent: list[tuple[float, float]] = []
@@ -187,6 +189,13 @@ class Reader:
         copy, position = divmod(place, len(indices))
         return indices[position], Epoch(self._seed, epoch * self._pipeline.times + copy)
 
+    def _indices(self, places: Tensor) -> Tensor:
+        """Returns the source's indices of some places."""
+        if self._plain:
+            return places
+        indices = visited(self._pipeline)
+        return places % len(indices) * indices.step + indices.start
+
     def _read(self, batch: Any, examples: int, skipped: Sequence[str], spent: Sequence[tuple[float, float]]) -> Read:
         seconds, waiting = zip(*spent, strict=True)
         notices = self._store().news() if self._cache else ()
@@ -196,11 +205,9 @@ class Reader:
         assert self._cache is not None
         return store_of(self._cache, len(self._source))
 
-    def _gathered(self, epoch: int, places: Tensor) -> Read | None:
+    def _gathered(self, places: Tensor) -> Read | None:
         """Reads a batch that a cache has, and behind which nothing is done, as a whole; None if that cannot be."""
-        indices = places.numpy()
-        if not self._plain:
-            indices = np.array([self._locate(epoch, place)[0] for place in places.tolist()], dtype=np.int64)
+        indices = self._indices(places).numpy()
         spent = [(0.0, 0.0)] * (1 + self._cached)
         found = self._timed(spent, lambda: self._store().gather(indices))
         if found is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -21,6 +22,9 @@ __all__ = ["ArraySource", "DatasetSource", "Epoch", "Source", "as_tensor", "coll
 
 _MOST_HASHED = 1 << 30
 """Bytes of arrays whose content is looked at to know them again: a second or two."""
+
+_SMALL = 1 << 15
+"""Numbers that torch copies without its other threads (`at::internal::GRAIN_SIZE`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,14 +255,47 @@ def collate(examples: Sequence[Any]) -> Any:
         DataError: they do not have one form.
     """
     try:
-        batch = default_collate(list(examples))
+        return _collated(list(examples))
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{len(examples)} examples do not make one batch: {error}; give them one shape, or a DataLoader "
-            "with a collate_fn that pads"
+            f"{len(examples)} examples do not make one batch: {error}; give them one form in a map"
         ) from error
-    # default_collate makes lists of tuples; a batch keeps the structure of its examples.
-    return tuple(batch) if type(examples[0]) is tuple else batch
+
+
+def _collated(examples: list[Any]) -> Any:
+    first = examples[0]
+    if type(first) is tuple:
+        return tuple(_collated(list(column)) for column in zip(*examples, strict=True))
+    if type(first) is dict:
+        return {name: _collated([example[name] for example in examples]) for name in first}
+    if type(first) in (Tensor, np.ndarray):
+        return _stacked(examples)
+    # It makes lists of tuples; a batch keeps the structure of its examples.
+    return default_collate(examples)
+
+
+def _stacked(examples: Sequence[Any]) -> Tensor:
+    tensors = [torch.as_tensor(example) for example in examples]
+    first = tensors[0]
+    other = next((tensor for tensor in tensors if tensor.shape != first.shape), None)
+    if other is not None:
+        raise DataError(
+            f"examples of a batch differ in shape, {list(first.shape)} and {list(other.shape)}: let .batch(pad=0) fill "
+            "them up along their first dim, or give them one shape in a map"
+        )
+    alike = all(tensor.dtype == first.dtype and tensor.device.type == "cpu" for tensor in tensors)
+    if not alike or first.numel() * len(tensors) < _SMALL:
+        return torch.stack(tensors)
+    # numpy takes no thread from whoever trains; torch would.
+    batch = first.new_empty((len(tensors), *first.shape))
+    for row, tensor in zip(_bytes(batch.flatten(1)), tensors, strict=True):
+        row[:] = _bytes(tensor.flatten())
+    return batch
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """Returns its memory; its last dim is contiguous."""
+    return tensor.detach().resolve_conj().view(torch.uint8).numpy()
 
 
 def emptied(batch: Any) -> Any:

@@ -22,12 +22,13 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.comm.in_process import InProcess, Meeting
-from headrace.data import Loader, Means, as_pipeline
+from headrace.data import Loader, Means, Rounds, as_pipeline
 from headrace.engine.evaluation import Evaluation
 from headrace.engine.feeding import Feeding
 from headrace.engine.journal import Journal
 from headrace.engine.machine import cores
 from headrace.engine.order import Order, Resumption
+from headrace.engine.seating import Seat, seat
 from headrace.engine.snapshot import Stored, making_sense, seed_random
 from headrace.engine.succession import primary_address
 from headrace.engine.worker import Worker, train
@@ -76,11 +77,12 @@ def work(
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)
-        parts = replace(_parts(order, role, host, module, page, closing), incarnation=incarnation)
+        at = seat(as_pipeline(order.job.data)[0], order.plan, role, host)
+        parts = replace(_parts(order, role, host, module, page, at, closing), incarnation=incarnation)
         replica = order.strategy.replica(order.plan, rank, parts)
         if replica.portions:
             closing.callback(replica.portions.close)
-        loader, feeding = _fed(order, role, journal)
+        loader, feeding = _fed(order, role, at, journal)
         worker = _worker(order, role, replica, loader, host, page, journal)
         _seed(order, rank, incarnation)
         if stored:
@@ -173,14 +175,20 @@ def objective_of(job: Job, weighed: bool = False) -> Objective:
 
 
 def _parts(
-    order: Order, role: Role, host: SharedCollective, module: nn.Module, page: ControlPage, closing: ExitStack
+    order: Order,
+    role: Role,
+    host: SharedCollective,
+    module: nn.Module,
+    page: ControlPage,
+    at: Seat,
+    closing: ExitStack,
 ) -> Parts:
     connect: Callable[[], Collective] | None = None
     if role.device != "cpu":
         torch.cuda.set_device(role.device)
         module.to(role.device)
         connect = (lambda: InProcess(Meeting(1), 0)) if host.world == 1 else _connector(order, role, host.world)
-    examples, batch = len(as_pipeline(order.job.data)[0]), order.job.global_batch_size
+    rounds = Rounds(at.pipeline, order.job.global_batch_size)
     first = order.resume.done if order.resume else 0
     return Parts(
         module=module,
@@ -190,8 +198,8 @@ def _parts(
         options=order.job.options,
         host=host,
         connect=connect,
-        rounds_per_epoch=-(-examples // batch),
-        full_batch=min(examples, batch),
+        rounds_per_epoch=len(rounds),
+        full_batch=min(rounds.total, rounds.batch),
         first=first,
         closing=closing,
         addresses=lambda: tuple(_address(page, order.plan, server, host) for server in order.plan.servers),
@@ -226,15 +234,12 @@ def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]
     return connect
 
 
-def _fed(order: Order, role: Role, journal: Journal) -> tuple[Loader, Feeding]:
+def _fed(order: Order, role: Role, at: Seat, journal: Journal) -> tuple[Loader, Feeding]:
     feeding = Feeding(role.rank, journal)
     job, plan = order.job, order.plan
-    # Leased portions are nobody's share; evaluation is everybody's.
-    shares = (1,) * plan.workers if plan.servers else plan.shares
-    pipeline, _ = as_pipeline(job.data)
     means = replace(_means(plan, role), say=lambda line: journal.write(Notice(role.rank, journal.now(), line)))
-    batch, rank = job.global_batch_size, role.data_rank
-    return Loader(pipeline, job.seed, batch, shares, rank, means=means, tell=feeding.tell), feeding
+    batch = job.global_batch_size
+    return Loader(at.pipeline, job.seed, batch, at.shares, at.rank, means=means, tell=feeding.tell), feeding
 
 
 def _worker(
@@ -253,10 +258,11 @@ def _worker(
         eval_pipeline, _ = as_pipeline(job.eval_data)
 
         def swept(rank: int, world: int) -> Loader:
-            parts = (1,) * world if plan.servers else plan.shares
+            # Of leased portions anybody may come and go; evaluation is everybody's who is there.
+            at = Seat(eval_pipeline, (1,) * world, rank) if plan.servers else seat(eval_pipeline, plan, role, host)
             batch = job.options.eval_batch_size
             size = batch * world if batch else max(job.global_batch_size, world)
-            return Loader(eval_pipeline, job.seed, size, parts, rank, ordered=True, means=means)
+            return Loader(at.pipeline, job.seed, size, at.shares, at.rank, ordered=True, means=means)
 
         evaluation = Evaluation(job, replica, functools.cache(swept), host)
     return Worker(order, role.rank, replica, loader, evaluation, host, page, journal)

@@ -1,0 +1,54 @@
+"""Which part of the data is a worker's: of all that there is, or of what its host stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headrace.comm.collective import SharedCollective
+from headrace.data import Hosts, Pipeline
+from headrace.errors import UsageError
+from headrace.spec.plan import Plan, Role
+
+__all__ = ["Seat", "seat"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a `Loader` is told.
+
+    Attributes:
+        pipeline: knows who has how much, where hosts list examples of their own.
+        shares: relative weights of those among whom it is split: all workers, or those of this host.
+        rank: which of them this worker is.
+    """
+
+    pipeline: Pipeline
+    shares: tuple[int, ...]
+    rank: int
+
+
+def seat(pipeline: Pipeline, plan: Plan, role: Role, host: SharedCollective) -> Seat:
+    """Finds a worker's; where hosts list examples of their own, all workers call it together.
+
+    Raises:
+        UsageError: each worker may get any portion, and hosts list examples of their own.
+    """
+    # Leased portions are nobody's share.
+    shares = (1,) * plan.workers if plan.servers else plan.shares
+    workers = [other for other in plan.roles if other.kind == "worker"]
+    names = list(dict.fromkeys(worker.host for worker in workers))
+    if pipeline.hosts is None or len(names) == 1:
+        return Seat(pipeline, shares, role.data_rank)
+    if plan.servers:
+        raise UsageError(
+            f"{plan.strategy} hands any portion to any worker, and hr.data.local says that each of {len(names)} hosts "
+            "stores another part; give every host all data, or train without servers: mirrored"
+        )
+    mates = sorted(worker.data_rank for worker in workers if worker.host == role.host)
+    mine = names.index(role.host)
+    # One of each host says how much it has.
+    told = [0.0] * len(names)
+    told[mine] = float(len(pipeline)) if mates[0] == role.data_rank else 0.0
+    counts = tuple(map(int, host.sum(told)))
+    known = replace(pipeline, hosts=Hosts(counts, mine))
+    return Seat(known, tuple(shares[mate] for mate in mates), mates.index(role.data_rank))
