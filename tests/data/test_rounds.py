@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.data import Hosts, Loader, Pipeline, Rounds, from_arrays, local
+from headrace.data import Hosts, Loader, Pipeline, from_arrays, local
+from headrace.data.rounds import Rounds
 from headrace.spec.share import Share
 
 COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=4)

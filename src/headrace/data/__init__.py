@@ -13,7 +13,7 @@ from headrace.data.iteration import batches
 from headrace.data.loader import Loader
 from headrace.data.parse_example import ParseExample
 from headrace.data.pipeline import Hosts, Pipeline, from_arrays
-from headrace.data.rounds import Rounds, local
+from headrace.data.rounds import local
 from headrace.data.running import Means
 from headrace.data.source import Source
 from headrace.data.sources import (
@@ -37,7 +37,6 @@ __all__ = [
     "Means",
     "ParseExample",
     "Pipeline",
-    "Rounds",
     "Source",
     "as_pipeline",
     "batches",

@@ -50,6 +50,7 @@ class Loader:
 
     Attributes:
         rounds_per_epoch: how many there are.
+        full_batch: examples of a round, but for an epoch's last one.
         stages: where the time went.
         drops: whether a share may have fewer examples than its part of the batch, because some are left out.
 
@@ -79,6 +80,7 @@ class Loader:
         self._data_rank = data_rank
         self._shuffled = pipeline.shuffled and not ordered
         self.rounds_per_epoch = len(self._rounds)
+        self.full_batch = min(self._rounds.total, global_batch_size)
         self._epoch = -1
         self._epoch_order: Order | Bucketed | None = None
         self._reader = Reader(pipeline, seed)

@@ -22,7 +22,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.comm.in_process import InProcess, Meeting
-from headrace.data import Loader, Means, Rounds, as_pipeline
+from headrace.data import Loader, Means, as_pipeline
 from headrace.engine.evaluation import Evaluation
 from headrace.engine.feeding import Feeding
 from headrace.engine.journal import Journal
@@ -77,12 +77,11 @@ def work(
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)
-        at = seat(as_pipeline(order.job.data)[0], order.plan, role, host)
-        parts = replace(_parts(order, role, host, module, page, at, closing), incarnation=incarnation)
+        loader, feeding = _fed(order, role, host, journal)
+        parts = replace(_parts(order, role, host, module, page, loader, closing), incarnation=incarnation)
         replica = order.strategy.replica(order.plan, rank, parts)
         if replica.portions:
             closing.callback(replica.portions.close)
-        loader, feeding = _fed(order, role, at, journal)
         worker = _worker(order, role, replica, loader, host, page, journal)
         _seed(order, rank, incarnation)
         if stored:
@@ -180,7 +179,7 @@ def _parts(
     host: SharedCollective,
     module: nn.Module,
     page: ControlPage,
-    at: Seat,
+    loader: Loader,
     closing: ExitStack,
 ) -> Parts:
     connect: Callable[[], Collective] | None = None
@@ -188,7 +187,6 @@ def _parts(
         torch.cuda.set_device(role.device)
         module.to(role.device)
         connect = (lambda: InProcess(Meeting(1), 0)) if host.world == 1 else _connector(order, role, host.world)
-    rounds = Rounds(at.pipeline, order.job.global_batch_size)
     first = order.resume.done if order.resume else 0
     return Parts(
         module=module,
@@ -198,8 +196,8 @@ def _parts(
         options=order.job.options,
         host=host,
         connect=connect,
-        rounds_per_epoch=len(rounds),
-        full_batch=min(rounds.total, rounds.batch),
+        rounds_per_epoch=loader.rounds_per_epoch,
+        full_batch=loader.full_batch,
         first=first,
         closing=closing,
         addresses=lambda: tuple(_address(page, order.plan, server, host) for server in order.plan.servers),
@@ -234,9 +232,10 @@ def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]
     return connect
 
 
-def _fed(order: Order, role: Role, at: Seat, journal: Journal) -> tuple[Loader, Feeding]:
+def _fed(order: Order, role: Role, host: SharedCollective, journal: Journal) -> tuple[Loader, Feeding]:
     feeding = Feeding(role.rank, journal)
     job, plan = order.job, order.plan
+    at = seat(as_pipeline(job.data)[0], plan, role, host)
     means = replace(_means(plan, role), say=lambda line: journal.write(Notice(role.rank, journal.now(), line)))
     batch = job.global_batch_size
     return Loader(at.pipeline, job.seed, batch, at.shares, at.rank, means=means, tell=feeding.tell), feeding
