@@ -256,6 +256,8 @@ def collate(examples: Sequence[Any]) -> Any:
     """
     try:
         return _collated(list(examples))
+    except DataError:
+        raise
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(
             f"{len(examples)} examples do not make one batch: {error}; give them one form in a map"
