@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import headrace as hr
 from headrace.engine.local import LocalEngine
@@ -44,3 +45,16 @@ def throughput(
     if rate is None:
         raise RuntimeError(f"{seconds} s are too short for {workload}")
     return rate
+
+
+def endless() -> hr.Job:
+    """Returns a job of tiny steps that goes on until somebody ends it."""
+    generator = torch.Generator().manual_seed(0)
+    return hr.Job(
+        model=functools.partial(nn.Linear, 64, 10),
+        task=hr.tasks.multiclass(10),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+        data=(torch.randn(4096, 64, generator=generator), torch.randint(0, 10, (4096,), generator=generator)),
+        global_batch_size=256,
+        epochs=1_000_000,
+    )

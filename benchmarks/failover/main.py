@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import signal
@@ -12,11 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from torch import nn
-
 import headrace as hr
 from headrace.spec.event import Event, Lost, RunStarted, ServerStarted, Stepped
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from workloads import endless
 
 WORKERS = 2
 SERVERS = (WORKERS, WORKERS + 1)
@@ -58,18 +57,9 @@ class Killer:
 
 def failovers(transport: str, kills: int) -> list[float]:
     """Returns the seconds from each kill to the next push that the new primary has acknowledged."""
-    inputs = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
-    job = hr.Job(
-        model=functools.partial(nn.Linear, 64, 10),
-        task=hr.tasks.multiclass(10),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
-        data=(inputs, torch.randint(0, 10, (4096,), generator=torch.Generator().manual_seed(1))),
-        global_batch_size=256,
-        epochs=1_000_000,
-    )
     killer = Killer(kills)
     strategy = hr.ParameterServer(WORKERS, backups=1, transport=transport)
-    run = hr.fit(job, strategy, on_event=killer)
+    run = hr.fit(endless(), strategy, on_event=killer)
     steps = sorted(event.time_s for event in run.events if isinstance(event, Stepped))
     # The primary is gone when the launcher says so; whatever is acknowledged later, its backup has.
     lost = sorted(event.time_s for event in run.events if isinstance(event, Lost))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import random
@@ -13,12 +12,12 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-from torch import nn
-
 import headrace as hr
 from headrace.engine.local import LocalEngine
 from headrace.spec.event import Event, ServerStarted, Stepped, WorkerStarted
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from workloads import endless
 
 WORKERS, SERVERS = 2, 1
 RANKS = WORKERS + 2 * SERVERS
@@ -96,18 +95,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     kills = parser.parse_args().kills
-    inputs = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
-    job = hr.Job(
-        model=functools.partial(nn.Linear, 64, 10),
-        task=hr.tasks.multiclass(10),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
-        data=(inputs, torch.randint(0, 10, (4096,), generator=torch.Generator().manual_seed(1))),
-        global_batch_size=256,
-        epochs=1_000_000,
-    )
     killer = Killer(kills)
     with LocalEngine() as engine:
-        hr.fit(job, hr.ParameterServer(WORKERS, servers=SERVERS, backups=1), engine=engine, on_event=killer)
+        hr.fit(endless(), hr.ParameterServer(WORKERS, servers=SERVERS, backups=1), engine=engine, on_event=killer)
     names = ("worker", "worker", "server", "server")
     row = {
         "kills": kills,
