@@ -12,7 +12,7 @@ import numpy as np
 JPEGS = Path(__file__).parents[1] / ".cache" / "jpeg"
 PHOTOGRAPHS = 2000
 SIDE = 224
-BATCH = {"images": 32, "python": 32, "text": 64, "arrays": 256}
+BATCH = {"images": 32, "python": 32, "text": 64, "arrays": 256, "bytes": 256}
 TEXT_BYTES = 30_000_000
 _PIECE = 1000
 LENGTH = 256
@@ -76,11 +76,12 @@ def in_python(value: Any) -> Any:
     return value + total
 
 
-def clothes() -> tuple[Any, Any]:
-    """Returns Fashion-MNIST, or as many random images where it cannot be had."""
+def clothes(workload: str) -> tuple[Any, Any]:
+    """Returns Fashion-MNIST: "arrays" as numbers between 0 and 1, "bytes" as they come, 0 to 255."""
     import headrace as hr
 
-    return hr.data.fashion_mnist().train
+    images, labels = hr.data.fashion_mnist().train
+    return (images.mul(255).round().byte() if workload == "bytes" else images), labels
 
 
 def cores() -> int:

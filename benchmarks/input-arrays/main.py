@@ -18,12 +18,13 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=3.0)
     arguments = parser.parse_args()
     seconds = str(arguments.seconds)
-    contestants = {
-        OURS: partial(rival, "ours_input", "arrays", "auto", seconds),
-        "plain indexed slicing": partial(rival, "indexed_slicing", seconds),
-        "DataLoader": partial(rival, "dataloader_input", "arrays", "0", seconds),
-        "DataLoader, 2 workers": partial(rival, "dataloader_input", "arrays", "2", seconds),
-    }
-    figures = alternate(contestants, arguments.rounds)
-    ratios = {f"{OURS} / {name}": ratio(figures, OURS, name) for name in figures if name != OURS}
-    report(Path(__file__).parent, "arrays", "examples/s", figures, ratios)
+    for workload in ("arrays", "bytes"):
+        contestants = {
+            OURS: partial(rival, "ours_input", workload, "auto", seconds),
+            "plain indexed slicing": partial(rival, "indexed_slicing", workload, seconds),
+            "DataLoader": partial(rival, "dataloader_input", workload, "0", seconds),
+            "DataLoader, 2 workers": partial(rival, "dataloader_input", workload, "2", seconds),
+        }
+        figures = alternate(contestants, arguments.rounds)
+        ratios = {f"{OURS} / {name}": ratio(figures, OURS, name) for name in figures if name != OURS}
+        report(Path(__file__).parent, workload, f"{workload}: examples/s", figures, ratios)

@@ -1,4 +1,4 @@
-"""torch's DataLoader: `dataloader_input.py images|decoder|text|arrays WORKERS SECONDS`; prints examples/s.
+"""torch's DataLoader: `dataloader_input.py images|decoder|text|arrays|bytes WORKERS SECONDS`; prints examples/s.
 
 "images" is decoded by simplejpeg and resized by Pillow, as most do; "decoder" by the same code as ours.
 """
@@ -65,8 +65,8 @@ class Tokens(Dataset[Any]):
 
 def dataset(workload: str) -> Dataset[Any]:
     """Returns what is read."""
-    if workload == "arrays":
-        return TensorDataset(*clothes())
+    if workload in ("arrays", "bytes"):
+        return TensorDataset(*clothes(workload))
     return Tokens() if workload == "text" else Photographs(workload == "decoder")
 
 
@@ -84,7 +84,7 @@ if __name__ == "__main__":
                 warm = now + WARM_UP_S
                 began, end = warm, warm + seconds
             if now > began:
-                examples += len(found[0] if workload == "arrays" else found)
+                examples += len(found[0] if workload in ("arrays", "bytes") else found)
             if now > end:
                 break
     print(examples / seconds)
