@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import random
 import runpy
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import headrace as hr
-from headrace.spec.event import Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
+from headrace.spec.event import Event, Lost, Stepped, WorkerStarted
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from storm import Storm
 
 ROOT = Path(__file__).parents[2]
 WORKERS, SERVERS = 4, 2
@@ -24,48 +22,9 @@ STRATEGY = hr.ParameterServer(WORKERS, servers=SERVERS, backups=1)
 TIMEOUT_S = 3.0
 
 
-class Storm:
-    """Strikes a process every so often, from the moment that all have begun.
-
-    A server whose other half has not been there for a while is spared: with one backup, two at once are too many.
-    """
-
-    def __init__(self, every_s: float, seed: int) -> None:
-        self.struck: list[tuple[float, int, str]] = []
-        self._every_s = every_s
-        self._chance = random.Random(seed)
-        self._processes: dict[int, tuple[int, float]] = {}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._rage, daemon=True)
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, WorkerStarted | ServerStarted):
-            self._processes[event.rank] = (event.pid, time.monotonic())
-            if len(self._processes) == WORKERS + 2 * SERVERS and not self._thread.is_alive() and self._every_s:
-                self._thread.start()
-        elif isinstance(event, WorkerEnded):
-            self._over.set()
-
-    def _rage(self) -> None:
-        while not self._over.wait(self._every_s):
-            ranks = [rank for rank in list(self._processes) if self._may_strike(rank)]
-            rank = self._chance.choice(ranks)
-            how = self._chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
-            pid, _ = self._processes.pop(rank)
-            self.struck.append((time.monotonic(), rank, how.name))
-            os.kill(pid, how)
-
-    def _may_strike(self, rank: int) -> bool:
-        if rank < WORKERS:
-            return True
-        other = rank + SERVERS if rank < WORKERS + SERVERS else rank - SERVERS
-        pair = [self._processes.get(each) for each in (rank, other)]
-        return all(process is not None and time.monotonic() - process[1] > 2.0 for process in pair)
-
-
 def train(make: Callable[..., hr.Job], epochs: int, every_s: float, seed: int) -> dict[str, float]:
     """Trains through a storm, or none (0); returns figures."""
-    storm = Storm(every_s, seed)
+    storm = Storm(STRATEGY, every_s, seed)
     job = dataclasses.replace(make(epochs=epochs), seed=seed)
     run = hr.fit(job, STRATEGY, on_event=storm, timeout_s=TIMEOUT_S)
     steps = [event.time_s for event in run.events if isinstance(event, Stepped)]

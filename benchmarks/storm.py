@@ -1,0 +1,62 @@
+"""Kills and freezes processes of a run, one every so often."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import headrace as hr
+from headrace.spec.event import Event, ServerStarted, WorkerEnded, WorkerStarted
+
+
+class Storm:
+    """Strikes a process every so often, from the moment that all have begun.
+
+    A server whose other half has not been there for a while is spared: with one backup, two at once are too many.
+
+    Args:
+        strategy: with one backup for each server.
+        every_s: seconds between two strikes; 0 for none.
+        seed: who is struck, and how.
+
+    Attributes:
+        struck: when, which rank, by which signal.
+    """
+
+    def __init__(self, strategy: hr.ParameterServer, every_s: float, seed: int) -> None:
+        self.struck: list[tuple[float, int, str]] = []
+        assert strategy.workers is not None
+        self._workers, self._servers = strategy.workers, strategy.servers
+        self._every_s = every_s
+        self._chance = random.Random(seed)
+        self._processes: dict[int, tuple[int, float]] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._rage, daemon=True)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, WorkerStarted | ServerStarted):
+            self._processes[event.rank] = (event.pid, time.monotonic())
+            complete = len(self._processes) == self._workers + 2 * self._servers
+            if complete and not self._thread.is_alive() and self._every_s:
+                self._thread.start()
+        elif isinstance(event, WorkerEnded):
+            self._over.set()
+
+    def _rage(self) -> None:
+        while not self._over.wait(self._every_s):
+            ranks = [rank for rank in list(self._processes) if self._may_strike(rank)]
+            rank = self._chance.choice(ranks)
+            how = self._chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+            pid, _ = self._processes.pop(rank)
+            self.struck.append((time.monotonic(), rank, how.name))
+            os.kill(pid, how)
+
+    def _may_strike(self, rank: int) -> bool:
+        if rank < self._workers:
+            return True
+        other = rank + self._servers if rank < self._workers + self._servers else rank - self._servers
+        pair = [self._processes.get(each) for each in (rank, other)]
+        return all(process is not None and time.monotonic() - process[1] > 2.0 for process in pair)
