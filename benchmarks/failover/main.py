@@ -74,6 +74,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     kills = parser.parse_args().kills
+    # A shell lets what it starts in the background ignore the signal by which the run is ended.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rows = {}
     for transport in ("shared_memory", "tcp"):
         seconds = sorted(failovers(transport, kills))

@@ -95,6 +95,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     kills = parser.parse_args().kills
+    # A shell lets what it starts in the background ignore the signal by which the run is ended.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     killer = Killer(kills)
     with LocalEngine() as engine:
         hr.fit(endless(), hr.ParameterServer(WORKERS, servers=SERVERS, backups=1), engine=engine, on_event=killer)
