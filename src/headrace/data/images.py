@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from headrace.errors import DataError, UnfitMachine, UsageError
 __all__ = ["DecodeImage"]
 
 _JPEG = b"\xff\xd8\xff"
+_own = threading.local()
 
 
 class DecodeImage:
@@ -75,8 +77,15 @@ class DecodeImage:
         simplejpeg, cv2 = _libraries()
         if bytes(content[:3]) == _JPEG:
             try:
+                rows, columns, _, _ = simplejpeg.decode_jpeg_header(content)
                 return _checked(
-                    simplejpeg.decode_jpeg(content, colorspace="RGB", fastdct=self._fast, fastupsample=self._fast)
+                    simplejpeg.decode_jpeg(
+                        content,
+                        colorspace="RGB",
+                        fastdct=self._fast,
+                        fastupsample=self._fast,
+                        buffer=_scratch(rows * columns * 3),
+                    )
                 )
             except ValueError as error:
                 raise DataError(f"{len(content):,} bytes are no whole JPEG: {error}") from error
@@ -84,6 +93,14 @@ class DecodeImage:
         if image is None:
             raise DataError(f"{len(content):,} bytes are no image that OpenCV can read")
         return _checked(image)
+
+
+def _scratch(nbytes: int) -> NDArray[np.uint8]:
+    """Returns memory of this thread, for one image at a time: fresh memory would be faulted in page by page."""
+    held: NDArray[np.uint8] | None = getattr(_own, "scratch", None)
+    if held is None or len(held) < nbytes:
+        held = _own.scratch = np.empty(nbytes, dtype=np.uint8)
+    return held
 
 
 def _checked(image: Any) -> NDArray[np.uint8]:
