@@ -212,11 +212,11 @@ def test_no_processes_are_started_unasked_where_each_would_have_its_own_cache(
 ) -> None:
     offered: list[bool] = []
 
-    def choose(ahead: Any, start: Any) -> Choice:
+    def choose(chooser: Any, ahead: Any, start: Any) -> Choice:
         offered.append(start is not None)
         return Choice("threads", "it is said so")
 
-    monkeypatch.setattr("headrace.data.running.choose", choose)
+    monkeypatch.setattr("headrace.data.running.Chooser.choose", choose)
     pipeline = from_arrays(torch.arange(COUNT)).cache("memory" if folder is None else tmp_path / folder)
     assert sum(share.examples for share in Loader(pipeline, 0, 4, (1,), 0, means=Means(cores=4)).sweep()) == COUNT
     assert offered == [folder is not None]

@@ -68,6 +68,21 @@ def test_what_holds_up_other_threads_is_read_by_processes() -> None:
 
 
 @pytest.mark.slow
+def test_who_was_measured_while_others_disturbed_is_measured_again(tmp_path: Path) -> None:
+    disturbed_until = time.perf_counter() + 0.6
+
+    def work() -> None:
+        with (tmp_path / "lock").open("w") as file:
+            if time.perf_counter() < disturbed_until:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            time.sleep(READ_S / 4)
+
+    _, lines = chosen(busy(work), rounds=95)
+    assert "the worker reads by itself" in lines[0]
+    assert "1 thread reads ahead" in lines[1]
+
+
+@pytest.mark.slow
 def test_what_cannot_be_done_twice_at_a_time_is_read_by_the_worker(tmp_path: Path) -> None:
     def work() -> None:
         with (tmp_path / "lock").open("w") as file:

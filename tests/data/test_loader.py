@@ -203,7 +203,9 @@ def test_an_error_in_the_data_set_names_the_example() -> None:
 
 def test_examples_of_different_shapes_are_refused() -> None:
     examples = [(torch.zeros(length), 0) for length in (2, 3)]
-    with pytest.raises(DataError, match=r"^examples of a batch differ in shape, \[2\] and \[3\]: let \.batch\(pad=0\) fill them up"):
+    with pytest.raises(
+        DataError, match=r"^examples of a batch differ in shape, \[2\] and \[3\]: let \.batch\(pad=0\) fill them up"
+    ):
         list(Loader(as_pipeline(examples)[0], 0, 2, (1,), 0).sweep())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.data.ahead import Ahead
 
-__all__ = ["QUICK_S", "WAITING", "Choice", "Tuner", "choose"]
+__all__ = ["QUICK_S", "WAITING", "Choice", "Chooser", "Tuner"]
 
 _SLOW_S = 0.2
 """A batch that takes longer is measured once, the first one already."""
@@ -46,38 +46,52 @@ class Choice:
     why: str
 
 
-def choose(ahead: Ahead[Any], start: Callable[[], Callable[[Any], Any]] | None) -> Choice:
-    """Reads the first batches alone, by two threads, and by two processes, where that may pay.
+class Chooser:
+    """Reads some batches alone, by two threads, and by two processes, where that may pay.
 
-    Args:
-        ahead: has handed out nothing yet.
-        start: starts two or more processes, and returns what lets one of them read; None where there may be none.
+    Of each the least time counts that was ever measured, for others on the machine only ever make it more.
     """
-    first = _seconds(ahead, 0, 1, 1)
-    if first is None:
-        return Choice("inline", "there is nothing to read")
-    times = 1 if first > _SLOW_S else 2
-    alone = first if times == 1 else _seconds(ahead, 0, 1, 3)
-    if alone is None:
-        return Choice("threads", f"a batch takes {_ms(first)}, and no more fit into memory_limit or are there")
-    if alone < QUICK_S:
-        return Choice("inline", f"a batch takes {_ms(alone)}")
-    together = _seconds(ahead, 2, 2, times)
-    if together is None:
-        return Choice("threads", f"a batch takes {_ms(alone)}, and no more fit into memory_limit or are there")
-    gain = alone / together
-    why = f"a batch takes {_ms(alone)}, two threads together are {gain:.1f} times as fast"
-    if start is None or gain > _NEARLY_TWICE or alone < _WORTH_S:
+
+    def __init__(self) -> None:
+        self._least: dict[str, float] = {}
+
+    def choose(self, ahead: Ahead[Any], start: Callable[[], Callable[[Any], Any]] | None) -> Choice:
+        """Measures once more, and says what is best by all that is known.
+
+        Args:
+            ahead: nobody reads for it now.
+            start: starts two or more processes, and returns what lets one of them read; None where there may be none.
+        """
+        threads = ahead.read
+        alone, times = self._measure("alone", ahead, 0, 1, 1), 1
+        if alone is None:
+            return Choice("inline", "there is nothing to read")
+        if alone <= _SLOW_S:
+            alone, times = self._measure("alone", ahead, 0, 1, 3) or alone, 2
+        if alone < QUICK_S:
+            return Choice("inline", f"a batch takes {_ms(alone)}")
+        together = self._measure("threads", ahead, 2, 2, times)
+        if together is None:
+            return Choice("threads", f"a batch takes {_ms(alone)}, and no more fit into memory_limit or are there")
+        gain = alone / together
+        why = f"a batch takes {_ms(alone)}, two threads together are {gain:.1f} times as fast"
+        if start is None or gain > _NEARLY_TWICE or alone < _WORTH_S:
+            return Choice("threads" if gain > _GAIN else "inline", why)
+        ahead.read = start()
+        # One more, for the first of each process finds its memory untouched.
+        apart = self._measure("processes", ahead, 2, 2, times + 1)
+        if apart is not None:
+            why += f", two processes {alone / apart:.1f} times"
+            if alone / apart > _GAIN * max(1.0, gain):
+                return Choice("processes", why)
+        ahead.read = threads
         return Choice("threads" if gain > _GAIN else "inline", why)
-    threads, ahead.read = ahead.read, start()
-    # One more, for the first of each process finds its memory untouched.
-    apart = _seconds(ahead, 2, 2, times + 1)
-    if apart is not None:
-        why += f", two processes {alone / apart:.1f} times"
-        if alone / apart > _GAIN * max(1.0, gain):
-            return Choice("processes", why)
-    ahead.read = threads
-    return Choice("threads" if gain > _GAIN else "inline", why)
+
+    def _measure(self, way: str, ahead: Ahead[Any], readers: int, batches: int, times: int) -> float | None:
+        found = _seconds(ahead, readers, batches, times)
+        if found is not None:
+            self._least[way] = min(found, self._least.get(way, found))
+        return self._least.get(way)
 
 
 def _seconds(ahead: Ahead[Any], readers: int, batches: int, times: int) -> float | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.data.ahead import Ahead
-from headrace.data.choosing import QUICK_S, WAITING, Choice, Tuner, choose
+from headrace.data.choosing import QUICK_S, WAITING, Choice, Chooser, Tuner
 from headrace.data.pipeline import Pipeline, visited
 from headrace.data.processes import Readers
 from headrace.data.reader import Read, Reader
@@ -70,6 +70,7 @@ class Running:
         self.parallel = "inline" if self._reads_nothing_ahead() else self._reading.parallel
         self._readers = 0
         self._said = ""
+        self._chooser = Chooser()
         self.ahead: Ahead[Part] | None = None
 
     @property
@@ -118,10 +119,10 @@ class Running:
                     self._choose(ahead, processes)
                 if self.parallel == "inline":
                     ended = yield from self._read_inline(ahead, patience)
-                    self.parallel = "inline" if ended else "auto"
-                    patience *= 2
                 else:
-                    ended = yield from self._take(ahead)
+                    ended = yield from self._take(ahead, patience)
+                self.parallel = self.parallel if ended else "auto"
+                patience *= 2
         finally:
             self.ahead = None
             # The threads may be waiting for them.
@@ -130,17 +131,29 @@ class Running:
             ahead.close()
             _close(processes)
 
-    def _take(self, ahead: Ahead[Part]) -> Generator[tuple[Part, Read], None, bool]:
+    def _take(self, ahead: Ahead[Part], patience: float) -> Generator[tuple[Part, Read], None, bool]:
+        """Yields what is read ahead; returns whether that was all.
+
+        Args:
+            ahead: has the parts.
+            patience: seconds after which it is measured again who had better read, if training waits.
+        """
         count = self._reading.count
         self._readers = self._readers or count or self._free()
         tuner = Tuner(self._readers, count or self._cores, ahead.waiting())
         ahead.set_readers(self._readers)
+        began, waited_s = perf_counter(), ahead.waited_s
         while (found := ahead.take()) is not None:
             yield found
             # It must not be kept until the next one is there.
             del found
-            self._readers = tuner.look(perf_counter(), ahead.waited_s)
+            now = perf_counter()
+            self._readers = tuner.look(now, ahead.waited_s)
             ahead.set_readers(self._readers)
+            if self._reading.parallel == "auto" and now - began > patience:
+                if ahead.waited_s - waited_s > WAITING * (now - began):
+                    return False
+                began, waited_s = now, ahead.waited_s
         return True
 
     def _read_inline(self, ahead: Ahead[Part], patience: float) -> Generator[tuple[Part, Read], None, bool]:
@@ -189,11 +202,14 @@ class Running:
         may_fork &= not any(isinstance(step, Cache) and not step.folder for step in self._pipeline.steps)
         # Each would have a cache of its own, and the next epoch's examples would mostly be in another's.
         may_fork &= not any(isinstance(step, Cache) and step.folder is None for step in self._pipeline.steps)
-        choice = choose(ahead, functools.partial(self._start, processes) if may_fork else None)
+        # What was handed out before is read by whoever reads now.
+        ahead.settle()
+        ahead.read = self.read
+        choice = self._chooser.choose(ahead, functools.partial(self._start, processes) if may_fork else None)
         if choice.parallel != "processes":
             _close(processes)
         self.parallel = choice.parallel
-        self._readers = self._free()
+        self._readers = self._readers or self._free()
         if choice.parallel != self._said:
             self._said = choice.parallel
             self._means.say(self._sentence(choice))
@@ -208,8 +224,8 @@ class Running:
     def _start(self, processes: list[Readers]) -> Callable[[Part], Read]:
         # All that there may be, at once: the sooner this process is forked, the less of it is copied.
         count = self._reading.count or max(2, self._cores)
-        readers = Readers(self._reader.read, count)
-        processes.append(readers)
+        readers = processes[0] if processes else Readers(self._reader.read, count)
+        processes[:] = [readers]
         return lambda part: readers.read(part[0], part[1])
 
 
