@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ __all__ = ["connect", "form_of", "leads", "open_port", "pair", "places_of"]
 _HELLO_S = 30.0
 _AGAIN_S = 2.0
 """How long a server may take to greet a new link, and one that it has known: it may be the wrong one to wait for."""
+_PATIENCE_S = 10.0
+"""How long a link is tried that somebody may still be found for."""
+_SLICE_S = 0.05
 
 
 def form_of(plan: Plan, model: ModelSpec, rank: int) -> Form:
@@ -117,12 +122,26 @@ def connect(
         def reopen(index: int = index, address: str = address) -> Link:
             return open_link(index, find(index) if find else address, _AGAIN_S)
 
-        link = open_link(index, address, _HELLO_S)
+        link = _opened(functools.partial(open_link, index, address, _HELLO_S), reopen if find else None, check)
         closing.callback(link.close)
         connections.append(Connection(link, form, own, server.rank, server.host, reopen))
     client = Client(connections, *worker, check, together=together, observes=observes)
     closing.callback(client.close)
     return client
+
+
+def _opened(first: Callable[[], Link], again: Callable[[], Link] | None, check: Callable[[], None]) -> Link:
+    """Opens a link; where the first way leads nowhere, since a server has died meanwhile, by the other one."""
+    deadline = monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return first()
+        except (ConnectionError, TimeoutError):
+            if again is None or monotonic() > deadline:
+                raise
+            first = again
+        check()
+        sleep(_SLICE_S)
 
 
 def _link(address: str, form: Form, pushes: Slots, hello_s: float) -> Link:
