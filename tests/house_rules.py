@@ -42,7 +42,7 @@ LIGHT = {"", "cli", "errors", "policies", "report", "spec"}
 HEAVY = {"torch", "torchvision", "cloudpickle", "sklearn"}
 IMPURE = {"asyncio", "datetime", "random", "socket", "threading", "time", "torch", "zmq"}
 
-OPEN_TREES = {"headrace.errors", "headrace.spec.event"}
+OPEN_TREES = {"headrace.errors"}
 """Trees of values: their roots are caught and decoded as such."""
 
 

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from headrace.engine.threads import ThreadEngine
     from headrace.engine.worker import Worker
     from headrace.metrics import Mean
+    from headrace.policies.period import AutoPeriod
     from headrace.ps.applier import Remedies
+    from headrace.replica.outer import Elastic, Nesterov
     from headrace.report.tensorboard import TensorBoard
     from headrace.run import Run
     from headrace.script import setup
@@ -19,10 +21,14 @@ if TYPE_CHECKING:
     from headrace.spec.job import Job
     from headrace.spec.options import EarlyStopping, Options
     from headrace.strategies import (
+        EASGD,
         CentralStorage,
+        DiLoCo,
         Downpour,
+        LocalSGD,
         Mirrored,
         OneDevice,
+        ParameterAveraging,
         ParameterServer,
         Strategy,
         Unconnected,
@@ -30,16 +36,23 @@ if TYPE_CHECKING:
     from headrace.trainer import fit, launch
 
 __all__ = [
+    "EASGD",
+    "AutoPeriod",
     "CentralStorage",
     "Checkpoints",
     "Comparison",
+    "DiLoCo",
     "Downpour",
     "EarlyStopping",
+    "Elastic",
     "Job",
+    "LocalSGD",
     "Mean",
     "Mirrored",
+    "Nesterov",
     "OneDevice",
     "Options",
+    "ParameterAveraging",
     "ParameterServer",
     "Remedies",
     "Run",
@@ -59,16 +72,23 @@ __all__ = [
 
 # What is imported when it is first asked for: `import headrace` alone does not import torch.
 _HOMES = {
+    "AutoPeriod": "headrace.policies.period",
     "CentralStorage": "headrace.strategies",
     "Checkpoints": "headrace.spec.checkpoints",
     "Comparison": "headrace.comparison",
+    "DiLoCo": "headrace.strategies",
     "Downpour": "headrace.strategies",
+    "EASGD": "headrace.strategies",
     "EarlyStopping": "headrace.spec.options",
+    "Elastic": "headrace.replica.outer",
     "Job": "headrace.spec.job",
+    "LocalSGD": "headrace.strategies",
     "Mean": "headrace.metrics",
     "Mirrored": "headrace.strategies",
+    "Nesterov": "headrace.replica.outer",
     "OneDevice": "headrace.strategies",
     "Options": "headrace.spec.options",
+    "ParameterAveraging": "headrace.strategies",
     "ParameterServer": "headrace.strategies",
     "Remedies": "headrace.ps.applier",
     "Run": "headrace.run",

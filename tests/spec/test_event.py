@@ -32,6 +32,11 @@ EVENTS = {
     "evaluated": st.builds(
         event.Evaluated, *STAMP, COUNT, COUNT, COUNT, st.dictionaries(WORD, SECONDS, max_size=3), SECONDS
     ),
+    "averaged": st.builds(
+        event.Averaged,
+        *(*STAMP, COUNT, COUNT, COUNT, WORD, SECONDS, SECONDS),
+        st.lists(COUNT, max_size=3).map(tuple),
+    ),
     "saved": st.builds(event.Saved, *STAMP, COUNT, COUNT, SECONDS, SECONDS),
     "non_finite": st.builds(event.NonFinite, *STAMP, COUNT, st.lists(COUNT, max_size=3).map(tuple), WORD),
     "lost": st.builds(event.Lost, *STAMP, st.integers(0, 9), st.integers(0, 9), st.text(), st.booleans()),

@@ -62,6 +62,7 @@ ROWS = {
     "downpour": Row(hr.Downpour, servers=1),
     "mirrored": Row(hr.Mirrored),
     "one_device": Row(lambda workers: hr.OneDevice(), workers=(1,)),
+    "parameter_averaging": Row(partial(hr.ParameterAveraging, period=3)),
     # In lock-step, see test_parameter_server.py.
     "parameter_server": Row(partial(hr.ParameterServer, staleness_bound=0), servers=1),
     "unconnected": Row(hr.Unconnected),

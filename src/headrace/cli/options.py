@@ -163,7 +163,7 @@ def help_option(examples: str) -> Any:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Returns the keys of `headrace.strategies.STRATEGIES`, sorted; empty if the dict is not a literal one.
+    """Returns the keys of `headrace.strategies.STRATEGIES` and `SHORT_NAMES`, sorted; of none that is no literal dict.
 
     They are read from the source, because importing them would import torch, which takes longer than a shell
     waits for a completion.
@@ -171,15 +171,16 @@ def strategy_names() -> tuple[str, ...]:
     found = importlib.util.find_spec("headrace.strategies")
     if found is None or found.origin is None:
         return ()
+    names: list[str] = []
     for node in ast.parse(Path(found.origin).read_text(encoding="utf-8")).body:
         match node:
             case (
-                ast.AnnAssign(target=ast.Name(id="STRATEGIES"), value=ast.Dict(keys=keys))
-                | ast.Assign(targets=[ast.Name(id="STRATEGIES")], value=ast.Dict(keys=keys))
+                ast.AnnAssign(target=ast.Name(id="STRATEGIES" | "SHORT_NAMES"), value=ast.Dict(keys=keys))
+                | ast.Assign(targets=[ast.Name(id="STRATEGIES" | "SHORT_NAMES")], value=ast.Dict(keys=keys))
             ):
-                names = [key.value for key in keys if isinstance(key, ast.Constant)]
-                return tuple(sorted(name for name in names if isinstance(name, str)))
-    return ()
+                values = [key.value for key in keys if isinstance(key, ast.Constant)]
+                names += [value for value in values if isinstance(value, str)]
+    return tuple(sorted(names))
 
 
 def check_strategies(names: Sequence[str]) -> None:

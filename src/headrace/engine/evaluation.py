@@ -54,7 +54,7 @@ class Evaluation:
         sums = [0.0] * (2 * len(measures) + 1)
         module = self._replica.compute.module
         training = module.training
-        with self._averaged(weight):
+        with self._together(), self._averaged(weight):
             module.eval()
             for share in self._loader(self._host.rank, self._host.world).sweep():
                 if share.examples:
@@ -72,6 +72,17 @@ class Evaluation:
             sums[2 * index] += float(total)
             sums[2 * index + 1] += float(weight)
         sums[-1] += share.examples
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Lets the trained model stand where workers that go on by themselves have other parameters each."""
+        meetings = self._replica.meetings
+        if meetings is None:
+            yield
+            return
+        meetings.show(True)
+        yield
+        meetings.show(False)
 
     @contextmanager
     def _averaged(self, weight: float) -> Iterator[None]:

@@ -26,7 +26,7 @@ from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.engine.journal import Journal
 from headrace.engine.order import Order
-from headrace.errors import CorruptCheckpoint
+from headrace.errors import CorruptCheckpoint, RunFailed
 from headrace.spec.event import Event, Notice, Saved
 
 __all__ = ["Saver"]
@@ -87,14 +87,18 @@ class Saver:
             return False
         return rolls_back or self._first or self.saved == done
 
-    def newest(self) -> Checkpoint | None:
-        """Returns the newest sound checkpoint of this run's own history."""
+    def newest(self) -> Checkpoint:
+        """Returns the newest sound checkpoint of this run's own history.
+
+        Raises:
+            RunFailed: there is none.
+        """
         for step in reversed([step for step in self.folder.steps() if step <= self.saved]):
             with suppress(CorruptCheckpoint):
                 checkpoint = self.folder.open(step)
                 checkpoint.verify()
                 return checkpoint
-        return None
+        raise RunFailed(f"there is no sound checkpoint in {self.folder.path} to roll back to")
 
     @property
     def overdue(self) -> bool:
@@ -104,15 +108,15 @@ class Saver:
             return False
         return monotonic() - self._last_s >= wish.every_s
 
-    def ask(self, done: int) -> None:
-        """Rank 0 decides whether to save when `done` rounds will be done, before that round's barrier."""
+    def ask(self, done: int, meeting: int) -> None:
+        """Rank 0 decides whether to save at the next meeting, before it: the one after `done` rounds or behind that."""
         self._tell()
         wish = self._wish
         if self._host.rank or wish is None:
             return
         by_steps = wish.every_steps is not None and done % wish.every_steps == 0
         if by_steps or self.overdue:
-            self._page.save_after = done
+            self._page.save_after = meeting
 
     def wanted(self, done: int) -> bool:
         """Whether rank 0 has decided so."""

@@ -1,13 +1,16 @@
-"""How many examples a round has, where some are left out on the way."""
+"""Shares of a round that are not what they usually are: examples are left out on the way, or a worker has none."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
 from headrace.comm.collective import SharedCollective
+from headrace.replica.batch_norm import averaged_buffers
 from headrace.spec.share import Share
 
-__all__ = ["counted"]
+__all__ = ["catch_up", "counted"]
 
 
 def counted(share: Share, drops: bool, host: SharedCollective) -> Share:
@@ -22,3 +25,13 @@ def counted(share: Share, drops: bool, host: SharedCollective) -> Share:
         return share
     (total,) = host.sum([float(share.examples)])
     return replace(share, of=int(total))
+
+
+def catch_up(module: nn.Module, host: SharedCollective) -> None:
+    """Brings rank 0's buffers to workers that had no example, so that what forward moves does not fall behind."""
+    own = {id(buffer) for buffer in averaged_buffers(module)}
+    for buffer in module.buffers():
+        if id(buffer) not in own:
+            near = buffer.cpu()
+            host.broadcast(near)
+            buffer.copy_(near)

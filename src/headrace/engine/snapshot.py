@@ -31,6 +31,7 @@ __all__ = [
     "local_buffers",
     "making_sense",
     "model_tensors",
+    "own_pieces",
     "owned_pieces",
     "parameters_and_buffers",
     "random_states",
@@ -74,6 +75,11 @@ def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[
     """Returns the pieces that this rank saves: what all ranks hold is saved by rank 0."""
     shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
     return {f"state/{piece.name}": piece.value for piece in pieces if rank == 0 or piece.parameter not in shared}
+
+
+def own_pieces(pieces: tuple[StatePiece, ...]) -> dict[str, Tensor]:
+    """Returns the pieces that a rank saves for itself."""
+    return {f"own/{piece.name}": piece.value for piece in pieces}
 
 
 def seed_random(seed: int) -> None:
@@ -167,14 +173,21 @@ class Stored:
         """Returns the states of a rank's generators."""
         return {name: tensor for name, tensor in self._by_rank[rank].items() if name.startswith("random/")}
 
-    def pieces(self) -> list[StatePiece]:
-        """Returns the optimizer's state and the averages, of all ranks."""
-        return [
-            StatePiece.parse(name.removeprefix("state/"), tensor)
+    def pieces(self, rank: int | None = None) -> list[StatePiece]:
+        """Returns the optimizer's state and the averages, of all ranks.
+
+        Args:
+            rank: whose own pieces take the place of the others'; None for nobody's.
+        """
+        found = {
+            name.removeprefix("state/"): tensor
             for tensors in self._by_rank.values()
             for name, tensor in tensors.items()
             if name.startswith("state/")
-        ]
+        }
+        own = self._by_rank[rank] if rank is not None else {}
+        found |= {name.removeprefix("own/"): tensor for name, tensor in own.items() if name.startswith("own/")}
+        return [StatePiece.parse(name, tensor) for name, tensor in found.items()]
 
     def parameter_pieces(self) -> list[StatePiece]:
         """Returns the parameters in the form of state, for those who update them."""

@@ -15,6 +15,7 @@ from headrace.engine.snapshot import (
     Stored,
     making_sense,
     model_tensors,
+    own_pieces,
     owned_pieces,
     random_states,
     restore_random_states,
@@ -55,11 +56,16 @@ class WorkerState:
             done: rounds.
             weight: of this worker's running statistics in their mean.
         """
-        exchange, rank = self._replica.exchange, self._host.rank
+        exchange, rank, meetings = self._replica.exchange, self._host.rank, self._replica.meetings
         tensors = {**owned_pieces(exchange.state(), self._order.plan, rank), **random_states(self._device)}
+        if meetings:
+            tensors |= own_pieces(meetings.own())
+            meetings.show(True)
         averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
         average(list(averaged.values()), self._host, weight)
         tensors |= model_tensors(self._model, rank, self._host.world, averaged)
+        if meetings:
+            meetings.show(False)
         description = {
             **self._order.description,
             "epoch": done // self._rounds_per_epoch,
@@ -75,15 +81,16 @@ class WorkerState:
         resume = self._order.resume
         assert resume is not None
         with making_sense(stored.path):
-            pieces = stored.pieces()
+            # Whoever comes in another's place is alone, and no part of the checkpoint is its own.
+            at_home = resume.same and stored.ranks == self._host.world
+            pieces = stored.pieces(self._rank if at_home else None)
             if resume.reset_optimizer:
                 # The averages are weights, and go on with the weights.
                 self._replica.exchange.load([piece for piece in pieces if piece.key == AVERAGE])
             else:
                 self._replica.exchange.load(pieces, stored.description["settings"])
                 self._stopper.load(stored.description["early_stopping"])
-            # Whoever comes in another's place is alone, and no part of the checkpoint is its own.
-            if resume.same and stored.ranks == self._host.world:
+            if at_home:
                 stored.load_buffers(self._model, self._rank, self._host.world)
                 restore_random_states(stored.random(self._rank), self._device)
 

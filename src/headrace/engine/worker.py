@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.data import Loader, delivered
+from headrace.engine.apart import Apart
 from headrace.engine.evaluation import Evaluation, Stopper, average
 from headrace.engine.journal import Journal
 from headrace.engine.leased import Leased
@@ -20,10 +21,10 @@ from headrace.engine.losses import Losses
 from headrace.engine.order import Order
 from headrace.engine.recovery import Recovery
 from headrace.engine.saver import Saver
-from headrace.engine.shares import counted
+from headrace.engine.shares import catch_up, counted
 from headrace.engine.snapshot import Stored
 from headrace.engine.state import WorkerState
-from headrace.errors import RunFailed, UsageError
+from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.replica.batch_norm import averaged_buffers
 from headrace.replica.compute import Computed
@@ -52,7 +53,6 @@ class Worker:
     Args:
         order: the run.
         rank: index in the run.
-        world: how many workers there are; where they may come and go, how many met last.
         replica: the model and its three verbs.
         loader: of the training data.
         evaluation: of the evaluation data, if there is any.
@@ -103,10 +103,11 @@ class Worker:
         self._state = WorkerState(order, rank, replica, host, self._stopper, loader.rounds_per_epoch)
         fate = page.fates[rank]
         self._leased = Leased(order, replica.portions, loader, host, fate) if replica.portions else None
+        self._apart = Apart(replica.meetings, rank, journal) if replica.meetings else None
         self._replaces = page.fates[rank][0] > 0
-        alone = self._leased is not None
+        alone = self._alone = self._leased is not None or self._apart is not None
         self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back, alone)
-        self._halted, self._agreed, self._open = False, False, alone and self.round + 1 < self.rounds
+        self._halted, self._agreed, self._open = False, False, bool(self._leased) and self.round + 1 < self.rounds
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
@@ -151,7 +152,7 @@ class Worker:
                 self.round = round_
                 self._ask()
                 began = perf_counter()
-                self._share = counted(next(shares), self._loader.drops, self._host)
+                self._share = counted(next(shares), self._loader.drops and not self._apart, self._host)
                 batch = self._replica.compute.place(self._share.batch)
                 self._times[0] = perf_counter() - began
                 yield batch
@@ -233,6 +234,8 @@ class Worker:
             self._recovery.tell(self.rank, loss)
         if self._leased:
             self._leased.weigh(computed.weight, self._share)
+        if self._apart:
+            self._apart.meetings.weigh(computed.weight)
         verdict = self._replica.exchange.synchronize(finite)
         synchronized = perf_counter()
         if verdict.apply:
@@ -242,8 +245,10 @@ class Worker:
             self._replica.exchange.skip(self.round)
             self._recovery.bad(verdict, self.round)
         self._times[2:] = synchronized - began, perf_counter() - synchronized
-        if self._share.of < self.world and self._order.strategy.synchronous:
-            self._catch_up()
+        if self._apart:
+            self._times[2] += self._apart.come(self.round + 1)
+        elif self._share.of < self.world and self._order.strategy.synchronous:
+            catch_up(self.model, self._host)
         if self._leased and self._leased.late:
             # The portion counts where it is done again.
             computed, finite = Computed(None, 0.0), False
@@ -300,10 +305,14 @@ class Worker:
 
     def finish(self) -> None:
         """Saves a last time, and leaves in the model what a trained one is: averaged weights and statistics."""
+        if self._apart:
+            self._apart.end(self.round + 1)
         if self._order.checkpoints and self._saver.saved != self.round + 1 and not self._over_before:
             self._save()
         self._saver.wait()
         self._host.together(lambda: average(averaged_buffers(self.model), self._host, self._weight))
+        if self._apart:
+            self._apart.meetings.show(True)
         if self._order.job.options.ema_decay is not None:
             self._host.together(lambda: self._replica.exchange.show_average(True))
 
@@ -315,7 +324,7 @@ class Worker:
     def _part(self, batch: Any) -> Share:
         """Returns what a loss is the mean over: who does not meet the others in every round has its portion alone."""
         share = self._share
-        return Share(batch, share.examples, share.examples if self._leased else share.of, share.epoch)
+        return Share(batch, share.examples, share.examples if self._alone else share.of, share.epoch)
 
     def _save(self) -> None:
         self._host.together(self._save_once)
@@ -331,27 +340,16 @@ class Worker:
         self._saver.wait()
         # Rank 0's has ended, and with it the checkpoint is there for all.
         self._host.barrier()
-        checkpoint = self._saver.newest()
-        if checkpoint is None:
-            raise RunFailed(f"there is no sound checkpoint in {self._saver.folder.path} to roll back to")
-        self._state.bring_back(Stored(checkpoint))
+        self._state.bring_back(Stored(self._saver.newest()))
 
     def _require_step(self) -> None:
         # Who leaves out a round does not meet the others in it, and would take their next meeting for another.
-        if self.world > 1 and self._order.strategy.synchronous and self._page.beats[self.rank][1] != self.round + 1:
+        meets = self._order.strategy.synchronous or self._apart
+        if self.world > 1 and meets and self._page.beats[self.rank][1] != self.round + 1:
             raise UsageError(
                 f"the loop on rank {self.rank} went on without worker.step() or worker.update() in round {self.round}; "
                 "every worker steps every batch, so that all meet in every round"
             )
-
-    def _catch_up(self) -> None:
-        """Brings rank 0's buffers to workers that had no example, so that what forward moves does not fall behind."""
-        own = {id(buffer) for buffer in averaged_buffers(self.model)}
-        for buffer in self.model.buffers():
-            if id(buffer) not in own:
-                near = buffer.cpu()
-                self._host.broadcast(near)
-                buffer.copy_(near)
 
     def _is_last(self) -> bool:
         return self.round + 1 >= self.rounds or self._stopper.over or 0 < self._page.stop_after <= self.round + 1
@@ -383,10 +381,12 @@ class Worker:
 
     def _ask(self) -> None:
         self._halted = False
-        # Rank 0 decides before this round's first barrier, so that everybody knows after it.
+        done = self.round + 1
+        meeting = self._apart.meetings.coming(done) if self._apart else done
+        # Rank 0 decides before the meeting's first barrier, so that everybody knows after it.
         if self._host.rank == 0 and (self._page.stop or monotonic() > self._deadline) and not self._page.stop_after:
-            self._page.stop_after = self.round + 1
-        self._saver.ask(self.round + 1)
+            self._page.stop_after = meeting
+        self._saver.ask(done, meeting)
 
     def _record(self, computed: Computed, loss: float | None) -> float | None:
         self._examples += self._share.examples

@@ -60,6 +60,11 @@ class FlatLayout:
             self.spans += (Span(getattr(torch, dtype), start, position),)
         self.nbytes = position
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters', in order."""
+        return tuple(parameter.name for parameter in self._parameters)
+
     def views(self, region: Tensor) -> tuple[Tensor, ...]:
         """Returns every parameter's place in a `(nbytes,)` uint8 region, in its shape and type, in order."""
         return tuple(self.flat(region, parameter.name).view(parameter.shape) for parameter in self._parameters)

@@ -21,6 +21,8 @@ AVERAGE = "headrace.average"
 """Key of the pieces that hold the moving average of the weights."""
 PARAMETER = "headrace.parameter"
 """Key of the pieces that hold the weights themselves: they are loaded, never part of `state`."""
+_OURS = "headrace."
+"""What the keys of pieces begin with that are no optimizer's."""
 
 
 class Updater:
@@ -130,7 +132,7 @@ class Updater:
         every = tuple(pieces)
         indices = range(len(self._owned)) if index is None else (index,)
         owned = [self._owned[each] for each in indices]
-        load_state(self.optimizer, owned, (piece for piece in every if piece.key not in (AVERAGE, PARAMETER)))
+        load_state(self.optimizer, owned, (piece for piece in every if not piece.key.startswith(_OURS)))
         self._load_averages(indices, [piece for piece in every if piece.key == AVERAGE])
         self._fill(indices, self._tensors, [piece for piece in every if piece.key == PARAMETER])
         if settings is not None:

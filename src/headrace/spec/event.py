@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from headrace.spec.averaged import Averaged
+from headrace.spec.evidence import LAUNCHER, Event
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.tallies import FedStage, ServedShard
 
 __all__ = [
     "LAUNCHER",
+    "Averaged",
     "Evaluated",
     "Event",
     "Failed",
@@ -39,21 +42,6 @@ __all__ = [
     "decode",
     "encode",
 ]
-
-LAUNCHER = -1
-"""The rank of the process that started the run."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """Attributes:
-    rank: who says so; `LAUNCHER` for the process that started the run.
-    time_s: seconds since the run began.
-    """
-
-    kind: ClassVar[str] = "event"
-    rank: int
-    time_s: float
 
 
 @dataclass(frozen=True)
@@ -364,7 +352,7 @@ _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
         *(RunStarted, WorkerStarted, Stepped, Evaluated, Saved, NonFinite, Notice, Failed, Lost, WorkerEnded, RunEnded),
-        Fed,
+        *(Fed, Averaged),
         *(ServerStarted, Served, SnapshotTaken, ServerEnded),
     )
 }

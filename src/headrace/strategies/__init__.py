@@ -11,16 +11,22 @@ from headrace.strategies.central_storage import CentralStorage
 from headrace.strategies.downpour import Downpour
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.one_device import OneDevice
+from headrace.strategies.parameter_averaging import EASGD, DiLoCo, LocalSGD, ParameterAveraging
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.strategy import Parts, Strategy
 from headrace.strategies.unconnected import Unconnected
 
 __all__ = [
+    "EASGD",
+    "SHORT_NAMES",
     "STRATEGIES",
     "CentralStorage",
+    "DiLoCo",
     "Downpour",
+    "LocalSGD",
     "Mirrored",
     "OneDevice",
+    "ParameterAveraging",
     "ParameterServer",
     "Parts",
     "Strategy",
@@ -33,10 +39,14 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "downpour": Downpour,
     "mirrored": Mirrored,
     "one_device": OneDevice,
+    "parameter_averaging": ParameterAveraging,
     "parameter_server": ParameterServer,
     "unconnected": Unconnected,
 }
 """Every strategy by its name."""
+
+SHORT_NAMES: Mapping[str, Callable[..., Strategy]] = {"diloco": DiLoCo, "easgd": EASGD, "local_sgd": LocalSGD}
+"""Names of strategies with other numbers; plans and events say the strategy's own."""
 
 
 def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:
@@ -55,9 +65,10 @@ def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:
     if not isinstance(strategy, str):
         raise UsageError(f"a strategy is a name ('mirrored') or hr.Mirrored(...), got {strategy!r}")
     name, options = parse_call(strategy)
-    if name not in STRATEGIES:
-        raise UnknownName("strategy", name, STRATEGIES)
-    kind: Callable[..., Strategy] = STRATEGIES[name]
+    kinds: Mapping[str, Callable[..., Strategy]] = {**STRATEGIES, **SHORT_NAMES}
+    if name not in kinds:
+        raise UnknownName("strategy", name, kinds)
+    kind = kinds[name]
     known = inspect.signature(kind).parameters
     for option in options:
         if option not in known:

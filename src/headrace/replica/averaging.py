@@ -1,0 +1,199 @@
+"""The workers' copies of the same tensors, and their way to the mean: in shared memory, or by a collective.
+
+In shared memory every worker's copy lies where all see it. Rank r averages the r-th part of all copies, and writes the
+result into each of them:
+
+    worker 0   │ steps on C0 ─┐            ┌─► part 0 of C0, C1 ◄─ mean of part 0 ─┐
+               │              ├─ barrier ──┤                                       ├─ barrier ──► steps on C0
+    worker 1   │ steps on C1 ─┘            └─► part 1 of C0, C1 ◄─ mean of part 1 ─┘
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.comm.collective import Collective, SharedCollective
+from headrace.replica.layout import FlatLayout
+from headrace.replica.outer import OuterStep
+
+__all__ = ["Average", "Combined", "HostAverage", "WireAverage", "average_of", "averaged_traffic"]
+
+_CHUNK = 65_536
+"""Elements that are worked on at a time, so that they stay in a core's cache."""
+
+
+def averaged_traffic(nbytes: int, workers: int) -> int:
+    """Returns the bytes that a worker reads of others and writes for them, where each averages 1/N of all copies.
+
+    It reads its part of the others' copies, and writes the mean into it: 2 (N - 1)/N.
+    """
+    return 2 * nbytes * (workers - 1) // workers
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What a rank has measured of what it has averaged; the sums over ranks are those of the whole.
+
+    Attributes:
+        squares: squared distance from the mean, by rank.
+        norm: squared norm of the mean.
+    """
+
+    squares: list[float]
+    norm: float
+
+
+class Average(ABC):
+    """Averages the workers' copies.
+
+    Attributes:
+        layout: places of the tensors.
+        own: this worker's copy, `(nbytes,)` uint8.
+        kept: what the outer step keeps beside it, in the same form.
+        nbytes: that this rank adds to the host.
+    """
+
+    layout: FlatLayout
+    own: Tensor
+    kept: tuple[Tensor, ...]
+    nbytes: int
+
+    @property
+    def elements(self) -> list[Tensor]:
+        """This worker's copy, flat, one tensor a type."""
+        return [span.of(self.own) for span in self.layout.spans]
+
+    @abstractmethod
+    def combine(self, weights: Sequence[float], look: bool = False) -> Combined:
+        """Brings the copies together; all ranks have written theirs, and meet again before they read them.
+
+        Args:
+            weights: of the copies in their mean, by rank, with a sum of 1; a copy that is to be left out has a negative
+                one, and becomes the mean first.
+            look: let the trained model stand in every copy's place, and what is kept as it is.
+        """
+
+
+class HostAverage(Average):
+    """In shared memory.
+
+    Args:
+        layout: places of the tensors; of floating-point types alone.
+        host: the workers of this host.
+        outer: what becomes of the copies.
+    """
+
+    def __init__(self, layout: FlatLayout, host: SharedCollective, outer: OuterStep) -> None:
+        self.layout = layout
+        regions = host.share(layout.nbytes)
+        self.own = regions[host.rank]
+        # One for all, of which each rank moves its part.
+        self.kept = tuple(host.share(0 if host.rank else layout.nbytes)[0] for _ in range(outer.copies_kept))
+        self.nbytes = layout.nbytes * (1 + (0 if host.rank else outer.copies_kept))
+        parts = [span.part(host.rank, host.world) for span in layout.spans]
+        self._copies = [[part.of(region) for region in regions] for part in parts]
+        self._kept = [[part.of(region) for region in self.kept] for part in parts]
+        self._host = host
+        self._outer = outer
+        self._traffic = averaged_traffic(layout.nbytes, host.world)
+
+    def combine(self, weights: Sequence[float], look: bool = False) -> Combined:
+        total = Combined([0.0] * len(weights), 0.0)
+        for copies, kept in zip(self._copies, self._kept, strict=True):
+            for start in range(0, len(copies[0]), _CHUNK):
+                stop = start + _CHUNK
+                chunks = [copy[start:stop] for copy in copies]
+                move = functools.partial(_move, self._outer, [each[start:stop] for each in kept], look)
+                total = _plus(total, _combine(chunks, weights, move))
+        self._host.moved_bytes += self._traffic
+        return total
+
+
+class WireAverage(Average):
+    """By a collective that carries tensors; each rank holds all that is kept.
+
+    Args:
+        layout: places of the tensors; of floating-point types alone.
+        wire: of all workers.
+        device: where the tensors live.
+        outer: what becomes of the copies.
+    """
+
+    def __init__(self, layout: FlatLayout, wire: Collective, device: torch.device, outer: OuterStep) -> None:
+        self.layout = layout
+        self.own, *kept = (
+            torch.zeros(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(1 + outer.copies_kept)
+        )
+        self.kept = tuple(kept)
+        self.nbytes = layout.nbytes * (1 + outer.copies_kept)
+        self._wire = wire
+        self._outer = outer
+
+    def combine(self, weights: Sequence[float], look: bool = False) -> Combined:
+        total = Combined([0.0] * len(weights), 0.0)
+        rank = self._wire.rank
+        workers = sum(weight >= 0 for weight in weights)
+        for span in self.layout.spans:
+            copy, kept = span.of(self.own), [span.of(region) for region in self.kept]
+            mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
+            self._wire.all_reduce(mean)
+            # The mean is the same on all ranks, and its norm is counted once.
+            measured = Combined(total.squares, total.norm + (0.0 if rank else _squared(mean)))
+            if weights[rank] < 0:
+                copy.copy_(mean)
+            else:
+                measured.squares[rank] += _squared(copy - mean)
+            total = measured
+            _move(self._outer, kept, look, mean, [copy], workers)
+        return total
+
+
+def average_of(
+    layout: FlatLayout, host: SharedCollective, wire: Collective | None, device: torch.device, outer: OuterStep
+) -> Average:
+    """Returns what averages tensors of this layout: through shared memory, unless there is a wire."""
+    return HostAverage(layout, host, outer) if wire is None else WireAverage(layout, wire, device, outer)
+
+
+def _combine(
+    copies: Sequence[Tensor], weights: Sequence[float], move: Callable[[Tensor, Sequence[Tensor], int], None]
+) -> Combined:
+    live = [rank for rank, weight in enumerate(weights) if weight >= 0]
+    first, *others = live
+    mean = copies[first] * weights[first]
+    for rank in others:
+        mean.add_(copies[rank], alpha=weights[rank])
+    squares = [0.0] * len(weights)
+    for rank, copy in enumerate(copies):
+        if weights[rank] < 0:
+            copy.copy_(mean)
+        elif others:
+            squares[rank] = _squared(copy - mean)
+    norm = _squared(mean)
+    move(mean, copies, len(live))
+    return Combined(squares, norm)
+
+
+def _move(
+    outer: OuterStep, kept: Sequence[Tensor], look: bool, mean: Tensor, copies: Sequence[Tensor], workers: int
+) -> None:
+    if not look:
+        outer.step(kept, mean, copies, workers)
+        return
+    model = outer.model(kept, mean)
+    for copy in copies:
+        copy.copy_(model)
+
+
+def _squared(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor)) ** 2
+
+
+def _plus(one: Combined, other: Combined) -> Combined:
+    return Combined([a + b for a, b in zip(one.squares, other.squares, strict=True)], one.norm + other.norm)

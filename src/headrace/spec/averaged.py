@@ -1,0 +1,33 @@
+"""The evidence of workers that go on by themselves, and come together from time to time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.spec.evidence import Event
+
+__all__ = ["Averaged"]
+
+
+@dataclass(frozen=True)
+class Averaged(Event):
+    """By rank 0, when the workers have met and their parameters were averaged.
+
+    Attributes:
+        step: rounds done.
+        rounds: since the meeting before.
+        period: rounds until the next.
+        why: that many, in words.
+        drift: the largest distance of a worker's parameters from the workers' mean, over the norm of the mean.
+        exchange_s: how long the meeting took rank 0, its wait for the others among it.
+        left_out: ranks whose parameters were not finite; they went on from the others' mean.
+    """
+
+    kind = "averaged"
+    step: int
+    rounds: int
+    period: int
+    why: str
+    drift: float
+    exchange_s: float
+    left_out: tuple[int, ...] = ()

@@ -1,0 +1,228 @@
+"""Parameter averaging: every worker trains by itself, and from time to time all go on from the mean of what they are.
+
+    compute, update                        synchronize, every `period` rounds
+    a step of the job's own optimizer      average parameters, weighted by the examples of each worker since
+    every round, on each worker's share    the last time; the outer step makes the next parameters of the mean
+
+    worker 0   ░step░░step░░step░░step░ ┌──────┐ ░step░░step░░step░░step░ ┌──────┐
+                                        │ mean │                          │ mean │
+    worker 1   ░step░░step░░step░░step░ └──────┘ ░step░░step░░step░░step░ └──────┘
+
+Names of the same with other numbers: local SGD (Stich, 2019), post-local SGD (Lin et al., 2020), EASGD (Zhang et al.,
+2015), DiLoCo (Douillard et al., 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.comm.codec import CODECS
+from headrace.errors import UnknownName, UsageError
+from headrace.policies.period import AutoPeriod
+from headrace.policies.roles import require_memory, worker_roles
+from headrace.policies.sharding import everywhere
+from headrace.replica.averaging import average_of, averaged_traffic
+from headrace.replica.conditioning import Verdict
+from headrace.replica.exchange import Exchange, Replica, StatePiece
+from headrace.replica.gathering import Gathering, Habits, seated
+from headrace.replica.outer import Elastic, Mean, Nesterov, OuterStep, outer_step
+from headrace.replica.remainder import remainder
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import Op, Plan
+from headrace.strategies.one_device import LocalExchange
+from headrace.strategies.strategy import Parts, Strategy, broadcast, check_count, describe_options, step_ops
+
+__all__ = ["EASGD", "DiLoCo", "LocalSGD", "ParameterAveraging"]
+
+
+@dataclass(frozen=True)
+class ParameterAveraging(Strategy):
+    """Averages parameters instead of gradients.
+
+    Attributes:
+        workers: how many; None for the launcher's processes or the machine's accelerators.
+        period: rounds between two meetings; "auto", or an `AutoPeriod` with bounds of one's own, adapts it.
+        outer: what the meeting makes of the mean: None takes it as it is, "nesterov" or `Nesterov(...)` is DiLoCo's,
+            "elastic" or `Elastic(...)` EASGD's.
+        average_optimizer_state: average the optimizers' state, too; else each worker keeps its own.
+        post_local: rounds at the beginning after each of which workers meet; behind them, every `period` rounds.
+        codec: how outer gradients travel: "plain", "bf16", or "int8" with error feedback.
+        via: "all_reduce" among the workers, or "server".
+        wait: whom a meeting waits for: "all", or so many workers, or so many seconds (a float).
+        servers: how many hold shards, via "server".
+        transport: to them: "shared_memory" on one host, or "tcp".
+    """
+
+    workers: int | None = None
+    period: int | str | AutoPeriod = 16
+    outer: str | OuterStep | None = None
+    average_optimizer_state: bool = False
+    post_local: int = 0
+    codec: str = "plain"
+    via: str = "all_reduce"
+    wait: str | int | float = "all"
+    servers: int = 1
+    transport: str = "shared_memory"
+
+    name = "parameter_averaging"
+    synchronous = False
+
+    def __post_init__(self) -> None:
+        check_count("workers", self.workers)
+        _check_period(self.period)
+        outer_step(self.outer)
+        if not isinstance(self.average_optimizer_state, bool):
+            raise UsageError(f"average_optimizer_state must be True or False, got {self.average_optimizer_state!r}")
+        _check_post_local(self.post_local)
+        if self.codec not in CODECS:
+            raise UnknownName("codec", self.codec, CODECS)
+        if self.via == "server":
+            raise UsageError("via='server' is not there yet; use via='all_reduce'")
+        if self.via != "all_reduce":
+            raise UnknownName("way", self.via, ("all_reduce", "server"))
+        if self.codec != "plain":
+            raise UsageError(
+                f"codec={self.codec!r} encodes what travels to servers, and workers of one host average in memory that "
+                "they share; use codec='plain', or via='server'"
+            )
+        if self.wait != "all":
+            raise UsageError(
+                f"wait={self.wait!r} goes on without whoever is late, and via='all_reduce' needs every worker; "
+                "use wait='all', or via='server'"
+            )
+
+    @property
+    def _wish(self) -> int | AutoPeriod:
+        return AutoPeriod() if isinstance(self.period, str) else self.period
+
+    def check(self, options: Options) -> None:
+        for name, value, remedy in (
+            ("on_nonfinite", "rollback", "use 'skip', which leaves out the one step, or 'raise'"),
+            ("batch_norm", "sync", "use batch_norm='local', whose statistics are averaged with the parameters"),
+            ("precision", "fp16", "use precision='bf16', which needs no loss scale that all agree on"),
+        ):
+            if getattr(options, name) == value:
+                raise UsageError(
+                    f"{name}={value!r} needs all workers in every round, and those of {self.name} meet every "
+                    f"{self.period} rounds (period); {remedy}"
+                )
+        if options.ema_decay is not None:
+            raise UsageError(
+                f"ema_decay={options.ema_decay:g} averages parameters over rounds, and under {self.name} each worker's "
+                "are others between two meetings; leave it out, or use mirrored"
+            )
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        roles = worker_roles(self.name, self.workers, cluster)
+        # Each worker: its copy, what autograd makes, a copy while the model is looked at; all together: what is kept.
+        copies = 3 * len(roles) + outer_step(self.outer).copies_kept
+        require_memory(self.name, copies * model.trainable_bytes, cluster)
+        return Plan(
+            strategy=self.name,
+            options=describe_options(self),
+            roles=roles,
+            shares=(1,) * len(roles),
+            gradient_bytes=model.trainable_bytes,
+            segments=everywhere(model.parameters),
+        )
+
+    def ops(self, plan: Plan) -> tuple[Op, ...]:
+        steps = step_ops(plan)
+        updated = tuple(op.name for op in steps if op.kind == "update")
+        rounds = self.period if isinstance(self.period, int) else 1
+        share = averaged_traffic(plan.gradient_bytes, plan.workers) // rounds
+        return steps + tuple(
+            Op(f"exchange@{role.rank}", "exchange", role.rank, f"{role.host}-memory", share, updated)
+            for role in plan.roles[: plan.workers if plan.workers > 1 else 0]
+        )
+
+    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        broadcast(parts.module, parts.wire or parts.host)
+        outer = outer_step(self.outer)
+        habits = Habits(self._wish, outer, self.average_optimizer_state, self.post_local)
+        average = seated(parts.module, parts.model, parts.host, parts.wire, outer)
+        local = LocalExchange(plan.segments, parts)
+        make = functools.partial(average_of, host=parts.host, wire=parts.wire, device=parts.device, outer=Mean())
+        rest = remainder(parts.module, local.updater.optimizer, self.average_optimizer_state, make)
+        gathering = Gathering(habits, average, rest, local.updater, parts.host, parts.first)
+        compute = parts.whole_model(portions=len(plan.shares))
+        return Replica(compute, AveragingExchange(rank, local, gathering), meetings=gathering)
+
+
+LocalSGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16)
+"""Local SGD: the mean of the workers every 16 rounds, if not told otherwise (Stich, 2019)."""
+
+DiLoCo: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=100, outer=Nesterov())
+"""DiLoCo: an outer step with Nesterov momentum every 100 rounds, if not told otherwise (Douillard et al., 2023)."""
+
+EASGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16, outer=Elastic())
+"""Elastic averaging SGD, every 16 rounds if not told otherwise (Zhang et al., 2015)."""
+
+
+class AveragingExchange(Exchange):
+    """The worker's own step; what it does with the others is the gathering's.
+
+    Args:
+        rank: of this worker.
+        local: its step.
+        gathering: its part in the meetings.
+    """
+
+    def __init__(self, rank: int, local: LocalExchange, gathering: Gathering) -> None:
+        self._rank = rank
+        self._local = local
+        self._gathering = gathering
+
+    def begin(self, round_: int) -> None:
+        self._local.begin(round_)
+
+    def synchronize(self, finite: bool = True) -> Verdict:
+        verdict = self._local.synchronize(finite)
+        return replace(verdict, bad_losses=(self._rank,)) if verdict.bad_losses else verdict
+
+    def update(self, round_: int) -> None:
+        # Who had no example has no gradient, and no step to make.
+        if self._gathering.worth:
+            self._local.update(round_)
+        else:
+            self._local.skip(round_)
+
+    def skip(self, round_: int) -> None:
+        self._local.skip(round_)
+
+    def show_average(self, on: bool) -> None:
+        self._local.show_average(on)
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return (*self._local.state(), *self._gathering.kept())
+
+    def settings(self) -> dict[str, Any]:
+        return {**self._local.settings(), "averaging": self._gathering.settings()}
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        every = tuple(pieces)
+        self._local.load(every, settings)
+        self._gathering.load(every, settings)
+
+    def memory(self) -> tuple[int, int]:
+        parameters, state = self._local.memory()
+        return parameters, state + self._gathering.kept_bytes
+
+
+def _check_period(period: object) -> None:
+    if isinstance(period, AutoPeriod) or period == "auto":
+        return
+    if not isinstance(period, int) or isinstance(period, bool) or period < 1:
+        raise UsageError(
+            f"period must be a whole number of rounds of at least 1, 'auto' or hr.AutoPeriod(...), got {period!r}"
+        )
+
+
+def _check_post_local(rounds: object) -> None:
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+        raise UsageError(f"post_local must be a whole number of rounds of at least 0, got {rounds!r}")
