@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -187,13 +188,18 @@ class Saved:
 
 def step(replica: Replica, share: Share, round_: int) -> Verdict:
     """Does one round as a worker does."""
+    meetings = replica.meetings
     replica.exchange.begin(round_)
-    loss = replica.compute.run(share).loss
-    verdict = replica.exchange.synchronize(loss is None or bool(loss.isfinite()))
+    computed = replica.compute.run(dataclasses.replace(share, of=share.examples) if meetings else share)
+    if meetings:
+        meetings.weigh(computed.weight)
+    verdict = replica.exchange.synchronize(computed.loss is None or bool(computed.loss.isfinite()))
     if verdict.apply:
         replica.exchange.update(round_)
     else:
         replica.exchange.skip(round_)
+    if meetings and meetings.coming(round_ + 1) == round_ + 1:
+        meetings.meet(round_ + 1)
     return verdict
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.comm.collective import Collective, SharedCollective
-from headrace.errors import RunFailed
+from headrace.errors import RunFailed, UsageError
 from headrace.policies.period import AutoPeriod, Period, Seen, first_period, next_period
 from headrace.replica.averaging import Average, average_of
 from headrace.replica.conditioning import all_finite
@@ -24,7 +24,7 @@ from headrace.replica.remainder import Remainder
 from headrace.replica.update import PARAMETER, Updater
 from headrace.spec.model import ModelSpec
 
-__all__ = ["Gathering", "Habits", "seated"]
+__all__ = ["Gathering", "Habits", "require_alike", "seated"]
 
 _OUTER = "headrace.outer"
 """Key of the pieces that hold what the outer step keeps."""
@@ -59,6 +59,27 @@ def seated(
         region.copy_(average.own)
     host.barrier()
     return average
+
+
+def require_alike(module: nn.Module, model: ModelSpec, rank: int) -> None:
+    """Refuses a module that is not of the run's model: its parameters would be averaged with others than their like.
+
+    Raises:
+        UsageError: it is not.
+    """
+    own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in module.named_parameters()}
+    run = {spec.name: (spec.shape, f"torch.{spec.dtype}") for spec in model.parameters}
+    for name in [*run, *(own.keys() - run.keys())]:
+        if own.get(name) != run.get(name):
+            mine, theirs = (_form(name, each.get(name)) for each in (own, run))
+            raise UsageError(
+                f"rank {rank} has {mine}, and the run's model has {theirs}; the model must be alike on all workers, "
+                "so let it depend on nothing but the job"
+            )
+
+
+def _form(name: str, form: tuple[tuple[int, ...], str] | None) -> str:
+    return f"no {name}" if form is None else f"{name} of shape {list(form[0])} and type {form[1]}"
 
 
 class Gathering(Meetings):

@@ -27,7 +27,7 @@ from headrace.policies.sharding import everywhere
 from headrace.replica.averaging import average_of, averaged_traffic
 from headrace.replica.conditioning import Verdict
 from headrace.replica.exchange import Exchange, Replica, StatePiece
-from headrace.replica.gathering import Gathering, Habits, seated
+from headrace.replica.gathering import Gathering, Habits, require_alike, seated
 from headrace.replica.outer import Elastic, Mean, Nesterov, OuterStep, outer_step
 from headrace.replica.remainder import remainder
 from headrace.spec.cluster import Cluster
@@ -142,6 +142,7 @@ class ParameterAveraging(Strategy):
         )
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        require_alike(parts.module, parts.model, rank)
         broadcast(parts.module, parts.wire or parts.host)
         outer = outer_step(self.outer)
         habits = Habits(self._wish, outer, self.average_optimizer_state, self.post_local)
