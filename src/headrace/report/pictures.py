@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from headrace.report.averaging_pictures import averaging_pictures
 from headrace.report.curves import LossPoint
 from headrace.report.drawing import Bar, Curve, Mark, draw_bars, draw_curves
 from headrace.report.looks import Picture, looks
@@ -32,6 +33,7 @@ def pictures(summaries: Sequence[Summary], references: References) -> tuple[Pict
         _throughput(summaries, references),
         _steps(summaries),
         *server_pictures(summaries),
+        *averaging_pictures(summaries),
         *_metrics(summaries),
         *_memory(summaries),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.errors import DataError
 from headrace.report.attempts import Attempt, attempts, of_kind
+from headrace.report.averaging import Averaging, averaging_of
 from headrace.report.bottleneck import Bottleneck, bottleneck_of
 from headrace.report.curves import Curves, curves_of
 from headrace.report.events import read_log
@@ -145,6 +146,7 @@ class Summary:
         servers: what they did; None where there were none.
         inputs: how the workers were fed; None where none has said it.
         bottleneck: what held the run up; None where nobody can say.
+        averaging: how often workers met who went on by themselves; None where they did not.
     """
 
     label: str
@@ -160,6 +162,7 @@ class Summary:
     servers: Servers | None = None
     inputs: Inputs | None = None
     bottleneck: Bottleneck | None = None
+    averaging: Averaging | None = None
 
     @property
     def name(self) -> str:
@@ -246,6 +249,7 @@ def summarize(run_dir: Path | str) -> Summary:
         servers=servers_of(begun, clock),
         inputs=inputs,
         bottleneck=bottleneck_of(times, inputs) if inputs else None,
+        averaging=averaging_of(begun),
     )
 
 

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.report.averaging import averaging_line, averaging_plain, averaging_rows
 from headrace.report.input_words import bottleneck_plain, input_plain, input_rows
 from headrace.report.quantities import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
 from headrace.report.references import References, verdict
@@ -121,6 +122,7 @@ def _legend(summaries: Sequence[Summary], references: References, metric: str | 
         "ms: of a worker's mean step in compute, exchange, update, waiting for data.",
     ]
     lines += [f"{each.name}: {server_line(each.servers)}." for each in summaries if each.servers is not None]
+    lines += [f"{each.name}: {averaging_line(each.averaging)}." for each in summaries if each.averaging is not None]
     lines += [f"{each.name}: {each.bottleneck.line}." for each in summaries if each.bottleneck is not None]
     return lines + [f"! {ending(each)}" for each in summaries if each.status != "ok"]
 
@@ -159,6 +161,7 @@ def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
         rows.append(("mean step", step_words(summary.times)))
     rows += [] if summary.inputs is None else input_rows(summary.inputs, summary.bottleneck)
     rows += [] if summary.servers is None else server_rows(summary.servers)
+    rows += [] if summary.averaging is None else averaging_rows(summary.averaging)
     together = f"in all workers {'and servers ' * (summary.servers is not None)}together"
     rows += [
         (name, f"{byte_count(value)} {where}")
@@ -252,6 +255,7 @@ def run_plain(summary: Summary) -> dict[str, Any]:
         "saves": None if summary.saves is None else to_plain(summary.saves),
         "non_finite": None if summary.non_finite is None else to_plain(summary.non_finite),
         "servers": None if summary.servers is None else server_plain(summary.servers),
+        "averaging": None if summary.averaging is None else averaging_plain(summary.averaging),
         "input": None if summary.inputs is None else input_plain(summary.inputs),
         "bottleneck": bottleneck_plain(summary.bottleneck),
         "notices": list(summary.outcome.notices),
