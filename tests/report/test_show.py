@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.report.events import LogTail
 from headrace.report.show import Show
-from headrace.spec.event import Evaluated, NonFinite, Notice, Saved
+from headrace.spec.event import Averaged, Evaluated, NonFinite, Notice, Saved
 
 
 def test_lines_that_are_worth_one() -> None:
@@ -56,6 +56,18 @@ def test_rounds_that_are_not_finite_do_not_fill_the_screen() -> None:
         "mirrored: 10 rounds were not finite so far, the last at step 12",
         "mirrored: 100 rounds were not finite so far, the last at step 102",
         "mirrored: 1000 rounds were not finite so far, the last at step 1002",
+    ]
+
+
+def test_copies_that_were_left_out_are_told() -> None:
+    stream = io.StringIO()
+    show = Show("mean", 100, plain=True, stream=stream)
+    for left_out in ((), (1,), (0, 2)):
+        show.event(Averaged(0, 1.0, 16, 16, 16, "as asked for", 0.1, 0.01, left_out))
+    show.close()
+    assert stream.getvalue().splitlines() == [
+        "mean: the parameters of rank 1 are not finite after 16 steps: left out of the mean, from which it goes on",
+        "mean: the parameters of 2 ranks are not finite after 16 steps: left out of the mean, from which they go on",
     ]
 
 

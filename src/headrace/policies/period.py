@@ -98,7 +98,8 @@ def next_period(now: Period, seen: Seen, wish: int | AutoPeriod) -> Period:
         return replace(now, most=most)
     share = seen.exchange_s / (seen.exchange_s + seen.train_s)
     # So many rounds that the exchange takes its share of them and itself.
-    enough = math.ceil(seen.exchange_s * seen.rounds / seen.train_s * (1 / wish.exchange_share - 1))
+    exact = seen.exchange_s * seen.rounds / seen.train_s * (1 / wish.exchange_share - 1)
+    enough = math.ceil(min(exact, wish.longest))
     costs = f"the exchange takes {share:.1%} of the time"
     if wish.exchange_share / 2 <= share <= wish.exchange_share:
         return Period(min(now.rounds, most), f"{costs}, at most {wish.exchange_share:.0%} is allowed", most)

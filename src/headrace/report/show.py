@@ -8,7 +8,7 @@ from typing import TextIO
 
 from headrace.report.progress import Progress
 from headrace.report.quantities import byte_count
-from headrace.spec.event import Evaluated, Event, Lost, NonFinite, Notice, Saved
+from headrace.spec.event import Averaged, Evaluated, Event, Lost, NonFinite, Notice, Saved
 
 __all__ = ["Show", "whose"]
 
@@ -25,6 +25,13 @@ def whose(event: NonFinite) -> str:
         return "the gradient is not finite"
     ranks = f"rank {event.ranks[0]}" if len(event.ranks) == 1 else f"{len(event.ranks)} ranks"
     return f"the loss of {ranks} is not finite"
+
+
+def _lost_numbers(event: Averaged) -> str:
+    alone = len(event.left_out) == 1
+    ranks = f"rank {event.left_out[0]}" if alone else f"{len(event.left_out)} ranks"
+    then = f"left out of the mean, from which {'it goes' if alone else 'they go'} on"
+    return f"the parameters of {ranks} are not finite after {event.step} steps: {then}"
 
 
 class Show:
@@ -70,6 +77,8 @@ class Show:
                 self._progress.line(f"{self._label}: saved step {event.step}, {byte_count(event.bytes)}")
             case NonFinite() if event.action in _ACTIONS:
                 self._count(event)
+            case Averaged() if event.left_out:
+                self._progress.line(f"{self._label}: {_lost_numbers(event)}")
             case Lost():
                 self._progress.line(f"{self._label}: {event.line}")
             case Notice():
