@@ -66,11 +66,13 @@ def test_what_drift_allows_grows_again_when_it_is_small() -> None:
 
 
 def test_an_exchange_that_has_become_cheap_shortens_it() -> None:
-    wish = AutoPeriod()
-    long = Period(512, "", wish.longest)
-    shorter = next_period(long, Seen(512, 5.12, 0.01, 0.001), wish)
-    assert shorter.rounds == 19
-    assert share(shorter, 0.01) <= 0.05
+    wish, period = AutoPeriod(), Period(512, "", 1024)
+    rounds = []
+    for _ in range(7):
+        period = next_period(period, Seen(period.rounds, period.rounds * STEP_S, 0.01, 0.001), wish)
+        rounds.append(period.rounds)
+    assert rounds == [256, 128, 64, 32, 32, 32, 32]
+    assert share(period, 0.01) <= 0.05
 
 
 @given(

@@ -22,7 +22,7 @@ class AutoPeriod:
     """
 
     exchange_share: float = 0.05
-    drift: float = 0.05
+    drift: float = 0.15
     longest: int = 1024
 
     def __post_init__(self) -> None:
@@ -80,8 +80,8 @@ def first_period(wish: int | AutoPeriod) -> Period:
 def next_period(now: Period, seen: Seen, wish: int | AutoPeriod) -> Period:
     """Returns the next period.
 
-    It at most doubles, so that a drift that grows is seen in time. Drift halves it, and what was too long once is not
-    tried again before the drift is below half of what is allowed.
+    It at most doubles, so that a drift that grows is seen in time, and at most halves, because one measurement may be
+    wrong. Drift halves it, and what was too long once is not tried again before drift is below half of what is allowed.
 
     Args:
         now: the period that has just ended.
@@ -99,7 +99,7 @@ def next_period(now: Period, seen: Seen, wish: int | AutoPeriod) -> Period:
     share = seen.exchange_s / (seen.exchange_s + seen.train_s)
     # So many rounds that the exchange takes its share of them and itself.
     exact = seen.exchange_s * seen.rounds / seen.train_s * (1 / wish.exchange_share - 1)
-    enough = math.ceil(min(exact, wish.longest))
+    enough = max(math.ceil(min(exact, wish.longest)), now.rounds // 2)
     costs = f"the exchange takes {share:.1%} of the time"
     if wish.exchange_share / 2 <= share <= wish.exchange_share:
         return Period(min(now.rounds, most), f"{costs}, at most {wish.exchange_share:.0%} is allowed", most)
