@@ -182,6 +182,12 @@ def use_the_wire(host: SharedMemory, page: ControlPage, store: str) -> list[str]
                 wrong.append(f"sum of {dtype} x {length}")
             if digest(spread) != digest(tensors[0]):
                 wrong.append(f"broadcast of {dtype} x {length}")
+    own = torch.tensor([200 + host.rank], dtype=torch.uint8)
+    if wire.gather(own).tolist() != [[200], [201]]:
+        wrong.append("gather")
+    pieces = torch.tensor([[host.rank, to, 255] for to in range(2)], dtype=torch.uint8)
+    if wire.trade(pieces).tolist() != [[rank, host.rank, 255] for rank in range(2)]:
+        wrong.append("trade")
     if wire.sum([0.1, host.rank]) != [0.1 + 0.1, 1.0]:
         wrong.append("numbers")
     if wire.moved_bytes <= 0:

@@ -28,6 +28,18 @@ def test_a_sum_has_the_same_bits_on_every_rank_in_rank_order(world: int, dtype: 
 
 
 @pytest.mark.parametrize("world", WORLDS)
+def test_everybody_gets_what_everybody_has_and_what_it_is_given(world: int) -> None:
+    def act(host: InProcess) -> tuple[list[list[int]], list[list[int]]]:
+        own = torch.tensor([200 + host.rank, 7], dtype=torch.uint8)
+        pieces = torch.tensor([[host.rank, to, 255] for to in range(world)], dtype=torch.uint8)
+        return host.gather(own).tolist(), host.trade(pieces).tolist()
+
+    for rank, (gathered, given) in enumerate(together(world, act)):
+        assert gathered == [[200 + peer, 7] for peer in range(world)]
+        assert given == [[peer, rank, 255] for peer in range(world)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_broadcast_brings_the_bits_of_rank_0(world: int) -> None:
     def act(host: InProcess) -> str:
         tensor = made(300, torch.float32, seed=host.rank)

@@ -235,7 +235,7 @@ def drive(
             step(replica, share, round_)
         return held(replica)
 
-    return with_replicas(job, strategy, workers, rounds, saved, wired, estranged)
+    return with_replicas(job, strategy, workers, rounds, saved, wired, estranged, start)
 
 
 def with_replicas(
@@ -246,8 +246,12 @@ def with_replicas(
     saved: Saved | None = None,
     wired: bool = False,
     estranged: bool = False,
+    first: int = 0,
 ) -> list[T]:
-    """Builds a replica a worker, and lets each act in a thread of its own; returns what they returned, by rank."""
+    """Builds a replica a worker, and lets each act in a thread of its own; returns what they returned, by rank.
+
+    They begin with round `first`.
+    """
     prepared = prepare(job)
     plan = strategy.plan(prepared.model, CLUSTER)
     assert plan.workers == workers
@@ -273,7 +277,7 @@ def with_replicas(
         connect = (lambda: InProcess(meeting, host.rank)) if wired else None
         loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, plan.shares, host.rank)
         epoch = loader.rounds_per_epoch
-        parts = Parts(module, prepared.model, objective, job.optimizer, job.options, host, connect, epoch)
+        parts = Parts(module, prepared.model, objective, job.optimizer, job.options, host, connect, epoch, first=first)
         return act(host.rank, strategy.replica(plan, host.rank, parts), loader)
 
     return together(workers, body)

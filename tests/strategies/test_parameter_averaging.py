@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,10 +18,11 @@ import headrace as hr
 from headrace.data import Loader, as_pipeline
 from headrace.errors import NonFiniteLoss, RunFailed, UnknownName, UsageError
 from headrace.metrics import weigh
+from headrace.replica.exchange import Replica, StatePiece
 from headrace.spec.event import Averaged, Evaluated
 from headrace.strategies import resolve
 from strategies.contract_models import ADAM, COUNTS, MODELS, VARIANTS, Case, Convolutional, dense, images
-from strategies.contract_runs import distance, drive, train
+from strategies.contract_runs import Saved, distance, drive, held, step, train, with_replicas
 from strategies.test_contract import DOUBLE
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -191,6 +194,79 @@ def test_by_a_wire_as_through_shared_memory(strategy: hr.ParameterAveraging) -> 
         assert distance(floating(one.tensors), floating(other.tensors)) <= 1e-12
     agree = distance(floating(host[0].tensors), floating(host[1].tensors)) == 0
     assert not agree, "the seventh round is behind the last meeting"
+
+
+FEWER = {"bf16": 2e-2, "int8": 4e-2}
+
+
+@pytest.mark.parametrize("outer", [None, "nesterov", "elastic"])
+@pytest.mark.parametrize("codec", sorted(FEWER))
+def test_fewer_bits_on_the_wire_cost_little(codec: str, outer: str | None) -> None:
+    job = CASES["mlp"].job(COUNTS["tiny"])
+    strategy = hr.ParameterAveraging(3, period=2, outer=outer)
+    plain = drive(job, strategy, 3, 0, 8, wired=True)
+    coded = drive(job, dataclasses.replace(strategy, codec=codec), 3, 0, 8, wired=True)
+    for one, other in zip(coded, plain, strict=True):
+        assert 0 < distance(floating(one.tensors), floating(other.tensors)) < FEWER[codec]
+    if outer != "elastic":
+        first = floating(coded[0].tensors)
+        assert all(distance(floating(each.tensors), first) == 0 for each in coded), "the same bits on all workers"
+
+
+@pytest.mark.parametrize("codec", ["plain", *sorted(FEWER)])
+@pytest.mark.parametrize("outer", [None, "nesterov", "elastic"])
+def test_to_look_changes_nothing_over_a_wire(codec: str, outer: str | None) -> None:
+    strategy = hr.ParameterAveraging(2, period=3, outer=outer, codec=codec)
+
+    def act(looks: bool, rank: int, replica: Replica, loader: Loader) -> list[Mapping[str, Tensor]]:
+        assert replica.meetings is not None
+        seen = []
+        for round_, share in enumerate(itertools.islice(loader.rounds(), 7)):
+            step(replica, share, round_)
+            for on in (True, True, False, False) if looks else ():
+                replica.meetings.show(on)
+                seen += [held(replica).tensors] if on else []
+        # What was seen in the end is what all are together; and where each has gone.
+        return [*seen[-1:], held(replica).tensors]
+
+    job = CASES["mlp"].job(COUNTS["uneven"])
+    looking, others = (with_replicas(job, strategy, 2, partial(act, looks), wired=True) for looks in (True, False))
+    assert all(distance(a[-1], b[-1]) == 0 for a, b in zip(looking, others, strict=True))
+    assert distance(looking[0][0], looking[1][0]) == 0 < distance(looking[0][1], looking[1][1])
+
+
+@pytest.mark.parametrize("codec", ["plain", "int8"])
+@pytest.mark.parametrize("outer", [None, "nesterov", "elastic"])
+def test_what_was_lost_on_the_wire_is_saved_too(codec: str, outer: str | None) -> None:
+    strategy, job = hr.ParameterAveraging(2, period=2, outer=outer, codec=codec), CASES["adam"].job(COUNTS["uneven"])
+
+    def act(stop: int, rank: int, replica: Replica, loader: Loader) -> tuple[Saved, list[StatePiece], Saved]:
+        assert replica.meetings is not None
+        for round_, share in enumerate(itertools.islice(loader.rounds(), stop)):
+            step(replica, share, round_)
+        own = list(replica.meetings.own())
+        replica.meetings.show(True)
+        shown = held(replica)
+        replica.meetings.show(False)
+        return shown, own, held(replica)
+
+    def go_on(rank: int, replica: Replica, loader: Loader) -> Saved:
+        (first, _, _), own = begun[0], begun[rank][1]
+        found = {piece.name: piece for piece in (*first.pieces, *own)}
+        replica.exchange.load(found.values(), first.settings)
+        for round_, share in enumerate(itertools.islice(loader.rounds(4), 4), 4):
+            step(replica, share, round_)
+        return held(replica)
+
+    begun = with_replicas(job, strategy, 2, partial(act, 4), wired=True)
+    whole = with_replicas(job, strategy, 2, partial(act, 8), wired=True)
+    again = with_replicas(job, strategy, 2, go_on, begun[0][0], wired=True, first=4)
+    assert [distance(one.tensors, other[2].tensors) for one, other in zip(again, whole, strict=True)] == [0, 0]
+
+
+def test_a_codec_without_a_wire_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="codec='int8' saves bytes on a wire"):
+        fit(CASES["mlp"].job(8), hr.LocalSGD(2, codec="int8"), run_dir=tmp_path)
 
 
 def history(run: hr.Run) -> list[Averaged]:

@@ -44,6 +44,17 @@ class Collective(ABC):
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces a contiguous tensor by rank 0's."""
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns every rank's `(nbytes,)` uint8 tensor, by rank, as `(world, nbytes)`; their lengths are equal."""
+        every = tensor.new_zeros(self.world, len(tensor))
+        every[self.rank] = tensor
+        self.all_reduce(every)
+        return every
+
+    def trade(self, pieces: Tensor) -> Tensor:
+        """Gives row i of a contiguous `(world, nbytes)` uint8 tensor to rank i; returns what all give this one."""
+        return self.gather(pieces.view(-1)).view(self.world, *pieces.shape)[:, self.rank]
+
     @abstractmethod
     def sum(self, values: Sequence[float]) -> list[float]:
         """Returns the sums over ranks of a few numbers, in double precision, in rank order."""

@@ -60,6 +60,19 @@ class Distributed(Collective):
         dist.broadcast(tensor, 0)
         self.moved_bytes += tensor.numel() * tensor.element_size()
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        every = tensor.new_empty(self.world, len(tensor))
+        dist.all_gather_into_tensor(every, tensor.contiguous())
+        # It goes to each of the others, and one comes from each.
+        self.moved_bytes += 2 * (self.world - 1) * len(tensor)
+        return every
+
+    def trade(self, pieces: Tensor) -> Tensor:
+        given = torch.empty_like(pieces)
+        dist.all_to_all_single(given, pieces)
+        self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
+        return given
+
     def sum(self, values: Sequence[float]) -> list[float]:
         every = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         gathered = [torch.empty_like(every) for _ in range(self.world)]

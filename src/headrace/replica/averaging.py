@@ -22,7 +22,7 @@ from headrace.comm.collective import Collective, SharedCollective
 from headrace.replica.layout import FlatLayout
 from headrace.replica.outer import OuterStep
 
-__all__ = ["Average", "Combined", "HostAverage", "WireAverage", "average_of", "averaged_traffic"]
+__all__ = ["Average", "Combined", "HostAverage", "WireAverage", "averaged_traffic", "moved", "squared"]
 
 _CHUNK = 65_536
 """Elements that are worked on at a time, so that they stay in a core's cache."""
@@ -56,18 +56,25 @@ class Average(ABC):
         layout: places of the tensors.
         own: this worker's copy, `(nbytes,)` uint8.
         kept: what the outer step keeps beside it, in the same form.
+        lost: what this worker still owes the others, because it was lost on the way, in the same form.
         nbytes: that this rank adds to the host.
     """
 
     layout: FlatLayout
     own: Tensor
     kept: tuple[Tensor, ...]
+    lost: tuple[Tensor, ...] = ()
     nbytes: int
 
     @property
     def elements(self) -> list[Tensor]:
         """This worker's copy, flat, one tensor a type."""
         return [span.of(self.own) for span in self.layout.spans]
+
+    def begin(self) -> None:
+        """Lets what is kept begin with the copies, which are all alike."""
+        for region in self.kept[:1]:
+            region.copy_(self.own)
 
     @abstractmethod
     def combine(self, weights: Sequence[float], look: bool = False) -> Combined:
@@ -109,7 +116,7 @@ class HostAverage(Average):
             for start in range(0, len(copies[0]), _CHUNK):
                 stop = start + _CHUNK
                 chunks = [copy[start:stop] for copy in copies]
-                move = functools.partial(_move, self._outer, [each[start:stop] for each in kept], look)
+                move = functools.partial(moved, self._outer, [each[start:stop] for each in kept], look)
                 total = _plus(total, _combine(chunks, weights, move))
         self._host.moved_bytes += self._traffic
         return total
@@ -144,21 +151,14 @@ class WireAverage(Average):
             mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
             self._wire.all_reduce(mean)
             # The mean is the same on all ranks, and its norm is counted once.
-            measured = Combined(total.squares, total.norm + (0.0 if rank else _squared(mean)))
+            measured = Combined(total.squares, total.norm + (0.0 if rank else squared(mean)))
             if weights[rank] < 0:
                 copy.copy_(mean)
             else:
-                measured.squares[rank] += _squared(copy - mean)
+                measured.squares[rank] += squared(copy - mean)
             total = measured
-            _move(self._outer, kept, look, mean, [copy], workers)
+            moved(self._outer, kept, look, mean, [copy], workers)
         return total
-
-
-def average_of(
-    layout: FlatLayout, host: SharedCollective, wire: Collective | None, device: torch.device, outer: OuterStep
-) -> Average:
-    """Returns what averages tensors of this layout: through shared memory, unless there is a wire."""
-    return HostAverage(layout, host, outer) if wire is None else WireAverage(layout, wire, device, outer)
 
 
 def _combine(
@@ -174,15 +174,16 @@ def _combine(
         if weights[rank] < 0:
             copy.copy_(mean)
         elif others:
-            squares[rank] = _squared(copy - mean)
-    norm = _squared(mean)
+            squares[rank] = squared(copy - mean)
+    norm = squared(mean)
     move(mean, copies, len(live))
     return Combined(squares, norm)
 
 
-def _move(
+def moved(
     outer: OuterStep, kept: Sequence[Tensor], look: bool, mean: Tensor, copies: Sequence[Tensor], workers: int
 ) -> None:
+    """Lets the outer step move copies, or the trained model stand in their places."""
     if not look:
         outer.step(kept, mean, copies, workers)
         return
@@ -191,7 +192,8 @@ def _move(
         copy.copy_(model)
 
 
-def _squared(tensor: Tensor) -> float:
+def squared(tensor: Tensor) -> float:
+    """Returns the sum of squares of all elements."""
     return float(torch.linalg.vector_norm(tensor)) ** 2
 
 

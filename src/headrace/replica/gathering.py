@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import Collective, SharedCollective
+from headrace.comm.collective import SharedCollective
 from headrace.errors import RunFailed, UsageError
 from headrace.policies.period import AutoPeriod, Period, Seen, first_period, next_period
-from headrace.replica.averaging import Average, average_of
+from headrace.replica.averaging import Average
 from headrace.replica.conditioning import all_finite
 from headrace.replica.layout import FlatLayout
 from headrace.replica.meetings import Meetings, Met
@@ -28,6 +27,8 @@ __all__ = ["Gathering", "Habits", "require_alike", "seated"]
 
 _OUTER = "headrace.outer"
 """Key of the pieces that hold what the outer step keeps."""
+_LOST = "headrace.lost"
+"""Key of the pieces that hold what a codec has lost of what was sent."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,15 @@ class Habits:
 
 
 def seated(
-    module: nn.Module, model: ModelSpec, host: SharedCollective, wire: Collective | None, outer: OuterStep
+    module: nn.Module, model: ModelSpec, host: SharedCollective, make: Callable[[FlatLayout], Average]
 ) -> Average:
     """Lets a module's trainable parameters lie where they are averaged, and what is kept begin with them."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    average = average_of(FlatLayout(model.trainable), host, wire, device, outer)
+    average = make(FlatLayout(model.trainable))
     named = dict(module.named_parameters())
     for spec, view in zip(model.trainable, average.layout.views(average.own), strict=True):
         view.copy_(named[spec.name].data)
         named[spec.name].data = view
-    for region in average.kept[:1]:
-        region.copy_(average.own)
+    average.begin()
     host.barrier()
     return average
 
@@ -174,10 +173,14 @@ class Gathering(Meetings):
             self._host.barrier()
 
     def own(self) -> tuple[StatePiece, ...]:
-        alone = () if self._habits.average_state or not self._host.rank else self._updater.state()
-        if self._habits.outer.agrees:
-            return alone
-        return (*alone, *self._pieces(PARAMETER, self._average.own))
+        pieces = [
+            piece for i, region in enumerate(self._average.lost) for piece in self._pieces(f"{_LOST}-{i}", region)
+        ]
+        if not self._habits.outer.agrees:
+            pieces += self._pieces(PARAMETER, self._average.own)
+        # What rank 0 has besides is what all begin with who find nothing of their own.
+        alone = self._host.rank and not self._habits.average_state
+        return (*pieces, *(self._updater.state() if alone else ()))
 
     def kept(self) -> tuple[StatePiece, ...]:
         """Returns what the outer step keeps, but for the parameters."""
@@ -196,10 +199,11 @@ class Gathering(Meetings):
         saved = (settings or {}).get("averaging")
         if saved and isinstance(self._habits.period, AutoPeriod):
             self._period = Period(int(saved["period"]), str(saved["why"]), int(saved["most"]))
-        for index, region in enumerate(self._average.kept):
-            for piece in pieces:
-                if piece.key == f"{_OUTER}-{index}":
-                    piece.copy_to(self._average.layout.flat(region, piece.parameter), 0)
+        places = {f"{_OUTER}-{index}": region for index, region in enumerate(self._average.kept)}
+        places |= {f"{_LOST}-{index}": region for index, region in enumerate(self._average.lost)}
+        for piece in pieces:
+            if piece.key in places:
+                piece.copy_to(self._average.layout.flat(places[piece.key], piece.parameter), 0)
         # Where one region is everybody's, all have written the same into it.
         self._host.barrier()
 

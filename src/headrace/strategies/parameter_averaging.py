@@ -24,10 +24,12 @@ from headrace.errors import UnknownName, UsageError
 from headrace.policies.period import AutoPeriod
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
-from headrace.replica.averaging import average_of, averaged_traffic
+from headrace.replica.averaging import Average, HostAverage, WireAverage, averaged_traffic
+from headrace.replica.coded_average import CodedAverage
 from headrace.replica.conditioning import Verdict
 from headrace.replica.exchange import Exchange, Replica, StatePiece
 from headrace.replica.gathering import Gathering, Habits, require_alike, seated
+from headrace.replica.layout import FlatLayout
 from headrace.replica.outer import Elastic, Mean, Nesterov, OuterStep, outer_step
 from headrace.replica.remainder import remainder
 from headrace.spec.cluster import Cluster
@@ -85,11 +87,6 @@ class ParameterAveraging(Strategy):
             raise UsageError("via='server' is not there yet; use via='all_reduce'")
         if self.via != "all_reduce":
             raise UnknownName("way", self.via, ("all_reduce", "server"))
-        if self.codec != "plain":
-            raise UsageError(
-                f"codec={self.codec!r} encodes what travels to servers, and workers of one host average in memory that "
-                "they share; use codec='plain', or via='server'"
-            )
         if self.wait != "all":
             raise UsageError(
                 f"wait={self.wait!r} goes on without whoever is late, and via='all_reduce' needs every worker; "
@@ -142,17 +139,33 @@ class ParameterAveraging(Strategy):
         )
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        if self.codec != "plain" and parts.wire is None:
+            raise UsageError(
+                f"codec={self.codec!r} saves bytes on a wire, and workers of one host average in memory that they "
+                "share, where nothing travels; use codec='plain'"
+            )
         require_alike(parts.module, parts.model, rank)
         broadcast(parts.module, parts.wire or parts.host)
         outer = outer_step(self.outer)
         habits = Habits(self._wish, outer, self.average_optimizer_state, self.post_local)
-        average = seated(parts.module, parts.model, parts.host, parts.wire, outer)
+        average = seated(parts.module, parts.model, parts.host, lambda layout: self._average(layout, parts, outer))
         local = LocalExchange(plan.segments, parts)
-        make = functools.partial(average_of, host=parts.host, wire=parts.wire, device=parts.device, outer=Mean())
-        rest = remainder(parts.module, local.updater.optimizer, self.average_optimizer_state, make)
+        rest = remainder(
+            parts.module,
+            local.updater.optimizer,
+            self.average_optimizer_state,
+            lambda layout: replace(self, codec="plain")._average(layout, parts, Mean()),
+        )
         gathering = Gathering(habits, average, rest, local.updater, parts.host, parts.first)
         compute = parts.whole_model(portions=len(plan.shares))
         return Replica(compute, AveragingExchange(rank, local, gathering), meetings=gathering)
+
+    def _average(self, layout: FlatLayout, parts: Parts, outer: OuterStep) -> Average:
+        if parts.wire is None:
+            return HostAverage(layout, parts.host, outer)
+        if self.codec == "plain":
+            return WireAverage(layout, parts.wire, parts.device, outer)
+        return CodedAverage(layout, parts.wire, parts.device, outer, self.codec)
 
 
 LocalSGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16)
