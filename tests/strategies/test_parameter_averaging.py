@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader, as_pipeline
-from headrace.errors import NonFiniteLoss, RunFailed, UnknownName, UsageError
+from headrace.errors import RunFailed
 from headrace.metrics import weigh
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.spec.event import Averaged, Evaluated
-from headrace.strategies import resolve
 from strategies.contract_models import ADAM, COUNTS, MODELS, VARIANTS, Case, Convolutional, dense, images
 from strategies.contract_runs import Saved, distance, drive, held, step, train, with_replicas
 from strategies.test_contract import DOUBLE
@@ -114,8 +113,7 @@ def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-@pytest.mark.parametrize(("workers", "period"), [(2, 3), (3, 2), (3, 100)])
-@pytest.mark.parametrize("size", ["uneven", "tiny"])
+@pytest.mark.parametrize(("workers", "period", "size"), [(2, 3, "uneven"), (3, 2, "tiny"), (3, 100, "uneven")])
 def test_local_steps_and_their_mean(case: str, workers: int, period: int, size: str) -> None:
     job = CASES[case].job(COUNTS[size])
     outcome = train(job, hr.LocalSGD(workers, period=period))
@@ -161,9 +159,9 @@ def test_elastic_averaging_keeps_a_centre(workers: int) -> None:
         assert float((tensor - centre).abs().max()) <= 1e-12
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("model", ["mlp", "lstm", "tied", "idle", "buffers", "partial"])
-@pytest.mark.parametrize("size", ["even", "uneven", "tiny"])
+@pytest.mark.parametrize("size", ["uneven", "tiny"])
 def test_a_period_of_1_with_plain_sgd_is_one_device(model: str, size: str, workers: int) -> None:
     case = MODELS[model]
     job = Case(case.model, case.data, case.loss, optimizer=PLAIN).job(COUNTS[size])
@@ -264,11 +262,6 @@ def test_what_was_lost_on_the_wire_is_saved_too(codec: str, outer: str | None) -
     assert [distance(one.tensors, other[2].tensors) for one, other in zip(again, whole, strict=True)] == [0, 0]
 
 
-def test_a_codec_without_a_wire_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="codec='int8' saves bytes on a wire"):
-        fit(CASES["mlp"].job(8), hr.LocalSGD(2, codec="int8"), run_dir=tmp_path)
-
-
 def history(run: hr.Run) -> list[Averaged]:
     return [event for event in run.events if isinstance(event, Averaged)]
 
@@ -357,109 +350,3 @@ def test_nobody_left_with_numbers_ends_the_run(tmp_path: Path) -> None:
     job = Case(dense, options=hr.Options(on_nonfinite="skip")).job(COUNTS["uneven"])
     with pytest.raises(RunFailed, match="after 2 rounds no worker has finite parameters; lower the learning rate"):
         hr.launch(spoil_all, job, hr.LocalSGD(2, period=2), device="cpu", run_dir=tmp_path, engine=THREADS)
-
-
-def test_a_loss_that_is_none_ends_the_run_with_its_rank(tmp_path: Path) -> None:
-    case = Case(dense, lambda count: (torch.full((count, 4), float("nan")), torch.arange(count) % 3))
-    with pytest.raises(NonFiniteLoss, match=r"rank [01]"):
-        fit(case.job(COUNTS["even"]), hr.LocalSGD(2), run_dir=tmp_path)
-
-
-def leave_out_a_step(worker: hr.Worker) -> None:
-    for batch in worker.batches():
-        if worker.round != 1:
-            worker.step(batch)
-
-
-def test_every_worker_steps_every_batch(tmp_path: Path) -> None:
-    job = Case(dense).job(COUNTS["uneven"])
-    with pytest.raises(UsageError, match="every worker steps every batch"):
-        hr.launch(leave_out_a_step, job, hr.LocalSGD(2), device="cpu", run_dir=tmp_path, engine=THREADS)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"period": 0}, "period must be a whole number of rounds of at least 1, 'auto' or hr.AutoPeriod"),
-        ({"period": "often"}, "got 'often'"),
-        ({"workers": 0}, "workers must be a whole number of at least 1"),
-        ({"outer": "nestrov"}, "did you mean 'nesterov'"),
-        ({"outer": 3}, "outer is a name"),
-        ({"post_local": -1}, "post_local must be a whole number of rounds of at least 0"),
-        ({"average_optimizer_state": 1}, "must be True or False"),
-        ({"codec": "int"}, "did you mean 'int8'"),
-        ({"via": "all-reduce"}, "did you mean 'all_reduce'"),
-        ({"wait": 3}, "via='all_reduce' needs every worker"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        hr.ParameterAveraging(**options)
-
-
-@pytest.mark.parametrize("wrong", [{"lr": 0}, {"lr": "much"}, {"momentum": 1.0}])
-def test_an_outer_step_that_cannot_be_meant_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="of an outer step must be a number"):
-        hr.Nesterov(**wrong)
-
-
-@pytest.mark.parametrize("beta", [0, 1.5, True])
-def test_an_elastic_force_that_does_not_come_to_rest_is_refused(beta: float) -> None:
-    with pytest.raises(UsageError, match="beta of an outer step must be a number above 0 and of at most 1"):
-        hr.Elastic(beta)
-
-
-@pytest.mark.parametrize("options", [{"on_nonfinite": "rollback"}, {"batch_norm": "sync"}, {"ema_decay": 0.9}])
-def test_options_that_need_all_workers_in_every_round_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    job = Case(dense, options=hr.Options(**options)).job(8)
-    with pytest.raises(UsageError, match=next(iter(options))):
-        fit(job, hr.LocalSGD(2), run_dir=tmp_path)
-
-
-class Remembering(torch.optim.SGD):
-    """Keeps what it was asked to do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("history", []).append(0.0)
-        return super().step(closure)
-
-
-def test_state_without_a_mean_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    job = Case(dense, optimizer=partial(Remembering, lr=0.1)).job(8)
-    with pytest.raises(UsageError, match=r"Remembering keeps a list as 'history' of '0\.weight', which has no mean"):
-        fit(job, hr.ParameterAveraging(2, average_optimizer_state=True), run_dir=tmp_path)
-
-
-class Growing(nn.Module):
-    """Every one that is built is larger than the one before."""
-
-    built = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        Growing.built += 1
-        self.body = nn.Linear(4, 3)
-        self.rest = nn.Parameter(torch.zeros(Growing.built))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.body(x) + self.rest.sum()
-        return output
-
-
-def test_workers_whose_models_differ_are_refused(tmp_path: Path) -> None:
-    x, y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
-    job = hr.Job(model=Growing, loss=nn.functional.cross_entropy, optimizer=PLAIN, data=(x, y), global_batch_size=4,
-                 epochs=1)  # fmt: skip
-    with pytest.raises(UsageError, match=r"rank \d has rest of shape"):
-        fit(job, hr.LocalSGD(2), run_dir=tmp_path)
-
-
-def test_short_names_are_the_strategy_with_other_numbers() -> None:
-    assert resolve("diloco", 4) == hr.DiLoCo(4) == hr.ParameterAveraging(4, 100, hr.Nesterov(0.7, 0.9))
-    assert resolve("easgd(period=4)") == hr.ParameterAveraging(period=4, outer=hr.Elastic(0.9))
-    assert resolve("local_sgd") == hr.LocalSGD() == hr.ParameterAveraging()
-    assert resolve("parameter_averaging(period='auto')", 2) == hr.ParameterAveraging(2, "auto")
-    with pytest.raises(UnknownName, match="did you mean 'diloco'"):
-        resolve("dilco")
