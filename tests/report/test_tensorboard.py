@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import UnfitMachine
 from headrace.report import TensorBoard, read_events
-from headrace.spec.event import LAUNCHER, Evaluated, NonFinite, RunStarted, Saved, Stepped
+from headrace.spec.event import LAUNCHER, Averaged, Evaluated, NonFinite, RunStarted, Saved, Stepped
 
 
 @pytest.mark.slow
@@ -17,6 +17,7 @@ def test_a_run_read_back_with_tensorboards_own_reader(tmp_path, make_run):
         for event in read_events(run_dir):
             board(event)
         board(Stepped(0, 2.7, 10, 2, 8, 0.25, 8.0, 0.0, 0.1, 0.0, 0.0))
+        board(Averaged(0, 2.7, 10, 5, 8, "as asked for", 0.125, 0.01))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(tmp_path / "board"))
@@ -31,6 +32,9 @@ def test_a_run_read_back_with_tensorboards_own_reader(tmp_path, make_run):
         (5, 0.6),
         (10, 0.7),
     ]
+    told = [(read.Scalars(f"averaging/{name}")[0].step, read.Scalars(f"averaging/{name}")[0].value)
+            for name in ("drift", "period")]  # fmt: skip
+    assert told == [(10, 0.125), (10, 8.0)]
     assert [point.value for point in read.Scalars("seconds/exchange/rank-1")] == pytest.approx([0.04] * 5 + [0.02] * 5)
 
 
