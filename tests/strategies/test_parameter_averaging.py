@@ -21,6 +21,7 @@ from headrace.metrics import weigh
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.spec.event import Averaged, Evaluated
 from strategies.contract_models import ADAM, COUNTS, MODELS, VARIANTS, Case, Convolutional, dense, images
+from strategies.contract_options import SCHEDULES
 from strategies.contract_runs import Saved, distance, drive, held, step, train, with_replicas
 from strategies.test_contract import DOUBLE
 
@@ -260,6 +261,14 @@ def test_what_was_lost_on_the_wire_is_saved_too(codec: str, outer: str | None) -
     whole = with_replicas(job, strategy, 2, partial(act, 8), wired=True)
     again = with_replicas(job, strategy, 2, go_on, begun[0][0], wired=True, first=4)
     assert [distance(one.tensors, other[2].tensors) for one, other in zip(again, whole, strict=True)] == [0, 0]
+
+
+@pytest.mark.parametrize("every", ["step", "epoch"])
+def test_micro_batches_schedules_and_warm_up_are_those_of_one_device(every: str) -> None:
+    options = hr.Options(accumulate=2, schedule=SCHEDULES["exponential"], schedule_every=every, warmup=4)
+    job = Case(dense, optimizer=MOMENTUM, options=options).job(COUNTS["tiny"])
+    outcome = train(job, hr.ParameterAveraging(3, period=1, average_optimizer_state=True))
+    assert distance(outcome.tensors, train(job, hr.OneDevice()).tensors) <= DOUBLE
 
 
 def history(run: hr.Run) -> list[Averaged]:
