@@ -114,7 +114,7 @@ class Gathering(Meetings):
         self._rounds = 0
         self._weight = 0.0
         self._exchange_s = 0.0
-        self._left = perf_counter()
+        self._left = self._looked = perf_counter()
         self._saved: Tensor | None = None
         self._shows = False
         self.worth = 0.0
@@ -166,7 +166,11 @@ class Gathering(Meetings):
             if self._saved is not None:
                 self._average.own.copy_(self._saved)
                 self._saved = None
-        elif self._rounds or not self._habits.outer.agrees:
+            # Evaluations are no training, and make no exchange cheaper.
+            self._left += perf_counter() - self._looked
+            return
+        self._looked = perf_counter()
+        if self._rounds or not self._habits.outer.agrees:
             self._saved = self._average.own.clone()
             finite = all_finite(self._average.elements)
             self._average.combine(self._agree(self._met + self._rounds, finite, 0.0)[0], look=True)
