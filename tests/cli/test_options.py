@@ -12,9 +12,9 @@ from headrace.errors import UnknownName, UsageError
 
 @pytest.mark.slow
 def test_the_names_read_from_the_source_are_those_of_the_dict() -> None:
-    from headrace.strategies import STRATEGIES
+    from headrace.strategies import SHORT_NAMES, STRATEGIES
 
-    assert strategy_names() == tuple(sorted(STRATEGIES))
+    assert strategy_names() == tuple(sorted([*STRATEGIES, *SHORT_NAMES]))
 
 
 def test_names_complete() -> None:
@@ -30,7 +30,7 @@ def test_lists_of_names_complete_without_what_is_taken() -> None:
 
 
 def test_an_unknown_strategy_is_refused_with_a_suggestion() -> None:
-    check_strategies(["mirrored", "one_device"])
+    check_strategies(["mirrored", "one_device", "diloco(period=50)", "easgd", "local_sgd"])
     with pytest.raises(UnknownName, match="no strategy 'mirored'; did you mean 'mirrored'"):
         check_strategies(["one_device", "mirored"])
 
