@@ -22,6 +22,8 @@ STRATEGIES = {
     ONE: hr.OneDevice(),
     "averaging, 4 workers, period 10": hr.ParameterAveraging(4, period=10),
     "averaging, 4 workers, period 10, state too": hr.ParameterAveraging(4, period=10, average_optimizer_state=True),
+}
+OTHERS = {
     "DiLoCo, 4 workers, period 10": hr.DiLoCo(4, period=10),
     "EASGD, 4 workers, period 10": hr.EASGD(4, period=10),
 }
@@ -36,16 +38,18 @@ def accuracy(job: hr.Job, strategy: Strategy, seeds: list[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--others", action="store_true", help="DiLoCo and EASGD, too")
     arguments = parser.parse_args()
     make: Callable[..., hr.Job] = runpy.run_path(str(ROOT / "examples" / "fashion_mnist" / "job.py"))["job"]
     job = make(epochs=arguments.epochs)
+    strategies = {**STRATEGIES, **(OTHERS if arguments.others else {})}
     contestants = {
         name: functools.partial(accuracy, job, strategy, list(range(arguments.seeds)))
-        for name, strategy in STRATEGIES.items()
+        for name, strategy in strategies.items()
     }
     figures = alternate(contestants, arguments.seeds)
-    points = {f"{name} - {ONE}": difference(figures, name, ONE) for name in STRATEGIES if name != ONE}
+    points = {f"{name} - {ONE}": difference(figures, name, ONE) for name in strategies if name != ONE}
     report(Path(__file__).parent, "averaging-accuracy", "% of the test images", figures, points)
 
 
