@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from headrace.comm.collective import SharedCollective
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
-from headrace.engine.launched import Group, launched_ranks
+from headrace.engine.launched import Group
 from headrace.engine.machine import cores
+from headrace.engine.rendezvous import launched_ranks
 from headrace.engine.shares import counted
 from headrace.errors import UnknownName, UsageError
 from headrace.policies.sharding import whole
@@ -28,7 +29,7 @@ from headrace.policies.threads import threads_per_worker
 from headrace.replica.describe import describe
 from headrace.replica.gradients import Presence
 from headrace.replica.layout import FlatLayout
-from headrace.replica.reduction import HostReduction
+from headrace.replica.reduction import HostReduction, Reduction, WireReduction
 from headrace.strategies.central_storage import one_copy, seat
 from headrace.strategies.strategy import broadcast
 
@@ -67,10 +68,12 @@ def setup(
     ranks = launched_ranks() or 1
     if strategy == "one_device" and ranks > 1:
         raise UsageError(f"one_device is one process and the launcher started {ranks}; use strategy='mirrored'")
-    host = _join(ranks, timeout_s)
+    host, mates = _join(ranks, timeout_s)
+    if strategy == "central_storage" and not host.one_memory:
+        raise UsageError("central_storage keeps one copy in the memory of one host, and there are several; mirrored")
     shares = ShareLoader(loader, host)
     if ranks > 1:
-        torch.set_num_threads(threads_per_worker(cores(), ranks))
+        torch.set_num_threads(threads_per_worker(cores(), mates))
         _check(model, optimizer)
         broadcast(model, host)
         if strategy == "central_storage":
@@ -127,7 +130,11 @@ class _Synchronizer:
         self._shares = shares
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._presence = Presence(host, len(self._parameters))
-        self._reduction = HostReduction(layout, self._presence, host)
+        self._reduction: Reduction
+        if host.one_memory:
+            self._reduction = HostReduction(layout, self._presence, host)
+        else:
+            self._reduction = WireReduction(layout, self._presence, host, torch.device("cpu"))
         self._gradients = self._reduction.sink
         self._views = layout.views(self._reduction.result)
         self._awaited = False
@@ -147,8 +154,7 @@ class _Synchronizer:
         else:
             found = [parameter.grad for parameter in self._parameters]
             self._gradients.store([None if gradient is None else gradient * weight for gradient in found])
-        self._host.barrier()
-        missing = self._presence.missing()
+        missing = self._presence.settle()
         self._reduction.reduce()
         self._host.barrier()
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
@@ -171,12 +177,13 @@ def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, host: 
     optimizer.register_step_post_hook(lambda *_: host.barrier())
 
 
-def _join(ranks: int, timeout_s: float) -> SharedCollective:
+def _join(ranks: int, timeout_s: float) -> tuple[SharedCollective, int]:
+    """Returns the processes, and how many of them are on this host."""
     if ranks == 1:
-        return InProcess(Meeting(1), 0)
+        return InProcess(Meeting(1), 0), 1
     group = Group(timeout_s)
     atexit.register(group.close)
-    return group.host
+    return group.host, group.mates
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -6,12 +6,14 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from headrace.engine.machine import can_paint
 from headrace.engine.order import SNAPSHOTS, Attempt, Engine, Order, Progress, Resumption
 from headrace.engine.preparation import Prepared
 from headrace.engine.process import LAST_WORDS, log_path
-from headrace.errors import PeerLost, RunFailed
+from headrace.errors import PeerLost, RunFailed, UsageError
 from headrace.policies.split import split
 from headrace.ps.snapshots import SnapshotSet
 from headrace.report.events import LogTail, Tail
@@ -57,24 +59,59 @@ def supervise(order: Order, prepared: Prepared, engine: Engine, going: Going, on
 
 
 def _together(order: Order, prepared: Prepared, engine: LaunchedEngine, going: Going, on_event: OnEvent | None) -> str:
-    """Runs as one of the launcher's processes: rank 0 leads, all write to its directory."""
+    """Runs as one of the launcher's processes: rank 0 leads; those of one host write to one directory."""
     if engine.rank == 0:
         status = _lead(order, prepared, engine, going, on_event)
     else:
         told = json.loads(engine.agree(""))
         if "refused" in told:
             raise RunFailed(f"rank 0 refused to begin: {told['refused']}")
-        found = told["resume"]
-        resume = _resumption(found) if found else None
-        shared = Path(told["run_dir"])
-        begun = replace(order, run_dir=shared, resume=resume, started=told["started"], attempt=Attempt(told["began_s"]))
-        status = engine.run(begun, lambda _: None)
+        begun = _joined(order, engine, told)
+        seen = (begun.run_dir / told["mark"]).exists()
+        _check_seen(order, engine, seen)
+        with _diary(begun, prepared, engine, seen):
+            status = engine.run(begun, lambda _: None)
         engine.agree("written")
-        if shared != order.run_dir:
-            # Rank 0's may be a temporary one, which goes when rank 0 does.
-            shutil.copytree(shared, order.run_dir, dirs_exist_ok=True)
+        if begun.run_dir != order.run_dir:
+            # Another rank's may be a temporary one, which goes when that rank does.
+            shutil.copytree(begun.run_dir, order.run_dir, dirs_exist_ok=True)
     engine.agree("read")
     return status
+
+
+def _joined(order: Order, engine: LaunchedEngine, told: Mapping[str, Any]) -> Order:
+    """Returns the order as rank 0 has told it, with the directory and on the clock of this host."""
+    resume = _resumption(told["resume"]) if told["resume"] else None
+    run_dir, started = Path(told["run_dir"]), told["started"]
+    if engine.leader != 0:
+        run_dir, started = Path(engine.agree_at_home(str(order.run_dir))), monotonic() - told["passed_s"]
+    return replace(order, run_dir=run_dir, resume=resume, started=started, attempt=Attempt(told["began_s"]))
+
+
+def _check_seen(order: Order, engine: LaunchedEngine, seen: bool) -> None:
+    if engine.all_agree(seen) or not (order.checkpoints or order.resume):
+        return
+    raise UsageError(
+        f"{order.run_dir} is not the same directory on all hosts, and checkpoints are saved to one that all see; name "
+        "a run_dir on a file system of all hosts, or save nothing (checkpoints=False)"
+    )
+
+
+@contextmanager
+def _diary(order: Order, prepared: Prepared, engine: LaunchedEngine, seen: bool) -> Iterator[None]:
+    """Writes down begin and end of the run where a host has a directory of its own."""
+    if seen or engine.rank != engine.leader:
+        yield
+        return
+    journal = Journal(order.run_dir, LAUNCHER, order.started)
+    status = "failed"
+    try:
+        journal.write(_started(order, prepared))
+        yield
+        status = "ok"
+    finally:
+        journal.write(RunEnded(LAUNCHER, journal.now(), status))
+        journal.close()
 
 
 def _resumption(told: Mapping[str, Any]) -> Resumption:
@@ -90,8 +127,17 @@ def _lead(order: Order, prepared: Prepared, engine: LaunchedEngine, going: Going
             engine.agree(json.dumps({"refused": str(error)}))
             raise
         resume = {**asdict(begun.resume), "folder": str(begun.resume.folder)} if begun.resume else None
-        told = {"started": begun.started, "began_s": begun.attempt.began_s, "resume": resume}
-        engine.agree(json.dumps({**told, "run_dir": str(begun.run_dir)}))
+        with tempfile.NamedTemporaryFile(dir=begun.run_dir, prefix="seen-") as mark:
+            told = {
+                "run_dir": str(begun.run_dir),
+                "mark": Path(mark.name).name,
+                "started": begun.started,
+                "passed_s": monotonic() - begun.started,
+                "began_s": begun.attempt.began_s,
+                "resume": resume,
+            }
+            engine.agree(json.dumps(told))
+            _check_seen(begun, engine, True)
         status = _follow(begun, prepared, notices, engine, on_event)
         engine.agree("written")
         return status
@@ -183,8 +229,10 @@ def _first_line(order: Order, prepared: Prepared) -> str:
     devices = ", ".join(dict.fromkeys(role.device for role in plan.roles if role.kind == "worker"))
     servers = f" and {len(plan.servers)} server{'s' * (len(plan.servers) > 1)}" if plan.servers else ""
     servers += f", {'each with a backup' if len(plan.servers) > 1 else 'with a backup'}," if plan.backups else ""
+    hosts = list(dict.fromkeys(role.host for role in plan.roles))
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts ({', '.join(hosts)})"
     return (
-        f"{plan.workers} worker{'s' * (plan.workers > 1)}{servers} on {role.host}, {devices}, {role.threads} "
+        f"{plan.workers} worker{'s' * (plan.workers > 1)}{servers} on {where}, {devices}, {role.threads} "
         f"thread{'s' * (role.threads > 1)} each; batch of {order.job.global_batch_size} = {batch}; "
         f"{prepared.examples:,} examples"
     )

@@ -10,11 +10,12 @@ from time import monotonic
 
 from headrace.engine.attempt import Going
 from headrace.engine.interrupts import TERMINATED
-from headrace.engine.launched import LaunchedEngine, launched_ranks
+from headrace.engine.launched import LaunchedEngine
 from headrace.engine.local import LocalEngine
 from headrace.engine.machine import detect
 from headrace.engine.order import Engine, Order
 from headrace.engine.preparation import Prepared, check_options, prepare
+from headrace.engine.rendezvous import join, launched_ranks
 from headrace.engine.resumption import describe_run
 from headrace.engine.termination import Terminated
 from headrace.engine.worker import Worker
@@ -144,6 +145,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     prepared = prepare(job)
     check_options(job.options, cluster.device)
     chosen.check(job.options)
+    cluster = join(cluster)
     plan = chosen.plan(prepared.model, cluster)
     _check_split(job, prepared, plan)
     checkpoints = _checkpoints(job, chosen, wish)

@@ -45,8 +45,7 @@ def test_missing_is_what_nobody_has(rounds: list[list[list[bool] | None]]) -> No
                 presence.publish_nothing()
             else:
                 assert presence.publish([torch.ones(1) if there else None for there in own]) == all(own)
-            host.barrier()
-            found.append(presence.missing())
+            found.append(presence.settle())
             host.barrier()
         return found
 
@@ -81,14 +80,14 @@ def test_gradients_come_to_their_places(missing: tuple[int, ...]) -> None:
     for index, (view, gradient) in enumerate(zip(views, some(), strict=True)):
         assert gradient is not None
         assert torch.equal(view, torch.zeros_like(gradient) if index in missing else gradient)
-    assert presence.missing() == missing
+    assert presence.settle() == missing
 
 
 def test_nothing_is_zeros() -> None:
     sink, views, presence = flat()
     sink.store_nothing()
     assert not any(view.any() for view in views)
-    assert presence.missing() == (0, 1, 2, 3)
+    assert presence.settle() == (0, 1, 2, 3)
 
 
 def test_the_optimizer_sees_views_but_of_what_is_missing() -> None:

@@ -65,7 +65,13 @@ class Collective(ABC):
 
 
 class SharedCollective(Collective):
-    """A group on one host, whose ranks can see the same memory."""
+    """The processes of a run, who meet.
+
+    Attributes:
+        one_memory: whether they can see the same memory; where not, `share` raises.
+    """
+
+    one_memory: bool = True
 
     @property
     def members(self) -> list[int]:

@@ -5,86 +5,83 @@ They say who it is in the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_POR
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from time import monotonic
-from typing import Any
+from typing import NoReturn
 
 import torch
 
+from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.comm.elastic import Elastic
 from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
 from headrace.engine.interrupts import orderly_interrupts
-from headrace.engine.machine import cores
+from headrace.engine.machine import cores, host_name
 from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.relay import Relay
+from headrace.engine.rendezvous import MEET_S, gather, launched_store, own_address
 from headrace.engine.server import serve
 from headrace.engine.vitals import Vitals
 from headrace.engine.work import work
-from headrace.errors import InfeasiblePlan, PeerLost, UsageError
+from headrace.errors import PeerLost, RunFailed
 from headrace.policies.threads import threads_per_worker
 
-__all__ = ["Group", "LaunchedEngine", "launched_ranks"]
+__all__ = ["Group", "LaunchedEngine"]
 
-_MEET_S = 120.0
 _BEAT_EVERY_S = 0.25
+
+_BROKEN_S = 2.0
+"""So long a process may be silent when a connection has broken."""
 
 _groups = itertools.count()
 """A process may meet the same others again; every time needs words of its own in the store."""
 
 
-def launched_ranks() -> int | None:
-    """Returns how many processes the launcher has started, None if there is no launcher.
-
-    Raises:
-        UsageError: it says so in part only.
-    """
-    given = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    if "RANK" not in given or "WORLD_SIZE" not in given:
-        return None
-    if len(given) < 4:
-        missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(given)
-        raise UsageError(f"the launcher set {', '.join(given)} but not {', '.join(sorted(missing))}")
-    return int(os.environ["WORLD_SIZE"])
-
-
 class Group:
-    """The processes of one launcher on one host, with shared memory between them.
+    """The processes of one launcher: with shared memory between those of one host, else with collectives over TCP.
 
     Args:
         timeout_s: after this time without a sign of life a process counts as lost.
 
     Attributes:
         rank, world: as the launcher says.
-        page: the group's signals.
-        host: its collective.
+        hosts: the name of each rank's.
+        page: the group's signals; of this process alone, with the others' marks, where there are several hosts.
+        host: their collective.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._timeout_s = timeout_s
-        self._hosts = [socket.gethostname()] * self.world
-        self._vitals: dict[int, Vitals] = {}
-        self._store: Any = None
         self._words = f"headrace/{next(_groups)}"
         self._agreed = 0
-        self._deadline = monotonic() + _MEET_S
-        if self.world == 1:
-            self._segment = Segment.create(ControlPage.nbytes(1), "control")
-        else:
-            self._segment = self._meet()
-        self.page = ControlPage(self._segment, self.world)
+        self._vitals: dict[int, Vitals] = {}
         self._over = threading.Event()
-        self._start_beating()
-        self.host = SharedMemory(self.page, self.rank, self._check)
+        self._relay: Relay | None = None
+        self._deadline = monotonic() + MEET_S
+        self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
+        one = len(set(self.hosts)) == 1
+        alone = self.world == 1 or not one
+        self._segment = Segment.create(ControlPage.nbytes(self.world), "control") if alone else self._meet()
+        self.page = ControlPage(self._segment, self.world)
+        self.page.beats[self.rank][3] = os.getpid()
+        self.host = self._together() if one else self._apart()
         self.host.barrier()
+
+    @property
+    def mates(self) -> int:
+        """How many of the processes are on this host."""
+        return self.hosts.count(self.hosts[self.rank])
+
+    @property
+    def leader(self) -> int:
+        """The first rank of this host."""
+        return self.hosts.index(self.hosts[self.rank])
 
     def work(self, order: Order) -> None:
         """Does this rank's part of a run."""
@@ -100,107 +97,98 @@ class Group:
     def close(self) -> None:
         """Leaves the group."""
         self._over.set()
+        if self._relay:
+            self._relay.close()
         self.host.close()
         self._segment.close()
 
     def agree(self, text: str) -> str:
         """Returns rank 0's text, on every rank."""
-        if self._store is None:
+        if self.world == 1:
             return text
         self._agreed += 1
-        key = f"{self._words}/agreed/{self._agreed}"
-        if self.rank == 0:
-            self._store.set(key, text)
-        agreed: str = self._store.get(key).decode()
+        agreed = self._told(f"agreed/{self._agreed}", text, 0)
         # The store lives with rank 0, which must not end before the others have read.
         self.host.barrier()
         return agreed
 
+    def agree_at_home(self, text: str) -> str:
+        """Returns the text of this host's first rank, on every rank of the host; each calls it once."""
+        return self._told(f"at-home/{self.leader}", text, self.leader)
+
+    def _told(self, what: str, text: str, speaker: int) -> str:
+        store, key = launched_store(), f"{self._words}/{what}"
+        if self.rank == speaker:
+            store.set(key, text)
+        told: str = store.get(key).decode()
+        return told
+
     def _meet(self) -> Segment:
         """Rank 0 makes the page and says where; the others open it."""
-        store, _ = _store(self.rank, self.world)
-        store.set(f"{self._words}/host/{self.rank}", socket.gethostname())
-        self._hosts = [store.get(f"{self._words}/host/{rank}").decode() for rank in range(self.world)]
-        if len(set(self._hosts)) > 1:
-            raise InfeasiblePlan(
-                f"the launcher's {self.world} processes are on {len(set(self._hosts))} hosts "
-                f"({', '.join(sorted(set(self._hosts)))}) and this strategy works on one"
-            )
-        if self.rank == 0:
-            segment = Segment.create(ControlPage.nbytes(self.world), "control")
-            store.set(f"{self._words}/page", json.dumps([os.getpid(), segment.descriptor, segment.nbytes]))
-        else:
-            segment = Segment.open(*json.loads(store.get(f"{self._words}/page")))
-        self._store = store
-        return segment
+        own = Segment.create(ControlPage.nbytes(self.world), "control") if self.rank == 0 else None
+        place = [os.getpid(), own.descriptor, own.nbytes] if own else []
+        return own or Segment.open(*json.loads(gather(json.dumps(place))[0]))
 
-    def _start_beating(self) -> None:
+    def _together(self) -> SharedCollective:
         beat = self.page.beats[self.rank]
-        beat[3] = os.getpid()
 
         def follow() -> None:
             while not self._over.wait(_BEAT_EVERY_S):
                 beat[0] += 1
 
         threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
+        return SharedMemory(self.page, self.rank, self._check)
+
+    def _apart(self) -> SharedCollective:
+        # Here, because importing torch.distributed costs what a run on one host need not pay.
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        from headrace.comm.between_hosts import BetweenHosts, connect
+
+        address, store = own_address(), launched_store()
+        group = connect(PrefixStore(f"{self._words}/gloo", store), self.rank, self.world, address, MEET_S)
+        self._relay = Relay(store.clone(), self._words, self.page, self.rank)
+        return BetweenHosts(group, self.page, self.rank, self._check, self._accuse)
 
     def _check(self) -> None:
         """Looks at the others, because nobody watches them for us."""
+        self._look(self._timeout_s)
+
+    def _accuse(self, error: Exception) -> NoReturn:
+        """A connection between hosts has broken: whoever shows himself no more is lost."""
+        give_up = monotonic() + self._timeout_s
+        while monotonic() < give_up:
+            self._look(min(self._timeout_s, _BROKEN_S))
+            self._over.wait(_BEAT_EVERY_S)
+        raise RunFailed(f"a connection between hosts has broken, and all processes live: {error}") from error
+
+    def _look(self, timeout_s: float) -> None:
         if self.page.abort:
             rank = self.page.abort - 1
-            raise PeerLost(rank, self._hosts[rank], "its part of the run has failed; its own output says why")
-        for rank, beat in enumerate(self.page.beats):
-            if rank == self.rank:
-                continue
-            if beat[3] == 0:
-                if monotonic() > self._deadline:
-                    raise PeerLost(rank, self._hosts[rank], f"had not begun after {_MEET_S:.0f} s")
-                continue
-            vitals = self._vitals.setdefault(rank, Vitals(beat[3]))
-            if vitals.is_gone():
-                raise PeerLost(rank, self._hosts[rank], f"process {beat[3]} has ended")
-            silent_s = vitals.silent_s(beat[0])
-            if silent_s > self._timeout_s:
-                raise PeerLost(rank, self._hosts[rank], f"gave no sign of life for {silent_s:.1f} s")
+            raise PeerLost(rank, self.hosts[rank], "its part of the run has failed; its own output says why")
+        if self._relay:
+            unheard_s = monotonic() - self._relay.told_s
+            if self._relay.broken or unheard_s > self._timeout_s:
+                reason = self._relay.broken or f"no answer for {unheard_s:.1f} s"
+                raise PeerLost(0, self.hosts[0], f"the launcher's store on its host cannot be reached: {reason}")
+        silent_s = {rank: self._look_at(rank) for rank in range(self.world) if rank != self.rank}
+        rank = max(silent_s, key=lambda each: silent_s[each], default=self.rank)
+        if silent_s.get(rank, 0.0) > timeout_s:
+            raise PeerLost(rank, self.hosts[rank], f"gave no sign of life for {silent_s[rank]:.1f} s")
 
-
-@functools.cache
-def _store(rank: int, world: int) -> tuple[Any, Any]:
-    # Here, because a process without a launcher need not import it.
-    from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
-
-    timeout = timedelta(seconds=_MEET_S)
-    kept = None
-    listener = _listener() if rank == 0 else None
-    if listener is not None:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Of several masters in a process, those that follow join the first.
-        kept = TCPStore(
-            host,
-            port,
-            None,
-            True,
-            timeout,
-            False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-            use_libuv=True,
-        )
-    store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
-    return store, kept
-
-
-def _listener() -> socket.socket | None:
-    """Returns a socket that listens where the launcher has said and nowhere else: torch's own listens everywhere."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None  # torchrun's agent holds the store
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_STREAM
-        )[0]
-        return socket.create_server(address[:2], family=family)
-    except OSError:
-        return None  # this process holds the port already, or has the address by another name: torch finds out
+    def _look_at(self, rank: int) -> float:
+        """Returns for how long a rank has given no sign of life."""
+        beat = self.page.beats[rank]
+        if beat[3] == 0:
+            if monotonic() > self._deadline:
+                raise PeerLost(rank, self.hosts[rank], f"had not begun after {MEET_S:.0f} s")
+            return 0.0
+        here = self.hosts[rank] == self.hosts[self.rank]
+        # Of a process on another host there is its beat alone.
+        vitals = self._vitals.setdefault(rank, Vitals(beat[3] if here else 0))
+        if here and vitals.is_gone():
+            raise PeerLost(rank, self.hosts[rank], f"process {beat[3]} has ended")
+        return vitals.silent_s(beat[0])
 
 
 class LaunchedEngine(Engine):
@@ -211,19 +199,30 @@ class LaunchedEngine(Engine):
 
     Attributes:
         rank: as the launcher says.
+        leader: the first rank of this host.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._group = Group(timeout_s)
         self.rank = self._group.rank
+        self.leader = self._group.leader
 
     def agree(self, text: str) -> str:
         """Returns rank 0's text, on every rank."""
         return self._group.agree(text)
 
+    def agree_at_home(self, text: str) -> str:
+        """Returns the text of this host's first rank, on every rank of the host; each calls it once."""
+        return self._group.agree_at_home(text)
+
+    def all_agree(self, opinion: bool) -> bool:
+        """Returns whether all ranks think so."""
+        (agreeing,) = self._group.host.sum([float(opinion)])
+        return agreeing == self._group.world
+
     def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
         group = self._group
-        torch.set_num_threads(threads_per_worker(cores(), group.world))
+        torch.set_num_threads(threads_per_worker(cores(), group.mates))
         page = group.page
         with orderly_interrupts(page) as interrupts:
             try:

@@ -11,7 +11,7 @@ from typing import TextIO
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.cluster import Cluster, Host
 
-__all__ = ["can_paint", "check_shared_memory", "cores", "detect", "require_linux"]
+__all__ = ["can_paint", "check_shared_memory", "cores", "detect", "host_name", "require_linux"]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -24,6 +24,11 @@ def cores() -> int:
         if quota != "max":
             count = min(count, max(1, round(int(quota) / int(period))))
     return count
+
+
+def host_name() -> str:
+    """Returns what this host is called: as HEADRACE_HOST says, else as the system does."""
+    return os.environ.get("HEADRACE_HOST") or socket.gethostname()
 
 
 def require_linux() -> None:
@@ -58,7 +63,7 @@ def detect(device: str, ranks: int | None = None) -> Cluster:
         raise UnfitMachine(
             "device='cuda' and torch sees no CUDA device here; use device='cpu', or a CUDA build of torch"
         )
-    host = Host(socket.gethostname(), cores(), available_bytes(), found)
+    host = Host(host_name(), cores(), available_bytes(), found)
     return Cluster((host,), ranks, "cuda" if found else "cpu")
 
 

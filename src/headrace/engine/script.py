@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
-from headrace.engine.machine import cores
+from headrace.engine.machine import cores, host_name
 from headrace.engine.nursery import Nursery
 from headrace.engine.process import log_path
 from headrace.errors import PeerLost
@@ -85,7 +85,7 @@ def _conclude(codes: dict[int, int], logs: Sequence[Path]) -> int:
         sys.stderr.write(text)
     code = codes[first]
     if code < 0:
-        sys.stderr.write(f"rank {first} on {socket.gethostname()} was lost: killed by {signal.Signals(-code).name}\n")
+        sys.stderr.write(f"rank {first} on {host_name()} was lost: killed by {signal.Signals(-code).name}\n")
         return PeerLost.exit_code
     return code
 

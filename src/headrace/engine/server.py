@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
@@ -55,7 +54,9 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
         page.addresses[rank].tell(server.address)
         parameter_bytes, _ = server.memory()
         shards = sum(segment.owner == owner for segment in order.plan.segments)
-        journal.write(ServerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), shards, parameter_bytes))
+        journal.write(
+            ServerStarted(rank, journal.now(), order.plan.role(rank).host, os.getpid(), shards, parameter_bytes)
+        )
         told = monotonic()
 
         def look() -> None:

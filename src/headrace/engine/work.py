@@ -6,7 +6,6 @@ import copy
 import functools
 import os
 import resource
-import socket
 import sysconfig
 import time
 import traceback
@@ -39,7 +38,7 @@ from headrace.replica.whole_model import Objective
 from headrace.spec.event import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan, Role
-from headrace.strategies.strategy import Parts
+from headrace.strategies.strategy import Parts, broadcast
 
 __all__ = ["build_module", "objective_of", "user_traceback", "work"]
 
@@ -62,7 +61,7 @@ def work(
     Args:
         order: the run.
         rank: this worker's.
-        host: the workers of this host.
+        host: the workers.
         page: the run's signals.
         building: held while the model is built from the seed, where workers share one generator.
     """
@@ -89,13 +88,13 @@ def work(
             del stored
         if replica.portions:
             replica.portions.begin()
-        journal.write(WorkerStarted(rank, journal.now(), socket.gethostname(), os.getpid(), role.device, role.threads))
+        journal.write(WorkerStarted(rank, journal.now(), role.host, os.getpid(), role.device, role.threads))
         with feeding.until_end(loader.stages):
             (order.train or train)(worker)
         meets = worker.leave()
         if meets:
             _end_together(page, rank, worker, host)
-            host.together(lambda: _leave_model(order, host, parts.module))
+            host.together(lambda: _leave_model(order, rank, host, parts.module))
         journal.write(_ended(rank, worker, replica, host, journal, parts))
         if meets:
             host.together(lambda: _part(replica, host))
@@ -119,9 +118,14 @@ def _failed(rank: int, worker: Worker | None, journal: Journal, error: BaseExcep
     return Failed(rank, journal.now(), step, f"{type(error).__name__}: {error}", shown, code)
 
 
-def _leave_model(order: Order, host: SharedCollective, module: nn.Module) -> None:
-    if host.rank == 0:
-        _save(module, order)
+def _leave_model(order: Order, rank: int, host: SharedCollective, module: nn.Module) -> None:
+    roles = order.plan.roles
+    first = host.rank == 0
+    if not host.one_memory:
+        broadcast(module, host)
+        first = rank == min(role.rank for role in roles if role.host == roles[rank].host)
+    if first:
+        _save(module, order, rank)
     # Under a launcher every rank goes on with the saved model.
     host.barrier()
 
@@ -187,6 +191,8 @@ def _parts(
         torch.cuda.set_device(role.device)
         module.to(role.device)
         connect = (lambda: InProcess(Meeting(1), 0)) if host.world == 1 else _connector(order, role, host.world)
+    elif not host.one_memory:
+        connect = _itself(host)
     first = order.resume.done if order.resume else 0
     return Parts(
         module=module,
@@ -217,6 +223,10 @@ def _find(page: ControlPage, plan: Plan, index: int) -> str:
     if not address:
         raise ConnectionError("nobody is in its place yet")
     return address
+
+
+def _itself(host: SharedCollective) -> Callable[[], Collective]:
+    return lambda: host
 
 
 def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]:
@@ -273,11 +283,12 @@ def _means(plan: Plan, role: Role) -> Means:
     return Means(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)
 
 
-def _save(module: nn.Module, order: Order) -> None:
+def _save(module: nn.Module, order: Order, rank: int) -> None:
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()}
-    part = order.run_dir / "model.safetensors.part"
+    # Its own, because several hosts may have one file system.
+    part = order.run_dir / f"model.safetensors.part-{rank}"
     save_file(tensors, part)
     part.rename(order.run_dir / "model.safetensors")
 
@@ -286,10 +297,11 @@ def _ended(
     rank: int, worker: Worker, replica: Replica, host: SharedCollective, journal: Journal, parts: Parts
 ) -> WorkerEnded:
     parameter_bytes, optimizer_bytes = replica.exchange.memory()
+    wire = parts.wire if "wire" in parts.__dict__ else None
     moved = (
         host.moved_bytes
         + (replica.portions.moved_bytes if replica.portions else 0)
-        + (parts.wire.moved_bytes if "wire" in parts.__dict__ and parts.wire else 0)
+        + (wire.moved_bytes if wire and wire is not host else 0)
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return WorkerEnded(rank, journal.now(), worker.round + 1, moved, peak, parameter_bytes, optimizer_bytes)

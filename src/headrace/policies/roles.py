@@ -12,20 +12,20 @@ from headrace.spec.plan import Role
 __all__ = ["require_memory", "worker_and_server_roles", "worker_roles"]
 
 
-def worker_roles(strategy: str, workers: int | None, cluster: Cluster) -> tuple[Role, ...]:
-    """Places `workers` on one host: as many as the launcher started, or as there are accelerators, if None.
+def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool = False) -> tuple[Role, ...]:
+    """Places `workers`: as many as the launcher started, or as there are accelerators, if None.
 
     Args:
         strategy: its name, for the errors.
         workers: how many were asked for.
         cluster: what there is.
+        spread: whether they may be on several hosts, where a launcher has started them.
 
     Raises:
         InfeasiblePlan: the number contradicts the launcher or the machine.
     """
-    if len(cluster.hosts) != 1:
-        names = ", ".join(host.name for host in cluster.hosts)
-        raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}")
+    if len(cluster.hosts) > 1:
+        return _spread_roles(strategy, workers, cluster, spread)
     (host,) = cluster.hosts
     count = _count(strategy, workers, cluster)
     if cluster.device == "cpu":
@@ -79,17 +79,41 @@ def worker_and_server_roles(
 
 
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:
-    """Refuses a plan whose copies of parameters, gradients and their exchange do not fit on the host.
+    """Refuses a plan whose copies of parameters, gradients and their exchange do not fit on the hosts.
+
+    Args:
+        strategy: its name, for the error.
+        needed_bytes: on all hosts together, each in proportion to its workers.
+        cluster: what there is.
 
     Raises:
         InfeasiblePlan: with both numbers.
     """
-    (host,) = cluster.hosts
-    if needed_bytes > host.memory_bytes:
+    for host in cluster.hosts:
+        needed = needed_bytes * len(host.ranks) // cluster.ranks if cluster.ranks and host.ranks else needed_bytes
+        if needed > host.memory_bytes:
+            raise InfeasiblePlan(
+                f"{strategy} needs {needed:,} bytes of host memory for parameters and gradients, and {host.name} "
+                f"has {host.memory_bytes:,} left; use fewer workers, or central_storage, which keeps one copy"
+            )
+
+
+def _spread_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool) -> tuple[Role, ...]:
+    if not spread or cluster.ranks is None:
+        names = ", ".join(host.name for host in cluster.hosts)
+        raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}")
+    if cluster.device != "cpu":
         raise InfeasiblePlan(
-            f"{strategy} needs {needed_bytes:,} bytes of host memory for parameters and gradients, and {host.name} "
-            f"has {host.memory_bytes:,} left; use fewer workers, or central_storage, which keeps one copy"
+            f"{strategy} exchanges between hosts what lies in host memory, and the device is {cluster.device}; "
+            "use device='cpu', or one host"
         )
+    _count(strategy, workers, cluster)
+    roles = [
+        Role(rank, "worker", host.name, "cpu", threads_per_worker(host.cores, len(host.ranks)), rank)
+        for host in cluster.hosts
+        for rank in host.ranks
+    ]
+    return tuple(sorted(roles, key=lambda role: role.rank))
 
 
 def _count(strategy: str, workers: int | None, cluster: Cluster) -> int:

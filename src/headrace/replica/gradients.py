@@ -33,18 +33,19 @@ class Presence:
     same only if nobody's part of the batch depends on it, so everybody must know.
 
     Args:
-        collective: of the workers of this host.
+        collective: of the workers.
         count: number of trainable parameters.
     """
 
     def __init__(self, collective: SharedCollective, count: int) -> None:
-        regions = [region.numpy() for region in collective.share(count + 1)]
-        self._own = regions[collective.rank]
-        self._regions = regions
-        self._missing: tuple[int, ...] = ()
+        self._collective = collective
+        shares = collective.one_memory
+        regions = collective.share(count + 1) if shares else (torch.zeros(count + 1, dtype=torch.uint8),)
+        self._regions = [region.numpy() for region in regions]
+        self._own = self._regions[collective.rank if shares else 0]
 
     def publish(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Says which of this worker's gradients exist; returns whether all do. Before the barrier."""
+        """Says which of this worker's gradients exist; returns whether all do."""
         whole = not any(map(operator.is_, gradients, repeat(None)))
         if not whole:
             self._own[1:] = [gradient is None for gradient in gradients]
@@ -52,17 +53,28 @@ class Presence:
         return whole
 
     def publish_nothing(self) -> None:
-        """Says that this worker has none. Before the barrier."""
+        """Says that this worker has none."""
         self._own[:] = 1
 
-    def missing(self) -> tuple[int, ...]:
-        """Returns the indices of the parameters that nobody has a gradient for. After the barrier."""
+    def settle(self) -> tuple[int, ...]:
+        """Meets the others, when all have said; returns indices of the parameters that nobody has a gradient for."""
+        if not self._collective.one_memory:
+            return self._ask()
+        self._collective.barrier()
         if not all(region[0] for region in self._regions):
             return ()
         absent = self._regions[0][1:].copy()
         for region in self._regions[1:]:
             absent &= region[1:]
         return tuple(int(index) for index in absent.nonzero()[0])
+
+    def _ask(self) -> tuple[int, ...]:
+        (lacking,) = self._collective.sum([float(self._own[0])])
+        if lacking < self._collective.world:
+            return ()
+        absent = torch.from_numpy(self._own[1:].astype("int32"))
+        self._collective.all_reduce(absent)
+        return tuple((absent == self._collective.world).nonzero().flatten().tolist())
 
 
 class FlatGradients:

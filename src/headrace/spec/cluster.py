@@ -16,12 +16,14 @@ class Host:
         cores: processor cores that the run may use (affinity and quota counted in).
         memory_bytes: memory that can still be taken.
         accelerators: devices by name, "cuda:0"; empty on a CPU machine.
+        ranks: of the processes that a launcher has started on it, where there are several hosts.
     """
 
     name: str
     cores: int
     memory_bytes: int
     accelerators: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Cluster:
     """The machines of a run.
 
     Attributes:
-        hosts: in the order of their ranks.
+        hosts: in the order of their first ranks.
         ranks: processes that a launcher has started for us (torchrun's WORLD_SIZE); None without one.
         device: what tensors live on, "cpu" or "cuda".
     """

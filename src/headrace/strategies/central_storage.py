@@ -197,8 +197,7 @@ class CentralStorageExchange(UpdatingExchange):
 
     def synchronize(self, finite: bool = True) -> Verdict:
         self._storage.bring()
-        self._host.barrier()
-        missing = self._presence.missing()
+        missing = self._presence.settle()
         if self._sums:
             for pieces in self._others:
                 torch._foreach_add_(self._sums, pieces)

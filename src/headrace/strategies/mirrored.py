@@ -1,8 +1,9 @@
-"""Synchronous data parallelism on one host: every worker holds a mirror of every variable.
+"""Synchronous data parallelism: every worker holds a mirror of every variable.
 
     compute                       synchronize                                   update
     the same on each worker,      all-reduce the gradients: through shared      optimizer on each mirror
-    each on its share             memory on a CPU host, NCCL among GPUs
+    each on its share             memory on a CPU host, NCCL among GPUs,
+                                  gloo between hosts
 
 On a CPU host, gradients go from autograd straight into shared memory. Rank r adds up the r-th part of all
 workers' gradients into one result that everybody's optimizer reads in place:
@@ -54,7 +55,7 @@ class Mirrored(Strategy):
 
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
-        overlap: exchange gradients among devices while backward still runs.
+        overlap: exchange gradients among devices, or hosts, while backward still runs.
     """
 
     workers: int | None = None
@@ -67,7 +68,7 @@ class Mirrored(Strategy):
         check_count("workers", self.workers)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        roles = worker_roles(self.name, self.workers, cluster)
+        roles = worker_roles(self.name, self.workers, cluster, spread=True)
         # Each worker: its mirror, what autograd makes, what it shares; all together: the result.
         require_memory(self.name, (3 * len(roles) + 1) * model.trainable_bytes, cluster)
         return Plan(
@@ -111,7 +112,6 @@ class MirroredExchange(UpdatingExchange):
 
     def __init__(self, plan: Plan, parts: Parts, layout: FlatLayout, reduction: Reduction, presence: Presence) -> None:
         named = dict(parts.module.named_parameters())
-        self._host = parts.host
         self._reduction = reduction
         self._presence = presence
         self._conditioner = parts.conditioner()
@@ -134,8 +134,7 @@ class MirroredExchange(UpdatingExchange):
         """Mirrors are always up to date."""
 
     def synchronize(self, finite: bool = True) -> Verdict:
-        self._host.barrier()
-        missing = self._presence.missing()
+        missing = self._presence.settle()
         self._reduction.reduce()
         verdict = self._conditioner.condition(self._reduction.measured, self._reduction.held, finite)
         if missing != self._missing:

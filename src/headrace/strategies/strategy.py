@@ -50,8 +50,9 @@ class Parts:
         objective: loss and selection.
         optimizer: the job's factory.
         options: the job's.
-        host: the workers of this host.
-        connect: opens a collective that carries the devices' own tensors; None where they live in host memory.
+        host: the workers.
+        connect: opens a collective that carries the devices' own tensors; None where they live in the memory of one
+            host.
         rounds_per_epoch: of the training data.
         full_batch: examples of a round, but for an epoch's last one.
         first: the round that the run begins with.
@@ -79,7 +80,7 @@ class Parts:
 
     @cached_property
     def wire(self) -> Collective | None:
-        """Carries tensors between devices, opened when it is first asked for; None on a CPU host."""
+        """Carries tensors between devices or hosts, opened when it is first asked for; None on one CPU host."""
         return self.connect() if self.connect else None
 
     @property
