@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 
-import torch
-
 import headrace as hr
+from engine.ranks import say, total
 from engine.victims import long_job, make_job
 from headrace.errors import HeadraceError
 
 RANK = int(os.environ["RANK"])
 DEED, VICTIM = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else -1
-
-
-def say(**facts: object) -> None:
-    print(json.dumps({"at": time.monotonic(), **facts}))  # noqa: T201
-
-
-def total(model: torch.nn.Module) -> float:
-    return float(sum(tensor.double().sum() for tensor in model.state_dict().values()))
 
 
 def deeds(deed: Callable[[], None]) -> Callable[[hr.Worker], None]:

@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import headrace as hr
+from engine.ranks import TESTS, Ended, launcher, run_ranks
 from engine.victims import make_job
 from headrace.engine.nursery import Nursery
 
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).resolve().parent.parent
 SCRIPT = TESTS / "engine" / "launched_script.py"
 NOTICED_S = 2.0
 
-Said = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What came of the ranks: exit codes, what each said, what its log holds."""
-
-    codes: dict[int, int]
-    said: list[Said]
-    logs: list[str]
-
-    def one(self, rank: int, key: str) -> dict[str, Any]:
-        (found,) = [line for line in self.said[rank] if key in line]
-        return found
-
-
 Start = Callable[..., Ended]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture
@@ -56,37 +28,7 @@ def start(nursery: Nursery, tmp_path: Path) -> Start:
     """Returns `start(*arguments, awaited=2)`: two ranks of the script, of which so many end by themselves."""
 
     def start(*arguments: str, awaited: int = 2) -> Ended:
-        held, lifeline = os.pipe()
-        port = free_port()
-        logs = [tmp_path / f"{rank}.log" for rank in range(2)]
-        try:
-            for rank in range(2):
-                names = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                order = {
-                    "script": str(SCRIPT),
-                    "arguments": arguments,
-                    "environment": {name: str(value) for name, value in names.items()},
-                    "threads": 1,
-                    "directory": str(tmp_path),
-                    "path": [str(TESTS), *sys.path],
-                    "log": str(logs[rank]),
-                }
-                nursery.spawn(rank, order, [held])
-            codes: dict[int, int] = {}
-            deadline = time.monotonic() + 30
-            while len(codes) < awaited and time.monotonic() < deadline:
-                codes.update(nursery.ended(0.1))
-            ended = dict(codes)
-            nursery.kill([rank for rank in range(2) if rank not in codes])
-            while len(codes) < 2:
-                codes.update(nursery.ended(0.1))
-        finally:
-            os.close(held)
-            os.close(lifeline)
-        texts = [log.read_text() for log in logs]
-        said = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in texts]
-        assert len(ended) == awaited, texts
-        return Ended(ended, said, texts)
+        return run_ranks(nursery, tmp_path, SCRIPT, arguments, launcher(2, "127.0.0.1"), awaited)
 
     return start
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import headrace as hr
-from engine.test_launched import TESTS, free_port
+from engine.ranks import TESTS, Ended, launcher, run_ranks
 from engine.victims import make_job
 from headrace.engine.nursery import Nursery
 
@@ -28,19 +22,6 @@ NOTICED_S = 4.0
 """A worker asks its launcher's others for two seconds before it blames the link."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Exit codes of those that ended by themselves, what every rank said, and its log."""
-
-    codes: dict[int, int]
-    said: list[list[dict[str, Any]]]
-    logs: list[str]
-
-    def one(self, rank: int, key: str) -> dict[str, Any]:
-        (found,) = [line for line in self.said[rank] if key in line]
-        return found
-
-
 Start = Callable[..., Ended]
 
 
@@ -49,37 +30,7 @@ def start(nursery: Nursery, tmp_path: Path) -> Start:
     """Returns `start(*arguments, awaited=3)`: three ranks of the script, of which so many end by themselves."""
 
     def start(*arguments: str, awaited: int = WORLD) -> Ended:
-        held, lifeline = os.pipe()
-        port = free_port()
-        logs = [tmp_path / f"{rank}.log" for rank in range(WORLD)]
-        codes: dict[int, int] = {}
-        try:
-            for rank in range(WORLD):
-                names = {"RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                order = {
-                    "script": str(SCRIPT),
-                    "arguments": arguments,
-                    "environment": {name: str(value) for name, value in names.items()},
-                    "threads": 1,
-                    "directory": str(tmp_path),
-                    "path": [str(TESTS), *sys.path],
-                    "log": str(logs[rank]),
-                }
-                nursery.spawn(rank, order, [held])
-            deadline = time.monotonic() + 60
-            while len(codes) < awaited and time.monotonic() < deadline:
-                codes.update(nursery.ended(0.1))
-            ended = dict(codes)
-            nursery.kill([rank for rank in range(WORLD) if rank not in codes])
-            while len(codes) < WORLD:
-                codes.update(nursery.ended(0.1))
-        finally:
-            os.close(held)
-            os.close(lifeline)
-        texts = [log.read_text() for log in logs]
-        said = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in texts]
-        assert len(ended) == awaited, texts
-        return Ended(ended, said, texts)
+        return run_ranks(nursery, tmp_path, SCRIPT, arguments, launcher(WORLD, "127.0.0.1"), awaited)
 
     return start
 

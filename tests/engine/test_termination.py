@@ -18,7 +18,7 @@ import headrace as hr
 from engine import lasting
 from engine.conftest import below, state, until
 from engine.lasting import OFTEN, ROUNDS, STRATEGIES, files_of, lasting_job, left_by
-from engine.test_launched import free_port
+from engine.ranks import free_port
 from headrace.checkpoint import CheckpointFolder
 from headrace.comm.control import ControlPage
 from headrace.comm.segment import Segment

@@ -1,0 +1,98 @@
+"""What a rank does on one of several hosts: `hosts_script.py DEED [VICTIM]`; prints facts as JSON lines."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import headrace as hr
+from engine.networks import go_there
+from engine.ranks import TESTS, say, total
+from engine.victims import INPUTS, TARGETS, make_job
+from headrace.errors import HeadraceError
+from headrace.spec.event import Stepped
+
+RANK, HOST = int(os.environ["RANK"]), os.environ["HEADRACE_HOST"]
+
+
+def tell(run: hr.Run) -> None:
+    say(
+        hosts=[role.host for role in run.plan.roles],
+        total=total(run.model),
+        status=run.status,
+        files=sorted(os.listdir(run.run_dir)),
+        examples=sum(event.examples for event in run.events if isinstance(event, Stepped) and event.rank == RANK),
+    )
+
+
+def fit() -> None:
+    """With a directory for all, then one for each."""
+    tell(hr.fit(make_job(epochs=2, eval_data=(INPUTS, TARGETS)), "mirrored", run_dir="run"))
+    tell(hr.fit(make_job(epochs=2), hr.Mirrored(overlap=False)))
+
+
+def resume() -> None:
+    tell(hr.fit(make_job(epochs=1), "mirrored", run_dir="run"))
+    tell(hr.fit(make_job(epochs=2), "mirrored", run_dir="run", resume=True))
+
+
+def own_data() -> None:
+    """Host 0 has three quarters of it."""
+    mine = slice(0, 48) if HOST == "host-0" else slice(48, None)
+    data = hr.data.local(hr.data.from_arrays(INPUTS[mine], TARGETS[mine]).shuffle())
+    tell(hr.fit(make_job(data=data, global_batch_size=64, epochs=5), "mirrored"))
+    tell(hr.fit(make_job(data=data, global_batch_size=8, epochs=1), "mirrored"))
+
+
+def apart() -> None:
+    hr.fit(make_job(), "mirrored", run_dir=Path(HOST) / "run")
+
+
+def one_memory() -> None:
+    hr.fit(make_job(), "central_storage")
+
+
+def plain_script() -> None:
+    torch.manual_seed(RANK)
+    model = torch.nn.Linear(4, 1)
+    if RANK == 0:
+        torch.nn.init.constant_(model.weight, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(INPUTS, TARGETS)
+    loader = torch.utils.data.DataLoader(data, batch_size=16)
+    model, optimizer, loader = hr.setup(model, optimizer, loader, "mirrored")
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    say(total=total(model), bias=model.bias.item())
+
+
+DEEDS: dict[str, Callable[[], None]] = {
+    "fit": fit,
+    "resume": resume,
+    "own data": own_data,
+    "apart": apart,
+    "one memory": one_memory,
+    "plain script": plain_script,
+}
+
+
+def main() -> None:
+    go_there()
+    if sys.argv[1] not in DEEDS:
+        runpy.run_path(str(TESTS / "engine" / "launched_script.py"))
+        return
+    try:
+        DEEDS[sys.argv[1]]()
+    except HeadraceError as error:
+        say(error=type(error).__name__, message=str(error))
+        raise
+
+
+main()

@@ -1,0 +1,97 @@
+"""Processes as a launcher starts them, forked from one that has imported torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headrace.engine.nursery import Nursery
+
+TESTS = Path(__file__).resolve().parent.parent
+
+Said = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of the ranks: exit codes of those that ended by themselves, what each said, what its log holds."""
+
+    codes: dict[int, int]
+    said: list[Said]
+    logs: list[str]
+
+    def one(self, rank: int, key: str) -> dict[str, Any]:
+        (found,) = [line for line in self.said[rank] if key in line]
+        return found
+
+
+def say(**facts: object) -> None:
+    """Prints facts as one of them, for `Ended.said`."""
+    print(json.dumps({"at": time.monotonic(), **facts}))  # noqa: T201
+
+
+def total(model: nn.Module) -> float:
+    """The sum of all its numbers."""
+    return float(sum(tensor.double().sum() for tensor in model.state_dict().values()))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def launcher(world: int, address: str) -> list[dict[str, str]]:
+    """What a launcher says to each of its processes, in the environment."""
+    said = {"WORLD_SIZE": str(world), "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    return [{"RANK": str(rank), **said} for rank in range(world)]
+
+
+def run_ranks(
+    nursery: Nursery,
+    folder: Path,
+    script: Path,
+    arguments: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    awaited: int,
+) -> Ended:
+    """Runs a rank of the script for each environment, of which `awaited` must end by themselves."""
+    held, lifeline = os.pipe()
+    logs = [folder / f"{rank}.log" for rank in range(len(environments))]
+    codes: dict[int, int] = {}
+    try:
+        for rank, environment in enumerate(environments):
+            order = {
+                "script": str(script),
+                "arguments": arguments,
+                "environment": environment,
+                "threads": 1,
+                "directory": str(folder),
+                "path": [str(TESTS), *sys.path],
+                "log": str(logs[rank]),
+            }
+            nursery.spawn(rank, order, [held])
+        deadline = time.monotonic() + 60
+        while len(codes) < awaited and time.monotonic() < deadline:
+            codes.update(nursery.ended(0.1))
+        ended = dict(codes)
+        nursery.kill([rank for rank in range(len(logs)) if rank not in codes])
+        while len(codes) < len(logs):
+            codes.update(nursery.ended(0.1))
+    finally:
+        os.close(held)
+        os.close(lifeline)
+    texts = [log.read_text() for log in logs]
+    said = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in texts]
+    assert len(ended) == awaited, texts
+    return Ended(ended, said, texts)

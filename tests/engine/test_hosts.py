@@ -1,0 +1,154 @@
+"""Processes that a launcher has started on several hosts: one model, one end, whoever is lost is named."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import headrace as hr
+from engine.networks import MASTER, at, hosts_script, network
+from engine.ranks import TESTS, Ended, launcher, run_ranks, total
+from engine.victims import INPUTS, TARGETS, make_job
+from headrace.engine.nursery import Nursery
+
+pytestmark = [pytest.mark.slow, pytest.mark.net]
+
+SCRIPT = TESTS / "engine" / "hosts_script.py"
+
+Start = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[str]:
+    """Four of them; the name of their network."""
+    with network(4) as name:
+        yield name
+
+
+@pytest.fixture
+def start(nursery: Nursery, hosts: str, tmp_path: Path) -> Start:
+    """Returns `start(*arguments, on=(0, 1), awaited=None)`: a rank on each of these hosts; all end by themselves."""
+
+    def start(*arguments: str, on: Sequence[int] = (0, 1), awaited: int | None = None) -> Ended:
+        environments = [{**said, **at(hosts, host)} for said, host in zip(launcher(len(on), MASTER), on, strict=True)]
+        return run_ranks(nursery, tmp_path, SCRIPT, arguments, environments, awaited or len(on))
+
+    return start
+
+
+def on_one(workers: int, **changes: object) -> float:
+    run = hr.fit(make_job(**changes), hr.Mirrored(workers), engine=hr.ThreadEngine())
+    return total(run.model)
+
+
+@pytest.mark.parametrize("on", [(0, 1), (0, 1, 2, 3), (0, 0, 1, 1)])
+def test_a_run_on_several_hosts_is_that_on_one(start: Start, on: tuple[int, ...]) -> None:
+    ended = start("fit", on=on)
+    assert set(ended.codes.values()) == {0}, ended.logs
+    expected = on_one(len(on), epochs=2)
+    names = [f"host-{host}" for host in on]
+    for said in ended.said:
+        assert [line["hosts"] for line in said] == [names] * 2
+        assert [line["status"] for line in said] == ["ok"] * 2
+        assert [line["total"] for line in said] == pytest.approx([expected] * 2, abs=1e-6)
+        assert [line["total"] for line in said] == [line["total"] for line in ended.said[0]]
+        assert "checkpoints" in said[0]["files"]
+        assert {"events", "model.safetensors"} <= set(said[1]["files"])
+        assert said[1]["examples"] == 2 * 64 // len(on)
+
+
+def test_a_run_goes_on_over_hosts(start: Start) -> None:
+    ended = start("resume")
+    assert set(ended.codes.values()) == {0}, ended.logs
+    for said in ended.said:
+        assert [line["total"] for line in said] == pytest.approx([on_one(2), on_one(2, epochs=2)], abs=1e-6)
+
+
+def test_every_host_has_data_of_its_own(start: Start) -> None:
+    ended = start("own data")
+    assert set(ended.codes.values()) == {0}, ended.logs
+    # In one round of everything nothing depends on the order.
+    expected = total(hr.fit(make_job(global_batch_size=64, epochs=5), engine=hr.ThreadEngine()).model)
+    for rank, said in enumerate(ended.said):
+        assert said[0]["total"] == pytest.approx(expected, abs=1e-5)
+        assert said[1]["total"] == ended.said[0][1]["total"]
+        assert [line["examples"] for line in said] == [5 * (48, 16)[rank], (48, 16)[rank]]
+
+
+def test_a_plain_script(start: Start) -> None:
+    ended = start("plain script")
+    assert set(ended.codes.values()) == {0}, ended.logs
+    model = torch.nn.Linear(4, 1)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        # The bias that rank 0 began with.
+        torch.manual_seed(0)
+        model.bias.copy_(torch.nn.Linear(4, 1).bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start_ in range(0, 64, 16):
+        optimizer.zero_grad()
+        output = model(INPUTS[start_ : start_ + 16])
+        torch.nn.functional.mse_loss(output, TARGETS[start_ : start_ + 16]).backward()
+        optimizer.step()
+    assert [said[0]["total"] for said in ended.said] == pytest.approx([total(model)] * 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("deed", "error", "message"),
+    [
+        ("one memory", "InfeasiblePlan", "central_storage works on one host, this cluster has 2: host-0, host-1"),
+        ("apart", "UsageError", "run is not the same directory on all hosts, and checkpoints are saved to one that"),
+    ],
+)
+def test_what_cannot_be_on_several_hosts(start: Start, deed: str, error: str, message: str) -> None:
+    ended = start(deed)
+    assert ended.codes == {0: 2, 1: 2}, ended.logs
+    for rank in range(2):
+        said = ended.one(rank, "error")
+        assert said["error"] == error
+        assert message in said["message"]
+
+
+@pytest.mark.parametrize(
+    ("deed", "victim", "code", "reason", "within_s"),
+    [
+        ("kill", 1, -signal.SIGKILL, "gave no sign of life for 1.", 4.0),
+        ("kill", 0, -signal.SIGKILL, "the launcher's store on its host cannot be reached", 4.0),
+        ("raise", 0, 1, "its part of the run has failed", 4.0),
+        ("raise", 2, 1, "its part of the run has failed", 4.0),
+        ("stop", 2, None, "gave no sign of life for 1.", 4.0),
+    ],
+)
+def test_a_rank_that_is_lost(
+    start: Start, deed: str, victim: int, code: int | None, reason: str, within_s: float
+) -> None:
+    ended = start(deed, str(victim), str(time.monotonic() + 20), on=(0, 1, 2), awaited=2 if code is None else 3)
+    others = [rank for rank in range(3) if rank != victim]
+    assert ended.codes == {**dict.fromkeys(others, 4), **({} if code is None else {victim: code})}, ended.logs
+    for other in others:
+        said = ended.one(other, "error")
+        assert said["error"] == "PeerLost"
+        assert said["message"].startswith(f"rank {victim} on host-{victim} was lost: ")
+        assert reason in said["message"]
+        assert said["at"] - ended.one(victim, "deed")["at"] < within_s
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_interrupt_in_one_rank_ends_all_in_the_same_round(start: Start, victim: int) -> None:
+    ended = start("interrupt", str(victim), on=(0, 1, 2))
+    assert ended.codes == {0: 0, 1: 0, 2: 0}, ended.logs
+    assert [ended.one(rank, "status")["status"] for rank in range(3)] == ["interrupted"] * 3
+    assert len({ended.one(rank, "total")["total"] for rank in range(3)}) == 1
+
+
+def test_hosts_are_made_and_leave_nothing(hosts: str) -> None:
+    here = hosts_script(hosts, "exec", "2", "sh", "-c", "echo $HEADRACE_HOST; ip -4 -o address show eth0")
+    assert here.stdout.startswith("host-2\n")
+    assert "inet 10.97.0.3/24" in here.stdout
+    assert "there is no host 4" in hosts_script(hosts, "exec", "4", "true").stderr
+    assert hosts_script(hosts, "exec", "1", "sh", "-c", "exit 7").returncode == 7
