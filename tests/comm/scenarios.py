@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from time import monotonic
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore
 
+from headrace.comm.between_hosts import BetweenHosts, connect
 from headrace.comm.control import ControlPage
 from headrace.comm.distributed import Distributed
+from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
-from headrace.errors import PeerLost
+from headrace.errors import PeerLost, UsageError
 from headrace.replica.conditioning import squared_norm
 from headrace.replica.describe import describe
 from headrace.replica.gradients import Presence
@@ -164,9 +168,20 @@ def wire_of(host: SharedMemory, store: str) -> Distributed:
     return Distributed(FileStore(store, host.world), host.rank, host.world, "cpu", timeout_s=60.0)
 
 
-def use_the_wire(host: SharedMemory, page: ControlPage, store: str) -> list[str]:
+def between_hosts(host: SharedMemory, page: ControlPage | None, store: str) -> BetweenHosts:
+    """Connects the ranks as if each were on a host of its own; with a page of its own if none is given."""
+
+    def accuse(error: Exception) -> NoReturn:
+        raise PeerLost(1 - host.rank, "the other host", str(error))
+
+    group = connect(FileStore(store, host.world), host.rank, host.world, "127.0.0.1", timeout_s=60.0)
+    own = page or ControlPage(Segment.create(ControlPage.nbytes(host.world), "control"), host.world)
+    return BetweenHosts(group, own, host.rank, host.check, accuse)
+
+
+def use_the_wire(host: SharedMemory, page: ControlPage, store: str, apart: bool = False) -> list[str]:
     """Returns which verb of torch.distributed gave the wrong result."""
-    wire = wire_of(host, store)
+    wire = between_hosts(host, None, store) if apart else wire_of(host, store)
     wrong = []
     for dtype in (torch.float64, torch.float32, torch.int64):
         for length in (1, 3, 70_001):
@@ -194,6 +209,46 @@ def use_the_wire(host: SharedMemory, page: ControlPage, store: str) -> list[str]
         wrong.append("count of bytes")
     wire.close()
     return wrong
+
+
+def meet_between_hosts(host: SharedMemory, page: ControlPage, store: str, missing: list[list[int]]) -> list[object]:
+    """Returns what rank 0 has decided before each meeting, and which of three gradients nobody has."""
+    own = ControlPage(Segment.create(ControlPage.nbytes(host.world), "control"), host.world)
+    wire = between_hosts(host, own, store)
+    presence = Presence(wire, 3)
+    found: list[object] = []
+    for turn in range(2):
+        presence.publish([None if index in missing[host.rank] else torch.ones(1) for index in range(3)])
+        if host.rank == 0:
+            own.stop_after, own.save_after = 7 + turn, 2**40
+        found.append([presence.settle(), own.stop_after, own.save_after])
+    wire.close()
+    return found
+
+
+def part_between_hosts(host: SharedMemory, page: ControlPage, store: str, how: str) -> str:
+    """Returns what rank 0 hears in a meeting to which rank 1 does not come."""
+    wire = between_hosts(host, page, store)
+    wire.barrier()
+    if host.rank == 1:
+        if how == "ended":
+            page.ends[1][0] = 4
+        elif how == "lost":
+            page.abort = 2
+        while how != "gone" and not page.stop:
+            time.sleep(0.01)
+        wire.close()
+        return ""
+    said = ""
+    try:
+        wait = wire.start_all_reduce(torch.ones(3))
+        if how != "forgotten":
+            wait()
+    except (PeerLost, UsageError) as error:
+        said = str(error)
+    wire.close()
+    page.stop = 1
+    return said
 
 
 def reduce_both_ways(host: SharedMemory, page: ControlPage, store: str) -> list[str]:

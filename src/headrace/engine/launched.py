@@ -156,7 +156,8 @@ class Group:
 
     def _accuse(self, error: Exception) -> NoReturn:
         """A connection between hosts has broken: whoever shows himself no more is lost."""
-        give_up = monotonic() + self._timeout_s
+        # Longer than that, because a beat takes its time, too.
+        give_up = monotonic() + self._timeout_s + _BROKEN_S
         while monotonic() < give_up:
             self._look(min(self._timeout_s, _BROKEN_S))
             self._over.wait(_BEAT_EVERY_S)

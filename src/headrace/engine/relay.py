@@ -61,15 +61,16 @@ class Relay:
             while not self._over.wait(_EVERY_S):
                 self._pass()
             self._pass()
-            self._linger()
+            if self._rank == 0:
+                self._linger()
         except RuntimeError as error:  # of the store
             self.broken = str(error)
 
     def _linger(self) -> None:
-        # The store may end with this process, and the others are to hear why, not that it has ended.
+        # The store may end with rank 0, and the others are to hear why, not that it has ended.
         pause = threading.Event()
         give_up = monotonic() + _LINGER_S
-        lost = {self._rank, self._page.abort - 1}
+        lost = {0, self._page.abort - 1}
         while self._page.abort and monotonic() < give_up and self._left | lost != set(range(self._page.ranks)):
             pause.wait(_EVERY_S)
             self._pass()
