@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def connect(store: Store, rank: int, world: int, address: str, timeout_s: float)
         address: of this host, where the others reach it.
         timeout_s: longest wait for the others.
     """
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     return ProcessGroupGloo(store, rank, world, options)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ class BetweenHosts(SharedCollective):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = None
 
-    def _begin(self, act: Callable[[ProcessGroupGloo], Work]) -> Callable[[], None]:
+    def _begin(self, act: Callable[[Any], Work]) -> Callable[[], None]:
         assert self._group is not None
         counter = self._page.counters[self.rank]
         counter[0] = target = (counter[0] + 1) & 0x7FFFFFFF
