@@ -93,7 +93,7 @@ def _check_seen(order: Order, engine: LaunchedEngine, seen: bool) -> None:
         return
     raise UsageError(
         f"{order.run_dir} is not the same directory on all hosts, and checkpoints are saved to one that all see; name "
-        "a run_dir on a file system of all hosts, or save nothing (checkpoints=False)"
+        "a run_dir on a file system of all hosts, or save nothing (checkpoints=False, --checkpoint-every 0)"
     )
 
 

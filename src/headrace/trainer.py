@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
+from headrace.data import as_pipeline
 from headrace.engine.attempt import Going
 from headrace.engine.interrupts import TERMINATED
 from headrace.engine.launched import LaunchedEngine
@@ -15,7 +16,7 @@ from headrace.engine.local import LocalEngine
 from headrace.engine.machine import detect
 from headrace.engine.order import Engine, Order
 from headrace.engine.preparation import Prepared, check_options, prepare
-from headrace.engine.rendezvous import join, launched_ranks
+from headrace.engine.rendezvous import join, launched_ranks, total_of_hosts
 from headrace.engine.resumption import describe_run
 from headrace.engine.termination import Terminated
 from headrace.engine.worker import Worker
@@ -146,6 +147,8 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     check_options(job.options, cluster.device)
     chosen.check(job.options)
     cluster = join(cluster)
+    if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:
+        prepared = replace(prepared, examples=total_of_hosts(prepared.examples, cluster))
     plan = chosen.plan(prepared.model, cluster)
     _check_split(job, prepared, plan)
     checkpoints = _checkpoints(job, chosen, wish)

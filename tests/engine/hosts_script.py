@@ -25,6 +25,7 @@ def tell(run: hr.Run) -> None:
         hosts=[role.host for role in run.plan.roles],
         total=total(run.model),
         status=run.status,
+        of=run.summary.started.examples_per_epoch,
         files=sorted(os.listdir(run.run_dir)),
         examples=sum(event.examples for event in run.events if isinstance(event, Stepped) and event.rank == RANK),
     )

@@ -19,6 +19,7 @@ from headrace.engine.nursery import Nursery
 pytestmark = [pytest.mark.slow, pytest.mark.net]
 
 SCRIPT = TESTS / "engine" / "hosts_script.py"
+NOTICED_S = 5.0
 
 Start = Callable[..., Ended]
 
@@ -78,6 +79,7 @@ def test_every_host_has_data_of_its_own(start: Start) -> None:
         assert said[0]["total"] == pytest.approx(expected, abs=1e-5)
         assert said[1]["total"] == ended.said[0][1]["total"]
         assert [line["examples"] for line in said] == [5 * (48, 16)[rank], (48, 16)[rank]]
+        assert [line["of"] for line in said] == [64, 64]
 
 
 def test_a_plain_script(start: Start) -> None:
@@ -115,27 +117,26 @@ def test_what_cannot_be_on_several_hosts(start: Start, deed: str, error: str, me
 
 
 @pytest.mark.parametrize(
-    ("deed", "victim", "code", "reason", "within_s"),
+    ("deed", "victim", "code", "reason"),
     [
-        ("kill", 1, -signal.SIGKILL, "gave no sign of life for 1.", 4.0),
-        ("kill", 0, -signal.SIGKILL, "the launcher's store on its host cannot be reached", 4.0),
-        ("raise", 0, 1, "its part of the run has failed", 4.0),
-        ("raise", 2, 1, "its part of the run has failed", 4.0),
-        ("stop", 2, None, "gave no sign of life for 1.", 4.0),
+        ("kill", 1, -signal.SIGKILL, "gave no sign of life for 1."),
+        ("kill", 0, -signal.SIGKILL, "the launcher's store on its host cannot be reached"),
+        ("raise", 0, 1, "its part of the run has failed"),
+        ("raise", 2, 1, "its part of the run has failed"),
+        ("stop", 2, None, "gave no sign of life for 1."),
     ],
 )
-def test_a_rank_that_is_lost(
-    start: Start, deed: str, victim: int, code: int | None, reason: str, within_s: float
-) -> None:
+def test_a_rank_that_is_lost(start: Start, deed: str, victim: int, code: int | None, reason: str) -> None:
     ended = start(deed, str(victim), str(time.monotonic() + 20), on=(0, 1, 2), awaited=2 if code is None else 3)
     others = [rank for rank in range(3) if rank != victim]
     assert ended.codes == {**dict.fromkeys(others, 4), **({} if code is None else {victim: code})}, ended.logs
-    for other in others:
-        said = ended.one(other, "error")
+    heard = [ended.one(other, "error") for other in others]
+    for said in heard:
         assert said["error"] == "PeerLost"
         assert said["message"].startswith(f"rank {victim} on host-{victim} was lost: ")
-        assert reason in said["message"]
-        assert said["at"] - ended.one(victim, "deed")["at"] < within_s
+        assert said["at"] - ended.one(victim, "deed")["at"] < NOTICED_S
+    # Whoever finds out first tells the other.
+    assert any(reason in said["message"] for said in heard)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -45,10 +45,10 @@ def connect(store: Store, rank: int, world: int, address: str, timeout_s: float)
         address: of this host, where the others reach it.
         timeout_s: longest wait for the others.
     """
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    return ProcessGroupGloo(store, rank, world, options)  # type: ignore[arg-type]
+    return ProcessGroupGloo(store, rank, world, options)
 
 
 class BetweenHosts(SharedCollective):

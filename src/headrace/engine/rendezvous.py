@@ -16,7 +16,7 @@ from headrace.errors import InfeasiblePlan, RunFailed, UsageError
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import from_plain, to_plain
 
-__all__ = ["MEET_S", "gather", "join", "launched_ranks", "launched_store", "own_address"]
+__all__ = ["MEET_S", "gather", "join", "launched_ranks", "launched_store", "own_address", "total_of_hosts"]
 
 MEET_S = 120.0
 """So long processes wait for each other to begin, seconds."""
@@ -80,6 +80,12 @@ def join(cluster: Cluster) -> Cluster:
         return cluster
     hosts = tuple(replace(seen[each[0]].hosts[0], ranks=tuple(each)) for each in ranks.values())
     return Cluster(hosts, cluster.ranks, cluster.device)
+
+
+def total_of_hosts(count: int, cluster: Cluster) -> int:
+    """Returns the sum of what hosts have, each its own; all the launcher's processes call it together."""
+    told = gather(str(count))
+    return sum(int(told[host.ranks[0]]) for host in cluster.hosts)
 
 
 def own_address() -> str:
