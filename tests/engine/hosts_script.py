@@ -37,6 +37,14 @@ def fit() -> None:
     tell(hr.fit(make_job(epochs=2), hr.Mirrored(overlap=False)))
 
 
+def average() -> None:
+    """Every round, which with plain SGD is what one device does; then a run that goes on in the middle of a period."""
+    tell(hr.fit(make_job(epochs=2), hr.ParameterAveraging(period=1)))
+    tell(hr.fit(make_job(epochs=2), hr.DiLoCo(period=5)))
+    job = make_job(epochs=1, eval_data=(INPUTS, TARGETS))
+    tell(hr.fit(job, hr.DiLoCo(period=5, codec="int8"), run_dir="run"))
+
+
 def resume() -> None:
     tell(hr.fit(make_job(epochs=1), "mirrored", run_dir="run"))
     tell(hr.fit(make_job(epochs=2), "mirrored", run_dir="run", resume=True))
@@ -76,6 +84,7 @@ def plain_script() -> None:
 
 DEEDS: dict[str, Callable[[], None]] = {
     "fit": fit,
+    "average": average,
     "resume": resume,
     "own data": own_data,
     "apart": apart,

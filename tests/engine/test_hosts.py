@@ -63,6 +63,17 @@ def test_a_run_on_several_hosts_is_that_on_one(start: Start, on: tuple[int, ...]
         assert said[1]["examples"] == 2 * 64 // len(on)
 
 
+def test_averaging_on_several_hosts_is_that_on_one(start: Start) -> None:
+    ended = start("average", on=(0, 1, 2))
+    assert set(ended.codes.values()) == {0}, ended.logs
+    diloco = hr.fit(make_job(epochs=2), hr.DiLoCo(3, period=5), engine=hr.ThreadEngine())
+    for said in ended.said:
+        every, apart, coded = (line["total"] for line in said)
+        assert every == pytest.approx(on_one(3, epochs=2), abs=1e-6)
+        assert apart == pytest.approx(total(diloco.model), abs=1e-6)
+        assert [every, apart, coded] == [line["total"] for line in ended.said[0]]
+
+
 def test_a_run_goes_on_over_hosts(start: Start) -> None:
     ended = start("resume")
     assert set(ended.codes.values()) == {0}, ended.logs

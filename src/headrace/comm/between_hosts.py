@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
     ProcessGroupGloo,
     Store,
@@ -121,6 +122,22 @@ class BetweenHosts(SharedCollective):
             content = tensor.view(-1).view(torch.uint8)
             self._begin(lambda group: group.broadcast([content], options))()
         self.moved_bytes += tensor.nbytes * (self.world - 1 if self.rank == 0 else 1)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        every = tensor.new_empty(self.world, len(tensor))
+        own = tensor.contiguous()
+        self._begin(lambda group: group.allgather(list(every.unbind()), own, _FOREVER))()
+        # It goes to each of the others, and one comes from each.
+        self.moved_bytes += 2 * (self.world - 1) * len(tensor)
+        return every
+
+    def trade(self, pieces: Tensor) -> Tensor:
+        options = AllToAllOptions()
+        options.timeout = _FOREVER
+        given = torch.empty_like(pieces)
+        self._begin(lambda group: group.alltoall_base(given, pieces, [], [], options))()
+        self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
+        return given
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         """Raises:

@@ -115,7 +115,7 @@ class ParameterAveraging(Strategy):
             )
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        roles = worker_roles(self.name, self.workers, cluster)
+        roles = worker_roles(self.name, self.workers, cluster, spread=True)
         # Each worker: its copy, what autograd makes, a copy while the model is looked at; all together: what is kept.
         copies = 3 * len(roles) + outer_step(self.outer).copies_kept
         require_memory(self.name, copies * model.trainable_bytes, cluster)
