@@ -1,7 +1,7 @@
 """Signs of life between hosts: every process's marks, brought through the launcher's store to the pages of all.
 
 rank 0   page ──┐                      ┌─► page
-                ├─► store: a key a rank ─┤            ten times a second
+                ├─► store: a key a rank ─┤            four times a second
 rank 1   page ──┘                      └─► page
 """
 
@@ -16,7 +16,7 @@ from headrace.comm.control import ControlPage
 
 __all__ = ["Relay"]
 
-_EVERY_S = 0.1
+_EVERY_S = 0.25
 _LINGER_S = 2.0
 
 _MARKS = struct.Struct("<? 2q i 4q d q 3q 32s")
