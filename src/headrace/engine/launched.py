@@ -71,7 +71,12 @@ class Group:
         self.page = ControlPage(self._segment, self.world)
         self.page.beats[self.rank][3] = os.getpid()
         self.host = self._together() if one else self._apart()
-        self.host.barrier()
+        try:
+            self.host.barrier()
+        except BaseException:
+            # Who shows itself any longer counts as alive.
+            self.close()
+            raise
 
     @property
     def mates(self) -> int:

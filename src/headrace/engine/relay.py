@@ -63,7 +63,7 @@ class Relay:
             self._pass()
             if self._rank == 0:
                 self._linger()
-        except RuntimeError as error:  # of the store
+        except (RuntimeError, struct.error) as error:  # of the store, and of what is in it
             self.broken = str(error)
 
     def _linger(self) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,16 @@ from headrace.errors import InfeasiblePlan, RunFailed, UsageError
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import from_plain, to_plain
 
-__all__ = ["MEET_S", "gather", "join", "launched_ranks", "launched_store", "own_address", "total_of_hosts"]
+__all__ = [
+    "MEET_S",
+    "gather",
+    "join",
+    "joined",
+    "launched_ranks",
+    "launched_store",
+    "own_address",
+    "total_of_hosts",
+]
 
 MEET_S = 120.0
 """So long processes wait for each other to begin, seconds."""
@@ -68,7 +78,18 @@ def join(cluster: Cluster) -> Cluster:
     """
     if cluster.ranks in (None, 1):
         return cluster
-    seen = [from_plain(Cluster, json.loads(text)) for text in gather(json.dumps(to_plain(cluster)))]
+    return joined([from_plain(Cluster, json.loads(text)) for text in gather(json.dumps(to_plain(cluster)))])
+
+
+def joined(seen: Sequence[Cluster]) -> Cluster:
+    """Returns the cluster of which each rank sees its own host alone.
+
+    Args:
+        seen: by rank.
+
+    Raises:
+        InfeasiblePlan: some have devices of another kind.
+    """
     kinds = {each.device: each.hosts[0].name for each in seen}
     if len(kinds) > 1:
         found = ", ".join(f"{kind} on {name}" for kind, name in kinds.items())
@@ -77,9 +98,9 @@ def join(cluster: Cluster) -> Cluster:
     for rank, each in enumerate(seen):
         ranks.setdefault(each.hosts[0].name, []).append(rank)
     if len(ranks) == 1:
-        return cluster
+        return seen[0]
     hosts = tuple(replace(seen[each[0]].hosts[0], ranks=tuple(each)) for each in ranks.values())
-    return Cluster(hosts, cluster.ranks, cluster.device)
+    return Cluster(hosts, len(seen), seen[0].device)
 
 
 def total_of_hosts(count: int, cluster: Cluster) -> int:

@@ -1,0 +1,44 @@
+"""What the processes of a launcher know of each other's hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.engine.machine import host_name
+from headrace.engine.rendezvous import joined, own_address
+from headrace.errors import InfeasiblePlan, UsageError
+from headrace.spec.cluster import Cluster, Host
+
+
+def seen(*names: str) -> list[Cluster]:
+    return [Cluster((Host(name, 2, 2**30 + rank),), len(names)) for rank, name in enumerate(names)]
+
+
+def test_processes_of_one_host_are_where_the_first_is() -> None:
+    assert joined(seen("a", "a", "a")) == Cluster((Host("a", 2, 2**30),), 3)
+
+
+def test_every_host_is_listed_once_with_its_ranks() -> None:
+    hosts = (Host("b", 2, 2**30, ranks=(0, 2)), Host("a", 2, 2**30 + 1, ranks=(1, 3)))
+    assert joined(seen("b", "a", "b", "a")) == Cluster(hosts, 4)
+
+
+def test_devices_of_two_kinds_are_refused() -> None:
+    gpu = Cluster((Host("b", 2, 2**30, ("cuda:0",)),), 2, "cuda")
+    with pytest.raises(InfeasiblePlan, match=r"different devices: cpu on a, cuda on b; say device='cpu' or 'cuda'"):
+        joined([seen("a", "a")[0], gpu])
+
+
+def test_an_address_that_no_other_host_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_HOST", "first")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UsageError, match=r"^MASTER_ADDR=localhost is (127\.0\.0\.1|::1) on first, which no other host"):
+        own_address()
+
+
+def test_a_host_is_called_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADRACE_HOST", raising=False)
+    system = host_name()
+    monkeypatch.setenv("HEADRACE_HOST", "another")
+    assert system != "another" == host_name()
