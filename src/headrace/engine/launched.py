@@ -125,7 +125,10 @@ class Group:
         store, key = launched_store(), f"{self._words}/{what}"
         if self.rank == speaker:
             store.set(key, text)
-        told: str = store.get(key).decode()
+        try:
+            told: str = store.get(key).decode()
+        except RuntimeError as error:
+            raise PeerLost(speaker, self.hosts[speaker], f"it has not answered: {error}") from error
         return told
 
     def _meet(self) -> Segment:
