@@ -134,8 +134,8 @@ class Group:
     def _meet(self) -> Segment:
         """Rank 0 makes the page and says where; the others open it."""
         own = Segment.create(ControlPage.nbytes(self.world), "control") if self.rank == 0 else None
-        place = [os.getpid(), own.descriptor, own.nbytes] if own else []
-        return own or Segment.open(*json.loads(gather(json.dumps(place))[0]))
+        places = gather(json.dumps([os.getpid(), own.descriptor, own.nbytes] if own else []))
+        return own or Segment.open(*json.loads(places[0]))
 
     def _together(self) -> SharedCollective:
         beat = self.page.beats[self.rank]
