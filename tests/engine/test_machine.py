@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.engine import machine
-from headrace.engine.launched import launched_ranks
 from headrace.engine.machine import can_paint, check_shared_memory, cores, detect, require_linux
+from headrace.engine.rendezvous import launched_ranks
 from headrace.errors import UnfitMachine, UsageError
 
 QUOTAS = {
