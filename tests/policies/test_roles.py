@@ -22,8 +22,8 @@ def test_every_rank_is_where_the_launcher_has_started_it() -> None:
 @pytest.mark.parametrize(
     ("workers", "cluster", "spread", "message"),
     [
-        (None, CLUSTER, False, "some works on one host, this cluster has 3: a, b, c"),
-        (4, Cluster(CLUSTER.hosts), True, "some works on one host, this cluster has 3: a, b, c"),
+        (None, CLUSTER, False, "some works on one host, this cluster has 3: a, b, c; use mirrored or"),
+        (4, Cluster(CLUSTER.hosts), True, "some works on one host, this cluster has 3: a, b, c; start a process on"),
         (3, CLUSTER, True, "some asks for 3 workers and the launcher started 4 processes"),
         (None, Cluster(CLUSTER.hosts, 4, "cuda"), True, "the device is cuda; use device='cpu', or one host"),
     ],

@@ -64,7 +64,7 @@ class Relay:
             if self._rank == 0:
                 self._linger()
         except (RuntimeError, struct.error) as error:  # of the store, and of what is in it
-            self.broken = str(error)
+            self.broken = str(error).partition("\n")[0]
 
     def _linger(self) -> None:
         # The store may end with rank 0, and the others are to hear why, not that it has ended.

@@ -101,7 +101,8 @@ def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:
 def _spread_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool) -> tuple[Role, ...]:
     if not spread or cluster.ranks is None:
         names = ", ".join(host.name for host in cluster.hosts)
-        raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}")
+        remedy = "start a process on each by a launcher" if spread else "use mirrored or parameter_averaging there"
+        raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}; {remedy}")
     if cluster.device != "cpu":
         raise InfeasiblePlan(
             f"{strategy} exchanges between hosts what lies in host memory, and the device is {cluster.device}; "
