@@ -43,6 +43,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "leave": lambda: os._exit(0),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
 }
 
 

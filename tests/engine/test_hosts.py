@@ -149,12 +149,20 @@ def test_a_rank_that_is_lost(start: Start, deed: str, victim: int, code: int | N
     assert any(reason in said["message"] for said in heard)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_an_interrupt_in_one_rank_ends_all_in_the_same_round(start: Start, victim: int) -> None:
-    ended = start("interrupt", str(victim), on=(0, 1, 2))
+def test_an_interrupt_in_one_rank_ends_all_in_the_same_round(start: Start) -> None:
+    ended = start("interrupt", "1", on=(0, 1, 2))
     assert ended.codes == {0: 0, 1: 0, 2: 0}, ended.logs
     assert [ended.one(rank, "status")["status"] for rank in range(3)] == ["interrupted"] * 3
     assert len({ended.one(rank, "total")["total"] for rank in range(3)}) == 1
+
+
+def test_a_rank_that_is_terminated_ends_all_with_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    ended = start("terminate", "1")
+    assert ended.codes == {0: 0, 1: -signal.SIGTERM}, ended.logs
+    assert ended.one(0, "status")["status"] == "interrupted"
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    # A part of each rank.
+    assert len(list(checkpoint.glob("rank-*.safetensors"))) == 2
 
 
 def test_hosts_are_made_and_leave_nothing(hosts: str) -> None:
