@@ -10,6 +10,7 @@ __all__ = [
     "Ack",
     "Action",
     "Ahead",
+    "Close",
     "Event",
     "Join",
     "Leave",
@@ -108,7 +109,18 @@ class Ahead:
     leases: int
 
 
-Event = Join | Leave | Push | Pull | Settle | Renew | Ahead
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Somebody has waited long enough: the round that is open ends with those who have contributed to it.
+
+    Attributes:
+        version: that the round is of; another one that is open by now goes on.
+    """
+
+    version: int
+
+
+Event = Join | Leave | Push | Pull | Settle | Renew | Ahead | Close
 
 
 class Reason(Enum):

@@ -13,7 +13,7 @@ _HEAD = struct.Struct("<BBHHHHqddQ")
 _VERSION = 3
 _MOST = (1 << 16) - 1
 _LAST_LEASE = 1 << 48
-_MOST_WEIGHT, _MOST_SHARE = 1e15, 1e3
+_MOST_WEIGHT, _MOST_SHARE = 1e15, 1e5
 """More than any batch weighs, and than any push stands for: a sum of them remains a number."""
 
 
@@ -37,6 +37,7 @@ class Kind(IntEnum):
     ALIVE = 15
     BEGIN = 16
     REST = 17
+    CLOSE = 18
     FOLLOW = 32
     HELD = 33
 
@@ -63,7 +64,7 @@ class Message(NamedTuple):
         weight, share: of a push, as the `Shard` knows them.
         steps: whose gradients a push is the sum of; each has that share.
         numbers: a push or pull: a version for each shard, `~version` where the push has no gradient for it. An answer:
-            the versions. ADVANCE: rounds that worker 0 does alone. JOIN: worker, incarnation, session. OPEN: of what
+            the versions. CLOSE: of the rounds that shall end, by shard. ADVANCE: rounds that worker 0 does alone. JOIN: worker, incarnation, session. OPEN: of what
             was asked and is not answered yet. ERROR: worker and incarnation, where `flag` says that this one took its
             place.
         number: counted by whoever asks, from 1 on; an answer repeats it. 0 where nothing is to be remembered.

@@ -316,6 +316,8 @@ class Server:
             # Whoever waits for data holds up nobody who has some.
             here = Join(member.worker, member.incarnation)
             self._requests.tell_all(Leave(member.worker) if message.flag else here)
+        elif message.kind == Kind.CLOSE:
+            self._requests.close(message)
         elif message.kind == Kind.LEAVE:
             # One of a worker's clients says it for all of them, or for itself.
             for each in [member] if message.flag else self._members.clients(member.worker):

@@ -19,6 +19,7 @@ from headrace.ps.events import (
     Ack,
     Action,
     Ahead,
+    Close,
     Event,
     Join,
     Leave,
@@ -118,6 +119,8 @@ class Shard:
         if isinstance(event, Ahead):
             self._ahead = event.leases
             return self._close() + self._release()
+        if isinstance(event, Close):
+            return self._close(early=event.version == self.version) + self._release()
         return self._change(event)
 
     def state(self) -> ShardState:
@@ -192,12 +195,12 @@ class Shard:
         self._last[push.worker] = (push, word)
         return word
 
-    def _close(self) -> list[Action]:
-        """Ends the round if enough have contributed."""
+    def _close(self, early: bool = False) -> list[Action]:
+        """Ends the round if enough have contributed; `early` if anybody has."""
         needed = self._combination.needed(len(self.clocks))
         if self._ahead is not None:
             needed = min(needed, self._ahead - len(self._done))
-        if not self._contributed or len(self._contributed) < needed:
+        if not self._contributed or (len(self._contributed) < needed and not early):
             return []
         pushes = [push for _, push in sorted(self._contributed.items())]
         answers = [self._finish(push) for push in pushes]
