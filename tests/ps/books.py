@@ -248,6 +248,7 @@ class LeaseBook:
             self.asking.add(event.worker)
             self.present.add(event.worker)
             self.lost.discard(event.worker)
+            self.loose |= event.worker >= self.world.portions
         elif isinstance(event, lease.Commit):
             if self.held.pop(event.lease, None) is not None:
                 self.committed.add(event.lease)
@@ -265,7 +266,7 @@ class LeaseBook:
             assert begun <= self.until
         elif isinstance(event, lease.Advance) and event.done == self.until:
             self.until = event.until
-            self.loose = bool(self.lost)
+            self.loose = bool(self.lost) or any(worker >= self.world.portions for worker in self.present)
             self.met.clear()
         answers: list[lease.Answer] = self.machine.handle(event)
         self._check_until(event)

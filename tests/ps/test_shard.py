@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
+from headrace.policies.staleness import Admission, Anytime, Combination, Each, Everybody, FirstOf, Within
 from headrace.ps import shard as module
 from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
     Ahead,
+    Close,
     Event,
     Join,
     Leave,
@@ -154,6 +155,23 @@ def test_the_last_round_in_front_of_a_fence_may_be_short() -> None:
     assert told(shard, Ahead(1)) == [Step((0,), 1.0, 0), Ack(0, 3)]
 
 
+def test_a_round_of_everybody_waits_for_whoever_is_there() -> None:
+    shard = two(combination=Everybody())
+    told(shard, Join(2), Push(0, 0, 0, 0), Push(1, 0, 1, 0))
+    assert told(shard, Push(2, 0, 2, 0))[1:2] == [Step((0, 1, 2), 3.0, 0)]
+    told(shard, Push(0, 0, 3, 1), Push(2, 0, 4, 1))
+    assert told(shard, Leave(1))[0] == Step((0, 2), 2.0, 0)
+
+
+def test_a_round_that_somebody_has_waited_for_long_enough_ends_with_those_who_are_there() -> None:
+    shard = Shard(range(3), Anytime(), Everybody())
+    assert told(shard, Close(0)) == []
+    told(shard, Push(0, 0, 0, 0), Push(1, 0, 1, 0), Pull(0))
+    assert told(shard, Close(1)) == [], "another round"
+    assert told(shard, Close(0)) == [Step((0, 1), 2.0, 0), Ack(0, 0), Ack(1, 1), Reply(0, 1)]
+    assert told(shard, Close(0), Push(2, 0, 2, 0)) == [Refuse(2, 2, Reason.LATE)]
+
+
 def test_a_pull_may_ask_for_a_version_that_is_still_to_come() -> None:
     shard = two()
     assert told(shard, Pull(0, least=1)) == []
@@ -291,13 +309,14 @@ EVENTS = st.lists(
         st.builds(Leave, st.integers(0, 3)),
         st.just(Renew()),
         st.builds(Ahead, st.integers(0, 12)),
+        st.builds(Close, st.integers(0, 4)),
     ),
     max_size=40,
 )
 
 
 @pytest.mark.parametrize("admission", [Anytime(), Within(0), Within(2)], ids=str)
-@pytest.mark.parametrize("combination", [Each(), FirstOf(1), FirstOf(2), FirstOf(9)], ids=str)
+@pytest.mark.parametrize("combination", [Each(), FirstOf(1), FirstOf(2), Everybody()], ids=str)
 @given(events=EVENTS)
 def test_whatever_comes_a_lease_is_applied_once_and_only_who_asked_is_answered(
     admission: Admission, combination: Combination, events: list[Event]
@@ -360,7 +379,7 @@ PLANTED = {
     "parameters too old": ("and pull.least <= self.version", "and True"),
     "rounds with numbers of their own": ("self.version = max(self.version, event.version)", "pass"),
     "no short round": ("needed = min(needed, self._ahead - len(self._done))", "pass"),
-    "a round too early": ("len(self._contributed) < needed:", "len(self._contributed) < needed - 1:"),
+    "a round too early": ("len(self._contributed) < needed and", "len(self._contributed) < needed - 1 and"),
     "NaN in the mean": ("if isinstance(answer, Ack) and push.weight", "if push.weight"),
     "NaN stepped": ("not in self._done and push.finite and", "not in self._done and"),
     "nobody is let go": ("return [*step, self._finish(push), *self._release()]", "return [*step, self._finish(push)]"),

@@ -38,19 +38,18 @@ from headrace.ps.form import Form
 from headrace.ps.held import HeldGradients
 from headrace.ps.leases import Leases
 from headrace.ps.leasing import LeasedPortions, blocks
-from headrace.ps.planning import check_backups, seats
+from headrace.ps.planning import check_backups, check_seats, seats
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
 from headrace.replica.conditioning import HEALTHY, Verdict
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.outer import Elastic, OuterStep
-from headrace.replica.update import OUTER
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import Parts, ServerParts
+from headrace.strategies.strategy import Parts, ServerParts, check_count
 
 __all__ = ["Service", "Wait"]
 
@@ -79,12 +78,12 @@ class Service:
     transport: str = "shared_memory"
 
     def __post_init__(self) -> None:
+        check_count("servers", self.servers)
         check_backups(self.backups, self.servers)
+        check_seats(None, "greedy", "full", (self.transport, "plain", "plain"))
         wait = self.wait
         if isinstance(wait, bool) or not (wait in ("all", "nobody") or isinstance(wait, int | float)):
-            raise UsageError(
-                f"wait must be 'all', 'nobody', a number of workers (3) or of seconds (3.0), got {wait!r}"
-            )
+            raise UsageError(f"wait must be 'all', 'nobody', a number of workers (3) or of seconds (3.0), got {wait!r}")
         if isinstance(wait, int) and wait < 1:
             raise UsageError(f"wait={wait} workers make no average; wait for 1 or more, or for 'all'")
         if isinstance(wait, float) and not 0 < wait < math.inf:
@@ -315,9 +314,7 @@ class Drifting(ServedExchange):
         self._centre.take()
 
     def state(self) -> tuple[StatePiece, ...]:
-        outer = (
-            piece if piece.key.startswith(_OURS) else replace(piece, key=OUTER + piece.key) for piece in super().state()
-        )
+        outer = (replace(piece, key=_KEPT) if piece.key == _MOMENTUM else piece for piece in super().state())
         return (*outer, *(self._inner.state() if self._host.rank == 0 else ()))
 
     def settings(self) -> dict[str, Any]:
@@ -327,8 +324,8 @@ class Drifting(ServedExchange):
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         every = list(pieces)
-        outer = [piece for piece in every if piece.key.startswith(_OURS)]
-        super().load(replace(piece, key=piece.key.removeprefix(OUTER)) for piece in outer)
+        outer = (piece for piece in every if piece.key.startswith(_OURS))
+        super().load(replace(piece, key=_MOMENTUM) if piece.key == _KEPT else piece for piece in outer)
         self._inner.load([piece for piece in every if not piece.key.startswith(_OURS)], settings)
 
     def memory(self) -> tuple[int, int]:
@@ -345,8 +342,8 @@ class Drifting(ServedExchange):
         """Tells the servers how far this worker has come, and goes on from where they are."""
         if self._fastest_s > self._patience_s:
             raise UsageError(
-                f"wait={self._patience_s:g} s is shorter than one step, which takes {self._fastest_s:.3g} s: whoever is "
-                "a step behind would never be part of an average; wait longer, or use wait='all'"
+                f"wait={self._patience_s:g} s is shorter than one step, which takes {self._fastest_s:.3g} s: whoever "
+                "is a step behind would never be part of an average; wait longer, or use wait='all'"
             )
         weight, share, self._weight, self._share = self._weight, self._share, 0.0, 0.0
         centre, portions = self._centre, self.portions
@@ -369,3 +366,5 @@ class Drifting(ServedExchange):
 
 _OURS = "headrace."
 """What keys of state begin with that is no inner optimizer's."""
+_MOMENTUM, _KEPT = "momentum_buffer", "headrace.outer-1"
+"""Keys of the outer step's momentum: torch's own, and that of checkpoints, in which it is no inner optimizer's."""
