@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ from headrace.strategies.strategy import Parts, ServerParts, check_count
 
 __all__ = ["Service", "Wait"]
 
-Wait = Literal["all", "nobody"] | int | float
-"""Whom an average waits for: all workers, so many of them, so many seconds (as a float), or nobody."""
+Wait = str | int | float
+"""Whom an average waits for: "all" workers, so many of them, so many seconds (as a float), or "nobody"."""
 
 
 @dataclass(frozen=True)
