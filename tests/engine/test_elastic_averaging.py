@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import threading
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ import torch
 
 import headrace as hr
 from engine.conftest import until
-from engine.test_elastic import BATCH, Hand, check_counts, counting_job
+from engine.test_elastic import BATCH, EXAMPLES, Hand, check_counts, counting_job
 from headrace.engine.local import LocalEngine
 from headrace.engine.staffing import ask_for_workers
+from headrace.errors import PeerLost
 from headrace.ps.server import Server
-from headrace.spec.event import WorkerEnded
+from headrace.spec.event import Event, Notice, ServerStarted, SnapshotTaken, Stepped, WorkerEnded
 from headrace.spec.plan import Plan
 from headrace.strategies.strategy import ServerParts
 
@@ -38,9 +40,9 @@ class Counted(hr.ParameterAveraging):
         return self._service.server(plan, rank, parts, by_share=True)
 
 
-def averaged_job(epochs: int = EPOCHS) -> hr.Job:
-    # A local mean weighs an example as many times more as there are workers, and a lease moves as far as its rounds.
-    return counting_job(epochs, optimizer=functools.partial(torch.optim.SGD, lr=BATCH / PERIOD))
+def averaged_job(epochs: int = EPOCHS, **changes: object) -> hr.Job:
+    # What a lease has moved counts as often as it has rounds.
+    return counting_job(epochs, optimizer=functools.partial(torch.optim.SGD, lr=BATCH / PERIOD), **changes)
 
 
 @pytest.mark.parametrize("wait", ["all", 2, 0.2], ids=["all", "two", "seconds"])
@@ -69,8 +71,36 @@ def test_workers_join_and_leave_a_run_that_waits_for_all(tmp_path: Path) -> None
     thread = threading.Thread(target=staff)
     thread.start()
     with LocalEngine() as fresh:
-        run = hr.fit(averaged_job(1000), Counted(2), engine=fresh, run_dir=tmp_path / "run")
+        run = hr.fit(averaged_job(600), Counted(2), engine=fresh, run_dir=tmp_path / "run")
     thread.join()
-    check_counts(run, 1000)
+    check_counts(run, 600)
     assert [line.split(":")[0] for line in said] == ["3 workers from now on", "1 worker from now on"]
     assert sorted(event.rank for event in run.events if isinstance(event, WorkerEnded)) == [0, 1, 3]
+
+
+class Killer:
+    """Kills the server when there is a snapshot with some of what was trained on."""
+
+    def __init__(self) -> None:
+        self._pid, self._steps, self._taken = 0, 0, 0
+
+    def __call__(self, event: Event) -> None:
+        self._steps += isinstance(event, Stepped)
+        if isinstance(event, ServerStarted):
+            self._pid = event.pid
+        elif isinstance(event, SnapshotTaken) and self._steps > 200:
+            self._taken += 1
+            if self._taken == 2:
+                os.kill(self._pid, signal.SIGKILL)
+
+
+def test_a_run_goes_on_from_snapshots_of_its_servers(engine: LocalEngine, tmp_path: Path) -> None:
+    held_out = (torch.eye(EXAMPLES, dtype=torch.float64), torch.zeros(EXAMPLES))
+    job = averaged_job(eval_data=held_out, options=hr.Options(eval_every=81 * PERIOD))
+    saves = hr.Checkpoints(every_s=None, every_steps=100 * PERIOD, snapshots_every_s=0.05)
+    fit = functools.partial(hr.fit, job, Counted(3), engine=engine, run_dir=tmp_path, checkpoints=saves)
+    with pytest.raises(PeerLost, match="goes on from the servers' last snapshots"):
+        fit(on_event=Killer())
+    run = fit(resume=True)
+    check_counts(run, EPOCHS)
+    assert any("the servers go on from snapshots" in event.text for event in run.events if isinstance(event, Notice))
