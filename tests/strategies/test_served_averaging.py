@@ -19,10 +19,10 @@ from headrace.data import Loader, as_pipeline
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.replica.outer import Elastic, Mean, Nesterov, OuterStep
 from headrace.spec.event import Served
-from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Case, dense
+from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import OPTIONS
-from strategies.contract_runs import CLUSTER, MODEL, distance, train
-from strategies.test_contract import DOUBLE, on_one_device
+from strategies.contract_runs import CLUSTER, MODEL, carried, distance, train
+from strategies.test_contract import DOUBLE, belongings, on_one_device
 
 THROUGH = partial(hr.ParameterAveraging, via="server")
 CASES = {**MODELS, **VARIANTS, **OPTIONS}
@@ -131,6 +131,17 @@ def test_servers_and_all_reduce_give_the_same(outer: str) -> None:
         for via in ("server", "all_reduce")
     )
     assert distance(served.tensors, reduced.tensors) <= DOUBLE
+
+
+def test_over_tcp_it_is_the_same() -> None:
+    near, far = (train(job_of(SGD), THROUGH(2, period=2, transport=way)) for way in ("shared_memory", "tcp"))
+    assert distance(far.tensors, near.tensors) <= DOUBLE
+
+
+def test_a_loop_of_ones_own() -> None:
+    case = Case(dense)
+    outcome = train(case.job(COUNTS["tiny"]), THROUGH(1, period=1), loop=partial(verb_by_verb, case.loss))
+    assert distance(outcome.tensors, on_one_device(case, "tiny", torch.float64, None).tensors) <= DOUBLE
 
 
 def test_who_waits_for_nobody_pulls_and_is_pulled() -> None:
@@ -266,6 +277,27 @@ def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=re.escape(reason)):
         THROUGH(**given)
+
+
+@pytest.mark.parametrize("given", [{"period": "auto"}, {"post_local": 9}, {"average_optimizer_state": True}])
+def test_what_servers_cannot_do_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(given))}=.* use via='all_reduce'|needs via='all_reduce'"):
+        THROUGH(**given)
+
+
+def test_a_plan_survives_json() -> None:
+    strategy = THROUGH(2, outer=Nesterov(), codec="int8", wait=1.5)
+    plan = strategy.plan(MODEL, CLUSTER)
+    assert carried(plan) == plan
+    assert dict(plan.options) == dataclasses.asdict(strategy)
+    assert (plan.workers, plan.servers, plan.shares) == (2, (2,), (1, 1))
+
+
+@pytest.mark.slow
+def test_threads_leave_nothing_behind() -> None:
+    before = belongings()
+    train(job_of(), THROUGH(2, period=2))
+    assert belongings() == before
 
 
 def test_an_average_of_more_workers_than_there_are() -> None:
