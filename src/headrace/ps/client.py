@@ -289,8 +289,7 @@ class _Server:
                     return received
             elif monotonic() >= until:
                 until = math.inf
-                made_with = tuple(max(0, version) for version in self._versions)
-                self.session.ask(Message(Kind.CLOSE, numbers=made_with))
+                self.session.ask(Message(Kind.CLOSE))
             elif monotonic() > deadline:
                 cause = f"has not answered for {self._timeout_s:.0f} s"
                 raise PeerLost(self._connection.rank, self._connection.host, cause)

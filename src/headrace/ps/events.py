@@ -111,13 +111,9 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Somebody has waited long enough: the round that is open ends with those who have contributed to it.
+    """A worker has waited long enough: the round ends with those who have contributed, if it is still the open one."""
 
-    Attributes:
-        version: that the round is of; another one that is open by now goes on.
-    """
-
-    version: int
+    worker: int
 
 
 Event = Join | Leave | Push | Pull | Settle | Renew | Ahead | Close

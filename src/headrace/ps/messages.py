@@ -64,9 +64,9 @@ class Message(NamedTuple):
         weight, share: of a push, as the `Shard` knows them.
         steps: whose gradients a push is the sum of; each has that share.
         numbers: a push or pull: a version for each shard, `~version` where the push has no gradient for it. An answer:
-            the versions. CLOSE: those of the rounds that shall end. ADVANCE: rounds that worker 0 does alone. JOIN:
-            worker, incarnation, session. OPEN: of what was asked and is not answered yet. ERROR: worker and
-            incarnation, where `flag` says that this one took its place.
+            the versions. ADVANCE: rounds that worker 0 does alone. JOIN: worker, incarnation, session. OPEN: of what
+            was asked and is not answered yet. ERROR: worker and incarnation, where `flag` says that this one took its
+            place.
         number: counted by whoever asks, from 1 on; an answer repeats it. 0 where nothing is to be remembered.
     """
 

@@ -194,14 +194,9 @@ class Requests:
             self._applier.load(blob, shard)
         self._carry_out([(shard, self._machines[shard].handle(Renew()))])
 
-    def tell_all(self, event: Join | Leave | Settle | Renew) -> None:
+    def tell_all(self, event: Join | Leave | Settle | Renew | Close) -> None:
         """Lets all shards handle an event."""
         self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
-
-    def close(self, message: Message) -> None:
-        """Ends the rounds that some shards have open, if these are of the versions that are named."""
-        rounds = zip(self._named(message), message.numbers, strict=True)
-        self._carry_out([(shard, self._machines[shard].handle(Close(version))) for shard, version in rounds])
 
     def show(self, member: Member, message: Message) -> None:
         """Answers who only looks: it waits for nobody."""

@@ -120,7 +120,7 @@ class Shard:
             self._ahead = event.leases
             return self._close() + self._release()
         if isinstance(event, Close):
-            return self._close(early=event.version == self.version) + self._release()
+            return self._close(early=event.worker in self._contributed) + self._release()
         return self._change(event)
 
     def state(self) -> ShardState:
@@ -196,7 +196,7 @@ class Shard:
         return word
 
     def _close(self, early: bool = False) -> list[Action]:
-        """Ends the round if enough have contributed; `early` if anybody has."""
+        """Ends the round if enough have contributed; `early` for whoever has."""
         needed = self._combination.needed(len(self.clocks))
         if self._ahead is not None:
             needed = min(needed, self._ahead - len(self._done))
