@@ -63,7 +63,7 @@ def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 def optimizer(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     counts = [each for each in named if each[0] == "counts"]
     others = [each for each in named if each[0] != "counts"]
-    return torch.optim.SGD([{"params": others}, {"params": counts, "lr": BATCH / PERIOD}], lr=0.01)
+    return torch.optim.SGD([{"params": others}, {"params": counts, "lr": float(BATCH)}], lr=0.01)
 
 
 class Killer:

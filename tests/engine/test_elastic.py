@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local import LocalEngine
 from headrace.engine.staffing import ask_for_workers
 from headrace.errors import PeerLost, UsageError
+from headrace.ps.server import Server
 from headrace.spec.event import Evaluated, Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
+from headrace.spec.plan import Plan
+from headrace.strategies.strategy import ServerParts
 
 pytestmark = pytest.mark.slow
 
@@ -112,11 +116,23 @@ class Hand:
                 os.kill(self.pids[rank], number)
 
 
+@dataclass(frozen=True)
+class Counted(hr.ParameterAveraging):
+    """Moves the average by all that was trained on, however many have contributed to it, so that it can be counted."""
+
+    via: str = "server"
+    period: int = 2
+
+    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+        return self._service.server(plan, rank, parts, by_share=True)
+
+
 STRATEGIES: dict[str, Callable[..., hr.Strategy]] = {
     "asynchronous": functools.partial(hr.ParameterServer, 3),
     "bound 1": functools.partial(hr.ParameterServer, 3, staleness_bound=1),
     "lock-step": functools.partial(hr.ParameterServer, 3, staleness_bound=0),
     "two servers over tcp": functools.partial(hr.ParameterServer, 3, servers=2, transport="tcp"),
+    "averaging": functools.partial(Counted, 3),
     "downpour": functools.partial(hr.Downpour, 3, push_every=2, fetch_every=2),
 }
 

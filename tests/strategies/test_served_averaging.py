@@ -268,6 +268,7 @@ def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
         ({"wait": "some"}, "wait must be 'all', 'nobody'"),
         ({"wait": "nobody"}, "would put each worker's parameters in place of the average"),
         ({"wait": 1, "servers": 2}, "each of 2 servers would drop another worker's; use servers=1, or wait='all'"),
+        ({"period": 70_000}, "period must be at most 65,535 through servers, got 70,000"),
         ({"servers": 0}, "servers must be a whole number of at least 1, got 0"),
         ({"backups": 2}, "backups=2 asks for 2 backups of 1 server"),
         ({"transport": "carrier pigeons"}, "transport"),

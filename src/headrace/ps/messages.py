@@ -13,7 +13,7 @@ _HEAD = struct.Struct("<BBHHHHqddQ")
 _VERSION = 3
 _MOST = (1 << 16) - 1
 _LAST_LEASE = 1 << 48
-_MOST_WEIGHT, _MOST_SHARE = 1e15, 1e5
+_MOST_WEIGHT, _MOST_SHARE = 1e15, 1e3
 """More than any batch weighs, and than any push stands for: a sum of them remains a number."""
 
 

@@ -289,7 +289,8 @@ class Requests:
             if gradient is not None:
                 part = request.message.weight / weight
                 mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
-        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness)
+        steps = max(request.message.steps for request in requests)
+        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness, steps)
 
     def _step(
         self,

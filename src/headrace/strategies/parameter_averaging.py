@@ -171,7 +171,8 @@ class ParameterAveraging(Strategy):
 
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         if self.via == "server":
-            return served_ops(plan)
+            assert isinstance(self.period, int)
+            return served_ops(replace(plan, gradient_bytes=plan.gradient_bytes // self.period))
         steps = step_ops(plan)
         updated = tuple(op.name for op in steps if op.kind == "update")
         rounds = self.period if isinstance(self.period, int) else 1

@@ -57,6 +57,10 @@ Wait = str | int | float
 """Whom an average waits for: "all" workers, so many of them, so many seconds (as a float), or "nobody"."""
 
 
+_MOST = 65_535
+"""Rounds that a message can say a push is of."""
+
+
 @dataclass(frozen=True)
 class Service:
     """How parameters are averaged through servers.
@@ -79,6 +83,8 @@ class Service:
 
     def __post_init__(self) -> None:
         check_count("servers", self.servers)
+        if self.period > _MOST:
+            raise UsageError(f"period must be at most {_MOST:,} through servers, got {self.period:,}")
         check_backups(self.backups, self.servers)
         check_seats(None, "greedy", "full", (self.transport, "plain", "plain"))
         wait = self.wait
@@ -148,8 +154,8 @@ class Service:
 
         Args:
             plan, rank, parts: as of a strategy.
-            by_share: move the average by the share of a round that its parameters were trained on, so that what a round
-                moves is the same however many have contributed.
+            by_share: move the average by the share of its rounds that the workers had, so that what an example moves is
+                the same however many have contributed.
         """
         rank = plan.server_of(rank)
         form = form_of(plan, parts.model, rank)
@@ -285,7 +291,8 @@ class Drifting(ServedExchange):
         )
         self._pieces = range(len(parts.model.trainable))
         self._advanced = parts.first
-        self._weight, self._share = 0.0, 0.0
+        self._weight = 0.0
+        self._shares: list[float] = []
         self._began_s, self._fastest_s = 0.0, math.inf
 
     def begin(self, round_: int) -> None:
@@ -303,7 +310,7 @@ class Drifting(ServedExchange):
             self._advance(self._round)
             self._inner.updater.apply(self._pieces, self._round)
             self._weight += portions.weight
-        self._share += portions.share
+        self._shares.append(portions.share)
         self._fastest_s = min(self._fastest_s, perf_counter() - self._began_s)
         if not portions.left:
             self._meet()
@@ -345,7 +352,7 @@ class Drifting(ServedExchange):
                 f"wait={self._patience_s:g} s is shorter than one step, which takes {self._fastest_s:.3g} s: whoever "
                 "is a step behind would never be part of an average; wait longer, or use wait='all'"
             )
-        weight, share, self._weight, self._share = self._weight, self._share, 0.0, 0.0
+        weight, shares, self._weight, self._shares = self._weight, self._shares, 0.0, []
         centre, portions = self._centre, self.portions
         if not self._waits:
             self.client.pull()
@@ -354,8 +361,9 @@ class Drifting(ServedExchange):
             centre.approach(self._alpha)
         weight = weight if self._outer.weighted else float(weight > 0)
         reason = self.client.push(
-            distances, portions.lease, weight, share, pull=self._waits, patience_s=self._patience_s
-        )
+            distances, portions.lease, weight, sum(shares) / len(shares),
+            pull=self._waits, steps=len(shares), patience_s=self._patience_s,
+        )  # fmt: skip
         if reason == Reason.NOT_FINITE:
             # Of what has made such parameters nothing is kept.
             self._inner.load(())
