@@ -247,6 +247,15 @@ def test_a_run_goes_on_from_its_checkpoint(outer: OuterStep | None, codec: str, 
     assert distance(rest.model.state_dict(), whole.model.state_dict()) <= (DOUBLE if codec == "plain" else 0.02)
 
 
+@pytest.mark.parametrize("ways", [("server", "all_reduce"), ("all_reduce", "server")], ids="-".join)
+def test_an_outer_momentum_goes_on_the_other_way(ways: tuple[str, str], tmp_path: Path) -> None:
+    first, then = (hr.ParameterAveraging(3, period=3, outer=Nesterov(), via=way) for way in ways)
+    fit = partial(hr.fit, engine=hr.ThreadEngine())
+    fit(dataclasses.replace(job_of(), epochs=1), strategy=first, run_dir=tmp_path / "a")
+    rest = fit(job_of(), strategy=then, run_dir=tmp_path / "b", resume=tmp_path / "a")
+    assert distance(rest.model.state_dict(), fit(job_of(), strategy=first).model.state_dict()) <= DOUBLE
+
+
 def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
     job = Case(dense).job(COUNTS["uneven"], optimizer=SGD)
     fit = partial(hr.fit, engine=hr.ThreadEngine())

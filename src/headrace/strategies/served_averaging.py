@@ -44,6 +44,7 @@ from headrace.ps.shard import Shard
 from headrace.replica.conditioning import HEALTHY, Verdict
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.outer import Elastic, OuterStep
+from headrace.replica.update import AVERAGE
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -331,9 +332,9 @@ class Drifting(ServedExchange):
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         every = list(pieces)
-        outer = (piece for piece in every if piece.key.startswith(_OURS))
-        super().load(replace(piece, key=_MOMENTUM) if piece.key == _KEPT else piece for piece in outer)
-        self._inner.load([piece for piece in every if not piece.key.startswith(_OURS)], settings)
+        outer = (replace(piece, key=_MOMENTUM) for piece in every if piece.key == _KEPT)
+        super().load([*outer, *(piece for piece in every if piece.key == AVERAGE)])
+        self._inner.load([piece for piece in every if piece.key != AVERAGE], settings)
 
     def memory(self) -> tuple[int, int]:
         parameter_bytes, state_bytes = self._inner.memory()
@@ -372,7 +373,5 @@ class Drifting(ServedExchange):
         portions.late = reason == Reason.LATE
 
 
-_OURS = "headrace."
-"""What keys of state begin with that is no inner optimizer's."""
 _MOMENTUM, _KEPT = "momentum_buffer", "headrace.outer-1"
 """Keys of the outer step's momentum: torch's own, and that of checkpoints, in which it is no inner optimizer's."""
