@@ -172,6 +172,18 @@ def test_a_round_that_somebody_has_waited_for_long_enough_ends_with_those_who_ar
     assert told(shard, Push(2, 0, 2, 1), Close(1)) == [Accumulate(2)], "another round"
 
 
+@pytest.mark.parametrize("comes", [Push(2, 0, 2, 0), Join(2, 1)], ids=["late", "anew"])
+def test_who_has_kept_others_waiting_is_not_waited_for_before_it_comes(comes: Event) -> None:
+    shard = Shard(range(3), Anytime(), Everybody())
+    told(shard, Push(0, 0, 0, 0), Push(1, 0, 1, 0), Close(0))
+    other = Shard(range(3), Anytime(), Everybody())
+    other.load(shard.state())
+    for each in (shard, other):
+        assert told(each, Push(0, 0, 3, 1), Push(1, 0, 4, 1))[2:3] == [Step((0, 1), 2.0, 0)]
+        told(each, comes)
+        assert told(each, Push(0, 0, 5, 2), Push(1, 0, 6, 2)) == [Accumulate(0), Accumulate(1)]
+
+
 def test_a_pull_may_ask_for_a_version_that_is_still_to_come() -> None:
     shard = two()
     assert told(shard, Pull(0, least=1)) == []
