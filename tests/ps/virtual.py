@@ -11,6 +11,7 @@ A worker may be lost at any moment and come again. What the machines do is held 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf
 from headrace.ps import leases as lease
 from headrace.ps import shard
-from headrace.ps.events import Ack, Join, Leave, Pull, Push, Reason, Refuse, Reply
+from headrace.ps.events import Ack, Close, Join, Leave, Pull, Push, Reason, Refuse, Reply
 from ps.books import LeaseBook, ShardBook
 from ps.operations import Operation
 
@@ -54,6 +55,7 @@ class World:
         eager: pull with the push, not before the next step.
         rests, ahead: whether a worker without a portion leaves until it has one; shards know how many leases come.
         arbiter: whether one more machine says first which gradients make a round, by claims of no content.
+        patience: how long whoever has pushed waits for the others before the round is to end without them.
     """
 
     seed: int
@@ -74,6 +76,7 @@ class World:
     rests: bool = False
     ahead: bool = True
     arbiter: bool = False
+    patience: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -270,7 +273,14 @@ class _Run:
             self.last[worker] = Push(worker, incarnation, held, versions[place], weight, share, finite)
             self._record(Operation(worker, place, True, self.now, lease=held, made_with=versions[place]))
             self._send(worker, place, self._tell, place, self.last[worker])
+            if self.world.patience < math.inf:
+                self._at(self.world.patience, self._hurry, self.asking[worker, place])
         return dict((yield len(places)))
+
+    def _hurry(self, asked: Operation) -> None:
+        """Lets a worker wait no longer, if it still does."""
+        if self.asking.get((asked.worker, asked.place)) is asked:
+            self._send(asked.worker, asked.place, self._tell, asked.place, Close(asked.worker))
 
     def _record(self, operation: Operation) -> None:
         self.history.operations.append(operation)
