@@ -280,3 +280,12 @@ def test_nobody_answers_where_nothing_runs(tmp_path: Path) -> None:
         ask_for_workers(tmp_path, 1, timeout_s=0.2)
     with pytest.raises(UsageError, match="is no directory of a run"):
         ask_for_workers(tmp_path / "nowhere", 1)
+
+
+def test_a_run_ends_after_its_time_whoever_has_been_replaced(engine: LocalEngine) -> None:
+    hand = Hand({1: (0, signal.SIGKILL)})
+    run = hr.fit(counting_job(10**6), hr.ParameterServer(1), engine=engine, on_event=hand, seconds=2.0)
+    first, second = (event.time_s for event in run.events if isinstance(event, WorkerStarted))
+    (ended,) = (event.time_s for event in run.events if isinstance(event, WorkerEnded))
+    assert first < second
+    assert 1.5 < ended < second + 2.0, "its time does not begin anew"
