@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local import LocalEngine
 from headrace.engine.staffing import ask_for_workers
 from headrace.errors import PeerLost, UsageError
+from headrace.ps.server import Server
 from headrace.spec.event import Evaluated, Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
+from headrace.spec.plan import Plan
+from headrace.strategies.strategy import ServerParts
 
 pytestmark = pytest.mark.slow
 
@@ -112,11 +116,23 @@ class Hand:
                 os.kill(self.pids[rank], number)
 
 
+@dataclass(frozen=True)
+class Counted(hr.ParameterAveraging):
+    """Moves the average by all that was trained on, however many have contributed to it, so that it can be counted."""
+
+    via: str = "server"
+    period: int = 2
+
+    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+        return self._service.server(plan, rank, parts, by_share=True)
+
+
 STRATEGIES: dict[str, Callable[..., hr.Strategy]] = {
     "asynchronous": functools.partial(hr.ParameterServer, 3),
     "bound 1": functools.partial(hr.ParameterServer, 3, staleness_bound=1),
     "lock-step": functools.partial(hr.ParameterServer, 3, staleness_bound=0),
     "two servers over tcp": functools.partial(hr.ParameterServer, 3, servers=2, transport="tcp"),
+    "averaging": functools.partial(Counted, 3),
     "downpour": functools.partial(hr.Downpour, 3, push_every=2, fetch_every=2),
 }
 
@@ -264,3 +280,12 @@ def test_nobody_answers_where_nothing_runs(tmp_path: Path) -> None:
         ask_for_workers(tmp_path, 1, timeout_s=0.2)
     with pytest.raises(UsageError, match="is no directory of a run"):
         ask_for_workers(tmp_path / "nowhere", 1)
+
+
+def test_a_run_ends_after_its_time_whoever_has_been_replaced(engine: LocalEngine) -> None:
+    hand = Hand({1: (0, signal.SIGKILL)})
+    run = hr.fit(counting_job(10**6), hr.ParameterServer(1), engine=engine, on_event=hand, seconds=2.0)
+    first, second = (event.time_s for event in run.events if isinstance(event, WorkerStarted))
+    (ended,) = (event.time_s for event in run.events if isinstance(event, WorkerEnded))
+    assert first < second
+    assert 1.5 < ended < second + 2.0, "its time does not begin anew"

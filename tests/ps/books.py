@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.policies.staleness import Anytime, Each, FirstOf, Within
+from headrace.policies.staleness import Anytime, Each, Within
 from headrace.ps import leases as lease
 from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
     Ahead,
+    Close,
     Event,
     Join,
     Leave,
@@ -49,6 +50,7 @@ class ShardBook:
         self.settled = 0
         self.ahead: int | None = None
         self.late = False
+        self.overdue: set[int] = set()
 
     def __repr__(self) -> str:
         return f"version {self.version}, clocks {self.clocks}, open {self.open}, {len(self.fate)} leases done"
@@ -98,6 +100,7 @@ class ShardBook:
 
     def _change(self, event: Join | Leave) -> None:
         worker = event.worker
+        self.overdue.discard(worker)
         if worker in self.given:
             self.given.discard(worker)
             self.clocks[worker] -= not self.each
@@ -116,7 +119,9 @@ class ShardBook:
         self.late = False
         if self.incarnations.get(push.worker) != push.incarnation:
             assert reason == Reason.STRANGER
-        elif self.each or push.version == self.version:
+            return
+        self.overdue.discard(push.worker)
+        if self.each or push.version == self.version:
             assert reason not in (Reason.LATE, Reason.STRANGER), "who has the newest parameters is not late"
             self.clocks[push.worker] += 1
             self.given.add(push.worker)
@@ -196,9 +201,8 @@ class ShardBook:
             assert not (free and admitted and pull.least <= self.version), "nobody waits who may go on"
 
     def _check_round(self, event: Event, before: int, done: int) -> None:
-        members, combination = len(self.clocks), self.world.combination
-        assert isinstance(combination, FirstOf)
-        size = min(combination.count, members)
+        size = self.world.combination.needed(len(self.clocks) - len(self.overdue))
+        early = isinstance(event, Close) and event.worker in self.given
         gone = self.machine.version - before
         assert gone in (0, 1)
         if self.ahead is not None:
@@ -206,11 +210,15 @@ class ShardBook:
         if gone:
             # An early fence may leave an open round with more than it needs.
             more = len(self.given) - max(size, 1)
-            assert more == 0 or (more > 0 and isinstance(event, Ahead)), "a round ends with as many as it needs"
+            early_fence = more > 0 and isinstance(event, Ahead)
+            assert more == 0 or early_fence or early, "a round ends with as many as it needs"
+            if early:
+                self.overdue = self.clocks.keys() - self.given
             self.given.clear()
             self.version += 1
         else:
             assert len(self.given) < max(size, 1), "a round that has all it needs ends"
+            assert not early, "who has waited long enough waits no longer"
 
 
 class LeaseBook:
@@ -248,6 +256,7 @@ class LeaseBook:
             self.asking.add(event.worker)
             self.present.add(event.worker)
             self.lost.discard(event.worker)
+            self.loose |= event.worker >= self.world.portions
         elif isinstance(event, lease.Commit):
             if self.held.pop(event.lease, None) is not None:
                 self.committed.add(event.lease)
@@ -265,7 +274,7 @@ class LeaseBook:
             assert begun <= self.until
         elif isinstance(event, lease.Advance) and event.done == self.until:
             self.until = event.until
-            self.loose = bool(self.lost)
+            self.loose = bool(self.lost) or any(worker >= self.world.portions for worker in self.present)
             self.met.clear()
         answers: list[lease.Answer] = self.machine.handle(event)
         self._check_until(event)

@@ -76,6 +76,16 @@ def test_fixed_portions_of_who_is_lost_go_to_the_others_until_it_is_back() -> No
     assert told(leases, Ask(1), Commit(2), Ask(0)) == [Grant(1, 3, 1, 1), Grant(0, 4, 2, 0)]
 
 
+def test_who_comes_and_has_no_fixed_portions_gets_those_of_others() -> None:
+    leases = Leases(portions=1, until=3, fixed=True)
+    assert told(leases, Ask(0), Ask(1)) == [Grant(0, 0, 0, 0), Grant(1, 1, 1, 0)]
+    assert told(leases, Commit(0), Commit(1), Ask(0), Ask(1), Commit(2)) == [Grant(0, 2, 2, 0)]
+    assert told(leases, Ask(0), Advance(3, 5)) == [
+        *[Fence(worker, 3, 1, (0, 1)) for worker in (0, 1)],
+    ]
+    assert told(leases, Ask(1), Ask(0)) == [Grant(1, 3, 3, 0), Grant(0, 4, 4, 0)]
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(("asked", "fence"), [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2)])
 def test_a_halt_lets_the_rounds_end_that_have_begun(asked: int, fence: int, fixed: bool) -> None:
@@ -164,7 +174,7 @@ ACTS = st.lists(
 def test_under_any_order_of_events_each_portion_is_committed_once_before_its_fence(
     acts: list[tuple[int, str]], portions: int, until: int, fixed: bool
 ) -> None:
-    workers = portions if fixed else 3
+    workers = 3
     crowd = _Crowd(LeaseBook(Leases(portions, until, 0, fixed), _Place(portions, fixed), until))
     for worker, what in acts:
         crowd.go(worker % workers, what)

@@ -11,18 +11,20 @@ A worker may be lost at any moment and come again. What the machines do is held 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf
+from headrace.policies.staleness import FirstOf
 from headrace.ps import leases as lease
 from headrace.ps import shard
-from headrace.ps.events import Ack, Join, Leave, Pull, Push, Reason, Refuse, Reply
+from headrace.ps.events import Ack, Close, Join, Leave, Pull, Push, Reason, Refuse, Reply
 from ps.books import LeaseBook, ShardBook
 from ps.operations import Operation
+from ps.world import World
 
 __all__ = ["History", "Machines", "Stuck", "World", "run"]
 
@@ -31,49 +33,6 @@ MOST_EVENTS = 20_000
 
 class Stuck(AssertionError):
     """Everybody waits."""
-
-
-@dataclass(frozen=True)
-class World:
-    """What may happen in a history.
-
-    Attributes:
-        seed: of everything random.
-        paces: how long a step takes, by worker.
-        admission, combination: of every shard.
-        shards: how many.
-        portions: of a round.
-        fences: rounds in front of each.
-        fixed: as `Leases` takes it.
-        latency: the longest way of a message.
-        empty: share of leases without data.
-        sick: share of gradients that are not finite.
-        deaths: how many workers are lost.
-        forever: whether they stay away.
-        halts: how often somebody asks for an early fence.
-        eager: pull with the push, not before the next step.
-        rests, ahead: whether a worker without a portion leaves until it has one; shards know how many leases come.
-        arbiter: whether one more machine says first which gradients make a round, by claims of no content.
-    """
-
-    seed: int
-    paces: tuple[float, ...]
-    admission: Admission = field(default_factory=Anytime)
-    combination: Combination = field(default_factory=Each)
-    shards: int = 1
-    portions: int = 1
-    fences: tuple[int, ...] = (3,)
-    fixed: bool = False
-    latency: float = 0.5
-    empty: float = 0.0
-    sick: float = 0.0
-    deaths: int = 0
-    forever: bool = False
-    halts: int = 0
-    eager: bool = False
-    rests: bool = False
-    ahead: bool = True
-    arbiter: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,7 +229,14 @@ class _Run:
             self.last[worker] = Push(worker, incarnation, held, versions[place], weight, share, finite)
             self._record(Operation(worker, place, True, self.now, lease=held, made_with=versions[place]))
             self._send(worker, place, self._tell, place, self.last[worker])
+            if self.world.patience < math.inf:
+                self._at(self.world.patience, self._hurry, self.asking[worker, place])
         return dict((yield len(places)))
+
+    def _hurry(self, asked: Operation) -> None:
+        """Lets a worker wait no longer, if it still does."""
+        if self.asking.get((asked.worker, asked.place)) is asked:
+            self._send(asked.worker, asked.place, self._tell, asked.place, Close(asked.worker))
 
     def _record(self, operation: Operation) -> None:
         self.history.operations.append(operation)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from headrace.policies.staleness import FirstOf, Within
+from headrace.policies.staleness import Everybody, FirstOf, Within
 from ps.virtual import Machines, World, run
 
 __all__ = ["DEATHS", "PEACE", "is_found", "mutated", "world"]
@@ -51,6 +51,11 @@ def _backups(chance: random.Random, given: dict[str, Any]) -> World:
     return World(portions=needed, combination=FirstOf(needed), **given)
 
 
+def _impatient(chance: random.Random, given: dict[str, Any]) -> World:
+    patience = chance.choice((0.1, 1.0, 5.0))
+    return World(portions=len(given["paces"]), combination=Everybody(), patience=patience, **given)
+
+
 def _backups_with_an_arbiter(chance: random.Random, given: dict[str, Any]) -> World:
     return _backups(chance, given | {"arbiter": True})
 
@@ -64,6 +69,7 @@ PEACE: dict[str, Regime] = {
     "backups, shards": _backups_with_an_arbiter,
     "lock-step, resting": _resting(_lock_step),
     "backups, resting": _one_shard(_resting(_backups)),
+    "impatient, resting": _one_shard(_resting(_impatient)),
 }
 """Nobody is lost."""
 
@@ -75,6 +81,7 @@ DEATHS: dict[str, Regime] = {
     "lock-step, resting": _resting(_lock_step),
     "backups": _one_shard(_backups),
     "backups, resting": _one_shard(_resting(_backups)),
+    "impatient, resting": _one_shard(_resting(_impatient)),
 }
 """Workers are lost at any moment, for ever or for a while."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from headrace.spec.checkpoints import Checkpoints
@@ -99,6 +101,15 @@ class Order:
     resume: Resumption | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     attempt: Attempt = Attempt()
+
+    def deadline(self, replaces: bool) -> float:
+        """Returns when the run is to end, on the host's monotonic clock.
+
+        Args:
+            replaces: whether a worker that begins now comes in the place of another, and its time counts from before.
+        """
+        began = self.started + self.attempt.began_s if replaces else monotonic()
+        return began + (math.inf if self.seconds is None else self.seconds)
 
     @property
     def snapshots_every_s(self) -> float | None:

@@ -112,7 +112,7 @@ class Worker:
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
         self._examples = 0
-        self._deadline = math.inf if order.seconds is None else monotonic() + order.seconds
+        self._deadline = order.deadline(self._replaces)
 
     @property
     def epoch_ended(self) -> bool:

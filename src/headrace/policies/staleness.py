@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-__all__ = ["Admission", "Anytime", "Combination", "Each", "FirstOf", "Within"]
+__all__ = ["Admission", "Anytime", "Combination", "Each", "Everybody", "FirstOf", "Within"]
 
 
 class Admission(ABC):
@@ -74,6 +74,14 @@ class Each(Combination):
 
     def needed(self, workers: int) -> int:
         return 0
+
+
+@dataclass(frozen=True)
+class Everybody(Combination):
+    """The pushes of all members, however many there are by then, are one step."""
+
+    def needed(self, workers: int) -> int:
+        return workers
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,10 @@ def form_of(plan: Plan, model: ModelSpec, rank: int) -> Form:
         if width and length != parameter.elements and not length % width and not segment.start % width:
             shape = (length // width, *rest)
         pieces.append(Piece(segment.parameter, segment.start, shape, parameter.dtype))
-    push, pull = (str(plan.options.get(name, "plain")) for name in ("push_codec", "pull_codec"))
-    return Form(pieces, push, pull)
+    # Where there is one name for both, what is pulled travels as it is: it is nobody's difference to anything.
+    push = plan.options.get("push_codec", plan.options.get("codec", "plain"))
+    pull = plan.options.get("pull_codec", "plain")
+    return Form(pieces, str(push), str(pull))
 
 
 def places_of(form: Form, module: nn.Module) -> list[Tensor]:

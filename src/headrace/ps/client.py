@@ -35,6 +35,9 @@ class Client:
     together: push all shards of a server in one message.
     observes: only look: pull, and wait for nobody.
 
+    Attributes:
+        rested: whether no other worker waited for this one while it waited for its last lease.
+
     Raises:
         PeerLost: a server has gone, or gives no answer; by any method.
         Replaced: another process goes on in place of this worker; by any method.
@@ -51,6 +54,7 @@ class Client:
         together: bool = False,
         observes: bool = False,
     ) -> None:
+        self.rested = False
         self._servers: list[_Server] = []
         try:
             for connection in connections:
@@ -83,6 +87,7 @@ class Client:
         pull: bool = False,
         steps: int = 1,
         versions: Sequence[Sequence[int]] | None = None,
+        patience_s: float = math.inf,
     ) -> Reason | None:
         """Sends gradients to all servers, and waits until they are applied.
 
@@ -95,6 +100,8 @@ class Client:
             pull: bring the parameters up to date in the same round trip.
             steps: whose gradients these are the sum of.
             versions: by server and shard, of the parameters that they were made with; None for those pulled last.
+            patience_s: how long to wait for other workers before the round is to end without them. Only where shards
+                are pushed `together`, and on one server: others might end it with other workers' gradients.
 
         Returns:
             None if they count, else why not.
@@ -112,7 +119,7 @@ class Client:
                     server.push(kind, server.buckets[index], gradients[number], head, own)
         reason: Reason | None = None
         for server in self._servers:
-            reason = _graver(reason, server.finish(pull))
+            reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
         return reason
 
     @property
@@ -139,15 +146,17 @@ class Client:
         Args:
             rests: let no other worker wait for this one meanwhile.
         """
-        return self._servers[0].lease(self._rest if rests else None)
+        self.rested = False
+        message = self._servers[0].lease(self._rest if rests else None)
+        for server in self._servers if self.rested else ():
+            # Others may go on when this worker has met them, and then it counts again.
+            server.ask(Message(Kind.REST))
+        return message
 
-    def _rest(self, begins: bool) -> None:
-        for server in self._servers:
-            if begins:
-                server.tell(Message(Kind.REST, flag=True))
-            else:
-                # Others may go on when this worker has met them, and then it counts again.
-                server.ask(Message(Kind.REST))
+    def _rest(self) -> None:
+        for server in () if self.rested else self._servers:
+            server.tell(Message(Kind.REST, flag=True))
+        self.rested = True
 
     def close(self) -> None:
         """Ends all links."""
@@ -205,10 +214,15 @@ class _Server:
         self.session.ask(Message(kind, shards.start, 1, numbers=versions))
         self._pending += 1
 
-    def finish(self, pulls: bool = True) -> Reason | None:
-        """Waits for all answers, and fetches what they are about if that was asked for; returns a refusal's reason."""
+    def finish(self, pulls: bool = True, until: float = math.inf) -> Reason | None:
+        """Waits for all answers, and fetches what they are about if that was asked for; returns a refusal's reason.
+
+        Args:
+            pulls: whether it was.
+            until: when to let no other worker be waited for any more.
+        """
         while self._pending:
-            self._await_answer(pulls)
+            self._await_answer(pulls, until)
         reason, self._reason = self._reason, None
         return reason
 
@@ -218,9 +232,9 @@ class _Server:
         while window is not None and self._pending >= window:
             self._await_answer(pulls)
 
-    def _await_answer(self, pulls: bool) -> None:
-        # As long as other workers need.
-        message, _ = self._next()
+    def _await_answer(self, pulls: bool, until: float = math.inf) -> None:
+        # As long as other workers need, or are given.
+        message, _ = self._next(until=until)
         if message.kind != Kind.ANSWER:
             raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
         self._pending -= 1
@@ -247,19 +261,15 @@ class _Server:
             self._next(self._told, monotonic() + self._timeout_s)
         self._told = self.session.ask(message, (), blob)
 
-    def lease(self, rest: Callable[[bool], None] | None = None) -> Message:
-        """Waits for a word about data; `rest` is told when that takes long, and when it is over."""
-        resting = False
+    def lease(self, rest: Callable[[], None] | None = None) -> Message:
+        """Waits for a word about data; `rest` is told when that takes long."""
         while not self._leases:
             # Others may compute for as long as they like; that they live is seen elsewhere.
             received = self.session.receive()
-            if received is None and rest and not resting:
-                resting = True
-                rest(True)
+            if received is None and rest:
+                rest()
             elif received is not None and not self._takes(received[0]):
                 raise ServerRefused("the server answered a question that was not asked")
-        if resting and rest:
-            rest(False)
         return self._leases.popleft()
 
     def _takes(self, message: Message, awaited: int = 0) -> bool:
@@ -269,12 +279,17 @@ class _Server:
             return True
         return message.kind == Kind.DONE and message.number != awaited
 
-    def _next(self, awaited: int = 0, deadline: float = math.inf) -> tuple[Message, memoryview]:
+    def _next(
+        self, awaited: int = 0, deadline: float = math.inf, until: float = math.inf
+    ) -> tuple[Message, memoryview]:
         while True:
-            received = self.session.receive()
+            received = self.session.receive(max(0.0, until - monotonic()))
             if received is not None:
                 if not self._takes(received[0], awaited):
                     return received
+            elif monotonic() >= until:
+                until = math.inf
+                self.session.ask(Message(Kind.CLOSE))
             elif monotonic() > deadline:
                 cause = f"has not answered for {self._timeout_s:.0f} s"
                 raise PeerLost(self._connection.rank, self._connection.host, cause)

@@ -10,6 +10,7 @@ __all__ = [
     "Ack",
     "Action",
     "Ahead",
+    "Close",
     "Event",
     "Join",
     "Leave",
@@ -108,7 +109,14 @@ class Ahead:
     leases: int
 
 
-Event = Join | Leave | Push | Pull | Settle | Renew | Ahead
+@dataclass(frozen=True, slots=True)
+class Close:
+    """A worker has waited long enough: the round ends with those who have contributed, if it is still the open one."""
+
+    worker: int
+
+
+Event = Join | Leave | Push | Pull | Settle | Renew | Ahead | Close
 
 
 class Reason(Enum):

@@ -142,7 +142,7 @@ class LeasesState:
         present: workers that are waited for, in the order in which they came; None for those that a run begins with.
         meetings: so far.
         asking: workers, in the order in which they came.
-        loose: whether any portion goes to any worker, because some are lost.
+        loose: whether any portion goes to any worker, because some are lost, or have none of their own.
     """
 
     portions: int
@@ -185,7 +185,8 @@ class Leases:
         first: the round to begin with.
         fixed: whether worker `w` of as many as there are portions gets portion `w` of every round, so that all do the
             same number of rounds; else whoever asks gets the next. Where a worker is lost, others get its portions, and
-            up to the fence whoever has done its own gets any: nobody is left with rounds that need more than one.
+            up to the fence whoever has done its own gets any: nobody is left with rounds that need more than one. Where
+            a worker has come that has none of its own, too.
         alone: rounds from the first on that worker 0 does alone.
         workers: who is present from the begin, and waited for until it asks or is lost; others are from when they ask.
 
@@ -225,6 +226,7 @@ class Leases:
             self._present.setdefault(event.worker)
             if event.worker not in self._asking:
                 self._asking.append(event.worker)
+            self._loose |= event.worker >= self._portions
         elif isinstance(event, Commit | Return):
             if event.worker in (-1, self._held.get(event.lease)):
                 if isinstance(event, Return):
@@ -245,7 +247,7 @@ class Leases:
             self._together = self._first + event.alone * self._portions
             self.until = event.until
             self._met.clear()
-            self._loose = bool(self._lost)
+            self._loose = bool(self._lost) or any(worker >= self._portions for worker in self._present)
         return self._answer()
 
     def state(self) -> LeasesState:

@@ -24,6 +24,9 @@ class Aside(Protocol):
     def renew(self) -> None:
         """Lets what goes on come to its end, and brings the parameters up to date."""
 
+    def resume(self) -> None:
+        """Is told that the next lease begins."""
+
     def close(self) -> None:
         """Ends it all, and the links."""
 
@@ -46,6 +49,7 @@ class LeasedPortions(Portions):
         late: whether its push was refused because it came too late, so that others have to do it.
         weight, share: what the gradient of the last step is worth.
         left: rounds of the lease that are still to be computed.
+        met: rounds that were done where all met last.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class LeasedPortions(Portions):
         self.late = False
         self.weight, self.share = 0.0, 0.0
         self.left = 0
+        self.met = 0
         self._client = client
         self._leads = leads
         self._servers = servers
@@ -91,8 +96,13 @@ class LeasedPortions(Portions):
         begin, first, until, block, which, *members = answer.numbers
         round_ = min(until, begin + (block - first) * self._span)
         if answer.kind == Kind.FENCE:
-            self._fence = block
+            self._fence, self.met = block, round_
             return Fence(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
+        if self._client.rested:
+            # Meanwhile others have gone on, and what is made of old parameters would be late.
+            self.renew()
+        if self._aside:
+            self._aside.resume()
         self.lease = answer.lease
         self.left = min(self._span, until - round_)
         return Portion(round_, which, self._parts, self.left, answer.lease)

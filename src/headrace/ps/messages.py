@@ -37,6 +37,7 @@ class Kind(IntEnum):
     ALIVE = 15
     BEGIN = 16
     REST = 17
+    CLOSE = 18
     FOLLOW = 32
     HELD = 33
 

@@ -20,6 +20,7 @@ from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
+    Close,
     Join,
     Leave,
     Pull,
@@ -193,7 +194,7 @@ class Requests:
             self._applier.load(blob, shard)
         self._carry_out([(shard, self._machines[shard].handle(Renew()))])
 
-    def tell_all(self, event: Join | Leave | Settle | Renew) -> None:
+    def tell_all(self, event: Join | Leave | Settle | Renew | Close) -> None:
         """Lets all shards handle an event."""
         self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
 
@@ -288,7 +289,8 @@ class Requests:
             if gradient is not None:
                 part = request.message.weight / weight
                 mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
-        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness)
+        steps = max(request.message.steps for request in requests)
+        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness, steps)
 
     def _step(
         self,

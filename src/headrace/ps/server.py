@@ -19,7 +19,7 @@ from headrace.comm.segment import Segment
 from headrace.errors import Replaced
 from headrace.ps.applier import Applier
 from headrace.ps.coordinator import Coordinator
-from headrace.ps.events import Join, Leave, Settle
+from headrace.ps.events import Close, Join, Leave, Settle
 from headrace.ps.form import Form
 from headrace.ps.leases import Leases
 from headrace.ps.membership import Grace, Member, Membership
@@ -316,6 +316,8 @@ class Server:
             # Whoever waits for data holds up nobody who has some.
             here = Join(member.worker, member.incarnation)
             self._requests.tell_all(Leave(member.worker) if message.flag else here)
+        elif message.kind == Kind.CLOSE:
+            self._requests.tell_all(Close(member.worker))
         elif message.kind == Kind.LEAVE:
             # One of a worker's clients says it for all of them, or for itself.
             for each in [member] if message.flag else self._members.clients(member.worker):

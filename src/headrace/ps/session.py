@@ -123,10 +123,14 @@ class Session:
         """Whether a question is not answered yet."""
         return number in self._unanswered
 
-    def receive(self) -> tuple[Message, memoryview] | None:
-        """Returns the answer to something that was asked, and the blob that came with it; None if none came soon."""
+    def receive(self, most_s: float = _SLICE_S) -> tuple[Message, memoryview] | None:
+        """Returns the answer to something that was asked, and the blob that came with it; None if none came soon.
+
+        Args:
+            most_s: how long to wait for one, if that is less than usual.
+        """
         try:
-            received = self.link.receive(_SLICE_S)
+            received = self.link.receive(min(most_s, _SLICE_S))
         except (ConnectionError, TimeoutError) as error:
             self.reconnect(error)
             return None

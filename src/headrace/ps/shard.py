@@ -19,6 +19,7 @@ from headrace.ps.events import (
     Ack,
     Action,
     Ahead,
+    Close,
     Event,
     Join,
     Leave,
@@ -64,6 +65,7 @@ class ShardState:
         contributed: to the round that is open.
         waiting: in the order in which they came.
         told: to each member, of its last push.
+        overdue: members that nobody waits for before they push again.
     """
 
     version: int
@@ -73,6 +75,7 @@ class ShardState:
     contributed: tuple[Push, ...]
     waiting: tuple[Pull, ...]
     told: tuple[Word, ...]
+    overdue: tuple[int, ...] = ()
 
 
 class Shard:
@@ -99,6 +102,7 @@ class Shard:
         self._ahead: int | None = None
         self._contributed: dict[int, Push] = {}
         self._waiting: dict[int, Pull] = {}
+        self._overdue: set[int] = set()
 
     def handle(self, event: Event) -> list[Action]:
         """Returns what is to be done, in this order."""
@@ -118,6 +122,8 @@ class Shard:
         if isinstance(event, Ahead):
             self._ahead = event.leases
             return self._close() + self._release()
+        if isinstance(event, Close):
+            return self._close(early=event.worker in self._contributed) + self._release()
         return self._change(event)
 
     def state(self) -> ShardState:
@@ -132,6 +138,7 @@ class Shard:
             told=tuple(
                 Word(push, word.reason.value if isinstance(word, Refuse) else 0) for push, word in self._last.values()
             ),
+            overdue=tuple(sorted(self._overdue)),
         )
 
     def load(self, state: ShardState) -> None:
@@ -149,12 +156,14 @@ class Shard:
         self._done = numbers_in(state.done)
         self._contributed = {push.worker: push for push in state.contributed}
         self._waiting = {pull.worker: pull for pull in state.waiting}
+        self._overdue = set(state.overdue)
         self._last = {word.push.worker: (word.push, _word_of(word)) for word in state.told}
 
     def _push(self, push: Push) -> list[Action]:
         worker = push.worker
         if self._incarnations.get(worker) != push.incarnation:
             return [Refuse(worker, push.lease, Reason.STRANGER)]
+        self._overdue.discard(worker)
         last = self._last.get(worker)
         if last is not None and last[0].lease == push.lease and last[0] == push:
             # Its answer was lost on the way. It is not another round, and what was true stays so.
@@ -192,13 +201,16 @@ class Shard:
         self._last[push.worker] = (push, word)
         return word
 
-    def _close(self) -> list[Action]:
-        """Ends the round if enough have contributed."""
-        needed = self._combination.needed(len(self.clocks))
+    def _close(self, early: bool = False) -> list[Action]:
+        """Ends the round if enough have contributed; `early` for whoever has."""
+        needed = self._combination.needed(len(self.clocks) - len(self._overdue))
         if self._ahead is not None:
             needed = min(needed, self._ahead - len(self._done))
-        if not self._contributed or len(self._contributed) < needed:
+        if not self._contributed or (len(self._contributed) < needed and not early):
             return []
+        if early:
+            # Who has kept the others waiting once does not do so again before it has come.
+            self._overdue = self.clocks.keys() - self._contributed.keys()
         pushes = [push for _, push in sorted(self._contributed.items())]
         answers = [self._finish(push) for push in pushes]
         counted = [
@@ -239,6 +251,7 @@ class Shard:
     def _change(self, event: Join | Leave) -> list[Action]:
         worker = event.worker
         self._waiting.pop(worker, None)
+        self._overdue.discard(worker)
         # What it has given to the round that is open goes with it; the lease comes again.
         if self._contributed.pop(worker, None) is not None:
             self.clocks[worker] -= 1

@@ -256,6 +256,9 @@ class Links:
             background.wait()
         self.pull()
 
+    def resume(self) -> None:
+        """Goes on from what was fetched."""
+
     @property
     def moved_bytes(self) -> int:
         """Payload of what goes on in the background."""

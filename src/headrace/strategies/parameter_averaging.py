@@ -24,6 +24,8 @@ from headrace.errors import UnknownName, UsageError
 from headrace.policies.period import AutoPeriod
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
+from headrace.ps.planning import served_ops
+from headrace.ps.server import Server
 from headrace.replica.averaging import Average, HostAverage, WireAverage, averaged_traffic
 from headrace.replica.coded_average import CodedAverage
 from headrace.replica.conditioning import Verdict
@@ -37,7 +39,16 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import Parts, Strategy, broadcast, check_count, describe_options, step_ops
+from headrace.strategies.served_averaging import Service
+from headrace.strategies.strategy import (
+    Parts,
+    ServerParts,
+    Strategy,
+    broadcast,
+    check_count,
+    describe_options,
+    step_ops,
+)
 
 __all__ = ["EASGD", "DiLoCo", "LocalSGD", "ParameterAveraging"]
 
@@ -54,9 +65,11 @@ class ParameterAveraging(Strategy):
         average_optimizer_state: average the optimizers' state, too; else each worker keeps its own.
         post_local: rounds at the beginning after each of which workers meet; behind them, every `period` rounds.
         codec: how outer gradients travel: "plain", "bf16", or "int8" with error feedback.
-        via: "all_reduce" among the workers, or "server".
-        wait: whom a meeting waits for: "all", or so many workers, or so many seconds (a float).
+        via: "all_reduce" among the workers, or "server", where workers may come and go.
+        wait: whom a meeting waits for: "all", or so many workers, or so many seconds after the first has come (a
+            float): whoever comes later is left out, and goes on from the average. "nobody" is asynchronous EASGD.
         servers: how many hold shards, via "server".
+        backups: of each server: with 1, nothing is lost with a server, and the run goes on.
         transport: to them: "shared_memory" on one host, or "tcp".
     """
 
@@ -69,6 +82,7 @@ class ParameterAveraging(Strategy):
     via: str = "all_reduce"
     wait: str | int | float = "all"
     servers: int = 1
+    backups: int = 0
     transport: str = "shared_memory"
 
     name = "parameter_averaging"
@@ -84,7 +98,8 @@ class ParameterAveraging(Strategy):
         if self.codec not in CODECS:
             raise UnknownName("codec", self.codec, CODECS)
         if self.via == "server":
-            raise UsageError("via='server' is not there yet; use via='all_reduce'")
+            self._check_served()
+            return
         if self.via != "all_reduce":
             raise UnknownName("way", self.via, ("all_reduce", "server"))
         if self.wait != "all":
@@ -92,6 +107,29 @@ class ParameterAveraging(Strategy):
                 f"wait={self.wait!r} goes on without whoever is late, and via='all_reduce' needs every worker; "
                 "use wait='all', or via='server'"
             )
+
+    @property
+    def elastic(self) -> bool:
+        return self.via == "server"
+
+    @property
+    def _service(self) -> Service:
+        assert isinstance(self.period, int)
+        outer = outer_step(self.outer)
+        return Service(self.period, outer, self.wait, self.servers, self.backups, self.transport)
+
+    def _check_served(self) -> None:
+        for name, plain in (("average_optimizer_state", False), ("post_local", 0)):
+            if getattr(self, name) != plain:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} needs via='all_reduce': servers hold parameters alone"
+                )
+        if not isinstance(self.period, int):
+            raise UsageError(
+                f"period={self.period!r} adapts to what all workers have seen at a meeting, and those of servers come "
+                "and go; give a number such as period=16, or use via='all_reduce'"
+            )
+        _ = self._service
 
     @property
     def _wish(self) -> int | AutoPeriod:
@@ -108,13 +146,16 @@ class ParameterAveraging(Strategy):
                     f"{name}={value!r} needs all workers in every round, and those of {self.name} meet every "
                     f"{self.period} rounds (period); {remedy}"
                 )
-        if options.ema_decay is not None:
+        # Servers have one average, of which there is a moving one.
+        if options.ema_decay is not None and self.via == "all_reduce":
             raise UsageError(
                 f"ema_decay={options.ema_decay:g} averages parameters over rounds, and under {self.name} each worker's "
                 "are others between two meetings; leave it out, or use mirrored"
             )
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        if self.via == "server":
+            return self._service.plan(self.name, describe_options(self), self.workers, model, cluster)
         roles = worker_roles(self.name, self.workers, cluster, spread=True)
         # Each worker: its copy, what autograd makes, a copy while the model is looked at; all together: what is kept.
         copies = 3 * len(roles) + outer_step(self.outer).copies_kept
@@ -129,6 +170,9 @@ class ParameterAveraging(Strategy):
         )
 
     def ops(self, plan: Plan) -> tuple[Op, ...]:
+        if self.via == "server":
+            assert isinstance(self.period, int)
+            return served_ops(replace(plan, gradient_bytes=plan.gradient_bytes // self.period))
         steps = step_ops(plan)
         updated = tuple(op.name for op in steps if op.kind == "update")
         rounds = self.period if isinstance(self.period, int) else 1
@@ -139,6 +183,8 @@ class ParameterAveraging(Strategy):
         )
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        if self.via == "server":
+            return self._service.replica(plan, rank, parts)
         if self.codec != "plain" and parts.wire is None:
             raise UsageError(
                 f"codec={self.codec!r} saves bytes on a wire, and workers of one host average in memory that they "
@@ -159,6 +205,9 @@ class ParameterAveraging(Strategy):
         gathering = Gathering(habits, average, rest, local.updater, parts.host, parts.first)
         compute = parts.whole_model(portions=len(plan.shares))
         return Replica(compute, AveragingExchange(rank, local, gathering), meetings=gathering)
+
+    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+        return self._service.server(plan, rank, parts) if self.via == "server" else super().server(plan, rank, parts)
 
     def _average(self, layout: FlatLayout, parts: Parts, outer: OuterStep) -> Average:
         if parts.wire is None:
