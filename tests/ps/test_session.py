@@ -201,3 +201,15 @@ def test_a_client_that_closes_leaves_alone(way: str) -> None:
         assert pushing.push(one_hot(1), 1, pull=True) is None
         assert torch.equal(copy, counted(2))
         assert stand.machine.clocks == {0: 2}
+
+
+def test_whose_data_is_on_its_way_does_not_rest(way: str) -> None:
+    with standing(way, workers=2) as stand:
+        client, _ = stand.client()
+        client.tell(Message(Kind.ASK, lease=-1))
+        # The server deals with one after the other: it has given out the data when it answers this.
+        client.ask(0, Message(Kind.BEGIN))
+        client._rest()
+        assert not client.rested
+        assert client.lease(rests=True).kind == Kind.GRANT
+        assert set(stand.machine.clocks) == {0, 1}

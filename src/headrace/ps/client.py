@@ -154,7 +154,11 @@ class Client:
         return message
 
     def _rest(self) -> None:
-        for server in () if self.rested else self._servers:
+        first, *others = self._servers
+        # While it asks, its data may come: then the others wait for it.
+        if self.rested or first.ask(Message(Kind.REST, flag=True)):
+            return
+        for server in others:
             server.tell(Message(Kind.REST, flag=True))
         self.rested = True
 

@@ -272,6 +272,10 @@ class Server:
         if self._coordinator is not None:
             self._coordinator.lost(member.worker)
 
+    def _has_answered(self, member: Member) -> bool:
+        """Whether a worker that has asked for data here has been told where to go on."""
+        return self._coordinator is not None and not self._coordinator.open(member)
+
     def _say_open(self, member: Member, message: Message) -> None:
         """Says what is still to be answered; whatever else a client waits for was lost on its way."""
         numbers = self._requests.numbers(member.peer)
@@ -289,6 +293,8 @@ class Server:
             member.done = message.number
         if message.kind == Kind.BEGIN and self._begun:
             blob = b"begun"
+        if message.kind == Kind.REST and self._has_answered(member):
+            blob = b"answered"
         self._port.send(mail.peer, encode(Message(Kind.DONE, number=message.number)), blob=blob)
 
     def _settle(self, done: int) -> None:
@@ -313,9 +319,11 @@ class Server:
         elif message.kind == Kind.BEGIN:
             self._begun |= message.flag == 1
         elif message.kind == Kind.REST:
-            # Whoever waits for data holds up nobody who has some.
-            here = Join(member.worker, member.incarnation)
-            self._requests.tell_all(Leave(member.worker) if message.flag else here)
+            # Whoever waits for data holds up nobody who has some; whose data is on its way does not wait.
+            if not message.flag:
+                self._requests.tell_all(Join(member.worker, member.incarnation))
+            elif not self._has_answered(member):
+                self._requests.tell_all(Leave(member.worker))
         elif message.kind == Kind.CLOSE:
             self._requests.tell_all(Close(member.worker))
         elif message.kind == Kind.LEAVE:
