@@ -249,7 +249,7 @@ def _from_numpy(array: np.ndarray[Any, Any], where: str) -> Tensor:
 
 
 def collate(examples: Sequence[Any]) -> Any:
-    """Stacks examples, as torch's `default_collate` does; tuples stay tuples.
+    """Stacks examples, as torch's `default_collate` does, but that a tuple stays one, and no list becomes of it.
 
     Raises:
         DataError: they do not have one form.
@@ -266,13 +266,12 @@ def collate(examples: Sequence[Any]) -> Any:
 
 def _collated(examples: list[Any]) -> Any:
     first = examples[0]
-    if type(first) is tuple:
-        return tuple(_collated(list(column)) for column in zip(*examples, strict=True))
+    if type(first) in (tuple, list):
+        return type(first)(_collated(list(column)) for column in zip(*examples, strict=True))
     if type(first) is dict:
         return {name: _collated([example[name] for example in examples]) for name in first}
     if type(first) in (Tensor, np.ndarray):
         return _stacked(examples)
-    # It makes lists of tuples; a batch keeps the structure of its examples.
     return default_collate(examples)
 
 

@@ -250,7 +250,7 @@ class Form:
 def form_of(header: bytes) -> Form:
     """Returns what a header says."""
     leaves: list[Leaf] = []
-    build, batch = _read(json.loads(header), leaves, top=True)
+    build, batch = _read(json.loads(header), leaves)
     simple = all(leaf.stack is not None for leaf in leaves)
     return Form(_aligned(FRONT_BYTES + len(header)), build, tuple(leaves), batch if simple else None)
 
@@ -258,7 +258,7 @@ def form_of(header: bytes) -> Form:
 def gathered(form: Form, records: Sequence[Bytes]) -> Any:
     """Returns the batch of records of one form that has `batch`, by copying each row once.
 
-    It is what `torch.utils.data.default_collate` would make of the examples, but that a tuple stays one.
+    It is what `collate` would make of the examples.
     """
     assert form.batch is not None
     tensors = []
@@ -276,18 +276,16 @@ Build = Callable[[Bytes], Any]
 Batch = Callable[[Sequence[Tensor]], Any]
 
 
-def _read(node: list[Any], leaves: list[Leaf], top: bool = False) -> tuple[Build, Batch]:
+def _read(node: list[Any], leaves: list[Leaf]) -> tuple[Build, Batch]:
     """Returns what makes an example of a record's data, and what makes a batch of a tensor a leaf."""
     kind, *rest = node
     if kind in ("p", "l"):
         read = [_read(item, leaves) for item in rest[0]]
         builds, batches = [build for build, _ in read], [batch for _, batch in read]
         make: type = tuple if kind == "p" else list
-        # default_collate makes lists of inner tuples.
-        stack: type = tuple if kind == "p" and top else list
         return (
             lambda data: make(build(data) for build in builds),
-            lambda tensors: stack(batch(tensors) for batch in batches),
+            lambda tensors: make(batch(tensors) for batch in batches),
         )
     if kind == "d":
         named = {key: _read(item, leaves) for key, item in rest[0]}
