@@ -6,35 +6,22 @@ import argparse
 import functools
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from harness import alternate, ratio, report
+from one_slow import OneSlow
 
 import headrace as hr
 from headrace.engine.local import LocalEngine
 from headrace.models import mlp
-from headrace.replica.exchange import Replica
-from headrace.spec.plan import Plan
-from headrace.strategies import Parts, Strategy
+from headrace.strategies import Strategy
 
 WORKERS = 4
-PAUSE_S = 0.05
-SLOWER = 4
 EXAMPLES = 60_000
 OWN = "own speeds: 4 unconnected"
-
-
-class OneSlow(Strategy):
-    """Lets every worker sleep in each step, worker 0 four times as long; comes before a strategy."""
-
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
-        pause = PAUSE_S * (SLOWER if rank == 0 else 1)
-        parts.module.register_forward_pre_hook(lambda *_: time.sleep(pause) if parts.module.training else None)
-        return super().replica(plan, rank, parts)
 
 
 @dataclass(frozen=True)
