@@ -16,7 +16,7 @@ from torch import nn
 
 import headrace as hr
 from headrace.data import Loader, Means, Pipeline, Source, as_pipeline, from_arrays, from_files, interleave, mix
-from headrace.data.choosing import Choice
+from headrace.data.choosing import Way, Ways
 from headrace.data.source import Epoch
 from headrace.data.steps import Cache
 from headrace.errors import DataError, UsageError
@@ -210,16 +210,16 @@ def test_whoever_reads_tells_the_user(tmp_path: Path, parallel: str) -> None:
 def test_no_processes_are_started_unasked_where_each_would_have_its_own_cache(
     tmp_path: Path, folder: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offered: list[bool] = []
+    asked: list[tuple[str, ...]] = []
 
-    def choose(chooser: Any, ahead: Any, start: Any) -> Choice:
-        offered.append(start is not None)
-        return Choice("threads", "it is said so")
+    def first(ways: Ways, read_s: float) -> Way:
+        asked.append(ways.kinds)
+        return Way("threads", 1)
 
-    monkeypatch.setattr("headrace.data.running.Chooser.choose", choose)
+    monkeypatch.setattr(Ways, "first", first)
     pipeline = from_arrays(torch.arange(COUNT)).cache("memory" if folder is None else tmp_path / folder)
     assert sum(share.examples for share in Loader(pipeline, 0, 4, (1,), 0, means=Means(cores=4)).sweep()) == COUNT
-    assert offered == [folder is not None]
+    assert [("processes" in kinds) for kinds in asked] == [folder is not None]
 
 
 def test_a_full_memory_says_so() -> None:

@@ -19,7 +19,6 @@ from typing import Generic, TypeVar
 
 from headrace.data.budget import Budget
 from headrace.data.reader import Read
-from headrace.trees import nbytes
 
 __all__ = ["Ahead"]
 
@@ -89,7 +88,7 @@ class Ahead(Generic[Part]):
         self._held: deque[int] = deque()
 
     def set_readers(self, count: int) -> None:
-        """Lets so many parts be read at the same time."""
+        """Lets so many parts be read at the same time; without readers, whoever takes a part reads it."""
         while self.readers < count:
             # A daemon, for an interpreter that ends in the middle of a loop waits for no batch.
             thread = threading.Thread(target=self._work, name="headrace-data", daemon=True)
@@ -99,22 +98,12 @@ class Ahead(Generic[Part]):
         while self.readers > count:
             self._queue.put(None)
             self.readers -= 1
-        if not count:
-            for thread in self._threads:
-                thread.join()
-            self._threads.clear()
 
-    def fill(self, most: int | None = None) -> int:
-        """Hands out parts as long as there is room; returns how many it has handed out.
-
-        Args:
-            most: batches that may wait or be read then; None for what was said at first.
-        """
-        if most is None:
-            most = self.readers + _BEYOND if self._most is None else max(1, self._most)
-        before = len(self._jobs)
+    def fill(self) -> None:
+        """Hands out parts as long as there is room."""
+        most = self.readers + _BEYOND if self._most is None else max(1, self._most)
         while len(self._jobs) < most:
-            part = self.next()
+            part = self._following()
             if part is None:
                 break
             needed = self._estimate(part)
@@ -124,15 +113,9 @@ class Ahead(Generic[Part]):
             job = _Job(part, self.read, needed or 0)
             self._jobs.append(job)
             self._queue.put(job)
-        return len(self._jobs) - before
 
     def settle(self) -> None:
-        """Waits until all that was handed out has been read, or has failed; without readers, this thread reads it."""
-        while not self.readers and not self._queue.empty():
-            job = self._queue.get()
-            if job is not None:
-                self._attend(job)
-            del job
+        """Waits until all that was handed out has been read, or has failed."""
         for job in self._jobs:
             job.future.exception()
 
@@ -140,15 +123,8 @@ class Ahead(Generic[Part]):
         """Returns how many batches have been read and wait."""
         return sum(job.future.done() for job in self._jobs)
 
-    def waiting(self) -> int:
-        """Returns how many batches are being read, or wait to be taken."""
-        return len(self._jobs)
-
-    def take(self, fill: bool = True) -> tuple[Part, Read] | None:
+    def take(self) -> tuple[Part, Read] | None:
         """Returns the next part with what was read of it; None behind the last.
-
-        Args:
-            fill: whether further parts are handed out before.
 
         Raises:
             DataError: an example cannot be had.
@@ -156,20 +132,26 @@ class Ahead(Generic[Part]):
         # Whoever asks for a batch holds the one before until it has this one.
         while len(self._held) > 1:
             self.budget.release(self._held.popleft())
-        if fill:
+        if self.readers:
             self.fill()
-        if not self._jobs:
-            return None
-        job = self._jobs.popleft()
         began = perf_counter()
+        if not self._jobs:
+            part = self._following()
+            if part is None:
+                return None
+            read = self.read(part)
+            self._measured(part, read.nbytes)
+            self.waited_s += perf_counter() - began
+            return part, read
+        job = self._jobs.popleft()
         read = job.future.result()
         self.waited_s += perf_counter() - began
         self.budget.hand_over()
         self._held.append(job.bytes)
         return job.part, read
 
-    def next(self) -> Part | None:
-        """Returns the next part that has not been handed out, to be read by whoever asks; None behind the last."""
+    def _following(self) -> Part | None:
+        """Returns the next part that has not been handed out; None behind the last."""
         part, self._next = self._next, None
         return next(self._parts, None) if part is None else part
 
@@ -179,6 +161,8 @@ class Ahead(Generic[Part]):
             job.future.cancel()
         self._jobs.clear()
         self.set_readers(0)
+        for thread in self._threads:
+            thread.join()
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -191,7 +175,7 @@ class Ahead(Generic[Part]):
             return
         try:
             read = job.read(job.part)
-            found = nbytes(read.batch)
+            found = read.nbytes
             self._measured(job.part, found)
         except BaseException as error:  # raised where the batch is taken
             job.future.set_exception(error)

@@ -1,182 +1,214 @@
-"""Who reads: measured on the first batches, and again when training waits.
+"""Who reads: begun with the cores that training leaves, and changed while training waits and a change makes it faster.
 
-Nothing that is read to measure is lost: the batches wait in their order.
+Nothing is measured that is not wanted anyway: a way of reading counts by the batches that training takes while it is
+tried, so what it costs training counts, too.
+
+    window      current way ──► try another ──► faster: it is the current one
+                     ▲                │
+                     └── not faster ──┘         all tried: rest, then again with longer windows
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from time import perf_counter
-from typing import Any
+from dataclasses import dataclass, replace
 
-from headrace.data.ahead import Ahead
+__all__ = ["QUICK_S", "Tuner", "Way", "Ways"]
 
-__all__ = ["QUICK_S", "WAITING", "Choice", "Chooser", "Tuner"]
-
-_SLOW_S = 0.2
-"""A batch that takes longer is measured once, the first one already."""
 QUICK_S = 0.0003
-"""What takes less is not worth a thread."""
+"""A batch that takes less is not worth a thread."""
 _WORTH_S = 0.001
-"""What takes less is not worth a process."""
-_GAIN = 1.2
-"""Two readers together must be so much faster than one to be worth what they cost whoever trains."""
-_NEARLY_TWICE = 1.6
-"""Threads that gain so much are not held up by each other, and processes can gain little more."""
-
-WAITING = 0.03
+"""One that takes less is not worth a process."""
+_WAITING = 0.03
 """Share of the time that whoever trains may wait."""
+_GAIN = 0.05
+"""So much faster must be more or fewer readers that take the others' place."""
+_OTHERS_GAIN = 0.15
+"""So much faster must be readers of another kind: processes take memory, and what is as good may stay."""
+_HOPELESS = 0.8
+"""What was once slower than that share of what reads now is not tried again."""
+_NEARLY_TWICE = 1.6
+"""Threads that gain so much by twice their number are not held up by each other: processes can gain little more."""
+
 _WINDOW = 8
-_WINDOW_S = 0.1
-_QUIET = 16
-"""Windows after a reader that helped nothing, before the next is tried; then twice as many."""
+_WINDOW_S, _LONGEST_WINDOW_S = 0.1, 0.8
+_LONG = 5
+_REST_S = 1.0
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Who reads.
+class Way:
+    """How batches are read.
 
     Attributes:
         parallel: "inline", "threads" or "processes".
-        why: the figures it rests on.
+        readers: threads or processes; 0 where the worker reads by itself.
     """
 
     parallel: str
-    why: str
+    readers: int = 0
+
+    def __str__(self) -> str:
+        one = {"threads": "1 thread", "processes": "1 process"}
+        if self.parallel == "inline":
+            return "the worker by itself"
+        return one[self.parallel] if self.readers == 1 else f"{self.readers} {self.parallel}"
 
 
-class Chooser:
-    """Reads some batches alone, by two threads, and by two processes, where that may pay.
+@dataclass(frozen=True)
+class Ways:
+    """Which ways of reading there are.
 
-    Of each the least time counts that was ever measured, for others on the machine only ever make it more.
+    Attributes:
+        kinds: those that may be chosen.
+        free: cores that training leaves.
+        most: readers.
     """
 
-    def __init__(self) -> None:
-        self._least: dict[str, float] = {}
+    kinds: tuple[str, ...]
+    free: int
+    most: int
 
-    def choose(self, ahead: Ahead[Any], start: Callable[[], Callable[[Any], Any]] | None) -> Choice:
-        """Measures once more, and says what is best by all that is known.
+    def first(self, read_s: float) -> Way:
+        """Returns what to begin with.
 
         Args:
-            ahead: nobody reads for it now.
-            start: starts two or more processes, and returns what lets one of them read; None where there may be none.
+            read_s: that a batch takes whoever reads alone.
         """
-        threads = ahead.read
-        alone, times = self._measure("alone", ahead, 0, 1, 1), 1
-        if alone is None:
-            return Choice("inline", "there is nothing to read")
-        if alone <= _SLOW_S:
-            alone, times = self._measure("alone", ahead, 0, 1, 3) or alone, 2
-        if alone < QUICK_S:
-            return Choice("inline", f"a batch takes {_ms(alone)}")
-        together = self._measure("threads", ahead, 2, 2, times)
-        if together is None:
-            return Choice("threads", f"a batch takes {_ms(alone)}, and no more fit into memory_limit or are there")
-        gain = alone / together
-        why = f"a batch takes {_ms(alone)}, two threads together are {gain:.1f} times as fast"
-        if start is None or gain > _NEARLY_TWICE or alone < _WORTH_S:
-            return Choice("threads" if gain > _GAIN else "inline", why)
-        ahead.read = start()
-        # One more, for the first of each process finds its memory untouched.
-        apart = self._measure("processes", ahead, 2, 2, times + 1)
-        if apart is not None:
-            why += f", two processes {alone / apart:.1f} times"
-            if alone / apart > _GAIN * max(1.0, gain):
-                return Choice("processes", why)
-        ahead.read = threads
-        return Choice("threads" if gain > _GAIN else "inline", why)
+        kind = self.kinds[0]
+        if kind == "inline" or ("inline" in self.kinds and read_s < QUICK_S):
+            return Way("inline")
+        return Way(kind, self.free)
 
-    def _measure(self, way: str, ahead: Ahead[Any], readers: int, batches: int, times: int) -> float | None:
-        found = _seconds(ahead, readers, batches, times)
-        if found is not None:
-            self._least[way] = min(found, self._least.get(way, found))
-        return self._least.get(way)
+    def beside(self, way: Way, rate: float, read_s: float, computing_s: float) -> list[Way]:
+        """Returns what may be faster than one of them, the likeliest first.
 
-
-def _seconds(ahead: Ahead[Any], readers: int, batches: int, times: int) -> float | None:
-    """Returns the seconds for a batch if some are read now by so many readers; None if they cannot be had.
-
-    Args:
-        readers: 0 for this thread itself.
-        batches: that are read at a time.
-        times: how often; the least counts, for others on the machine only ever make it more.
-    """
-    ahead.set_readers(readers)
-    found = []
-    for _ in range(times):
-        began = perf_counter()
-        if ahead.fill(ahead.waiting() + batches) < batches:
-            return None
-        ahead.settle()
-        found.append((perf_counter() - began) / batches)
-    return min(found)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
+        Args:
+            way: the one that reads now.
+            rate: batches that it gives in a second.
+            read_s: that a batch takes whoever reads it.
+            computing_s: of that, in which it computes.
+        """
+        more = min(self.most, way.readers + max(1, way.readers // 2))
+        fewer = max(min(way.readers, self.free), way.readers - max(1, way.readers // 3))
+        found = []
+        if way.parallel == "inline":
+            found += [Way("threads", self.free)] if read_s >= QUICK_S else []
+        else:
+            found += [Way(way.parallel, more), Way(way.parallel, fewer)]
+        if way.parallel != "processes" and read_s >= _WORTH_S:
+            found.insert(1, Way("processes", max(way.readers, min(2, self.most))))
+        if way.parallel == "processes":
+            found.append(Way("threads", way.readers))
+        # More than that it would not give by itself, even if it did nothing else.
+        if rate * (1 + _GAIN) * computing_s < 1:
+            found.append(Way("inline"))
+        return [each for each in dict.fromkeys(found) if each.parallel in self.kinds and each != way]
 
 
 class Tuner:
-    """Adds a reader when whoever trains waits, and takes it away again if that has not helped.
+    """Tries ways of reading while training waits, and keeps what makes it faster.
 
     Args:
-        readers: to begin with.
-        most: readers.
+        way: to begin with.
+        ways: what there is.
+        told: takes a way that takes another's place, and the batches/s before and now.
         passed_over: batches before it begins to count: those that were there before.
 
     Attributes:
-        readers: how many there should be.
+        way: how it should be read.
+        current: the best that is known; `way` is another one while that is tried.
     """
 
-    def __init__(self, readers: int, most: int, passed_over: int = 0) -> None:
-        self.readers = readers
-        self._most = most
+    def __init__(
+        self, way: Way, ways: Ways, told: Callable[[Way, float, float], object] = lambda *_: None, passed_over: int = 0
+    ) -> None:
+        self.way = self.current = way
+        self._ways = ways
+        self._told = told
         self._pass_over = passed_over
         self._batches = 0
-        self._began = 0.0
-        self._waited_before = 0.0
-        self._tried: tuple[int, float, float] | None = None
-        self._quiet = 0
-        self._patience = _QUIET
+        self._began = self._waited_before = 0.0
+        self._read_s = self._computing_s = 0.0
+        self._rate = self._waiting = 0.0
+        self._untried: list[Way] | None = None
+        self._known: dict[Way, float] = {}
+        self._window_s, self._rest_s, self._rests_until = _WINDOW_S, _REST_S, -math.inf
 
-    def look(self, now: float, waited_s: float) -> int:
-        """Returns how many readers there should be, at every batch.
+    def look(self, now: float, waited_s: float, read_s: float, computing_s: float) -> Way:
+        """Returns how it should be read, at every batch.
 
         Args:
             now: seconds, by any clock that goes forward.
             waited_s: how long whoever trains has waited, in all.
+            read_s: that this batch took whoever has read it.
+            computing_s: of that, in which it computed.
         """
         if self._pass_over > 0:
             self._pass_over -= 1
             self._begin(now, waited_s)
-            return self.readers
+            return self.way
         self._batches += 1
+        self._read_s += read_s
+        self._computing_s += computing_s
         elapsed = now - self._began
-        if self._batches >= max(_WINDOW, 2 * self.readers) and elapsed >= _WINDOW_S:
-            self._decide(self._batches / elapsed, (waited_s - self._waited_before) / elapsed)
+        # Half as many say as much where each takes long.
+        enough = _WINDOW if elapsed < _LONG * self._window_s else _WINDOW // 2
+        if self._batches >= max(enough, 2 * self.way.readers) and elapsed >= self._window_s:
+            # Their means: an epoch's last batch may be a short one.
+            self._read_s /= self._batches
+            self._computing_s /= self._batches
+            self._decide(now, self._batches / elapsed, (waited_s - self._waited_before) / elapsed)
             self._begin(now, waited_s)
-        return self.readers
+        return self.way
 
     def _begin(self, now: float, waited_s: float) -> None:
         self._batches, self._began, self._waited_before = 0, now, waited_s
+        self._read_s = self._computing_s = 0.0
 
-    def _decide(self, rate: float, waiting: float) -> None:
-        if self._tried is not None:
-            fewer, before, had_waited = self._tried
-            self._tried = None
-            # Where it waits for little, little is to be had.
-            if rate < before * (1 + min(0.05, had_waited / 2)):
-                self._change(fewer)
-                self._quiet, self._patience = self._patience, 2 * self._patience
-                return
-        if self._quiet > 0:
-            self._quiet -= 1
-        elif waiting > WAITING and self.readers < self._most:
-            self._tried = (self.readers, rate, waiting)
-            self._change(min(self._most, self.readers + max(1, self.readers // 2)))
+    def _decide(self, now: float, rate: float, waiting: float) -> None:
+        if self.way != self.current:
+            self._judge(rate)
+            return
+        self._rate, self._waiting = rate, waiting
+        if waiting <= _WAITING:
+            self._untried = None
+        elif now >= self._rests_until:
+            if self._untried is None:
+                self._untried = self._beside()
+            if self._untried:
+                self._change(self._untried.pop(0))
+            else:
+                self._rest(now)
 
-    def _change(self, readers: int) -> None:
-        self.readers = readers
+    def _judge(self, rate: float) -> None:
+        """Decides over the way that was tried."""
+        tried, before = self.way, self.current
+        gain = _GAIN if tried.parallel == before.parallel else _OTHERS_GAIN
+        # Where training waits for little, little is to be had.
+        if rate < self._rate * (1 + min(gain, self._waiting / 2)):
+            self._known[tried] = rate
+            self._change(before)
+            return
+        self.current = tried
+        self._known[before] = self._rate
+        self._told(tried, self._rate, rate)
+        if tried.parallel == before.parallel == "threads" and rate > _NEARLY_TWICE * self._rate:
+            self._ways = replace(self._ways, kinds=tuple(kind for kind in self._ways.kinds if kind != "processes"))
+        self._rate = rate
+        self._untried = [each for each in self._beside() if each != before]
+
+    def _beside(self) -> list[Way]:
+        found = self._ways.beside(self.current, self._rate, self._read_s, self._computing_s)
+        return [way for way in found if self._known.get(way, math.inf) > _HOPELESS * self._rate]
+
+    def _rest(self, now: float) -> None:
+        self._rests_until, self._untried = now + self._rest_s, None
+        self._rest_s *= 2
+        self._window_s = min(_LONGEST_WINDOW_S, 2 * self._window_s)
+
+    def _change(self, way: Way) -> None:
         # Until what was read before has been taken.
-        self._pass_over = readers + 2
+        self._pass_over = self.way.readers + way.readers + 2
+        self.way = way

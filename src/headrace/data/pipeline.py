@@ -116,7 +116,7 @@ class Pipeline:
             field: the part of the example that it takes and replaces, by number or name.
             batched: whether it takes a list of examples, and returns a list of as many; then `rng` is a list, too.
             parallel: how this pipeline is read: "inline", "threads", "processes", so many threads, or "auto", which
-                measures; None for what was said before, or "auto".
+                tries what is fastest; None for what was said before, or "auto".
 
         Raises:
             UsageError: there is no such way to read.

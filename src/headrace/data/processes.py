@@ -149,7 +149,8 @@ def _become_reader(
 def _seed(number: int) -> None:
     """Gives a fork random numbers of its own, for functions that draw elsewhere than from `rng`."""
     seed = (torch.initial_seed() + number) % 2**63
-    torch.manual_seed(seed)
+    # Not torch.manual_seed, which asks for a lock of torch.cuda: another thread may have held it at the fork.
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.data.ahead import Ahead
-from headrace.data.choosing import QUICK_S, WAITING, Choice, Chooser, Tuner
+from headrace.data.choosing import Tuner, Way, Ways
 from headrace.data.pipeline import Pipeline, visited
 from headrace.data.processes import Readers
 from headrace.data.reader import Read, Reader
@@ -28,8 +29,10 @@ Part = tuple[int, Tensor, int]
 
 _MOST_ARENAS = -8
 """What `mallopt` calls them: pieces of memory that threads take theirs from (malloc.h)."""
-_PATIENCE_S = 0.5
-"""After so long it is measured again whether a worker that waits had better not read by itself; then twice as long."""
+_LOOKS = 3
+"""Batches that are looked at before it is read ahead, those that take no time."""
+_SLOW_S = 0.002
+"""What takes longer is looked at once."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Means:
 
 
 class Running:
-    """Reads parts, one after the other; `parallel` of the pipeline says how, "auto" by measuring once.
+    """Reads parts, one after the other; `parallel` of the pipeline says how, "auto" by trying.
 
     Args:
         pipeline: what.
@@ -67,10 +70,10 @@ class Running:
         self._means = means
         self._cores = max(1, means.cores or len(os.sched_getaffinity(0)))
         self._sizes = _Sizes(pipeline)
-        self.parallel = "inline" if self._reads_nothing_ahead() else self._reading.parallel
-        self._readers = 0
+        self._by_itself = self._reads_nothing_ahead()
+        self.parallel = "inline" if self._by_itself else self._reading.parallel
+        self._best: Way | None = None
         self._said = ""
-        self._chooser = Chooser()
         self.ahead: Ahead[Part] | None = None
 
     @property
@@ -84,7 +87,7 @@ class Running:
         Raises:
             DataError: an example cannot be had.
         """
-        return self.alone(parts) if self.parallel == "inline" else self._run_ahead(parts)
+        return self.alone(parts) if self._by_itself else self._run_ahead(parts)
 
     def alone(self, parts: Iterator[Part]) -> Generator[tuple[Part, Read], None, None]:
         """Yields each part with what was read of it, when it is asked for.
@@ -109,20 +112,22 @@ class Running:
         processes: list[Readers] = []
         self.ahead = ahead
         _take_memory_from_one_place()
-        patience = _PATIENCE_S
         try:
-            if self.parallel == "processes":
-                ahead.read = self._start(processes)
-            ended = False
-            while not ended:
-                if self.parallel == "auto":
-                    self._choose(ahead, processes)
-                if self.parallel == "inline":
-                    ended = yield from self._read_inline(ahead, patience)
-                else:
-                    ended = yield from self._take(ahead, patience)
-                self.parallel = self.parallel if ended else "auto"
-                patience *= 2
+            ways = self._ways()
+            self._best = self._best or (yield from self._begin(ahead, ways))
+            tuner = Tuner(self._best, ways, self._tell)
+            way = self._best
+            self._adopt(way, ahead, processes)
+            while (found := ahead.take()) is not None:
+                read_s, waiting_s = sum(found[1].seconds), sum(found[1].waiting)
+                yield found
+                # It must not be kept until the next one is there.
+                del found
+                before = way
+                if not reading.count:
+                    way = tuner.look(perf_counter(), ahead.waited_s, read_s, read_s - waiting_s)
+                if way != before:
+                    self._adopt(way, ahead, processes)
         finally:
             self.ahead = None
             # The threads may be waiting for them.
@@ -131,55 +136,48 @@ class Running:
             ahead.close()
             _close(processes)
 
-    def _take(self, ahead: Ahead[Part], patience: float) -> Generator[tuple[Part, Read], None, bool]:
-        """Yields what is read ahead; returns whether that was all.
-
-        Args:
-            ahead: has the parts.
-            patience: seconds after which it is measured again who had better read, if training waits.
-        """
-        count = self._reading.count
-        self._readers = self._readers or count or self._free()
-        tuner = Tuner(self._readers, count or self._cores, ahead.waiting())
-        ahead.set_readers(self._readers)
-        began, waited_s = perf_counter(), ahead.waited_s
-        while (found := ahead.take()) is not None:
-            yield found
-            # It must not be kept until the next one is there.
-            del found
-            now = perf_counter()
-            self._readers = tuner.look(now, ahead.waited_s)
-            ahead.set_readers(self._readers)
-            if self._reading.parallel == "auto" and now - began > patience:
-                if ahead.waited_s - waited_s > WAITING * (now - began):
-                    return False
-                began, waited_s = now, ahead.waited_s
-        return True
-
-    def _read_inline(self, ahead: Ahead[Part], patience: float) -> Generator[tuple[Part, Read], None, bool]:
-        """Yields what was read to measure, then reads when asked; returns whether that was all.
-
-        Args:
-            ahead: has the parts.
-            patience: seconds after which it is measured again, if training waits.
-        """
-        ahead.set_readers(0)
-        while (found := ahead.take(fill=False)) is not None:
+    def _begin(self, ahead: Ahead[Part], ways: Ways) -> Generator[tuple[Part, Read], None, Way]:
+        """Yields what is read to find out what to begin with, and returns that."""
+        if "inline" not in ways.kinds:
+            return Way(ways.kinds[0], self._reading.count or ways.free)
+        least = math.inf
+        # The first one may be slow because it is the first.
+        for _ in range(_LOOKS):
+            found = ahead.take()
+            if found is None:
+                break
+            least = min(least, sum(found[1].seconds))
             yield found
             del found
-        began, reading_s, batches = perf_counter(), 0.0, 0
-        while (part := ahead.next()) is not None:
-            asked = perf_counter()
-            read = self.read(part)
-            reading_s, batches = reading_s + perf_counter() - asked, batches + 1
-            yield part, read
-            del read
-            passed = perf_counter() - began
-            if passed > patience:
-                if reading_s > WAITING * passed and reading_s > QUICK_S * batches:
-                    return False
-                began, reading_s, batches = perf_counter(), 0.0, 0
-        return True
+            if least > _SLOW_S:
+                break
+        way = ways.first(least)
+        if math.isfinite(least):
+            self._say(way, f"a batch takes {1000 * least:.3g} ms")
+        return way
+
+    def _adopt(self, way: Way, ahead: Ahead[Part], processes: list[Readers]) -> None:
+        """Lets what is handed out from now on be read that way."""
+        if bool(processes) != (way.parallel == "processes"):
+            # A fork should find no thread in the middle of something, and nobody should wait for those that end.
+            ahead.settle()
+            ahead.read = self.read
+            _close(processes)
+            if way.parallel == "processes":
+                ahead.read = self._start(processes)
+        ahead.set_readers(way.readers)
+        self.parallel = way.parallel
+
+    def _tell(self, way: Way, before: float, now: float) -> None:
+        self._best = way
+        if way.parallel != self._said:
+            self._say(way, f"that gives {now:.3g} batches a second, {before:.3g} before")
+
+    def _say(self, way: Way, why: str) -> None:
+        self._said = way.parallel
+        verb = "read" if way.readers > 1 else "reads"
+        how = f"{way} {verb} ahead (at most {self._cores})" if way.readers else "the worker reads by itself"
+        self._means.say(f"data: {how}: {why}")
 
     def _reads_nothing_ahead(self) -> bool:
         if self._reading.parallel != "auto":
@@ -195,31 +193,19 @@ class Running:
         training = self._means.training
         return max(1, self._cores - (torch.get_num_threads() if training is None else training))
 
-    def _choose(self, ahead: Ahead[Part], processes: list[Readers]) -> None:
+    def _ways(self) -> Ways:
+        """Returns how it may be read."""
+        parallel = self._reading.parallel
+        if parallel != "auto":
+            return Ways((parallel,), self._free(), self._cores)
         # A process ends with the thread that started it; where workers are threads, none starts processes unasked.
         may_fork = self._cores > 1 and threading.current_thread() is threading.main_thread()
-        # What a process keeps in its own memory, no other one finds there.
+        # What a process keeps in its own memory, no other one finds there: each would have a cache of its own, and the
+        # next epoch's examples would mostly be in another's.
         may_fork &= not any(isinstance(step, Cache) and not step.folder for step in self._pipeline.steps)
-        # Each would have a cache of its own, and the next epoch's examples would mostly be in another's.
-        may_fork &= not any(isinstance(step, Cache) and step.folder is None for step in self._pipeline.steps)
-        # What was handed out before is read by whoever reads now.
-        ahead.settle()
-        ahead.read = self.read
-        choice = self._chooser.choose(ahead, functools.partial(self._start, processes) if may_fork else None)
-        if choice.parallel != "processes":
-            _close(processes)
-        self.parallel = choice.parallel
-        self._readers = self._readers or self._free()
-        if choice.parallel != self._said:
-            self._said = choice.parallel
-            self._means.say(self._sentence(choice))
-
-    def _sentence(self, choice: Choice) -> str:
-        if choice.parallel == "inline":
-            return f"data: the worker reads by itself: {choice.why}"
-        one = {"threads": "1 thread reads", "processes": "1 process reads"}[choice.parallel]
-        some = one if self._readers == 1 else f"{self._readers} {choice.parallel} read"
-        return f"data: {some} ahead (at most {self._cores}): {choice.why}"
+        return Ways(
+            ("threads", "processes", "inline") if may_fork else ("threads", "inline"), self._free(), self._cores
+        )
 
     def _start(self, processes: list[Readers]) -> Callable[[Part], Read]:
         # All that there may be, at once: the sooner this process is forked, the less of it is copied.
