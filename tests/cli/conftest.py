@@ -128,6 +128,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage = Stage()
 
     class LocalEngine:
+        def __init__(self, forks: bool) -> None:
+            assert forks
+
         def __enter__(self) -> LocalEngine:
             stage.seen.append("engine begins" + (" after the job" if MODULE in sys.modules else ""))
             return self

@@ -122,7 +122,7 @@ def test_signals_end_a_command_in_order(number: signal.Signals, code: int, tmp_p
         "import sys, types, contextlib\n"
         "engine = types.ModuleType('headrace.engine.local')\n"
         "@contextlib.contextmanager\n"
-        "def local():\n"
+        "def local(forks):\n"
         "    try: yield\n"
         "    finally: print('engine ends', file=sys.stderr)\n"
         "engine.LocalEngine = local\n"

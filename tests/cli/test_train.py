@@ -80,6 +80,13 @@ def test_one_device_takes_no_other_number_of_workers(stage, job_file: Path, caps
     assert run(["train", "digits.py", "--workers", "1"]) == 0
 
 
+def test_a_number_of_workers_is_one_of_stages_and_devices(stage, job_file: Path, capsys: Capture) -> None:
+    assert run(["train", "digits.py", "--strategy", "pipeline", "--workers", "2"]) == 0
+    assert run(["train", "digits.py", "--strategy", "tensor_parallel(devices=2)", "--workers", "2"]) == 0
+    assert run(["train", "digits.py", "--strategy", "pipeline(stages=3)", "--workers", "2"]) == 2
+    assert "--workers 2: pipeline(stages=3) runs on 3; say it once" in capsys.readouterr().err
+
+
 def test_a_worker_that_fails_has_the_last_word(stage, job_file: Path, capsys: Capture) -> None:
     shown = 'Traceback (most recent call last):\n  File "digits.py", line 3, in loss\nKeyError: 3'
     stage.error = WorkerFailed(1, "host", "KeyError: 3", shown)
@@ -110,7 +117,7 @@ def test_workers_see_the_folder_of_the_job(
     paths: list[list[str]] = []
     module = sys.modules["headrace.engine.local"]
     engine = module.LocalEngine
-    monkeypatch.setattr(module, "LocalEngine", lambda: (paths.append(list(sys.path)), engine())[1])
+    monkeypatch.setattr(module, "LocalEngine", lambda forks: (paths.append(list(sys.path)), engine(forks))[1])
     assert run(["train", "digits.py"]) == 0
     assert str(tmp_path) in paths[0]
     assert MODULE in sys.modules

@@ -150,6 +150,9 @@ def test_nothing_grows_over_many_runs(engine: LocalEngine) -> None:
         else:
             with pytest.raises(WorkerFailed):
                 hr.fit(make_job(model=faulty(victims.fail)), PAIR, engine=engine)
-    assert until(lambda: (files(), threading.active_count()) == (before, threads), 1)
+    # Fewer there may be: what an earlier test has left, or the first run's last thread on its way out.
+    assert until(lambda: files() <= before and threading.active_count() <= threads, 1), (
+        f"{before} files and {threads} threads before, {files()} and {threading.enumerate()} after"
+    )
     # Other tests at the same time may have some there for a moment.
     assert until(lambda: set(os.listdir("/dev/shm")) <= shared, 10)

@@ -31,7 +31,7 @@ def own_engine() -> Iterator[LocalEngine | None]:
     # Lazily: `--help` need not wait for the engine.
     from headrace.engine.local import LocalEngine
 
-    with LocalEngine() as engine:
+    with LocalEngine(forks=True) as engine:
         yield engine
 
 

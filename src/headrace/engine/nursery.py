@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import socket
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
+from headrace.engine.birth import Child, begin
 from headrace.engine.termination import end_with, leave_alone
 from headrace.engine.vitals import Vitals
 from headrace.errors import RunFailed, UnfitMachine, UsageError
@@ -26,33 +24,18 @@ _START_S = 120.0
 _CLOSE_S = 5.0
 _MESSAGE_BYTES = 64 * 1024
 
-_ENVIRONMENT = {
-    # Memory that a step frees stays mapped, so that the next step does not fault it in again. glibc reads these
-    # when a process begins; 2-18 % more throughput on CPU, for any training.
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-    # A library that starts threads while it is imported could not be forked.
-    "OPENBLAS_NUM_THREADS": "1",
-}
-
 
 class Nursery:
-    """One zygote, started at once. Use as a context, or `close` it."""
+    """One zygote, started at once. Use as a context, or `close` it.
 
-    def __init__(self) -> None:
-        path = [entry for entry in sys.path if entry]
+    Args:
+        start: starts it, with its end of the socket.
+    """
+
+    def __init__(self, start: Callable[[socket.socket], Child] = begin) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                # Safe path: what lies in the user's folder must not stand in for the libraries.
-                [sys.executable, "-P", "-m", "headrace.engine.zygote", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
-                stdin=subprocess.DEVNULL,
-                # Keys pressed in the terminal are the launcher's to answer.
-                start_new_session=True,
-            )
+            self._process = start(theirs)
         # While it imports it hears nothing.
         end_with(self._process.pid)
         self._socket = ours
@@ -126,7 +109,7 @@ class Nursery:
             self._process.kill()
         try:
             self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             self._process.kill()
             self._process.wait()
 

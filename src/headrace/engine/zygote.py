@@ -22,30 +22,34 @@ import sys
 import traceback
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["load", "main"]
 
 _MESSAGE_BYTES = 64 * 1024
 _DESCRIPTORS = 8
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
-def main(descriptor: int) -> None:
-    """Serves the launcher at the other end of an inherited socket until it hangs up."""
-    launcher = socket.socket(fileno=descriptor)
+def load() -> None:
+    """Imports what the forks are for: torch and all of ours, and what the first optimizer of a process would."""
     gc.disable()
-    # What the forks are for: torch and all of ours, and what the first optimizer of a process would import.
     import torch._dynamo  # noqa: F401
 
     import headrace.engine.process  # noqa: F401
 
+    gc.enable()
+
+
+def main(descriptor: int) -> None:
+    """Serves the launcher at the other end of an inherited socket until it hangs up."""
+    launcher = socket.socket(fileno=descriptor)
+    load()
     # Nothing of it is ever garbage, and to look through it would hold up a worker or server for a tenth of a second.
     gc.freeze()
-    gc.enable()
-    launcher.send(b'{"ready":true}')
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    launcher.send(b'{"ready":true}')
     workers: dict[int, int] = {}
     try:
         while True:

@@ -1,0 +1,71 @@
+"""A zygote that is forked off a command: nothing of the command's is left in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = """
+import json, os, socket, sys, threading
+from headrace.engine.birth import begin, fork
+
+secret = open("/dev/zero")
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+stop = threading.Event()
+if "threads" in sys.argv:
+    threading.Thread(target=stop.wait).start()
+child = fork(theirs)
+theirs.close()
+ready = ours.recv(1000)
+place = f"/proc/{child.pid}"
+targets = {int(name): os.readlink(f"{place}/fd/{name}") for name in os.listdir(f"{place}/fd")}
+print(json.dumps({
+    "ready": json.loads(ready),
+    "alive": child.poll() is None,
+    "command": open(f"{place}/cmdline").read().split(chr(0))[:4],
+    "session": os.getsid(child.pid) == child.pid,
+    "targets": targets,
+}))
+ours.close()
+print(child.wait(20), child.poll())
+stop.set()
+"""
+
+
+def born(*arguments: str) -> tuple[dict[str, object], str]:
+    command = [sys.executable, "-c", _SCRIPT, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, stdin=subprocess.PIPE)
+    told, last = ended.stdout.splitlines()
+    return json.loads(told), last
+
+
+@pytest.mark.slow
+def test_a_fork_holds_nothing_but_its_channel_and_ends_with_it() -> None:
+    told, last = born()
+    assert told["ready"] == {"ready": True}
+    assert told["alive"] is True
+    assert told["session"] is True
+    assert "-c" in told["command"]  # type: ignore[operator]
+    targets = told["targets"]
+    assert isinstance(targets, dict)
+    assert targets.pop("0") == "/dev/null"
+    assert {targets.pop("1").split(":")[0], targets.pop("2").split(":")[0]} == {"pipe"}
+    kinds = sorted(target.split(":")[0] for target in targets.values())
+    # Its channel, and what tells it of a worker's end.
+    assert kinds == ["pipe", "pipe", "socket"]
+    assert last == "0 0"
+
+
+@pytest.mark.slow
+def test_a_process_with_threads_is_not_forked() -> None:
+    told, last = born("threads")
+    assert told["ready"] == {"ready": True}
+    command = told["command"]
+    assert isinstance(command, list)
+    assert command[1:] == ["-P", "-m", "headrace.engine.zygote"]
+    assert Path(command[0]).name.startswith("python")
+    assert last == "0 0"
