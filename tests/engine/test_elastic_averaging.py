@@ -20,10 +20,14 @@ pytestmark = pytest.mark.slow
 EPOCHS = 150
 
 
-@pytest.mark.parametrize("wait", [2, 0.2], ids=["two", "seconds"])
-def test_killed_workers_are_replaced_and_no_example_is_lost_or_doubled(engine: LocalEngine, wait: float) -> None:
+@pytest.mark.parametrize(("wait", "servers"), [(2, 1), (0.2, 1), (2, 2), (0.2, 2)])
+def test_killed_workers_are_replaced_and_no_example_is_lost_or_doubled(
+    engine: LocalEngine, wait: float, servers: int
+) -> None:
     hand = Hand({100: (1, signal.SIGKILL), 300: (0, signal.SIGKILL)})
-    check_counts(hr.fit(counting_job(EPOCHS), Counted(3, wait=wait), engine=engine, on_event=hand), EPOCHS)
+    check_counts(
+        hr.fit(counting_job(EPOCHS), Counted(3, wait=wait, servers=servers), engine=engine, on_event=hand), EPOCHS
+    )
     assert sorted(lost.lost for lost in hand.lost) == [0, 1]
 
 

@@ -181,7 +181,7 @@ class _Counting:
             self._look(copies, round_)
             for server in servers:
                 client.ask(server, Message(Kind.SETTLE, lease=round_))
-            client.ask(0, Message(Kind.ADVANCE, lease=round_, numbers=(round_ + 1, 0, round_, round_ + 1)))
+            client.ask(0, Message(Kind.ADVANCE, lease=round_, numbers=(round_ + 1, 0, round_, round_ + 1, 1)))
             self._wake()
             self.board.go[0] = round_ + 1
         self.result.seconds = monotonic() - began

@@ -70,7 +70,7 @@ def serve(number: int, folder: Path, way: str, width: int, workers: int, bug: st
     applier = Applier(form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (width,))])
     machine = Shard(range(workers), Anytime(), Each())
     machines: list[Any] = [Broken(machine, bug) if bug else machine]
-    coordinates = (Leases(width, 1), 0, 1) if number == 0 else None
+    coordinates = (Leases(width, 1), 0, 1, 1) if number == 0 else None
     server = Server(open_port(way, form.slots, form.push_slots), form, applier, machines, coordinates, grace_s=0.5)
     part = address_file(folder, number).with_suffix(".part")
     part.write_text(server.address)
@@ -86,7 +86,7 @@ def work(board: Board, seat: int, client: Client, world: dict[str, Any], faults:
         client.tell(Message(Kind.ASK, lease=lease))
         answer = client.lease()
         if answer.kind == Kind.FENCE:
-            lease, fence = -1, answer.numbers[3]
+            lease, fence = -1, answer.numbers[4]
             board.met[seat] = fence
             while board.go[0] <= fence:
                 sleep(0.001)
@@ -95,7 +95,7 @@ def work(board: Board, seat: int, client: Client, world: dict[str, Any], faults:
             continue
         lease = answer.lease
         gradient = torch.zeros(world["width"])
-        gradient[answer.numbers[4]] = -1.0
+        gradient[answer.numbers[5]] = -1.0
         said = client.push([[gradient]] * world["servers"], lease)
         assert said in (None, Reason.DUPLICATE), said
         board.faults[seat] = [faults.happened[name] for name in FAULTS]

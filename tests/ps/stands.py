@@ -61,7 +61,7 @@ class Stand:
         applier = Applier(self.form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
         machines = [Shard(range(workers), Anytime(), combination or Each())]
         self.server = Server(
-            self.port, self.form, applier, machines, (Leases(workers, 1000), 0, 1000), grace_s=PATIENCE_S
+            self.port, self.form, applier, machines, (Leases(workers, 1000), 0, 1000, 1), grace_s=PATIENCE_S
         )
         self.machine = machines[0]
         self._way = way

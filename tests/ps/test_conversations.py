@@ -137,7 +137,7 @@ class Conversations(RuleBasedStateMachine):
         self.wire = Wire()
         applier = Applier(FORM, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (WIDTH,))])
         shards = [self.shard(range(WORKERS), Anytime(), Each())]
-        self.server = Server(self.wire, FORM, applier, shards, (Leases(WIDTH, 1, workers=range(WORKERS)), 0, 1), 0.0)
+        self.server = Server(self.wire, FORM, applier, shards, (Leases(WIDTH, 1, workers=range(WORKERS)), 0, 1, 1), 0.0)
         self.sessions = count(1)
         self.workers = [Worker(number, 0, next(self.sessions)) for number in range(WORKERS)]
         self.acknowledged: set[int] = set()

@@ -351,7 +351,10 @@ PLANTED = {
         "+= 1\n        step: list[Action] = []",
         "+= push.lease not in self._done\n        step: list[Action] = []",
     ),
-    "a duplicate is not of the round": ("worker in self._contributed:", "worker in self._contributed or done:"),
+    "a duplicate is not of the round": (
+        "elsewhere or worker in self._contributed:",
+        "elsewhere or worker in self._contributed or done:",
+    ),
     "staleness from nowhere": ("self.version - push.version)", "self.version)"),
     "who leaves ends no round": (
         "= incarnation\n        return self._close() + self._release()",

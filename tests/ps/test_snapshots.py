@@ -44,7 +44,7 @@ def server_of(server: int, admission: Admission, until: int) -> Server:
     specs = [ParameterSpec(piece.parameter, piece.shape) for piece in form.pieces]
     machines = [Shard(range(WORKERS), admission, Each()) for _ in form.pieces]
     fixed = not isinstance(admission, Anytime)
-    coordinates = (Leases(WORKERS, until, fixed=fixed, workers=range(WORKERS)), 0, until) if server == 0 else None
+    coordinates = (Leases(WORKERS, until, fixed=fixed, workers=range(WORKERS)), 0, until, 1) if server == 0 else None
     applier = Applier(form, partial(torch.optim.SGD, lr=1.0), specs)
     return Server(open_port("local", form.slots, form.push_slots), form, applier, machines, coordinates, grace_s=0.2)
 
@@ -121,7 +121,7 @@ class Life:
             answer = client.lease()
             if answer.kind == Kind.FENCE:
                 lease = -1
-                if not self._meet(client, worker, answer.numbers[3]):
+                if not self._meet(client, worker, answer.numbers[4]):
                     return
                 continue
             lease = answer.lease
@@ -141,7 +141,7 @@ class Life:
         if worker == 0 and following:
             for server in range(SERVERS):
                 client.ask(server, Message(Kind.SETTLE, lease=done))
-            client.tell(Message(Kind.ADVANCE, lease=done, numbers=(following[0], 0, done, following[0])))
+            client.tell(Message(Kind.ADVANCE, lease=done, numbers=(following[0], 0, done, following[0], 1)))
         if not following:
             self.fence.wait(DEADLINE_S)
             self.ended.set()

@@ -72,7 +72,7 @@ class Recipe:
         applier = Applier(form, self._optimizer, specs, Pace(options), remedies=remedies)
         machines = [Shard(range(WORKERS), *REGIMES[self.regime]) for _ in range(len(form))]
         leases = Leases(WORKERS, 1 << 20, fixed=self.regime != "asynchronous", workers=range(WORKERS))
-        return Server(pairing.port, form, applier, machines, (leases, 0, 1 << 20), pairing=pairing)
+        return Server(pairing.port, form, applier, machines, (leases, 0, 1 << 20, 1), pairing=pairing)
 
 
 class Worker:

@@ -89,10 +89,11 @@ class Remembering(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_state_without_a_mean_is_refused_before_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("via", ["all_reduce", "server"])
+def test_state_without_a_mean_is_refused_before_the_first_step(via: str, tmp_path: Path) -> None:
     job = Case(dense, optimizer=partial(Remembering, lr=0.1)).job(8)
     with pytest.raises(UsageError, match=r"Remembering keeps a list as 'history' of '0\.weight', which has no mean"):
-        fit(job, hr.ParameterAveraging(2, average_optimizer_state=True), run_dir=tmp_path)
+        fit(job, hr.ParameterAveraging(2, average_optimizer_state=True, via=via), run_dir=tmp_path)
 
 
 class Growing(nn.Module):
@@ -111,12 +112,13 @@ class Growing(nn.Module):
         return output
 
 
-def test_workers_whose_models_differ_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("via", ["all_reduce", "server"])
+def test_workers_whose_models_differ_are_refused(via: str, tmp_path: Path) -> None:
     x, y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
     job = hr.Job(model=Growing, loss=nn.functional.cross_entropy, optimizer=PLAIN, data=(x, y), global_batch_size=4,
                  epochs=1)  # fmt: skip
     with pytest.raises(UsageError, match=r"rank \d has rest of shape"):
-        fit(job, hr.LocalSGD(2), run_dir=tmp_path)
+        fit(job, hr.LocalSGD(2, via=via), run_dir=tmp_path)
 
 
 def test_short_names_are_the_strategy_with_other_numbers() -> None:

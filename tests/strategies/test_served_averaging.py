@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 import threading
 from functools import partial
@@ -18,7 +19,9 @@ import headrace as hr
 from headrace.data import Loader, as_pipeline
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.replica.outer import Elastic, Mean, Nesterov, OuterStep
-from headrace.spec.event import Served
+from headrace.report.attempts import attempts
+from headrace.report.averaging import averaging_of
+from headrace.spec.event import Served, Stepped
 from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, carried, distance, train
@@ -110,7 +113,9 @@ OUTERS = {"mean": Mean(), "nesterov": Nesterov(0.5, 0.8), "elastic": Elastic(0.6
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("outer", sorted(OUTERS))
-@pytest.mark.parametrize(("workers", "period", "layout"), [(1, 2, {}), (3, 4, {"servers": 2})])
+@pytest.mark.parametrize(
+    ("workers", "period", "layout"), [(1, 2, {}), (1, 2, {"servers": 2, "wait": 1}), (3, 4, {"servers": 2})]
+)
 def test_steps_between_are_the_workers_own(
     outer: str, workers: int, period: int, layout: dict[str, Any], optimizer: Any
 ) -> None:
@@ -133,6 +138,33 @@ def test_servers_and_all_reduce_give_the_same(outer: str) -> None:
     assert distance(served.tensors, reduced.tensors) <= DOUBLE
 
 
+@pytest.mark.parametrize("outer", sorted(OUTERS))
+@pytest.mark.parametrize(
+    "given", [{"average_optimizer_state": True}, {"post_local": 6}], ids=lambda given: next(iter(given))
+)
+def test_what_all_reduce_can_do_servers_can(given: dict[str, Any], outer: str) -> None:
+    served, reduced = (
+        train(job_of(ADAM), hr.ParameterAveraging(3, period=3, outer=OUTERS[outer], via=via, **given))
+        for via in ("server", "all_reduce")
+    )
+    assert distance(served.tensors, reduced.tensors) <= DOUBLE
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["own-state", "mean-state"])
+@pytest.mark.parametrize("outer", ["mean", "nesterov"])
+def test_the_drift_is_that_of_all_reduce(outer: str, state: bool) -> None:
+    drifts = []
+    for way in ({"via": "server", "servers": 2}, {"via": "all_reduce"}):
+        run = hr.fit(job_of(SGD), hr.ParameterAveraging(3, 3, OUTERS[outer], state, **way), engine=hr.ThreadEngine())
+        averaging = averaging_of(attempts(run.events))
+        assert averaging is not None
+        drifts.append([(each.step, each.rounds, each.drift) for each in averaging.meetings])
+    # Over the norm of the mean, or of what the outer step makes of it.
+    near = pytest.approx if outer == "mean" else functools.partial(pytest.approx, rel=0.05)
+    for told, expected in zip(*drifts, strict=True):
+        assert told == (*expected[:2], near(expected[2]))
+
+
 def test_over_tcp_it_is_the_same() -> None:
     near, far = (train(job_of(SGD), THROUGH(2, period=2, transport=way)) for way in ("shared_memory", "tcp"))
     assert distance(far.tensors, near.tensors) <= DOUBLE
@@ -142,6 +174,22 @@ def test_a_loop_of_ones_own() -> None:
     case = Case(dense)
     outcome = train(case.job(COUNTS["tiny"]), THROUGH(1, period=1), loop=partial(verb_by_verb, case.loss))
     assert distance(outcome.tensors, on_one_device(case, "tiny", torch.float64, None).tensors) <= DOUBLE
+
+
+def test_an_automatic_period_is_found_at_fences() -> None:
+    wish = hr.AutoPeriod(exchange_share=0.9, drift=1e3, longest=8)
+    short, long = (dataclasses.replace(wish, **each) for each in ({"drift": 1e-9}, {"exchange_share": 1e-9}))
+    periods = []
+    for each in (short, long):
+        run = hr.fit(job_of(count=100), THROUGH(2, period=each, post_local=2), engine=hr.ThreadEngine())
+        averaging = averaging_of(attempts(run.events))
+        assert averaging is not None
+        periods.append([(meeting.step, meeting.rounds) for meeting in averaging.meetings])
+        last = averaging.meetings[-1]
+    assert periods[0] == [(round_, 1) for round_ in range(1, 76)]
+    # It doubles where the rounds of the run do.
+    assert periods[1][:7] == [(1, 1), (2, 1), (4, 2), (8, 4), (16, 8), (24, 8), (32, 8)]
+    assert re.fullmatch(r"the exchange takes .*% of the time, at most 0% is allowed", last.why)
 
 
 def test_who_waits_for_nobody_pulls_and_is_pulled() -> None:
@@ -162,22 +210,28 @@ def test_to_look_at_the_centre_moves_nobody(outer: OuterStep | None) -> None:
     assert distance(outcomes[0].tensors, outcomes[1].tensors) <= DOUBLE
 
 
+@pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("wait", [2, 0.1], ids=["two", "seconds"])
-def test_nobody_waits_for_who_does_not_come(wait: float) -> None:
-    ahead = threading.Event()
+def test_nobody_waits_for_who_does_not_come(wait: float, servers: int) -> None:
+    under_way, ahead = threading.Event(), threading.Event()
 
     def loop(worker: hr.Worker) -> None:
         for steps, batch in enumerate(worker.batches(), 1):
+            assert worker.rank == 1 or under_way.wait(60)
             worker.step(batch)
             if worker.rank == 1 and steps == 1:
+                under_way.set()
                 # In the middle of its first lease, until others have come two leases further.
                 assert ahead.wait(60)
             elif worker.rank == 0 and steps == 7:
                 ahead.set()
 
-    run = hr.launch(loop, job_of(count=96), THROUGH(3, period=3, wait=wait), engine=hr.ThreadEngine())
+    run = hr.launch(loop, job_of(count=96), THROUGH(3, period=3, wait=wait, servers=servers), engine=hr.ThreadEngine())
     assert run.status == "ok"
-    assert served(run).refused["late"] >= 1, "what the last one made for the first average is of no use"
+    late = [event.refused.get("late", 0) for event in run.events if isinstance(event, Served)]
+    assert max(late) >= 1, "what the last one made for the first average is of no use"
+    begun, then = [event.lease for event in run.events if isinstance(event, Stepped) and event.rank == 1][:2]
+    assert begun >= 0 > then, "so it does not go on with that"
     assert all(bool(each.isfinite().all()) for each in run.model.parameters())
 
 
@@ -276,7 +330,10 @@ def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
         ({"wait": True}, "wait must be 'all', 'nobody', a number of workers (3) or of seconds (3.0), got True"),
         ({"wait": "some"}, "wait must be 'all', 'nobody'"),
         ({"wait": "nobody"}, "would put each worker's parameters in place of the average"),
-        ({"wait": 1, "servers": 2}, "each of 2 servers would drop another worker's; use servers=1, or wait='all'"),
+        (
+            {"wait": "nobody", "outer": "elastic", "average_optimizer_state": True},
+            "makes no average of the optimizers'",
+        ),
         ({"period": 70_000}, "period must be at most 65,535 through servers, got 70,000"),
         ({"servers": 0}, "servers must be a whole number of at least 1, got 0"),
         ({"backups": 2}, "backups=2 asks for 2 backups of 1 server"),
@@ -286,12 +343,6 @@ def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=re.escape(reason)):
-        THROUGH(**given)
-
-
-@pytest.mark.parametrize("given", [{"period": "auto"}, {"post_local": 9}, {"average_optimizer_state": True}])
-def test_what_servers_cannot_do_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"{next(iter(given))}=.* use via='all_reduce'|needs via='all_reduce'"):
         THROUGH(**given)
 
 

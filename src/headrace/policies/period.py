@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 from headrace.errors import UsageError
 
-__all__ = ["AutoPeriod", "Period", "Seen", "first_period", "next_period"]
+__all__ = ["AutoPeriod", "Period", "Seen", "first_period", "first_stretch", "next_period", "next_stretch"]
+
+_SOON = 4
+"""Rounds before workers whose period adapts come to know of each other's."""
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,31 @@ def next_period(now: Period, seen: Seen, wish: int | AutoPeriod) -> Period:
     rounds = max(1, min(enough, most, 2 * now.rounds))
     held = f", and drift allows {most}" * (rounds == most < min(enough, 2 * now.rounds))
     return Period(rounds, f"{costs}, at most {wish.exchange_share:.0%} is allowed{held}", most)
+
+
+def first_stretch(wish: int | AutoPeriod, post_local: int, first: int, until: int) -> tuple[int, int]:
+    """Returns the round of the first fence of a run whose period changes at fences alone, and its period until there.
+
+    Args:
+        wish: how long the period should be.
+        post_local: rounds at the beginning after each of which workers meet.
+        first: the round that the run begins with.
+        until: the round of the first fence, whatever the period.
+    """
+    if first < post_local:
+        return min(until, post_local), 1
+    if isinstance(wish, AutoPeriod):
+        return min(until, first + _SOON), 1
+    return until, wish
+
+
+def next_stretch(now: Period, wish: int | AutoPeriod, post_local: int, done: int, until: int) -> tuple[int, int]:
+    """Returns the same for the fence where `done` rounds are done.
+
+    A period that adapts gets a fence where the rounds of the run have doubled, so that it can double, too.
+    """
+    if done < post_local:
+        return min(until, post_local), 1
+    if isinstance(wish, AutoPeriod):
+        until = min(until, max(_SOON, 1 << done.bit_length()))
+    return until, now.rounds

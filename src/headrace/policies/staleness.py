@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-__all__ = ["Admission", "Anytime", "Combination", "Each", "Everybody", "FirstOf", "Within"]
+__all__ = ["Admission", "Anytime", "Combination", "Each", "Elsewhere", "Everybody", "FirstOf", "Within"]
 
 
 class Admission(ABC):
@@ -82,6 +82,14 @@ class Everybody(Combination):
 
     def needed(self, workers: int) -> int:
         return workers
+
+
+@dataclass(frozen=True)
+class Elsewhere(Combination):
+    """Another server says whose pushes are one step, so that a step is of the same workers on all."""
+
+    def needed(self, workers: int) -> int:
+        return workers + 1
 
 
 @dataclass(frozen=True)

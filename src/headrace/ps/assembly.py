@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ from headrace.ps.pairing import Pairing
 from headrace.ps.session import Connection
 
 if TYPE_CHECKING:
-    from headrace.spec.model import ModelSpec
+    from headrace.replica.remainder import MeanState
+    from headrace.spec.model import ModelSpec, ParameterSpec
     from headrace.spec.plan import Plan, Role
 
 __all__ = ["connect", "form_of", "leads", "open_port", "pair", "places_of"]
@@ -33,8 +34,8 @@ _PATIENCE_S = 10.0
 _SLICE_S = 0.05
 
 
-def form_of(plan: Plan, model: ModelSpec, rank: int) -> Form:
-    """Returns the shards that a server holds."""
+def form_of(plan: Plan, model: ModelSpec, rank: int, state: MeanState | None = None) -> Form:
+    """Returns the shards that a server holds: pieces of parameters, then those of an optimizer's state beside them."""
     known = {parameter.name: parameter for parameter in model.parameters}
     pieces = []
     for segment in plan.segments:
@@ -48,15 +49,28 @@ def form_of(plan: Plan, model: ModelSpec, rank: int) -> Form:
         if width and length != parameter.elements and not length % width and not segment.start % width:
             shape = (length // width, *rest)
         pieces.append(Piece(segment.parameter, segment.start, shape, parameter.dtype))
+    pieces += _beside(pieces, known, state) if state else ()
     # Where there is one name for both, what is pulled travels as it is: it is nobody's difference to anything.
     push = plan.options.get("push_codec", plan.options.get("codec", "plain"))
     pull = plan.options.get("pull_codec", "plain")
     return Form(pieces, str(push), str(pull))
 
 
-def places_of(form: Form, module: nn.Module) -> list[Tensor]:
-    """Returns where the shards lie in a module's parameters, which become contiguous."""
-    named = dict(module.named_parameters())
+def _beside(pieces: Sequence[Piece], known: Mapping[str, ParameterSpec], state: MeanState) -> list[Piece]:
+    beside = []
+    for like, spec in zip(state.likes, state.specs, strict=True):
+        for piece in (piece for piece in pieces if piece.parameter == like.name):
+            if spec.shape == known[like.name].shape:
+                beside.append(Piece(spec.name, piece.start, piece.shape, spec.dtype, exact=True))
+            elif not piece.start:
+                # What is of the whole parameter goes with its first piece.
+                beside.append(Piece(spec.name, 0, spec.shape, spec.dtype, exact=True))
+    return beside
+
+
+def places_of(form: Form, module: nn.Module, beside: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    """Returns where the shards lie in a module's parameters, which become contiguous, or in what is beside them."""
+    named = {**dict(module.named_parameters()), **(beside or {})}
     places = []
     for piece in form.pieces:
         parameter = named[piece.parameter]
@@ -103,13 +117,14 @@ def connect(
     *,
     together: bool = False,
     observes: bool = False,
+    in_turn: bool = False,
     find: Callable[[int], str] | None = None,
 ) -> Client:
     """Returns a client of the servers at some addresses; `closing` ends its links.
 
     Args:
         worker: its number and incarnation.
-        together, observes: see `Client`.
+        together, observes, in_turn: see `Client`.
         find: says where a server is now, by its place in `addresses`, when the link to it has ended; raises
             ConnectionError if it is nowhere. None for where it was.
     """
@@ -127,7 +142,7 @@ def connect(
         link = _opened(functools.partial(open_link, index, address, _HELLO_S), reopen if find else None, check)
         closing.callback(link.close)
         connections.append(Connection(link, form, own, server.rank, server.host, reopen))
-    client = Client(connections, *worker, check, together=together, observes=observes)
+    client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)
     closing.callback(client.close)
     return client
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from headrace.errors import PeerLost, ServerRefused
-from headrace.ps.events import Reason
+from headrace.ps.events import Among, Reason
 from headrace.ps.form import Form
-from headrace.ps.messages import Kind, Message
+from headrace.ps.messages import Kind, Message, decode
 from headrace.ps.session import Connection, Session
 from headrace.replica.conditioning import all_finite
 
@@ -34,9 +34,11 @@ class Client:
     timeout_s: how long a server may take for an answer that depends on no other worker.
     together: push all shards of a server in one message.
     observes: only look: pull, and wait for nobody.
+    in_turn: let the first server say whose pushes a round is of, and push to the others then; all shards `together`.
 
     Attributes:
         rested: whether no other worker waited for this one while it waited for its last lease.
+        apart: how far what it pushed last was from the mean of its round, where servers measure that.
 
     Raises:
         PeerLost: a server has gone, or gives no answer; by any method.
@@ -53,8 +55,11 @@ class Client:
         timeout_s: float = 60.0,
         together: bool = False,
         observes: bool = False,
+        in_turn: bool = False,
     ) -> None:
+        self._worker, self._in_turn = (worker, incarnation), in_turn
         self.rested = False
+        self.apart = 0.0
         self._servers: list[_Server] = []
         try:
             for connection in connections:
@@ -101,7 +106,8 @@ class Client:
             steps: whose gradients these are the sum of.
             versions: by server and shard, of the parameters that they were made with; None for those pulled last.
             patience_s: how long to wait for other workers before the round is to end without them. Only where shards
-                are pushed `together`, and on one server: others might end it with other workers' gradients.
+                are pushed `together`, and on one server or `in_turn`: others might end it with other workers'
+                gradients.
 
         Returns:
             None if they count, else why not.
@@ -110,6 +116,8 @@ class Client:
         if finite is None:
             finite = all_finite([gradient for own in gradients for gradient in own if gradient is not None])
         head = Message(kind, 0, finite, lease, weight, share, steps=steps)
+        if self._in_turn:
+            return self._push_in_turn(gradients, head, pull, patience_s)
         for index in range(max(len(server.buckets) for server in self._servers)):
             for number, server in enumerate(self._servers):
                 if index < len(server.buckets):
@@ -120,12 +128,46 @@ class Client:
         reason: Reason | None = None
         for server in self._servers:
             reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
+        self.apart = math.sqrt(sum(server.apart for server in self._servers))
+        return reason
+
+    def _push_in_turn(
+        self, gradients: Sequence[Sequence[Tensor | None]], head: Message, pull: bool, patience_s: float
+    ) -> Reason | None:
+        """Pushes to the first server, and where that counts, to all others."""
+        first, *others = self._servers
+        first.push(head.kind, first.buckets[0], gradients[0], head)
+        reason = first.finish(pull, monotonic() + patience_s)
+        last = decode(bytes(first.ask(Message(Kind.AMONG)))).numbers
+        # Whoever was of an earlier round does it again: the others know of no round but the last.
+        counts = bool(last) and self._worker in Among.of(last).workers and reason != Reason.LATE
+        reason = reason if counts else Reason.LATE
+        for server, own in zip(others, gradients[1:], strict=True):
+            if last:
+                server.ask(Message(Kind.AMONG, numbers=last))
+            if counts:
+                server.push(head.kind, server.buckets[0], own, head)
+            elif pull:
+                server.request(Kind.PULL, server.buckets[0])
+        for server in others:
+            reason = _graver(reason, server.finish(pull))
+        self.apart = math.sqrt(sum(server.apart for server in self._servers))
         return reason
 
     @property
     def versions(self) -> list[list[int]]:
         """Of the parameters that were pulled last, by server and shard."""
         return [server.versions for server in self._servers]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the first server has newer parameters in all shards, as far as that is to be seen without asking.
+
+        Then no shard of it takes what this worker pushes.
+        """
+        first = self._servers[0]
+        shown = first.session.link.shown
+        return all((shown(shard) or 0) > version for shard, version in enumerate(first.versions))
 
     def forget(self) -> None:
         """Lets the next pull bring all parameters: this worker's copies are no more what was pulled last."""
@@ -178,6 +220,7 @@ class _Server:
         self._versions = [-1] * len(self.form)
         self._connection = connection
         self._timeout_s = timeout_s
+        self.apart = 0.0
         self._told = 0
         self._pending = 0
         self._reason: Reason | None = None
@@ -225,6 +268,7 @@ class _Server:
             pulls: whether it was.
             until: when to let no other worker be waited for any more.
         """
+        self.apart = 0.0
         while self._pending:
             self._await_answer(pulls, until)
         reason, self._reason = self._reason, None
@@ -242,6 +286,7 @@ class _Server:
         if message.kind != Kind.ANSWER:
             raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
         self._pending -= 1
+        self.apart += message.weight
         if message.flag:
             self._reason = _graver(self._reason, Reason(message.flag))
         if pulls:

@@ -62,14 +62,16 @@ class Coordinator:
     """Args:
     leases: of the run's data.
     first, until: rounds at the run's begin, and at its first fence.
+    span: rounds of a lease until there.
     send: gives a link a message.
     """
 
-    def __init__(self, leases: Leases, first: int, until: int, send: Callable[[int, bytes], None]) -> None:
+    def __init__(self, leases: Leases, first: int, until: int, span: int, send: Callable[[int, bytes], None]) -> None:
         self._leases = leases
         self._send = send
-        # Round and lease number at the fence before, round at the next: with them whoever comes late knows where it is.
-        self._stretch = (first, first, until)
+        # Round and lease number at the fence before, round at the next, rounds of a lease: with them whoever comes late
+        # knows where it is.
+        self._stretch = (first, first, until, span)
         self._asked: dict[int, _Asked] = {}
 
     def handle(self, worker: int, message: Message) -> None:
@@ -82,11 +84,11 @@ class Coordinator:
             self._tell(self._leases.handle((Return if message.flag else Commit)(message.lease, worker)))
 
     def _advance(self, fence: int, numbers: tuple[int, ...]) -> None:
-        if len(numbers) != 4:
-            raise ValueError(f"whoever lets all go on says where to by 4 numbers, not {len(numbers)}")
-        ahead, alone, done, until = numbers
+        if len(numbers) != 5:
+            raise ValueError(f"whoever lets all go on says where to by 5 numbers, not {len(numbers)}")
+        ahead, alone, done, until, span = numbers
         if fence == self._leases.until:
-            self._stretch = (done, fence, until)
+            self._stretch = (done, fence, until, span)
         self._tell(self._leases.handle(Advance(fence, ahead, alone)))
 
     def ask(self, member: Member, message: Message) -> None:
@@ -129,8 +131,8 @@ class Coordinator:
         Raises:
             ValueError: nobody ever was so.
         """
-        done, fence, until = state.stretch
-        self._stretch = (done, fence, until)
+        done, fence, until, span = state.stretch
+        self._stretch = (done, fence, until, span)
         self._leases.load(state.leases)
         self._asked = {
             each.worker: _Asked(members[each.session], each.number, bytes.fromhex(each.answer)) for each in state.asked

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 __all__ = [
     "Accumulate",
     "Ack",
     "Action",
     "Ahead",
+    "Among",
     "Close",
     "Event",
     "Join",
@@ -116,7 +119,33 @@ class Close:
     worker: int
 
 
-Event = Join | Leave | Push | Pull | Settle | Renew | Ahead | Close
+@dataclass(frozen=True, slots=True)
+class Among:
+    """Another server has ended a round: here, too, it is of the same workers, as far as they are members still.
+
+    Attributes:
+        round: its number there.
+        workers: whose pushes it is of, and of which incarnation.
+    """
+
+    round: int
+    workers: tuple[tuple[int, int], ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The same in a row; `of` reads it."""
+        return (self.round, *chain.from_iterable(self.workers))
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Among:
+        """Raises:
+        ValueError: these are no such numbers.
+        """
+        round_, *workers = numbers
+        return cls(round_, tuple(zip(workers[::2], workers[1::2], strict=True)))
+
+
+Event = Join | Leave | Push | Pull | Settle | Renew | Ahead | Close | Among
 
 
 class Reason(Enum):

@@ -119,12 +119,18 @@ class ServedExchange(Exchange):
                 blob = save({each.name: each.value.contiguous() for each in own})
                 self.client.ask(server, Message(Kind.LOAD, shard, 1), blob)
 
-    def give(self, places: Sequence[Sequence[Tensor]]) -> None:
-        """Gives the servers this worker's parameters, if these are what there is to begin with."""
+    def give(self, places: Sequence[Sequence[Tensor]], beside: bool = False) -> None:
+        """Gives the servers what this worker has, if that is what there is to begin with.
+
+        Args:
+            places: of it, by server and shard.
+            beside: only what is beside the parameters.
+        """
         for server, (form, own) in enumerate(zip(self._forms, places, strict=True) if self._leads else ()):
             for shard, (piece, value) in enumerate(zip(form.pieces, own, strict=True)):
-                state = StatePiece(piece.parameter, PARAMETER, piece.start, value)
-                self.client.ask(server, Message(Kind.LOAD, shard, 1), save({state.name: value.cpu()}))
+                if piece.exact or not beside:
+                    state = StatePiece(piece.parameter, PARAMETER, piece.start, value)
+                    self.client.ask(server, Message(Kind.LOAD, shard, 1), save({state.name: value.cpu()}))
 
     def memory(self) -> tuple[int, int]:
         return self.parameter_bytes, 0

@@ -29,12 +29,14 @@ class Piece:
         start: its first element of the flattened parameter.
         shape: of the piece.
         dtype: as in `torch.float32`.
+        exact: whether it travels as it is, whatever the codecs: what is no parameter may be worth nothing if rounded.
     """
 
     parameter: str
     start: int
     shape: tuple[int, ...]
     dtype: str = "float32"
+    exact: bool = False
 
     @property
     def elements(self) -> int:
@@ -67,8 +69,10 @@ class Form:
         self.pieces = tuple(pieces)
         self._dtypes = [getattr(torch, piece.dtype) for piece in pieces]
         self._names = (push_codec, pull_codec)
-        self._push = [codec_for(push_codec, dtype) for dtype in self._dtypes]
-        self._pull = [codec_for(pull_codec, dtype) for dtype in self._dtypes]
+        self._push, self._pull = (
+            [codec_for("plain" if piece.exact else codec, getattr(torch, piece.dtype)) for piece in pieces]
+            for codec in (push_codec, pull_codec)
+        )
         self.slots = Slots([p.elements * d.itemsize for p, d in zip(self.pieces, self._dtypes, strict=True)])
         self.push_slots = self._slots_of(self._push)
         self.reply_slots = None if pull_codec == "plain" else self._slots_of(self._pull)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from headrace.ps.client import Client
@@ -11,7 +12,10 @@ from headrace.replica.portions import Fence, Portion, Portions
 
 _LOOK_EVERY_S = 0.005
 
-__all__ = ["Aside", "LeasedPortions", "blocks"]
+__all__ = ["Aside", "LeasedPortions", "Stretch", "blocks", "steady"]
+
+Stretch = Callable[[int, int], tuple[int, int]]
+"""From rounds that are done and the next fence to that fence, or an earlier one, and the rounds of a block up to it."""
 
 
 class Aside(Protocol):
@@ -34,12 +38,15 @@ class Aside(Protocol):
 class LeasedPortions(Portions):
     """A lease is of a block: so many rounds, or what is left of them before the next fence.
 
+    How many may change at a fence, where all meet; whoever gets a lease is told.
+
     Args:
         client: of this worker.
         leads: whether this worker brings the parameters to begin with.
         servers: how many there are.
         parts: portions of a round.
-        span: rounds of a block.
+        stretch: where all meet, returns from how many rounds are done and the next fence where the next fence is to be,
+            perhaps an earlier one, and the rounds of a block up to there.
         aside: brings the parameters up to date where all meet; None to pull them.
         rests: whether others, who may not be far ahead of this worker, need not wait for it while it waits for data.
         alone: rounds from the run's begin on that worker 0 does alone, to the end of a block.
@@ -49,6 +56,7 @@ class LeasedPortions(Portions):
         late: whether its push was refused because it came too late, so that others have to do it.
         weight, share: what the gradient of the last step is worth.
         left: rounds of the lease that are still to be computed.
+        span: rounds of a lease, but for the last before a fence.
         met: rounds that were done where all met last.
     """
 
@@ -58,7 +66,7 @@ class LeasedPortions(Portions):
         leads: bool,
         servers: int,
         parts: int,
-        span: int = 1,
+        stretch: Stretch | None = None,
         aside: Aside | None = None,
         alone: int = 0,
         rests: bool = False,
@@ -66,13 +74,13 @@ class LeasedPortions(Portions):
         self.lease = -1
         self.late = False
         self.weight, self.share = 0.0, 0.0
-        self.left = 0
+        self.left, self.span = 0, 1
         self.met = 0
         self._client = client
         self._leads = leads
         self._servers = servers
         self._parts = parts
-        self._span = span
+        self._stretch = stretch or steady(1)
         self._aside = aside
         self._alone = alone
         self._rests = rests
@@ -93,8 +101,8 @@ class LeasedPortions(Portions):
 
     def next(self) -> Portion | Fence:
         answer = self._client.lease(self._rests)
-        begin, first, until, block, which, *members = answer.numbers
-        round_ = min(until, begin + (block - first) * self._span)
+        begin, first, until, self.span, block, which, *members = answer.numbers
+        round_ = min(until, begin + (block - first) * self.span)
         if answer.kind == Kind.FENCE:
             self._fence, self.met = block, round_
             return Fence(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
@@ -104,7 +112,7 @@ class LeasedPortions(Portions):
         if self._aside:
             self._aside.resume()
         self.lease = answer.lease
-        self.left = min(self._span, until - round_)
+        self.left = min(self.span, until - round_)
         return Portion(round_, which, self._parts, self.left, answer.lease)
 
     def weigh(self, weight: float, share: float) -> None:
@@ -115,11 +123,12 @@ class LeasedPortions(Portions):
         self._client.tell(Message(Kind.HALT))
 
     def advance(self, done: int, until: int) -> None:
+        until, span = self._stretch(done, until)
         for server in range(self._servers):
             self._client.ask(server, Message(Kind.SETTLE, lease=done))
-        alone = blocks(done, max(done, self._alone), self._span)
-        ahead = self._fence + blocks(done, until, self._span)
-        self._client.tell(Message(Kind.ADVANCE, lease=self._fence, numbers=(ahead, alone, done, until)))
+        alone = blocks(done, max(done, self._alone), span)
+        ahead = self._fence + blocks(done, until, span)
+        self._client.tell(Message(Kind.ADVANCE, lease=self._fence, numbers=(ahead, alone, done, until, span)))
 
     @property
     def moved_bytes(self) -> int:  # type: ignore[override]
@@ -147,6 +156,11 @@ class LeasedPortions(Portions):
             self._client.tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease))
         for server in range(self._servers):
             self._client.ask(server, Message(Kind.LEAVE))
+
+
+def steady(span: int) -> Stretch:
+    """Returns what leaves fences where they are, and makes all blocks of so many rounds."""
+    return lambda _, until: (until, span)
 
 
 def blocks(first: int, until: int, span: int) -> int:

@@ -7,14 +7,16 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["Kind", "Message", "decode", "encode"]
+__all__ = ["MOST_WEIGHT", "Kind", "Message", "decode", "encode"]
 
 _HEAD = struct.Struct("<BBHHHHqddQ")
 _VERSION = 3
 _MOST = (1 << 16) - 1
 _LAST_LEASE = 1 << 48
-_MOST_WEIGHT, _MOST_SHARE = 1e15, 1e3
-"""More than any batch weighs, and than any push stands for: a sum of them remains a number."""
+MOST_WEIGHT = 1e15
+"""More than any batch weighs: a sum of them remains a number."""
+_MOST_SHARE = 1e3
+"""More than any push stands for."""
 
 
 class Kind(IntEnum):
@@ -38,6 +40,7 @@ class Kind(IntEnum):
     BEGIN = 16
     REST = 17
     CLOSE = 18
+    AMONG = 19
     FOLLOW = 32
     HELD = 33
 
@@ -61,10 +64,12 @@ class Message(NamedTuple):
         flag: a push: 1 if it is finite. An answer: the `Reason` of a refusal, 0 for none.
             LEAVE: 1 for this client alone, 0 for its worker.
         lease: that a push is made from; -1 for none.
-        weight, share: of a push, as the `Shard` knows them.
+        weight, share: of a push, as the `Shard` knows them. An answer's weight: how far what was pushed was from the
+            mean of its round, squared, where servers measure that.
         steps: whose gradients a push is the sum of; each has that share.
         numbers: a push or pull: a version for each shard, `~version` where the push has no gradient for it. An answer:
-            the versions. ADVANCE: rounds that worker 0 does alone. JOIN: worker, incarnation, session. OPEN: of what
+            the versions. ADVANCE: where to go on, as `LeasedPortions` says it. AMONG: a round
+            and its workers; none to ask for them. JOIN: worker, incarnation, session. OPEN: of what
             was asked and is not answered yet. ERROR: worker and incarnation, where `flag` says that this one took its
             place.
         number: counted by whoever asks, from 1 on; an answer repeats it. 0 where nothing is to be remembered.
@@ -110,9 +115,9 @@ def decode(data: bytes) -> Message:
     if not -1 <= lease <= _LAST_LEASE:
         raise ValueError(f"a message of lease {lease}; leases are counted from 0 to {_LAST_LEASE:,}")
     # NaN is in no range.
-    if not (0 <= weight <= _MOST_WEIGHT and 0 <= share <= _MOST_SHARE):
+    if not (0 <= weight <= MOST_WEIGHT and 0 <= share <= _MOST_SHARE):
         raise ValueError(
-            f"a message of weight {weight:g} and share {share:g}; at most {_MOST_WEIGHT:g} and {_MOST_SHARE:g} are sent"
+            f"a message of weight {weight:g} and share {share:g}; at most {MOST_WEIGHT:g} and {_MOST_SHARE:g} are sent"
         )
     return Message(Kind(kind), first, flag, lease, weight, share, tuple(numbers), steps, number)
 

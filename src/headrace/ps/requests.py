@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from headrace.comm.port import Port
@@ -20,6 +21,7 @@ from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
+    Among,
     Close,
     Join,
     Leave,
@@ -34,7 +36,7 @@ from headrace.ps.events import (
 )
 from headrace.ps.form import Form
 from headrace.ps.membership import Member
-from headrace.ps.messages import Kind, Message, decode, encode
+from headrace.ps.messages import MOST_WEIGHT, Kind, Message, decode, encode
 from headrace.ps.shard import Shard, ShardState
 from headrace.ps.tally import Tally
 from headrace.ps.tensors import like
@@ -70,6 +72,7 @@ class _Request:
         gradients: by shard, of those that have one.
         refused: the first refusal's reason.
         came: when, seconds.
+        apart: squared distance of the gradients from the mean of their round, if that is measured.
     """
 
     peer: int
@@ -79,6 +82,7 @@ class _Request:
     gradients: dict[int, Tensor]
     refused: Reason | None = None
     came: float = field(default_factory=perf_counter)
+    apart: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +118,18 @@ class Requests:
         applier: moves them.
         machines: one a shard.
         tally: is told what was done.
+    measures: whether to tell workers how far their gradients were from the mean.
     """
 
-    def __init__(self, port: Port, form: Form, applier: Applier, machines: Sequence[Shard], tally: Tally) -> None:
+    def __init__(
+        self, port: Port, form: Form, applier: Applier, machines: Sequence[Shard], tally: Tally, measures: bool = False
+    ) -> None:
         self._port = port
         self._form = form
         self._applier = applier
         self._machines = list(machines)
         self._tally = tally
+        self._measures = measures
         self._tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
         applier.seat(self._tensors)
         self._open: dict[tuple[int, int], _Request] = {}
@@ -194,7 +202,7 @@ class Requests:
             self._applier.load(blob, shard)
         self._carry_out([(shard, self._machines[shard].handle(Renew()))])
 
-    def tell_all(self, event: Join | Leave | Settle | Renew | Close) -> None:
+    def tell_all(self, event: Join | Leave | Settle | Renew | Close | Among) -> None:
         """Lets all shards handle an event."""
         self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
 
@@ -289,6 +297,9 @@ class Requests:
             if gradient is not None:
                 part = request.message.weight / weight
                 mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
+        if self._measures and mean is not None and not self._form.pieces[shard].exact:
+            for request in requests:
+                request.apart += float(torch.linalg.vector_norm(request.gradients[shard] - mean)) ** 2
         steps = max(request.message.steps for request in requests)
         self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness, steps)
 
@@ -340,7 +351,8 @@ class Requests:
         if pulled:
             self._applier.sent(worker, pulled)
         flag = request.refused.value if request.refused else 0
-        message = Message(Kind.ANSWER, asked.first, flag, asked.lease, numbers=tuple(versions), number=asked.number)
+        apart, numbers = min(request.apart, MOST_WEIGHT), tuple(versions)
+        message = Message(Kind.ANSWER, asked.first, flag, asked.lease, apart, numbers=numbers, number=asked.number)
         self._port.release(request.peer, shards)
         # Before it is counted, because somebody waits for it.
         self._reply(worker, request.peer, message, pulled)

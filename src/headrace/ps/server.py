@@ -19,7 +19,7 @@ from headrace.comm.segment import Segment
 from headrace.errors import Replaced
 from headrace.ps.applier import Applier
 from headrace.ps.coordinator import Coordinator
-from headrace.ps.events import Close, Join, Leave, Settle
+from headrace.ps.events import Among, Close, Join, Leave, Settle
 from headrace.ps.form import Form
 from headrace.ps.leases import Leases
 from headrace.ps.membership import Grace, Member, Membership
@@ -46,10 +46,11 @@ class Server:
     form: of its shards.
     applier: moves them.
     machines: one a shard.
-    coordinates: leases of the run's data, and the run's first round and first fence, on the one server that gives
-        them out; None elsewhere.
+    coordinates: leases of the run's data, the run's first round and first fence, and the rounds of a lease until then,
+        on the one server that gives them out; None elsewhere.
     grace_s: how long a worker whose link has ended may take to come over another, before it is taken for lost.
     pairing: with its backup, or of that with its primary; then `port` is the pairing's, and `grace_s` is.
+    measures: whether workers are told how far what they push is from the mean of its round.
 
     Attributes:
         tally: what has been done so far.
@@ -62,16 +63,18 @@ class Server:
         form: Form,
         applier: Applier,
         machines: Sequence[Shard],
-        coordinates: tuple[Leases, int, int] | None = None,
+        coordinates: tuple[Leases, int, int, int] | None = None,
         grace_s: float = 2.0,
         pairing: Pairing | None = None,
+        measures: bool = False,
     ) -> None:
         self.tally = Tally(form)
         self.pairing = pairing
         self._port = port
         self._form = form
         self._applier = applier
-        self._requests = Requests(port, form, applier, machines, self.tally)
+        self._first = machines[0]
+        self._requests = Requests(port, form, applier, machines, self.tally, measures)
         self._coordinator = Coordinator(*coordinates, port.send) if coordinates else None
         self._members = Membership()
         # With a backup, what is told again later must be part of the log.
@@ -291,6 +294,9 @@ class Server:
         elif message.number != member.done:
             self._do(member, mail, message)
             member.done = message.number
+        if message.kind == Kind.AMONG and not message.numbers:
+            last = self._first.last
+            blob = encode(Message(Kind.AMONG, numbers=last.numbers if last else ()))
         if message.kind == Kind.BEGIN and self._begun:
             blob = b"begun"
         if message.kind == Kind.REST and self._has_answered(member):
@@ -324,6 +330,9 @@ class Server:
                 self._requests.tell_all(Join(member.worker, member.incarnation))
             elif not self._has_answered(member):
                 self._requests.tell_all(Leave(member.worker))
+        elif message.kind == Kind.AMONG:
+            if message.numbers:
+                self._requests.tell_all(Among.of(message.numbers))
         elif message.kind == Kind.CLOSE:
             self._requests.tell_all(Close(member.worker))
         elif message.kind == Kind.LEAVE:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.policies.staleness import Admission, Combination
+from headrace.policies.staleness import Admission, Combination, Elsewhere
 from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
     Ahead,
+    Among,
     Close,
     Event,
     Join,
@@ -66,6 +67,9 @@ class ShardState:
         waiting: in the order in which they came.
         told: to each member, of its last push.
         overdue: members that nobody waits for before they push again.
+        last: round that is over.
+        among: the last round that another server has told of.
+        awaited: of that round, those who have not been lost; None when it is over.
     """
 
     version: int
@@ -76,6 +80,9 @@ class ShardState:
     waiting: tuple[Pull, ...]
     told: tuple[Word, ...]
     overdue: tuple[int, ...] = ()
+    last: Among | None = None
+    among: int = -1
+    awaited: tuple[int, ...] | None = None
 
 
 class Shard:
@@ -89,6 +96,7 @@ class Shard:
     Attributes:
         version: rounds that are closed where a round is a step, steps otherwise.
         clocks: rounds that each member has finished.
+        last: the last round that is over, as another server is told of it; None before the first.
     """
 
     def __init__(self, workers: range, admission: Admission, combination: Combination) -> None:
@@ -103,6 +111,9 @@ class Shard:
         self._contributed: dict[int, Push] = {}
         self._waiting: dict[int, Pull] = {}
         self._overdue: set[int] = set()
+        self.last: Among | None = None
+        self._among = -1
+        self._awaited: set[int] | None = None
 
     def handle(self, event: Event) -> list[Action]:
         """Returns what is to be done, in this order."""
@@ -122,6 +133,11 @@ class Shard:
         if isinstance(event, Ahead):
             self._ahead = event.leases
             return self._close() + self._release()
+        if isinstance(event, Among):
+            if event.round > self._among:
+                self._among = event.round
+                self._awaited = {worker for worker, own in event.workers if self._incarnations.get(worker) == own}
+            return self._close() + self._release()
         if isinstance(event, Close):
             return self._close(early=event.worker in self._contributed) + self._release()
         return self._change(event)
@@ -139,6 +155,9 @@ class Shard:
                 Word(push, word.reason.value if isinstance(word, Refuse) else 0) for push, word in self._last.values()
             ),
             overdue=tuple(sorted(self._overdue)),
+            last=self.last,
+            among=self._among,
+            awaited=None if self._awaited is None else tuple(sorted(self._awaited)),
         )
 
     def load(self, state: ShardState) -> None:
@@ -157,6 +176,8 @@ class Shard:
         self._contributed = {push.worker: push for push in state.contributed}
         self._waiting = {pull.worker: pull for pull in state.waiting}
         self._overdue = set(state.overdue)
+        self.last, self._among = state.last, state.among
+        self._awaited = None if state.awaited is None else set(state.awaited)
         self._last = {word.push.worker: (word.push, _word_of(word)) for word in state.told}
 
     def _push(self, push: Push) -> list[Action]:
@@ -179,8 +200,10 @@ class Shard:
 
     def _contribute(self, push: Push) -> list[Action]:
         worker, done = push.worker, push.lease in self._done
-        if push.version != self.version or worker in self._contributed:
-            return [Refuse(worker, push.lease, Reason.DUPLICATE if done else Reason.LATE)]
+        elsewhere = isinstance(self._combination, Elsewhere) and worker not in (self._awaited or ())
+        if push.version != self.version or elsewhere or worker in self._contributed:
+            refused = Refuse(worker, push.lease, Reason.DUPLICATE if done else Reason.LATE)
+            return [refused, *self._without(worker)]
         self.clocks[worker] += 1
         self._contributed[worker] = push
         kept: list[Action] = [Accumulate(worker)] if push.finite and push.weight and not done else []
@@ -203,6 +226,8 @@ class Shard:
 
     def _close(self, early: bool = False) -> list[Action]:
         """Ends the round if enough have contributed; `early` for whoever has."""
+        if self._awaited is not None:
+            return self._end() if self._awaited <= self._contributed.keys() else []
         needed = self._combination.needed(len(self.clocks) - len(self._overdue))
         if self._ahead is not None:
             needed = min(needed, self._ahead - len(self._done))
@@ -211,7 +236,13 @@ class Shard:
         if early:
             # Who has kept the others waiting once does not do so again before it has come.
             self._overdue = self.clocks.keys() - self._contributed.keys()
+        return self._end()
+
+    def _end(self) -> list[Action]:
+        """Ends the round with all who have contributed."""
         pushes = [push for _, push in sorted(self._contributed.items())]
+        self.last = Among(self.version, tuple((push.worker, push.incarnation) for push in pushes))
+        self._awaited = None
         answers = [self._finish(push) for push in pushes]
         counted = [
             push for push, answer in zip(pushes, answers, strict=True) if isinstance(answer, Ack) and push.weight
@@ -231,10 +262,18 @@ class Shard:
         if self._incarnations.get(pull.worker) != pull.incarnation:
             return [Refuse(pull.worker, -1, Reason.STRANGER)]
         self._waiting.setdefault(pull.worker, pull)
-        return self._release()
+        return self._without(pull.worker) + self._release()
+
+    def _without(self, worker: int) -> list[Action]:
+        """Lets a round that is over elsewhere not wait for who has nothing for it here: it came too late, or again."""
+        if self._awaited is None or worker in self._contributed:
+            return []
+        self._awaited.discard(worker)
+        return self._close() + self._release()
 
     def _release(self) -> list[Action]:
-        if not self._waiting:
+        # While a round that is over elsewhere goes on here, there is nothing new to be had.
+        if not self._waiting or self._awaited is not None:
             return []
         slowest = min(self.clocks.values())
         ready = [
@@ -258,6 +297,8 @@ class Shard:
         incarnation = event.incarnation if isinstance(event, Join) else None
         if self._incarnations.pop(worker, None) != incarnation:
             self.clocks.pop(worker, None)
+            if self._awaited is not None:
+                self._awaited.discard(worker)
         if incarnation is not None:
             # Whoever comes late, or again, is not behind, and holds nobody up.
             self.clocks.setdefault(worker, min(self.clocks.values(), default=0))

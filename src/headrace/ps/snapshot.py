@@ -82,6 +82,9 @@ class ServerState:
                     contributed=(),
                     waiting=(),
                     told=(),
+                    last=None,
+                    among=-1,
+                    awaited=None,
                 )
                 for shard in self.shards
             ),

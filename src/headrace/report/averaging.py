@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -52,8 +52,24 @@ def averaging_of(attempts: Sequence[Attempt]) -> Averaging | None:
     meetings: list[Averaged] = []
     for attempt, then in zip_longest(attempts, attempts[1:]):
         until = then.started.resumed_step if then else None
-        meetings += [each for each in of_kind(Averaged, attempt.events) if until is None or each.step <= until]
+        told = [each for each in of_kind(Averaged, attempt.events) if until is None or each.step <= until]
+        meetings += _merged(told)
     return Averaging(tuple(meetings)) if meetings else None
+
+
+def _merged(told: Sequence[Averaged]) -> list[Averaged]:
+    """Returns one event a meeting: where each worker tells of itself, that of whoever had drifted furthest."""
+    meetings: dict[int, list[Averaged]] = {}
+    for each in told:
+        # What one tells for all has no number.
+        meetings.setdefault(each.meeting or -1 - len(meetings), []).append(each)
+    merged = []
+    for every in meetings.values():
+        furthest = max(every, key=lambda each: each.drift)
+        exchange_s = sum(each.exchange_s for each in every) / len(every)
+        left_out = tuple(sorted({rank for each in every for rank in each.left_out}))
+        merged.append(replace(furthest, exchange_s=exchange_s, left_out=left_out))
+    return merged
 
 
 def averaging_line(averaging: Averaging) -> str:

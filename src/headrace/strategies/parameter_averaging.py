@@ -98,7 +98,7 @@ class ParameterAveraging(Strategy):
         if self.codec not in CODECS:
             raise UnknownName("codec", self.codec, CODECS)
         if self.via == "server":
-            self._check_served()
+            _ = self._service
             return
         if self.via != "all_reduce":
             raise UnknownName("way", self.via, ("all_reduce", "server"))
@@ -114,22 +114,10 @@ class ParameterAveraging(Strategy):
 
     @property
     def _service(self) -> Service:
-        assert isinstance(self.period, int)
-        outer = outer_step(self.outer)
-        return Service(self.period, outer, self.wait, self.servers, self.backups, self.transport)
-
-    def _check_served(self) -> None:
-        for name, plain in (("average_optimizer_state", False), ("post_local", 0)):
-            if getattr(self, name) != plain:
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r} needs via='all_reduce': servers hold parameters alone"
-                )
-        if not isinstance(self.period, int):
-            raise UsageError(
-                f"period={self.period!r} adapts to what all workers have seen at a meeting, and those of servers come "
-                "and go; give a number such as period=16, or use via='all_reduce'"
-            )
-        _ = self._service
+        return Service(
+            self._wish, outer_step(self.outer), self.wait, self.servers, self.backups, self.transport,
+            self.post_local, self.average_optimizer_state,
+        )  # fmt: skip
 
     @property
     def _wish(self) -> int | AutoPeriod:
@@ -170,12 +158,11 @@ class ParameterAveraging(Strategy):
         )
 
     def ops(self, plan: Plan) -> tuple[Op, ...]:
+        rounds = self.period if isinstance(self.period, int) else 1
         if self.via == "server":
-            assert isinstance(self.period, int)
-            return served_ops(replace(plan, gradient_bytes=plan.gradient_bytes // self.period))
+            return served_ops(replace(plan, gradient_bytes=plan.gradient_bytes // rounds))
         steps = step_ops(plan)
         updated = tuple(op.name for op in steps if op.kind == "update")
-        rounds = self.period if isinstance(self.period, int) else 1
         share = averaged_traffic(plan.gradient_bytes, plan.workers) // rounds
         return steps + tuple(
             Op(f"exchange@{role.rank}", "exchange", role.rank, f"{role.host}-memory", share, updated)

@@ -18,20 +18,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.policies.period import AutoPeriod, Seen, first_stretch
 from headrace.policies.sharding import everywhere
-from headrace.policies.staleness import Anytime, Combination, Each, Everybody, FirstOf
+from headrace.policies.staleness import Anytime, Combination, Each, Elsewhere, Everybody, FirstOf
 from headrace.ps.applier import Applier, Pace
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
-from headrace.ps.client import Client
+from headrace.ps.centre import Beside, Centre
 from headrace.ps.events import Reason
 from headrace.ps.exchange import ServedExchange
 from headrace.ps.form import Form
@@ -43,7 +44,11 @@ from headrace.ps.server import Server
 from headrace.ps.shard import Shard
 from headrace.replica.conditioning import HEALTHY, Verdict
 from headrace.replica.exchange import Replica, StatePiece
-from headrace.replica.outer import Elastic, OuterStep
+from headrace.replica.gathering import require_alike
+from headrace.replica.optimizer import build
+from headrace.replica.outer import Elastic, Mean, OuterStep
+from headrace.replica.pacing import Pacing
+from headrace.replica.remainder import MeanState, mean_state
 from headrace.replica.update import AVERAGE
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -67,25 +72,30 @@ class Service:
     """How parameters are averaged through servers.
 
     Attributes:
-        period: rounds between two averages.
+        period: rounds between two averages, or the bounds of one that adapts.
         outer: step.
         wait: for whom.
         servers: how many hold shards.
         backups: of each server.
         transport: "shared_memory" or "tcp".
+        post_local: rounds at the beginning after each of which there is an average.
+        average_state: whether the optimizers' state is averaged, too.
     """
 
-    period: int
+    period: int | AutoPeriod
     outer: OuterStep
     wait: Wait = "all"
     servers: int = 1
     backups: int = 0
     transport: str = "shared_memory"
+    post_local: int = 0
+    average_state: bool = False
 
     def __post_init__(self) -> None:
         check_count("servers", self.servers)
-        if self.period > _MOST:
-            raise UsageError(f"period must be at most {_MOST:,} through servers, got {self.period:,}")
+        longest = self.period if isinstance(self.period, int) else self.period.longest
+        if longest > _MOST:
+            raise UsageError(f"period must be at most {_MOST:,} through servers, got {longest:,}")
         check_backups(self.backups, self.servers)
         check_seats(None, "greedy", "full", (self.transport, "plain", "plain"))
         wait = self.wait
@@ -100,10 +110,10 @@ class Service:
                 "wait='nobody' would put each worker's parameters in place of the average; use it with "
                 "outer='elastic', or wait='all'"
             )
-        if wait not in ("all", "nobody") and self.servers > 1:
+        if wait == "nobody" and self.average_state:
             raise UsageError(
-                f"wait={wait!r} drops what comes late, and each of {self.servers} servers would drop another worker's; "
-                "use servers=1, or wait='all'"
+                "wait='nobody' makes no average of the optimizers' state; use average_optimizer_state=False, or "
+                "wait='all'"
             )
 
     def plan(
@@ -137,17 +147,26 @@ class Service:
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
         """Builds what a worker runs."""
-        forms = [form_of(plan, parts.model, server) for server in plan.servers]
-        own = [places_of(form, parts.module) for form in forms]
+        require_alike(parts.module, parts.model, rank)
+        local = LocalExchange(
+            everywhere(parts.model.parameters),
+            # The servers have the moving average, which is one of averages.
+            replace(parts, options=replace(parts.options, ema_decay=None)),
+        )
+        named = dict(parts.module.named_parameters())
+        state = mean_state(named, local.updater.optimizer) if self.average_state else None
+        beside = Beside(state)
+        forms = [form_of(plan, parts.model, server, state) for server in plan.servers]
+        own = [places_of(form, parts.module, beside.named) for form in forms]
         copy = [[torch.empty_like(place, device="cpu") for place in places] for places in own]
         servers = [plan.roles[server] for server in plan.servers]
         client = connect(
-            parts.addresses(), forms, copy, (rank, parts.incarnation), parts.host.check, servers, parts.closing,
-            together=True, find=parts.find,
+            parts.servers.addresses(), forms, copy, (rank, parts.servers.incarnation), parts.host.check, servers,
+            parts.closing, together=True, in_turn=self._in_turn, find=parts.servers.find,
         )  # fmt: skip
-        centre = Centre(client, forms, own, copy, keeps=not self.outer.agrees)
-        exchange = Drifting(self, plan, centre, forms, parts, leads(client, rank))
-        exchange.give(own)
+        centre = Centre(client, forms, own, copy, beside, keeps=not self.outer.agrees)
+        exchange = Drifting(self, plan, centre, forms, parts, local, leads(client, rank))
+        exchange.give(centre.own)
         return Replica(parts.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts, by_share: bool = False) -> Server:
@@ -159,21 +178,38 @@ class Service:
                 the same however many have contributed.
         """
         rank = plan.server_of(rank)
-        form = form_of(plan, parts.model, rank)
+        state = _state_of(parts) if self.average_state else None
+        form = form_of(plan, parts.model, rank, state)
         members, first = range(plan.workers), rank == plan.servers[0]
         # Schedules are the inner optimizer's, the moving average is that of the average.
         pace = Pace(Options(ema_decay=parts.options.ema_decay), parts.rounds_per_epoch, parts.first)
-        optimizer = functools.partial(torch.optim.SGD, **self._outer_options(plan.workers))
-        applier = Applier(form, optimizer, parts.model.parameters, pace, full=not by_share)
-        machines = [Shard(members, Anytime(), self._combination()) for _ in range(len(form))]
-        until = parts.first + blocks(parts.first, parts.until, self.period)
+        beside = state.specs if state else []
+        optimizer = functools.partial(
+            _outer_optimizer, {each.name for each in beside}, self._outer_options(plan.workers)
+        )
+        applier = Applier(form, optimizer, [*parts.model.parameters, *beside], pace, full=not by_share)
+        combination = self._combination() if first or not self._in_turn else Elsewhere()
+        machines = [Shard(members, Anytime(), combination) for _ in range(len(form))]
+        until, span = first_stretch(self.period, self.post_local, parts.first, parts.until)
         # Whoever waits for all goes in step with them, and every run is the same.
-        fixed = self.wait == "all"
-        leases = Leases(len(plan.shares), until, parts.first, fixed, workers=members) if first else None
-        coordinates = (leases, parts.first, parts.until) if leases else None
+        fixed, last = self.wait == "all", parts.first + blocks(parts.first, until, span)
+        leases = Leases(len(plan.shares), last, parts.first, fixed, workers=members) if first else None
+        coordinates = (leases, parts.first, until, span) if leases else None
         port = open_port(form, self.transport)
         pairing = pair(port, form, parts.process) if self.backups else None
-        return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
+        return Server(
+            pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing, measures=True
+        )
+
+    @property
+    def drops(self) -> bool:
+        """Whether who comes too late is left out."""
+        return self.wait not in ("all", "nobody")
+
+    @property
+    def _in_turn(self) -> bool:
+        """Whether the first of several servers says who is too late."""
+        return self.servers > 1 and self.drops
 
     def _combination(self) -> Combination:
         if self.wait == "nobody":
@@ -187,78 +223,30 @@ class Service:
         return {"lr": self.outer.beta / (workers if self.wait == "nobody" else 1)}
 
 
-class Centre:
-    """A worker's copy of what the servers hold, beside its own parameters.
+def _state_of(parts: ServerParts) -> MeanState:
+    """Returns what the workers' optimizers keep, over parameters that are not there."""
+    zeros = ((each, torch.zeros(each.shape, dtype=getattr(torch, each.dtype))) for each in parts.model.parameters)
+    named = {each.name: nn.Parameter(tensor, requires_grad=each.trainable) for each, tensor in zeros}
+    return mean_state(named, build(parts.optimizer, named.items()))
 
-    Args:
-        client: brings the copy up to date.
-        forms: the servers' shards.
-        own: this worker's parameters, by server and shard.
-        copy: places of the copy, alike.
-        keeps: whether the worker goes on from its own parameters, and has the centre's where all meet alone.
 
-    Attributes:
-        client: see there.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        forms: Sequence[Form],
-        own: Sequence[Sequence[Tensor]],
-        copy: Sequence[Sequence[Tensor]],
-        keeps: bool,
-    ) -> None:
-        self.client = client
-        self._own, self._copy = ([place for each in places for place in each] for places in (own, copy))
-        self._shapes = [[piece.shape for piece in form.pieces] for form in forms]
-        self._keeps = keeps
-        self._kept: list[Tensor] | None = None
-        self._begun = False
-
-    def take(self) -> None:
-        """Goes on from the centre."""
-        torch._foreach_copy_(self._own, self._copy)
-
-    def renew(self) -> None:
-        """Brings the centre up to date, and puts it where the parameters are."""
-        # Whoever comes has nothing of its own yet.
-        if self._keeps and self._begun and self._kept is None:
-            self._kept = [own.clone() for own in self._own]
-        self.client.pull()
-        self.take()
-
-    def resume(self) -> None:
-        """Goes on from what was there before the centre, where that is kept."""
-        self._begun = True
-        if self._kept is not None:
-            torch._foreach_copy_(self._own, self._kept)
-            self._kept = None
-
-    def distances(self) -> list[list[Tensor]]:
-        """Returns, by server and shard, the way from this worker's parameters to the centre."""
-        ways = (copy - own.to(copy.device) for own, copy in zip(self._own, self._copy, strict=True))
-        return [[next(ways).view(shape) for shape in shapes] for shapes in self._shapes]
-
-    def approach(self, alpha: float) -> None:
-        """Goes a part of the way to the centre."""
-        for own, copy in zip(self._own, self._copy, strict=True):
-            own.lerp_(copy.to(own.device), alpha)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Nothing: all goes over the client's links."""
-        return 0
-
-    def close(self) -> None:
-        """Leaves the links to whoever leases over them."""
+def _outer_optimizer(
+    beside: Container[str], options: Mapping[str, Any], named: Iterable[tuple[str, Tensor]]
+) -> torch.optim.SGD:
+    """Returns the outer step of parameters; of what is beside them, the mean."""
+    every = list(named)
+    groups = [
+        {"params": [each for name, each in every if (name in beside) is is_beside], **own}
+        for is_beside, own in ((False, options), (True, Mean().sgd()))
+    ]
+    return torch.optim.SGD([group for group in groups if group["params"]])
 
 
 class Drifting(ServedExchange):
     """A worker that steps by itself, and is brought together with the others at the end of every lease.
 
-    Its optimizer's state is its own. A checkpoint holds that of whoever leads, and all go on with it; the state of a
-    worker that is lost is lost with it, and whoever comes in its place begins anew.
+    Where its optimizer's state is its own, a checkpoint holds that of whoever leads, and all go on with it; the state
+    of a worker that is lost is lost with it, and whoever comes in its place begins anew.
 
     Args:
         service: how.
@@ -266,6 +254,7 @@ class Drifting(ServedExchange):
         centre: of this worker.
         forms: the servers' shards.
         parts: of this worker.
+        local: its own steps.
         leads: whether this worker brings what there is to begin with.
 
     Attributes:
@@ -273,32 +262,42 @@ class Drifting(ServedExchange):
     """
 
     def __init__(
-        self, service: Service, plan: Plan, centre: Centre, forms: Sequence[Form], parts: Parts, leads: bool
+        self,
+        service: Service,
+        plan: Plan,
+        centre: Centre,
+        forms: Sequence[Form],
+        parts: Parts,
+        local: LocalExchange,
+        leads: bool,
     ) -> None:
         client, options = centre.client, parts.options
         held = HeldGradients(forms, parts.model)
         super().__init__(client, forms, held, parts.host, options, parts.scale, parts.device, leads)
+        self._pacing = Pacing(service.period, service.post_local, parts.host)
         self.portions = LeasedPortions(
-            client, leads, len(forms), len(plan.shares), service.period, centre, rests=service.wait != "nobody"
+            client, leads, len(forms), len(plan.shares), self._pacing.stretch, centre, rests=service.wait != "nobody"
         )
         self._centre = centre
         self._outer = service.outer
         self._alpha = service.outer.beta / plan.workers if isinstance(service.outer, Elastic) else 0.0
         self._waits = service.wait != "nobody"
+        self._drops = service.drops
         self._patience_s = service.wait if isinstance(service.wait, float) else math.inf
-        # The servers have the moving average, which is one of averages.
-        self._inner = LocalExchange(
-            everywhere(parts.model.parameters), replace(parts, options=replace(options, ema_decay=None))
-        )
+        self._averages_state = service.average_state
+        self._inner = local
+        self._names = {parameter.name for parameter in parts.model.parameters}
         self._pieces = range(len(parts.model.trainable))
         self._advanced = parts.first
         self._weight = 0.0
         self._shares: list[float] = []
-        self._began_s, self._fastest_s = 0.0, math.inf
+        self._began_s, self._lease_s, self._fastest_s = 0.0, 0.0, math.inf
 
     def begin(self, round_: int) -> None:
         self._round = round_
         self._began_s = perf_counter()
+        if not self._shares:
+            self._lease_s = self._began_s
         self._inner.begin(round_)
 
     def synchronize(self, finite: bool = True) -> Verdict:
@@ -315,6 +314,8 @@ class Drifting(ServedExchange):
         self._fastest_s = min(self._fastest_s, perf_counter() - self._began_s)
         if not portions.left:
             self._meet()
+        elif self._drops and self.client.is_behind:
+            self._give_up()
         return replace(verdict, bad_losses=(self._host.rank,)) if verdict.bad_losses else verdict
 
     def show_average(self, on: bool) -> None:
@@ -322,19 +323,24 @@ class Drifting(ServedExchange):
         self._centre.take()
 
     def state(self) -> tuple[StatePiece, ...]:
-        outer = (replace(piece, key=_KEPT) if piece.key == _MOMENTUM else piece for piece in super().state())
+        of_parameters = (piece for piece in super().state() if piece.parameter in self._names)
+        outer = (replace(piece, key=_KEPT) if piece.key == _MOMENTUM else piece for piece in of_parameters)
         return (*outer, *(self._inner.state() if self._host.rank == 0 else ()))
 
     def settings(self) -> dict[str, Any]:
         # Others have done rounds that this worker has not.
         self._advance(self.portions.met)
-        return self._inner.settings()
+        return {**self._inner.settings(), "averaging": self._pacing.settings()}
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         every = list(pieces)
         outer = (replace(piece, key=_MOMENTUM) for piece in every if piece.key == _KEPT)
         super().load([*outer, *(piece for piece in every if piece.key == AVERAGE)])
         self._inner.load([piece for piece in every if piece.key != AVERAGE], settings)
+        self._pacing.load(settings)
+        # What is averaged begins with it.
+        self._centre.gather()
+        self.give(self._centre.own, beside=True)
 
     def memory(self) -> tuple[int, int]:
         parameter_bytes, state_bytes = self._inner.memory()
@@ -355,6 +361,7 @@ class Drifting(ServedExchange):
             )
         weight, shares, self._weight, self._shares = self._weight, self._shares, 0.0, []
         centre, portions = self._centre, self.portions
+        began_s = perf_counter()
         if not self._waits:
             self.client.pull()
         distances = centre.distances()
@@ -365,12 +372,27 @@ class Drifting(ServedExchange):
             distances, portions.lease, weight, sum(shares) / len(shares),
             pull=self._waits, steps=len(shares), patience_s=self._patience_s,
         )  # fmt: skip
-        if reason == Reason.NOT_FINITE:
+        spoilt = reason == Reason.NOT_FINITE
+        if spoilt and not self._averages_state:
             # Of what has made such parameters nothing is kept.
             self._inner.load(())
-        if reason == Reason.NOT_FINITE or not self._alpha:
-            centre.take()
+        centre.take(all_of_it=spoilt or not self._alpha)
         portions.late = reason == Reason.LATE
+        if not portions.late and self._waits:
+            ended_s, norm = perf_counter(), centre.norm
+            drift = self.client.apart / norm if norm else 0.0
+            seen = Seen(len(shares), began_s - self._lease_s, ended_s - began_s, drift)
+            left_out = (self._host.members[self._host.rank],) if spoilt else ()
+            portions.meeting = self._pacing.saw(seen, portions.span, self.client.versions[0][0], left_out)
+
+    def _give_up(self) -> None:
+        """Leaves the rest of a lease to others: the average has gone on, and what is made of an old one is dropped."""
+        nothing = [[None] * len(places) for places in self._centre.own]
+        share, self._weight, self._shares = self._shares[0], 0.0, []
+        # Whoever waits for no one who has once been late waits for this worker again.
+        reason = self.client.push(nothing, self.portions.lease, 0.0, share, pull=True, patience_s=self._patience_s)
+        self._centre.take(all_of_it=not self._alpha)
+        self.portions.late = reason == Reason.LATE
 
 
 _MOMENTUM, _KEPT = "momentum_buffer", "headrace.outer-1"
