@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore
+from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
 
 from headrace.comm.between_hosts import BetweenHosts, connect
 from headrace.comm.control import ControlPage
@@ -176,7 +176,11 @@ def between_hosts(host: SharedMemory, page: ControlPage | None, store: str) -> B
 
     group = connect(FileStore(store, host.world), host.rank, host.world, "127.0.0.1", timeout_s=60.0)
     own = page or ControlPage(Segment.create(ControlPage.nbytes(host.world), "control"), host.world)
-    return BetweenHosts(group, own, host.rank, host.check, accuse)
+
+    def grow(name: str, rank: int, world: int) -> ProcessGroupGloo:
+        return connect(PrefixStore(name, FileStore(store, host.world)), rank, world, "127.0.0.1", timeout_s=60.0)
+
+    return BetweenHosts(group, own, host.rank, host.check, accuse, grow)
 
 
 def use_the_wire(host: SharedMemory, page: ControlPage, store: str, apart: bool = False) -> list[str]:
@@ -224,6 +228,49 @@ def meet_between_hosts(host: SharedMemory, page: ControlPage, store: str, missin
         found.append([presence.settle(), own.stop_after, own.save_after])
     wire.close()
     return found
+
+
+def give_and_take(host: SharedMemory, page: ControlPage) -> list[str]:
+    """Returns which lengths did not come as they were given, to all or to one."""
+    wrong = []
+    for length in lengths(1):
+        every = [made(length, torch.uint8, seed=rank) for rank in range(host.world)]
+        if not torch.equal(host.gather(every[host.rank]), torch.stack(every)):
+            wrong.append(f"gather of {length}")
+        pieces = [[made(length, torch.uint8, seed=9 * giver + to) for to in range(host.world)] for giver in range(4)]
+        given = host.trade(torch.stack(pieces[host.rank]))
+        if not torch.equal(given, torch.stack([pieces[giver][host.rank] for giver in range(host.world)])):
+            wrong.append(f"trade of {length}")
+    return wrong
+
+
+def meet_in_groups(host: SharedMemory, page: ControlPage, store: str) -> list[object]:
+    """Four ranks meet in rows and in columns of a square; returns sums of their ranks, and what they have heard."""
+    own = ControlPage(Segment.create(ControlPage.nbytes(host.world), "control"), host.world)
+    whole = between_hosts(host, own, store) if store else host
+    row, column = host.rank // 2 * 2, host.rank % 2
+    across, down = whole.subgroup([row, row + 1]), whole.subgroup([column, column + 2])
+    if host.rank == 0:
+        own.stop_after = 7
+    sums: list[object] = []
+    for group in (across, down, whole):
+        tensor = torch.full((70_001,), float(host.rank))
+        group.all_reduce(tensor)
+        (number,) = group.sum([host.rank])
+        told = torch.tensor([host.rank])
+        group.broadcast(told)
+        sums.append([group.rank, group.world, float(tensor[0]), float(tensor[-1]), number, int(told)])
+    moved = whole.all_moved_bytes > whole.moved_bytes > 0
+    if store:
+        sums.append(own.stop_after)
+    else:
+        regions = down.share(8)
+        regions[down.rank].fill_(host.rank)
+        down.barrier()
+        sums.append([int(region[0]) for region in regions])
+    whole.barrier()
+    whole.close()
+    return [*sums, moved]
 
 
 def part_between_hosts(host: SharedMemory, page: ControlPage, store: str, how: str) -> str:

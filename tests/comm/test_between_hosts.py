@@ -26,6 +26,17 @@ def test_a_meeting_brings_what_rank_0_has_decided(
     assert play("meet_between_hosts", 2, store=str(tmp_path / "store"), missing=missing) == [expected] * 2
 
 
+def test_groups_of_ranks_act_by_themselves_and_bring_on_what_rank_0_has_decided(play: Play, tmp_path: Path) -> None:
+    for rank, (across, down, whole, heard, moved) in enumerate(
+        play("meet_in_groups", 4, store=str(tmp_path / "store"))
+    ):
+        row, column = rank // 2 * 2, rank % 2
+        assert across == [column, 2, 2 * row + 1, 2 * row + 1, 2 * row + 1, row]
+        assert down == [rank // 2, 2, 2 * column + 2, 2 * column + 2, 2 * column + 2, column]
+        assert whole == [rank, 4, 6, 6, 6, 0]
+        assert (heard, moved) == (7, True)
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [

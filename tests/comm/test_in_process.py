@@ -83,6 +83,30 @@ def test_verbs_follow_each_other_without_mixing(world: int) -> None:
     assert together(world, act) == [[]] * world
 
 
+def test_groups_of_ranks_act_by_themselves() -> None:
+    def act(host: InProcess) -> list[list[float]]:
+        row, column = host.rank // 2 * 2, host.rank % 2
+        groups = (host.subgroup([row, row + 1]), host.subgroup([column, column + 2]), host)
+        return [[*group.sum([host.rank]), group.rank, group.world] for group in groups]
+
+    expected = [[[1, 0, 2], [2, 0, 2]], [[1, 1, 2], [4, 0, 2]], [[5, 0, 2], [2, 1, 2]], [[5, 1, 2], [4, 1, 2]]]
+    assert together(4, act) == [[*each, [6, rank, 4]] for rank, each in enumerate(expected)]
+
+
+def test_one_that_fails_ends_the_waits_of_groups_it_does_not_belong_to() -> None:
+    def act(host: InProcess) -> None:
+        group = host.subgroup([host.rank // 2 * 2, host.rank // 2 * 2 + 1])
+        if host.rank == 3:
+            raise KeyError("mine")
+        if host.rank < 2:
+            group.barrier()
+        if host.rank != 1:
+            group.barrier()
+
+    with pytest.raises(KeyError, match="mine"):
+        together(4, act)
+
+
 def test_waits_end_with_the_name_of_the_thread_that_failed() -> None:
     meeting = Meeting(3)
     meeting.abort(2)

@@ -43,6 +43,20 @@ def test_numbers_are_added_in_rank_order_however_many_there_are(play: Play, worl
     assert play("add_numbers", world, counts=counts) == [expected] * world
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_everybody_gets_what_everybody_has_and_what_it_is_given(play: Play, world: int) -> None:
+    assert play("give_and_take", world) == [[]] * world
+
+
+def test_groups_of_ranks_act_by_themselves(play: Play) -> None:
+    for rank, (across, down, whole, shared, moved) in enumerate(play("meet_in_groups", 4, store="")):
+        row, column = rank // 2 * 2, rank % 2
+        assert across == [column, 2, 2 * row + 1, 2 * row + 1, 2 * row + 1, row]
+        assert down == [rank // 2, 2, 2 * column + 2, 2 * column + 2, 2 * column + 2, column]
+        assert whole == [rank, 4, 6, 6, 6, 0]
+        assert (shared, moved) == ([column, column + 2], True)
+
+
 @pytest.mark.parametrize("sizes", [[64, 64], [5, 0, 4097], [0, 3, 0, 1]])
 def test_everybody_sees_what_everybody_shares(play: Play, sizes: list[int]) -> None:
     after = [size * (rank + 1) for rank, size in enumerate(sizes)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,10 @@ from headrace.comm.control import ControlPage
 __all__ = ["BetweenHosts", "connect"]
 
 _SLICE = timedelta(milliseconds=50)
+
+_ON_THE_WAY_S = 5.0
+
+Grow = Callable[[str, int, int], ProcessGroupGloo]
 
 _FOREVER = timedelta(days=365)
 """gloo's own limit would take a long step for a loss; signs of life are looked at instead."""
@@ -63,6 +68,9 @@ class BetweenHosts(SharedCollective):
         rank: this process's.
         check: called while waiting; raises where a peer was lost.
         accuse: called when a connection has broken; raises, and says who was lost.
+        grow: connects some of the ranks with each other: given a name, this one's place, and how many there are; None
+            where there are no groups in this one.
+        seats: places in the page of the ranks; None for all.
     """
 
     one_memory = False
@@ -74,16 +82,33 @@ class BetweenHosts(SharedCollective):
         rank: int,
         check: Callable[[], None],
         accuse: Callable[[Exception], NoReturn],
+        grow: Grow | None = None,
+        seats: Sequence[int] | None = None,
     ) -> None:
-        self.rank = rank
-        self.world = page.ranks
+        self._seats = range(page.ranks) if seats is None else seats
+        self._whole = seats is None
+        self._seat = rank
+        self.rank = self._seats.index(rank)
+        self.world = len(self._seats)
         self.moved_bytes = 0
         self._group: ProcessGroupGloo | None = group
         self._page = page
         self._check = check
         self._accuse = accuse
-        self._peers = [peer for peer in range(self.world) if peer != rank]
+        self._peers = [peer for peer in self._seats if peer != rank]
         self._unfinished = 0
+        self._grow = grow
+        self.groups: list[BetweenHosts] = []
+        self._seen_ended_s: dict[int, float] = {}
+
+    def subgroup(self, members: Sequence[int]) -> BetweenHosts:
+        if self._grow is None:
+            raise NotImplementedError("a group in a group has no groups in it")
+        name = f"{len(self.groups)}/{'-'.join(map(str, members))}"
+        connected = self._grow(name, list(members).index(self.rank), len(members))
+        seats = [self._seats[member] for member in members]
+        self.groups.append(BetweenHosts(connected, self._page, self._seat, self._check, self._accuse, None, seats))
+        return self.groups[-1]
 
     def check(self) -> None:
         self._check()
@@ -98,8 +123,8 @@ class BetweenHosts(SharedCollective):
         self._begin(lambda group: group.allgather(every, own, _FOREVER))()
         self.moved_bytes += 2 * (self.world - 1) * own.nbytes
         rows = [row.tolist() for row in every]
-        if self.rank != 0:
-            page.stop_after, page.save_after = int(rows[0][0]), int(rows[0][1])
+        # They only grow, and in a group in this one it may be anybody who knows.
+        page.stop_after, page.save_after = (int(max(row[index] for row in rows)) for index in (0, 1))
         return [sum(column) for column in zip(*(row[2:] for row in rows), strict=True)]
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -139,13 +164,9 @@ class BetweenHosts(SharedCollective):
         self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
         return given
 
-    def share(self, nbytes: int) -> tuple[Tensor, ...]:
-        """Raises:
-        NotImplementedError: hosts have no memory in common.
-        """
-        raise NotImplementedError("processes on several hosts share no memory; they exchange by collectives")
-
     def close(self) -> None:
+        for group in self.groups:
+            group.close()
         if self._unfinished:
             # Its destructor would wait for what will never end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
@@ -153,8 +174,10 @@ class BetweenHosts(SharedCollective):
 
     def _begin(self, act: Callable[[Any], Work]) -> Callable[[], None]:
         assert self._group is not None
-        counter = self._page.counters[self.rank]
-        counter[0] = target = (counter[0] + 1) & 0x7FFFFFFF
+        counter = self._page.counters[self._seat]
+        if self._whole:
+            counter[0] = (counter[0] + 1) & 0x7FFFFFFF
+        target = counter[0]
         self._unfinished += 1
         return partial(self._finish, act(self._group), target)
 
@@ -166,7 +189,7 @@ class BetweenHosts(SharedCollective):
                 continue
             self._check()
             for peer in self._peers:
-                check_left(self._page.ends, peer, self.rank, partial(self._has_come, peer, target))
+                check_left(self._page.ends, peer, self._seat, partial(self._has_come, peer, target))
         try:
             work.wait()
         except RuntimeError as error:
@@ -174,4 +197,7 @@ class BetweenHosts(SharedCollective):
         self._unfinished -= 1
 
     def _has_come(self, peer: int, target: int) -> bool:
+        if not self._whole:
+            # Its counter is of all ranks' meetings. What it sent before its loop ended may still be on the way.
+            return monotonic() - self._seen_ended_s.setdefault(peer, monotonic()) < _ON_THE_WAY_S
         return reached(self._page.counters[peer][0], target)

@@ -69,9 +69,26 @@ class SharedCollective(Collective):
 
     Attributes:
         one_memory: whether they can see the same memory; where not, `share` raises.
+        groups: those that `subgroup` has returned.
     """
 
     one_memory: bool = True
+    groups: Sequence[SharedCollective] = ()
+
+    def subgroup(self, members: Sequence[int]) -> SharedCollective:
+        """Returns a group of some of the ranks, which acts by itself and is closed with this one.
+
+        Every rank calls it at the same time, and belongs to one of the groups that are named.
+
+        Args:
+            members: ranks of the caller's group, in order, its own among them.
+        """
+        raise NotImplementedError("this group has no groups in it")
+
+    @property
+    def all_moved_bytes(self) -> int:
+        """Those of the groups in this one, too."""
+        return self.moved_bytes + sum(group.all_moved_bytes for group in self.groups)
 
     @property
     def members(self) -> list[int]:
@@ -106,12 +123,15 @@ class SharedCollective(Collective):
         # Bytes, because adding zeros to numbers would lose the sign of a zero.
         self.all_reduce(tensor.view(-1).view(torch.uint8))
 
-    @abstractmethod
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         """Returns one zeroed region of `nbytes` a rank, by rank, as `(nbytes,)` uint8: everyone's to see.
 
         Collective, `nbytes` may differ. What a rank writes is seen by others that pass a later `barrier`.
+
+        Raises:
+            NotImplementedError: hosts have no memory in common.
         """
+        raise NotImplementedError("processes on several hosts share no memory; they exchange by collectives")
 
 
 def _nothing() -> None:

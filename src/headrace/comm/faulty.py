@@ -151,6 +151,9 @@ class FaultyLink(Link):
     def fetch(self, slot: int, into: Tensor) -> int:
         return self._link.fetch(slot, into)
 
+    def shown(self, slot: int) -> int | None:
+        return self._link.shown(slot)
+
     def reply_slot(self, slot: int) -> Tensor:
         return self._link.reply_slot(slot)
 

@@ -26,12 +26,15 @@ class Meeting:
         self.offers: list[object] = [None] * world
         self.barrier = threading.Barrier(world)
         self.lost = -1
+        self.inner: list[Meeting] = []
 
     def abort(self, rank: int) -> None:
         """Ends every wait, because `rank` has failed."""
         if self.lost < 0:
             self.lost = rank
         self.barrier.abort()
+        for meeting in self.inner:
+            meeting.abort(rank)
 
 
 class InProcess(SharedCollective):
@@ -47,6 +50,17 @@ class InProcess(SharedCollective):
         self.world = meeting.world
         self.moved_bytes = 0
         self._meeting = meeting
+        self.groups: list[InProcess] = []
+
+    def subgroup(self, members: Sequence[int]) -> InProcess:
+        first = self.rank == members[0]
+        meeting: Meeting = self._exchange(Meeting(len(members)) if first else None)[members[0]]
+        if first:
+            self._meeting.inner.append(meeting)
+        # Whoever fails from here on ends it, too.
+        self.barrier()
+        self.groups.append(InProcess(meeting, list(members).index(self.rank)))
+        return self.groups[-1]
 
     def barrier(self) -> None:
         if self.world == 1:

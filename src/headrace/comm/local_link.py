@@ -113,6 +113,9 @@ class LocalLink(Link):
             else:
                 sleep(_NAP_S)
 
+    def shown(self, slot: int) -> int | None:
+        return self._words[slot] >> 1
+
     def reply_slot(self, slot: int) -> Tensor:
         self.moved_bytes += self._layout.pulled.lengths[slot]
         return self._layout.pulled.of(self._regions[-1], slot)

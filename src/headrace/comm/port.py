@@ -251,6 +251,10 @@ class Link(ABC):
             into: `(bytes,)` uint8.
         """
 
+    def shown(self, slot: int) -> int | None:
+        """Returns which version a shard's parameters are now; None where that is not to be seen from here."""
+        return None
+
     @abstractmethod
     def reply_slot(self, slot: int) -> Tensor:
         """Returns what the port has put into a reply slot, `(bytes,)` uint8."""

@@ -55,6 +55,23 @@ class SharedMemory(SharedCollective):
         self._turn = 0
         self._slot_bytes = _SLOT_BYTES_OF_TWO if self.world <= 2 else _SLOT_BYTES_OF_MORE
         self._slots: tuple[tuple[Tensor, Tensor], ...] | None = None
+        self.groups: list[SharedMemory] = []
+
+    def subgroup(self, members: Sequence[int]) -> SharedMemory:
+        offer, nbytes = self._page.offers[self.rank], ControlPage.nbytes(len(members))
+        own = Segment.create(nbytes, "group") if self.rank == members[0] else None
+        if own:
+            offer[0], offer[1], offer[2] = os.getpid(), own.descriptor, nbytes
+        self.barrier()
+        first = self._page.offers[members[0]]
+        segment = own or Segment.open(first[0], first[1], first[2])
+        self.barrier()
+        self._segments.append(segment)
+        page = ControlPage(segment, len(members))
+        # Of a loop that has ended its own page tells.
+        page.ends = [self._page.ends[member] for member in members]
+        self.groups.append(SharedMemory(page, list(members).index(self.rank), self._check))
+        return self.groups[-1]
 
     def barrier(self) -> None:
         self._barrier.meet()
@@ -109,7 +126,37 @@ class SharedMemory(SharedCollective):
             self.barrier()
             add(piece, sources)
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        every = tensor.new_empty(self.world, len(tensor))
+        slots = self._ring()
+        self.moved_bytes += self.world * len(tensor)
+        for start in range(0, len(tensor), self._slot_bytes):
+            self._turn ^= 1
+            piece = tensor[start : start + self._slot_bytes]
+            sources = [pair[self._turn][: len(piece)] for pair in slots]
+            sources[self.rank].copy_(piece)
+            self.barrier()
+            for place, source in zip(every, sources, strict=True):
+                place[start : start + len(piece)] = source
+        return every
+
+    def trade(self, pieces: Tensor) -> Tensor:
+        given = torch.empty_like(pieces)
+        slots, each = self._ring(), self._slot_bytes // self.world
+        self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
+        for start in range(0, pieces.shape[1], each):
+            self._turn ^= 1
+            part = pieces[:, start : start + each]
+            sources = [pair[self._turn][: part.numel()].view(part.shape) for pair in slots]
+            sources[self.rank].copy_(part)
+            self.barrier()
+            for place, source in zip(given, sources, strict=True):
+                place[start : start + each] = source[self.rank]
+        return given
+
     def close(self) -> None:
+        for group in self.groups:
+            group.close()
         for segment in self._segments:
             segment.close()
         self._segments.clear()
