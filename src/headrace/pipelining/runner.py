@@ -1,0 +1,291 @@
+"""One rank's part of a pipeline: its stages, micro-batch after micro-batch, in the order of a schedule.
+
+    forward    receive values ─► run the stage ─► send values               keep the graph, or the inputs alone
+    backward   (run it again) ─► receive gradients ─► differentiate ─► send gradients
+
+Gradients add up in `.grad`, in the order of the backward passes, which is the same for any number of stages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.errors import UnfitMachine
+from headrace.pipelining.batch_norm import RunningStatistics
+from headrace.pipelining.roads import Roads
+from headrace.pipelining.saved_bytes import SavedBytes
+from headrace.pipelining.stage import OUTPUT, Stage
+from headrace.policies.schedule import Action
+from headrace.spec.passed import Pass
+
+__all__ = ["RECOMPUTE", "Piece", "Runner", "out_of_memory"]
+
+RECOMPUTE = ("never", "except_last", "always")
+"""Which forward passes are run again for their backward: none, all but those whose backward follows at once, all."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch.
+
+    Attributes:
+        inputs: the model's, by name.
+        finish: from the model's output to the loss that is differentiated, a scalar; run where the last stage is.
+    """
+
+    inputs: Mapping[str, Tensor]
+    finish: Callable[[Any], Tensor]
+
+
+@dataclass
+class _Held:
+    """What a stage keeps of a micro-batch from its forward to its backward.
+
+    Attributes:
+        values: what it got, by name; those that are tracked are leaves.
+        arrived: names of the values of each producer.
+        made: what it sent, and its loss; nothing where forward is to be run again.
+        dice: the generators' states at the forward that is to be run again.
+    """
+
+    values: dict[str, Any]
+    arrived: dict[int, list[str]]
+    made: dict[str, Any] = field(default_factory=dict)
+    dice: tuple[Tensor, ...] = ()
+
+
+class Runner:
+    """Runs a rank's stages on one batch after the other.
+
+    Args:
+        stages: of this rank, by index.
+        roads: between stages.
+        actions: what this rank does with a batch; micro-batches that are empty are left out.
+        recompute: see `RECOMPUTE`.
+        statistics: of the BatchNorm layers of these stages.
+        trains: the stages that have a parameter to train.
+        half: the type that forward computes in where it can (autocast); None for the tensors' own.
+
+    Attributes:
+        last: whether the model's output is here.
+        in_flight: most forward passes so far that waited for their backward at a time.
+        saved: bytes that autograd has kept, where they are counted; None where they are not.
+        passes: of the last batch.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        roads: Roads,
+        actions: Sequence[Action],
+        recompute: str,
+        statistics: RunningStatistics,
+        trains: Container[int],
+        half: torch.dtype | None = None,
+    ) -> None:
+        self._stages = stages
+        self._roads = roads
+        self._actions = tuple(actions)
+        self._recompute = recompute
+        self._statistics = statistics
+        self.half = half
+        self._producers = {i: sorted({value.producer for value in s.receives}) for i, s in stages.items()}
+        self._consumers = {i: sorted({c for value in s.sends for c in value.consumers}) for i, s in stages.items()}
+        self._trains = trains
+        self._held: dict[Action, _Held] = {}
+        self._waited = 0.0
+        self.last = any(stage.last for stage in stages.values())
+        self.in_flight = 0
+        self.saved: SavedBytes | None = None
+        self.passes: list[Pass] = []
+
+    def run(self, pieces: Sequence[Piece | None]) -> None:
+        """Runs forward and backward of this rank's stages; gradients add up in `.grad`.
+
+        Args:
+            pieces: the micro-batches; None for one without examples.
+
+        Raises:
+            UnfitMachine: there is not enough memory.
+        """
+        self.passes = []
+        there = [piece is not None for piece in pieces]
+        actions = [action for action in self._actions if action.micro_batch < len(there) and there[action.micro_batch]]
+        following = [*actions[1:], None]
+        try:
+            for action, after in zip(actions, following, strict=True):
+                piece = pieces[action.micro_batch]
+                assert piece is not None
+                began, self._waited = monotonic(), 0.0
+                with self._room(action):
+                    if action.backward:
+                        self._backward(action, piece)
+                    else:
+                        at_once = after == Action(action.stage, action.micro_batch, backward=True)
+                        again = self._recompute == "always" or (self._recompute == "except_last" and not at_once)
+                        self._forward(action, piece, again)
+                done = Pass(action.stage, action.micro_batch, action.backward, began, monotonic(), self._waited)
+                self.passes.append(done)
+        finally:
+            self._held.clear()
+        self._statistics.commit()
+
+    @torch.no_grad()
+    def predict(self, inputs: Mapping[str, Tensor]) -> Any:
+        """Returns the model's output where the last stage is, None elsewhere; every rank calls it."""
+        output = None
+        for index, stage in sorted(self._stages.items()):
+            values, _ = self._arrive(index, inputs)
+            with self._autocast():
+                made = stage.run(values)
+            self._send(index, made, lambda tensor: False)
+            output = made.get(OUTPUT)
+        return output
+
+    def _forward(self, action: Action, piece: Piece, again: bool) -> None:
+        stage = action.stage
+        values, arrived = self._arrive(stage, piece.inputs)
+        held = _Held(values, arrived, dice=_dice() if again else ())
+        with torch.no_grad() if again else nullcontext():
+            made = self._made(action, piece, held, first=True)
+        tracked = stage in self._trains or any(_tracked(value) for value in values.values())
+
+        def is_tracked(tensor: Tensor) -> bool:
+            # Of a forward without a graph nobody knows yet; who is asked for no gradient leaves it.
+            return tensor.requires_grad or (again and tracked and tensor.is_floating_point())
+
+        self._send(stage, made, is_tracked)
+        if not again:
+            held.made = made
+        self._held[action] = held
+        self.in_flight = max(self.in_flight, len(self._held))
+
+    def _backward(self, action: Action, piece: Piece) -> None:
+        stage = action.stage
+        forward = Action(stage, action.micro_batch)
+        held = self._held[forward]
+        if held.dice:
+            with _thrown(held.dice), self._statistics.unmoved():
+                held.made = self._made(forward, piece, held, first=False)
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if OUTPUT in held.made:
+            roots.append(held.made[OUTPUT])
+            gradients.append(None)
+        for consumer in self._consumers[stage]:
+            for name, gradient in self._receive(consumer, stage, "gradients").items():
+                if gradient is not None and held.made[name].requires_grad:
+                    roots.append(held.made[name])
+                    gradients.append(gradient)
+        held.made = {}
+        wanted = [root.requires_grad for root in roots]
+        if any(wanted):
+            torch.autograd.backward(
+                [root for root, wants in zip(roots, wanted, strict=True) if wants],
+                [gradient for gradient, wants in zip(gradients, wanted, strict=True) if wants],
+            )
+        del roots, gradients
+        for producer, names in held.arrived.items():
+            back = {name: held.values[name].grad for name in names if _tracked(held.values[name])}
+            self._roads.road(stage, producer, "gradients").send(back, _never)
+        if self.saved:
+            self.saved.forget(forward)
+        del self._held[forward]
+
+    def _made(self, action: Action, piece: Piece, held: _Held, first: bool) -> dict[str, Any]:
+        """Runs a stage; where it is the last, the loss stands for the model's output."""
+        counting = self.saved.counting(action, held.values) if self.saved else nullcontext()
+        with counting, self._statistics.following(again=not first), self._autocast():
+            made = self._stages[action.stage].run(held.values)
+            if OUTPUT in made:
+                made[OUTPUT] = piece.finish(made[OUTPUT])
+        return made
+
+    @contextmanager
+    def _room(self, action: Action) -> Iterator[None]:
+        """Says what there was, where an action runs out of memory."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            way = "backward" if action.backward else "forward"
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+            raise UnfitMachine(
+                f"stage {action.stage} ran out of memory in the {way} of micro-batch {action.micro_batch}, when the "
+                f"process held {resident:,} bytes and {len(self._held)} micro-batches were in flight: {error}; use "
+                "more micro-batches or stages, schedule='1f1b', or recompute='always'"
+            ) from error
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.half is None else torch.autocast(self._roads.device.type, self.half)
+
+    def _arrive(self, stage: int, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[int, list[str]]]:
+        """Returns what a stage gets, and the names of what each producer has sent."""
+        values: dict[str, Any] = {name: inputs[name] for name in self._stages[stage].inputs}
+        arrived = {}
+        for producer in self._producers[stage]:
+            received = self._receive(producer, stage, "values")
+            arrived[producer] = list(received)
+            values |= received
+        return values, arrived
+
+    def _receive(self, source: int, target: int, kind: str) -> dict[str, Any]:
+        began = monotonic()
+        received = self._roads.road(source, target, kind).receive(_track)
+        self._waited += monotonic() - began
+        return received
+
+    def _send(self, stage: int, made: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> None:
+        for consumer in self._consumers[stage]:
+            needed = [value.name for value in self._stages[stage].sends if consumer in value.consumers]
+            self._roads.road(stage, consumer, "values").send({name: made[name] for name in needed}, tracked)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Returns whether that is what it says."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+
+
+def _track(tensor: Tensor, tracked: bool) -> Tensor:
+    return tensor.requires_grad_() if tracked else tensor
+
+
+def _tracked(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _never(tensor: Tensor) -> bool:
+    return False
+
+
+def _dice() -> tuple[Tensor, ...]:
+    """Returns the states of torch's generators."""
+    on_device = (torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()
+    return (torch.get_rng_state(), *on_device)
+
+
+@contextmanager
+def _thrown(dice: tuple[Tensor, ...]) -> Iterator[None]:
+    """Lets the generators draw once more what they have drawn from these states on."""
+    now = _dice()
+    _set(dice)
+    try:
+        yield
+    finally:
+        _set(now)
+
+
+def _set(dice: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(dice[0])
+    for state in dice[1:]:
+        torch.cuda.set_rng_state(state)

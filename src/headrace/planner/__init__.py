@@ -1,0 +1,8 @@
+"""WHAT IT WILL COST: measured on this machine before a run."""
+
+from __future__ import annotations
+
+from headrace.planner.measuring import measure
+from headrace.planner.profile import Measured, profile
+
+__all__ = ["Measured", "measure", "profile"]

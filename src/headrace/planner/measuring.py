@@ -1,0 +1,57 @@
+"""The layers of a job's model, measured as a strategy wishes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.data import Loader, as_pipeline
+from headrace.errors import UnfitMachine
+from headrace.pipelining.runner import out_of_memory
+from headrace.planner.profile import Measured, profile
+from headrace.replica.whole_model import Objective
+from headrace.spec.job import Job
+from headrace.strategies.strategy import Profiling
+from headrace.trees import map_tensors
+
+__all__ = ["measure"]
+
+
+def measure(job: Job, module: nn.Module, objective: Objective, wish: Profiling, device: str) -> Measured:
+    """Measures the layers on the first examples of the job's data.
+
+    Args:
+        job: what is trained.
+        module: its model, which is left as it is.
+        objective: its loss.
+        wish: the strategy's.
+        device: "cpu" or "cuda".
+
+    Raises:
+        JobError: the model cannot be cut.
+        UnfitMachine: there is not enough memory.
+    """
+    batch = _first(job, wish.examples)
+    if device != "cpu":
+        module = copy.deepcopy(module).to(device)
+        batch = map_tensors(lambda tensor: tensor.to(device), batch)
+    autocast = torch.bfloat16 if job.options.precision == "bf16" else None
+    try:
+        return profile(module, objective, batch, threads=wish.threads or None, autocast=autocast)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UnfitMachine(
+            f"there was no memory to measure the layers of {type(module).__name__}, all of them, with a micro-batch of "
+            f"{wish.examples} examples: {error}; use more micro-batches, or a machine with more memory"
+        ) from error
+
+
+def _first(job: Job, examples: int) -> Any:
+    pipeline, _ = as_pipeline(job.data)
+    count = max(1, min(examples, len(pipeline)))
+    loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
+    return next(share.batch for share in loader.sweep(alone=True) if share.examples)

@@ -1,0 +1,100 @@
+"""The layers of a job, on the first examples of its data."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.errors import UnfitMachine
+from headrace.planner import measure
+from headrace.replica.whole_model import Objective
+from headrace.strategies.strategy import Profiling
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def test_a_micro_batch_of_the_jobs_data_is_measured_and_the_model_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    job = hr.Job(
+        model=model,
+        loss=squared,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=hr.data.from_arrays(torch.randn(20, 4), torch.randn(20, 1)),
+        global_batch_size=10,
+        epochs=1,
+        options=hr.Options(precision="bf16"),
+    )
+    threads = torch.get_num_threads()
+    found = measure(job, model, Objective(squared), Profiling(examples=5, threads=1), "cpu")
+    assert [layer.name for layer in found.layers] == ["0", "1", "2"]
+    # Five examples of eight numbers, in half precision.
+    assert found.layers[0].crossing_bytes == 5 * 8 * 2
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    every = measure(job, model, Objective(squared), Profiling(examples=100), "cpu")
+    assert every.layers[0].crossing_bytes == 20 * 8 * 2
+
+
+class Greedy(torch.autograd.Function):
+    """Wants a petabyte for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.empty(1 << 50).sum()
+
+
+class Big(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return Greedy.apply(self.layer(x))  # type: ignore[no-untyped-call]
+
+
+def test_what_there_is_no_memory_to_measure_says_so() -> None:
+    job = hr.Job(
+        model=Big,
+        loss=squared,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=(torch.randn(20, 4), torch.randn(20, 1)),
+        global_batch_size=10,
+        epochs=1,
+    )
+    with pytest.raises(UnfitMachine, match=r"no memory to measure the layers of Big, .* a micro-batch of 5 examples: "):
+        measure(job, Big(), Objective(squared), Profiling(examples=5), "cpu")
+
+
+class Keeps(nn.Linear):
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_what_a_forward_keeps_is_gone_when_it_has_been_measured() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Keeps(4, 1))
+    job = hr.Job(
+        model=model,
+        loss=squared,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=(torch.randn(20, 4), torch.randn(20, 1)),
+        global_batch_size=10,
+        epochs=1,
+    )
+    measure(job, model, Objective(squared), Profiling(examples=5), "cpu")
+    assert copy.deepcopy(model)[1].last is None
