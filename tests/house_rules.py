@@ -15,7 +15,7 @@ FLOORS = (
     {"spec", "errors"},
     {"policies", "comm", "tasks", "metrics", "trees"},
     {"replica", "data", "models", "checkpoint"},
-    {"ps", "pipelining"},
+    {"ps", "pipelining", "splitting"},
     {"strategies"},
     {"engine", "planner", "report"},
     {"trainer", "run", "comparison", "profiling", "script", "supervision", "export"},

@@ -147,10 +147,13 @@ class WorkerFailed(RunFailed):
         cause: one line, "ValueError: ...".
         traceback: the worker's own traceback, the user's frames last; empty if there is none.
         exit_code: the exit code of the error that the worker raised, where it was one of this tree.
+        part: what it holds of the model, where that is a part: "stage 1 of 2".
     """
 
-    def __init__(self, rank: int, host: str, cause: str, traceback: str = "", exit_code: int = 1) -> None:
-        super().__init__(f"rank {rank} on {host} failed: {cause}")
+    def __init__(
+        self, rank: int, host: str, cause: str, traceback: str = "", exit_code: int = 1, part: str = ""
+    ) -> None:
+        super().__init__(f"rank {rank}{part and f' ({part})'} on {host} failed: {cause}")
         self.rank = rank
         self.host = host
         self.cause = cause
@@ -210,6 +213,7 @@ class PeerLost(RunFailed):
         rank: who was lost.
         host: the machine it ran on.
         cause: what is known, "killed by signal 9 (SIGKILL)", "gave no sign of life for 10 s".
+        part: what it holds of the model, where that is a part: "stage 1 of 2".
 
     Attributes:
         rank, host, cause: see there.
@@ -218,8 +222,8 @@ class PeerLost(RunFailed):
 
     exit_code = 4
 
-    def __init__(self, rank: int, host: str, cause: str) -> None:
-        super().__init__(f"rank {rank} on {host} was lost: {cause}")
+    def __init__(self, rank: int, host: str, cause: str, part: str = "") -> None:
+        super().__init__(f"rank {rank}{part and f' ({part})'} on {host} was lost: {cause}")
         self.rank = rank
         self.host = host
         self.cause = cause

@@ -33,6 +33,7 @@ from headrace.ps.snapshots import SnapshotSet
 from headrace.report.events import LogTail, Tail
 from headrace.report.servers import imbalance
 from headrace.report.show import Show
+from headrace.report.stages import stage_lines
 from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted, Served
 from headrace.spec.plain import from_plain, to_plain
 
@@ -169,7 +170,7 @@ def _follow(
     status = "failed"
     try:
         journal.write(_started(order, prepared))
-        for line in (_first_line(order, prepared), *prepared.notices, *notices):
+        for line in (_first_line(order, prepared), *stage_lines(order.plan), *prepared.notices, *notices):
             journal.write(Notice(LAUNCHER, journal.now(), line))
         status = engine.run(order, follow)
         follow()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,14 +17,18 @@ from headrace.engine.local import LocalEngine
 from headrace.engine.machine import detect
 from headrace.engine.order import Engine, Order
 from headrace.engine.preparation import Prepared, check_options, prepare
-from headrace.engine.rendezvous import join, launched_ranks, total_of_hosts
+from headrace.engine.rendezvous import join, launched_ranks, of_first, total_of_hosts
 from headrace.engine.resumption import describe_run
 from headrace.engine.termination import Terminated
+from headrace.engine.work import objective_of
 from headrace.engine.worker import Worker
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
+from headrace.planner import Measured, measure
 from headrace.run import Keeper, Run
 from headrace.spec.checkpoints import Checkpoints
+from headrace.spec.cluster import Cluster
 from headrace.spec.job import Job
+from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.supervision import OnEvent, supervise
@@ -149,6 +154,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     cluster = join(cluster)
     if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:
         prepared = replace(prepared, examples=total_of_hosts(prepared.examples, cluster))
+    prepared = _profiled(job, prepared, chosen, cluster)
     plan = chosen.plan(prepared.model, cluster)
     _check_split(job, prepared, plan)
     checkpoints = _checkpoints(job, chosen, wish)
@@ -185,6 +191,21 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     return Run(job, plan, directory, status, prepared.module, keeper)
 
 
+def _profiled(job: Job, prepared: Prepared, strategy: Strategy, cluster: Cluster) -> Prepared:
+    """Measures the model's layers where the strategy cuts between them: one process for all, which shall plan alike."""
+    wish = strategy.profiling(job.global_batch_size, cluster)
+    if wish is None:
+        return prepared
+    objective = objective_of(job, prepared.weighed)
+
+    def measured() -> str:
+        return json.dumps(to_plain(measure(job, prepared.module, objective, wish, cluster.device)))
+
+    layers = from_plain(Measured, json.loads(measured() if cluster.ranks in (None, 1) else of_first(measured)))
+    model = replace(prepared.model, layers=layers.layers)
+    return replace(prepared, model=model, notices=(*prepared.notices, *layers.notices))
+
+
 def _going(wish: _Wish) -> Going:
     resume = wish.resume
     if not isinstance(resume, bool | str | Path):
@@ -214,10 +235,11 @@ def _checkpoints(job: Job, strategy: Strategy, wish: _Wish) -> Checkpoints | Non
 
 
 def _check_split(job: Job, prepared: Prepared, plan: Plan) -> None:
-    if job.global_batch_size < plan.workers:
+    count = plan.replicas
+    if job.global_batch_size < count:
         raise InfeasiblePlan(
-            f"a global batch of {job.global_batch_size} cannot be split among {plan.workers} workers; "
-            f"use global_batch_size={plan.workers} or more, or fewer workers"
+            f"a global batch of {job.global_batch_size} cannot be split among {count} workers; "
+            f"use global_batch_size={count} or more, or fewer workers"
         )
-    if prepared.examples < plan.workers:
-        raise DataError(f"{prepared.examples} examples are fewer than {plan.workers} workers; use fewer workers")
+    if prepared.examples < count:
+        raise DataError(f"{prepared.examples} examples are fewer than {count} workers; use fewer workers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import runpy
 import sys
@@ -13,7 +14,7 @@ import torch
 import headrace as hr
 from engine.networks import go_there
 from engine.ranks import TESTS, say, total
-from engine.victims import INPUTS, TARGETS, make_job
+from engine.victims import INPUTS, TARGETS, make_job, split_model
 from headrace.errors import HeadraceError
 from headrace.spec.event import Stepped
 
@@ -43,6 +44,15 @@ def average() -> None:
     tell(hr.fit(make_job(epochs=2), hr.DiLoCo(period=5)))
     job = make_job(epochs=1, eval_data=(INPUTS, TARGETS))
     tell(hr.fit(job, hr.DiLoCo(period=5, codec="int8"), run_dir="run"))
+
+
+def hybrid() -> None:
+    """Two replicas of two hosts each, with what is checked and saved; then it goes on with one of each."""
+    job = make_job(model=split_model, epochs=1, eval_data=(INPUTS, TARGETS), options=hr.Options(clip_norm=0.1))
+    slices = hr.TensorParallel(devices=2, rules={"0": "column", "1": "row"})
+    tell(hr.fit(job, hr.Hybrid(hr.Mirrored(), slices), run_dir="run"))
+    again = dataclasses.replace(job, epochs=2)
+    tell(hr.fit(again, hr.TensorParallel(rules={"0": "column"}), run_dir="run", resume=True))
 
 
 def resume() -> None:
@@ -86,6 +96,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "fit": fit,
     "average": average,
     "resume": resume,
+    "hybrid": hybrid,
     "own data": own_data,
     "apart": apart,
     "one memory": one_memory,

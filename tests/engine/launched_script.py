@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import headrace as hr
 from engine.ranks import say, total
-from engine.victims import long_job, make_job
+from engine.victims import long_job, make_job, two_layers
 from headrace.errors import HeadraceError
 
 RANK = int(os.environ["RANK"])
@@ -49,7 +49,7 @@ DEEDS: dict[str, Callable[[], None]] = {
 
 def train_under(strategy: str) -> None:
     seen: list[str] = []
-    run = hr.fit(make_job(), strategy, on_event=lambda event: seen.append(event.kind))
+    run = hr.fit(make_job(model=two_layers), strategy, on_event=lambda event: seen.append(event.kind))
     say(
         workers=run.plan.workers,
         status=run.status,
@@ -65,6 +65,7 @@ def main() -> None:
     if DEED == "fit":
         train_under("mirrored")
         train_under("central_storage")
+        train_under("pipeline")
     elif DEED == "contradict":
         hr.fit(make_job(), hr.Mirrored(3))
     else:

@@ -13,7 +13,7 @@ import torch
 import headrace as hr
 from engine.networks import MASTER, at, hosts_script, network
 from engine.ranks import TESTS, Ended, launcher, run_ranks, total
-from engine.victims import INPUTS, TARGETS, make_job
+from engine.victims import INPUTS, TARGETS, make_job, split_model
 from headrace.engine.nursery import Nursery
 
 pytestmark = [pytest.mark.slow, pytest.mark.net]
@@ -72,6 +72,17 @@ def test_averaging_on_several_hosts_is_that_on_one(start: Start) -> None:
         assert every == pytest.approx(on_one(3, epochs=2), abs=1e-6)
         assert apart == pytest.approx(total(diloco.model), abs=1e-6)
         assert [every, apart, coded] == [line["total"] for line in ended.said[0]]
+
+
+def test_replicas_of_several_hosts_are_one_device(start: Start) -> None:
+    ended = start("hybrid", on=(0, 1, 2, 3))
+    assert set(ended.codes.values()) == {0}, ended.logs
+    job = make_job(model=split_model, epochs=2, options=hr.Options(clip_norm=0.1))
+    expected = total(hr.fit(job, engine=hr.ThreadEngine()).model)
+    for said in ended.said:
+        first, then = (line["total"] for line in said)
+        assert then == pytest.approx(expected, abs=1e-6)
+        assert (first, then) == (ended.said[0][0]["total"], ended.said[0][1]["total"])
 
 
 def test_a_run_goes_on_over_hosts(start: Start) -> None:

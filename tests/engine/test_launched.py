@@ -12,7 +12,7 @@ import pytest
 
 import headrace as hr
 from engine.ranks import TESTS, Ended, launcher, run_ranks
-from engine.victims import make_job
+from engine.victims import make_job, two_layers
 from headrace.engine.nursery import Nursery
 
 pytestmark = pytest.mark.slow
@@ -33,18 +33,18 @@ def start(nursery: Nursery, tmp_path: Path) -> Start:
     return start
 
 
-def test_two_runs_one_after_the_other_are_those_of_one_process(start: Start) -> None:
+def test_three_runs_one_after_the_other_are_those_of_one_process(start: Start) -> None:
     ended = start("fit")
     assert ended.codes == {0: 0, 1: 0}
-    ours = hr.fit(make_job(), engine=hr.ThreadEngine())
+    ours = hr.fit(make_job(model=two_layers), engine=hr.ThreadEngine())
     total = float(sum(tensor.double().sum() for tensor in ours.model.state_dict().values()))
     for said in ended.said:
-        assert [line["workers"] for line in said] == [2, 2]
-        assert [line["status"] for line in said] == ["ok", "ok"]
-        assert [line["total"] for line in said] == pytest.approx([total, total], abs=1e-6)
+        assert [line["workers"] for line in said] == [2] * 3
+        assert [line["status"] for line in said] == ["ok"] * 3
+        assert [line["total"] for line in said] == pytest.approx([total] * 3, abs=1e-6)
         assert all(line["rate"] and "model.safetensors" in line["files"] for line in said)
         assert said[0]["events"] == ended.said[0][0]["events"] > 16
-    assert [line["seen"] == line["events"] for line in ended.said[0]] == [True, True], "rank 0 leads"
+    assert [line["seen"] == line["events"] for line in ended.said[0]] == [True] * 3, "rank 0 leads"
 
 
 def test_a_number_of_workers_that_contradicts_the_launcher(start: Start) -> None:

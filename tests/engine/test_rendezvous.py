@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.engine import rendezvous
 from headrace.engine.machine import host_name
-from headrace.engine.rendezvous import joined, own_address
-from headrace.errors import InfeasiblePlan, UsageError
+from headrace.engine.rendezvous import joined, of_first, own_address
+from headrace.errors import InfeasiblePlan, RunFailed, UsageError
 from headrace.spec.cluster import Cluster, Host
 
 
@@ -42,3 +43,39 @@ def test_a_host_is_called_what_the_environment_says(monkeypatch: pytest.MonkeyPa
     system = host_name()
     monkeypatch.setenv("HEADRACE_HOST", "another")
     assert system != "another" == host_name()
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the ranks say to each other, who come one after the other."""
+    texts: list[str] = []
+
+    def gather(text: str) -> list[str]:
+        texts.append(text)
+        return texts
+
+    monkeypatch.setattr(rendezvous, "gather", gather)
+    return texts
+
+
+def nobody_else_makes_it() -> str:
+    raise AssertionError("rank 0 has made it")
+
+
+def test_what_rank_0_makes_all_have(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert of_first(lambda: "made") == "made"
+    monkeypatch.setenv("RANK", "1")
+    assert of_first(nobody_else_makes_it) == "made"
+
+
+def test_what_stops_rank_0_stops_all(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise InfeasiblePlan("too many stages")
+
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InfeasiblePlan, match="too many stages"):
+        of_first(refuse)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RunFailed, match="rank 0 refused to begin: too many stages"):
+        of_first(nobody_else_makes_it)

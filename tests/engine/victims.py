@@ -34,6 +34,15 @@ def make_job(**changes: Any) -> hr.Job:
     return hr.Job(**{**plain, **changes})
 
 
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def split_model() -> nn.Module:
+    """Two layers that four devices can share."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+
 def long_job(**changes: Any) -> hr.Job:
     """The same for hours, with evaluations."""
     return make_job(**{"epochs": 10**6, "eval_data": (INPUTS, TARGETS), **changes})

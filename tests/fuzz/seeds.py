@@ -109,7 +109,7 @@ def _logs() -> Iterator[bytes]:
 def _snapshots() -> Iterator[bytes]:
     shard = ShardState(3, None, ((0, 1, 2), (1, 0, 1)), ((0, 3), (5, 6)), (), (), ())
     leases = LeasesState(2, 9, 0, 0, (5,), ((3, 4),), ((4, 1),), (), (), (0, 1), 1, (0,), False)
-    coordinator = CoordinatorState((0, 0, 9), leases, (AskedState(0, 77, 4, ""),))
+    coordinator = CoordinatorState((0, 0, 9, 1), leases, (AskedState(0, 77, 4, ""),))
     members = MembershipState((), (), ((0, 1), (1, 0)))
     applier = ApplierState(4, (3.0,), "{}", False)
     state = ServerState("[]", 3, True, False, members, (), (shard,), applier, coordinator)

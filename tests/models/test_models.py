@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.models import char_lstm, cnn, fashion_cnn, mlp
+from headrace.models import alexnet, char_lstm, cnn, fashion_cnn, mlp
 
 
 def parameters(model: nn.Module) -> int:
@@ -23,6 +23,12 @@ def test_the_benchmarks_models_have_the_size_that_their_tables_say() -> None:
 @pytest.mark.parametrize("size", [8, 28, 33])
 def test_fashion_cnn_reads_images_of_any_size(size: int) -> None:
     assert fashion_cnn()(torch.rand(4, 1, size, size)).shape == (4, 10)
+
+
+def test_alexnet_holds_nearly_all_in_its_dense_layers() -> None:
+    model = alexnet()
+    assert model(torch.rand(2, 1, 28, 28)).shape == (2, 10)
+    assert parameters(model.classifier) > 0.93 * parameters(model)
 
 
 def test_char_lstm_predicts_at_every_place_from_what_came_before() -> None:

@@ -80,7 +80,7 @@ def test_what_was_done_again_counts_once(tmp_path, write_events):
 
 
 def test_how_it_ended_says_the_last_attempt(resumed):
-    assert (resumed.status, resumed.failure, resumed.workers) == ("ok", None, 2)
+    assert (resumed.status, resumed.outcome.failure, resumed.workers) == ("ok", None, 2)
     assert (resumed.outcome.attempts, resumed.started.resumed_step) == (2, 20)
     assert resumed.outcome.notices == ("2 workers",)
     assert resumed.outcome.hosts == ("new",)
@@ -88,7 +88,7 @@ def test_how_it_ended_says_the_last_attempt(resumed):
 
 def test_an_attempt_that_goes_on_hides_the_failure_before_it(tmp_path, write_events):
     summary = summarize(write_events(tmp_path, [*KILLED, *RESUMED[:5]]))
-    assert (summary.status, summary.failure) == ("unfinished", None)
+    assert (summary.status, summary.outcome.failure) == ("unfinished", None)
 
 
 def test_the_work_is_that_of_all_attempts(resumed):
@@ -161,7 +161,7 @@ def test_a_run_that_begins_with_another_runs_checkpoint(tmp_path, write_events):
 
 def test_a_run_that_was_killed_and_not_resumed_keeps_everything(tmp_path, write_events):
     summary = summarize(write_events(tmp_path, KILLED))
-    assert (summary.status, summary.failure.cause, summary.steps) == ("failed", "killed by signal 9", 27)
+    assert (summary.status, summary.outcome.failure.cause, summary.steps) == ("failed", "killed by signal 9", 27)
     assert summary.saves.count == 3
     assert dataclasses.replace(summary.outcome, attempts=1) == summary.outcome
 

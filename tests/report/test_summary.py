@@ -133,7 +133,7 @@ def test_a_run_that_failed_keeps_the_first_failure_and_hides_no_missing_worker(t
     ]
     summary = summarize(write_events(tmp_path, events))
     assert summary.status == "unfinished"
-    assert (summary.failure.rank, summary.failure.cause) == (1, "ValueError: bad")
+    assert (summary.outcome.failure.rank, summary.outcome.failure.cause) == (1, "ValueError: bad")
     assert summary.cost.peak_memory_bytes == 5000
     assert summary.cost.moved_bytes_per_step is None
     assert summary.cost.parameter_bytes is None

@@ -14,6 +14,7 @@ COUNTS = st.dictionaries(WORD, COUNT, max_size=3)
 STAMP = (st.integers(LAUNCHER, 1000), SECONDS)
 
 SHARD = st.builds(event.ServedShard, WORD, *(COUNT,) * 4, SECONDS, *(COUNT,) * 2)
+PASS = st.builds(event.Pass, COUNT, COUNT, st.booleans(), SECONDS, SECONDS, SECONDS)
 STAGE = st.builds(event.FedStage, WORD, SECONDS, SECONDS)
 EVENTS = {
     "run_started": st.builds(
@@ -37,6 +38,7 @@ EVENTS = {
         *(*STAMP, COUNT, COUNT, COUNT, WORD, SECONDS, SECONDS),
         st.lists(COUNT, max_size=3).map(tuple),
     ),
+    "passed": st.builds(event.Passed, *STAMP, COUNT, COUNT, st.lists(PASS, max_size=3).map(tuple)),
     "saved": st.builds(event.Saved, *STAMP, COUNT, COUNT, SECONDS, SECONDS),
     "non_finite": st.builds(event.NonFinite, *STAMP, COUNT, st.lists(COUNT, max_size=3).map(tuple), WORD),
     "lost": st.builds(event.Lost, *STAMP, st.integers(0, 9), st.integers(0, 9), st.text(), st.booleans()),

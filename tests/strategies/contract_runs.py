@@ -23,12 +23,13 @@ from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
 from headrace.engine.order import Engine
 from headrace.engine.preparation import prepare
+from headrace.pipelining import Traced, trace
 from headrace.replica.conditioning import Verdict
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.whole_model import Objective
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.event import Stepped
-from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.spec.share import Share
@@ -53,7 +54,14 @@ T = TypeVar("T")
 
 GIGABYTE = 2**30
 CLUSTER = Cluster((Host("here", cores=4, memory_bytes=GIGABYTE),))
-MODEL = ModelSpec((ParameterSpec("weight", (40, 5)), ParameterSpec("fixed", (3,), trainable=False)))
+MODEL = ModelSpec(
+    (ParameterSpec("weight", (40, 5)), ParameterSpec("fixed", (3,), trainable=False)),
+    layers=(
+        LayerSpec("first", ("weight",), 800, 1e-3, 2e-3, 160, 80),
+        LayerSpec("second", ("fixed",), 12, 1e-3, 2e-3, 160, 80),
+        LayerSpec("third", (), 0, 1e-3, 2e-3, 160, 80),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -238,6 +246,11 @@ def drive(
     return with_replicas(job, strategy, workers, rounds, saved, wired, estranged, start)
 
 
+def layers_of(traced: Traced) -> tuple[LayerSpec, ...]:
+    """Returns the layers of a model as if each took as long."""
+    return tuple(LayerSpec(each.name, each.parameters, 0, 1.0, 1.0, 0, 0, bool(each.joined)) for each in traced.layers)
+
+
 def with_replicas(
     job: hr.Job,
     strategy: Strategy,
@@ -253,7 +266,11 @@ def with_replicas(
     They begin with round `first`.
     """
     prepared = prepare(job)
-    plan = strategy.plan(prepared.model, CLUSTER)
+    sample = next(Loader(as_pipeline(job.data)[0], job.seed, 2, (1,), 0, ordered=True).sweep(alone=True)).batch
+    spec = prepared.model
+    if strategy.profiling(job.global_batch_size, CLUSTER):
+        spec = dataclasses.replace(spec, layers=layers_of(trace(prepared.module, sample, job.inputs)))
+    plan = strategy.plan(spec, CLUSTER)
     assert plan.workers == workers
     assert job.loss is not None
     objective = Objective(job.loss, weighed=prepared.weighed)
@@ -275,9 +292,12 @@ def with_replicas(
         for tensor in (*module.parameters(), *module.buffers()) if estranged and host.rank else ():
             tensor.data.fill_(1)
         connect = (lambda: InProcess(meeting, host.rank)) if wired else None
-        loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, plan.shares, host.rank)
+        place = plan.role(host.rank).data_rank
+        loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, plan.shares, place)
         epoch = loader.rounds_per_epoch
-        parts = Parts(module, prepared.model, objective, job.optimizer, job.options, host, connect, epoch, first=first)
-        return act(host.rank, strategy.replica(plan, host.rank, parts), loader)
+        parts = Parts(module, spec, objective, job.optimizer, job.options, host, connect, epoch, first=first)
+        parts = dataclasses.replace(parts, sample=lambda: sample)
+        with parts.closing:
+            return act(host.rank, strategy.replica(plan, host.rank, parts), loader)
 
     return together(workers, body)

@@ -22,7 +22,7 @@ import headrace as hr
 from headrace.data import Loader, as_pipeline
 from headrace.engine.local import LocalEngine
 from headrace.engine.order import Engine
-from headrace.errors import InfeasiblePlan, WorkerFailed
+from headrace.errors import InfeasiblePlan, UsageError, WorkerFailed
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.event import Stepped
 from headrace.spec.plan import EVERY_WORKER
@@ -50,21 +50,38 @@ class Row:
         make: number of workers to the strategy.
         workers: the numbers to try.
         servers: how many ranks come after the workers.
+        replicas: how many copies of the model so many workers hold.
+        whole: whether every worker computes the whole model, and so any model; the others have tests of their own.
+        refuses: variants that it cannot train, and says so.
     """
 
     make: Callable[[int], Strategy]
     workers: tuple[int, ...] = (1, 2, 3)
     servers: int = 0
+    replicas: Callable[[int], int] = int
+    whole: bool = True
+    refuses: frozenset[str] = frozenset()
 
+
+MATRICES = frozenset({"muon", "muon-one-matrix", "muon-schedule", "adafactor"})
+"""Variants whose optimizers look at whole matrices."""
 
 ROWS = {
     "central_storage": Row(hr.CentralStorage),
     "downpour": Row(hr.Downpour, servers=1),
+    "hybrid": Row(
+        lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.TensorParallel(devices=2)),
+        workers=(4,),
+        replicas=lambda workers: workers // 2,
+        refuses=MATRICES,
+    ),
     "mirrored": Row(hr.Mirrored),
     "one_device": Row(lambda workers: hr.OneDevice(), workers=(1,)),
     "parameter_averaging": Row(partial(hr.ParameterAveraging, period=3)),
     # In lock-step, see test_parameter_server.py.
     "parameter_server": Row(partial(hr.ParameterServer, staleness_bound=0), servers=1),
+    "pipeline": Row(partial(hr.Pipeline, micro_batches=1), replicas=lambda workers: 1, whole=False),
+    "tensor_parallel": Row(hr.TensorParallel, workers=(2,), replicas=lambda workers: 1, refuses=MATRICES),
     "unconnected": Row(hr.Unconnected),
 }
 
@@ -79,7 +96,7 @@ def of(strategies: Iterator[str] | list[str]) -> pytest.MarkDecorator:
 
 
 EVERY = sorted(STRATEGIES)
-SYNCHRONOUS = [name for name in EVERY if STRATEGIES[name].synchronous]
+SYNCHRONOUS = [name for name in EVERY if STRATEGIES[name].synchronous and ROWS[name].whole]
 every_strategy, every_synchronous_strategy = of(EVERY), of(SYNCHRONOUS)
 every_size = pytest.mark.parametrize("size", sorted(COUNTS))
 every_model = pytest.mark.parametrize("model", sorted(MODELS))
@@ -153,6 +170,10 @@ def test_clipping_weights_and_optimizers_are_those_of_one_device(
     name: str, workers: int, variant: str, size: str
 ) -> None:
     case = VARIANTS[variant]
+    if variant in ROWS[name].refuses:
+        with pytest.raises(UsageError, match="looks at whole matrices"):
+            train(case.job(COUNTS[size]), ROWS[name].make(workers))
+        return
     outcome = train(case.job(COUNTS[size]), ROWS[name].make(workers))
     assert_equal(outcome, on_one_device(case, size, torch.float64, None), DOUBLE)
 
@@ -176,6 +197,8 @@ def test_a_loop_of_ones_own_is_one_device_too(name: str, workers: int, model: st
     ],
 )
 def test_processes_are_one_device(processes: Engine, name: str, model: str, size: str, workers: int) -> None:
+    if model in ROWS[name].refuses:
+        return
     case, workers = {**MODELS, **VARIANTS}[model], min(workers, max(ROWS[name].workers))
     outcome = train(case.job(COUNTS[size]), ROWS[name].make(workers), processes)
     assert_equal(outcome, on_one_device(case, size, torch.float64, None), DOUBLE)
@@ -205,7 +228,8 @@ def test_a_plan_survives_json(name: str, workers: int) -> None:
     plan = strategy.plan(MODEL, CLUSTER)
     assert carried(plan) == plan
     assert plan.strategy == name
-    assert plan.workers == len(plan.shares) == workers
+    assert plan.workers == workers
+    assert plan.replicas == len(plan.shares) == ROWS[name].replicas(workers)
     assert list(plan.servers) == list(range(workers, workers + ROWS[name].servers))
     assert dict(plan.options) == dataclasses.asdict(strategy)
 
@@ -273,7 +297,7 @@ def test_a_step_is_an_acyclic_graph_of_what_events_measure(name: str, workers: i
     assert {op.rank for op in ops.values() if op.kind == "compute"} == ranks
     assert {op.rank for op in ops.values() if op.kind == "update"} == set(plan.servers or ranks)
     assert all(op.bytes >= 0 for op in ops.values())
-    if strategy.synchronous and workers > 1:
+    if strategy.synchronous and plan.replicas > 1:
         computed = {op.name for op in ops.values() if op.kind == "compute"}
         assert all(computed <= before[op.name] for op in ops.values() if op.kind == "update")
         assert {op.rank for op in ops.values() if op.kind == "exchange" and op.bytes} == ranks

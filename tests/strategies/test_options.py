@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import headrace as hr
+from headrace.errors import UsageError
 from strategies.contract_models import COUNTS, Case
 from strategies.contract_options import BF16, OPTIONS
 from strategies.contract_runs import Outcome, by_hand, distance, train
@@ -37,6 +38,10 @@ def test_one_device_is_a_loop_of_plain_pytorch_bit_for_bit(option: str, size: st
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 def test_any_number_of_workers_is_one_device(name: str, workers: int, option: str) -> None:
     case, strategy = OPTIONS[option], ROWS[name].make(workers)
+    if option in ROWS[name].refuses:
+        with pytest.raises(UsageError, match="looks at whole matrices"):
+            train(case.job(COUNTS["uneven"]), strategy)
+        return
     outcome = train(case.job(COUNTS["uneven"]), strategy)
     assert_equal(outcome, on_one_device(case, "uneven", torch.float64, None), DOUBLE)
     assert_equal(train(case.job(COUNTS["tiny"]), strategy), on_one_device(case, "tiny", torch.float64, None), DOUBLE)

@@ -18,6 +18,7 @@ def test_options_are_the_strategys_own() -> None:
     wanted = hr.ParameterServer(2, servers=2, staleness_bound=0, sharding="max_size:4MB")
     assert resolve("parameter_server(servers=2, staleness_bound=0, sharding='max_size:4MB')", 2) == wanted
     assert resolve("downpour(workers=4)", 2) == hr.Downpour(4)
+    assert resolve("pipeline(micro_batches=8)", 2) == hr.Pipeline(2, 8)
 
 
 def test_what_does_not_exist_is_refused_with_what_does() -> None:

@@ -43,8 +43,14 @@ CASES = {
     "all-together": OPTIONS["all-together"],
 }
 
-SYNCHRONOUS = [(name, workers) for name, row in ROWS.items() if STRATEGIES[name].synchronous for workers in row.workers]
-"""Name and number of workers."""
+SYNCHRONOUS = [
+    (name, workers)
+    for name, row in ROWS.items()
+    if STRATEGIES[name].synchronous and row.whole
+    for workers in row.workers
+    if row.replicas(workers) == workers
+]
+"""Name and number of workers, each of whom holds the whole model."""
 WAYS = [
     *[(one, one) for one in SYNCHRONOUS],
     *[(("mirrored", 2), ("central_storage", 3)), (("central_storage", 3), ("mirrored", 2))],

@@ -83,16 +83,17 @@ def train(
         checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every)
         going = _going(resume, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy)[0]}")
-        # In this order: the engine starts a process that imports torch at the same time as this one does, for
-        # the job file and the trainer.
+        # In this order: the engine forks a process off this one, which must not have run the job file by then.
         with own_engine() as engine, saying_where(where):
             job = load_job(path, settings or ())
-            from headrace.strategies import resolve
+            from headrace.strategies import COUNTS, resolve
             from headrace.trainer import fit
 
             chosen = resolve(strategy, workers)
-            if workers is not None and workers != getattr(chosen, "workers", 1):
-                raise UsageError(f"--workers {workers}: {strategy} runs on 1; try --strategy mirrored")
+            count = next((n for each in COUNTS if (n := getattr(chosen, each, None)) is not None), 1)
+            if workers is not None and workers != count:
+                other = "try --strategy mirrored" if count == 1 else "say it once"
+                raise UsageError(f"--workers {workers}: {strategy} runs on {count}; {other}")
             with tensorboards(tensorboard) as on_event:
                 run = fit(
                     job,

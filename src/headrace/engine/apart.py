@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import perf_counter
 
 from headrace.engine.journal import Journal
 from headrace.replica.meetings import Meetings, Met
 from headrace.spec.averaged import Averaged
 
-__all__ = ["Apart"]
+__all__ = ["Apart", "heard"]
 
 
 class Apart:
@@ -40,7 +41,9 @@ class Apart:
 
     def _tell(self, met: Met, done: int, began: float) -> None:
         if self._rank == 0:
-            took_s = perf_counter() - began
-            now = self._journal.now()
-            heard = Averaged(0, now, done, met.rounds, met.period, met.why, met.drift, took_s, met.left_out)
-            self._journal.write(heard)
+            self._journal.write(heard(0, self._journal.now(), done, replace(met, took_s=perf_counter() - began)))
+
+
+def heard(rank: int, now: float, done: int, met: Met) -> Averaged:
+    """Returns the event that tells of a meeting after so many rounds."""
+    return Averaged(rank, now, done, met.rounds, met.period, met.why, met.drift, met.took_s, met.left_out, met.number)

@@ -41,6 +41,7 @@ class Evaluation:
         self._replica = replica
         self._loader = loader
         self._host = host
+        self._mates = replica.compute.mates or host
 
     def run(self, weight: float = 1.0) -> tuple[dict[str, float], int]:
         """Returns the metrics, the same on every worker, and how many examples were counted.
@@ -66,6 +67,8 @@ class Evaluation:
 
     def _measure(self, share: Share, measures: Mapping[str, Any], sums: list[float]) -> None:
         output = self._replica.compute.predict(share.batch)
+        if not self._replica.compute.counts:
+            return
         target = self._replica.compute.place(select_target(share.batch, self._job.target))
         for index, (name, measure) in enumerate(measures.items()):
             total, weight = weigh(measure(output, target), share.examples, name)
@@ -86,9 +89,9 @@ class Evaluation:
 
     @contextmanager
     def _averaged(self, weight: float) -> Iterator[None]:
-        buffers = averaged_buffers(self._replica.compute.module) if self._host.world > 1 else []
+        buffers = averaged_buffers(self._replica.compute.module) if self._mates.world > 1 else []
         own = [buffer.clone() for buffer in buffers]
-        average(buffers, self._host, weight)
+        average(buffers, self._mates, weight)
         averages = self._job.options.ema_decay is not None
         try:
             if averages:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 from headrace.spec.event import Event, encode
+from headrace.spec.passed import Pass, Passed
 
 __all__ = ["Journal", "events_path"]
 
 _FLUSH_EVERY_S = 0.25
+_PASSED_EVERY, _PASSED_AT = 50, 5
+"""Not the first steps, in which memory is taken and caches are cold."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -27,6 +32,9 @@ class Journal:
         run_dir: of the run.
         rank: of this process.
         started: the run's begin on the host's monotonic clock, seconds.
+
+    Attributes:
+        rank: see there.
     """
 
     def __init__(self, run_dir: Path, rank: int, started: float) -> None:
@@ -34,7 +42,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A run that goes on after an interruption appends.
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._rank = rank
+        self.rank = rank
         self._started = started
         self._lines: list[str] = []
         self._waiting = b""
@@ -57,13 +65,22 @@ class Journal:
         leased = f',"lease":{lease}' if lease >= 0 else ""
         now = monotonic()
         self._lines.append(
-            f'{{"kind":"stepped","rank":{self._rank},"time_s":{now - self._started:.6f},"step":{step},'
+            f'{{"kind":"stepped","rank":{self.rank},"time_s":{now - self._started:.6f},"step":{step},'
             f'"epoch":{epoch},"examples":{examples},"loss":{"null" if loss is None else repr(loss)},'
             f'"weight":{weight!r},"wait_s":{wait:.7f},"compute_s":{compute:.7f},'
             f'"exchange_s":{exchange:.7f},"update_s":{update:.7f}{leased}}}'
         )
         if now - self._flushed > _FLUSH_EVERY_S:
             self.flush()
+
+    def passed(self, step: int, in_flight: int, passes: Sequence[Pass]) -> None:
+        """Appends a `Passed` event after some of the steps of a pipeline: the same ones on all of its ranks."""
+        if passes and step % _PASSED_EVERY == _PASSED_AT:
+            started = self._started
+            told = tuple(
+                replace(each, began_s=each.began_s - started, ended_s=each.ended_s - started) for each in passes
+            )
+            self._lines.append(encode(Passed(self.rank, self.now(), step, in_flight, told)))
 
     def flush(self) -> None:
         """Hands what waits to the operating system."""

@@ -149,14 +149,18 @@ class Group:
 
     def _apart(self) -> SharedCollective:
         # Here, because importing torch.distributed costs what a run on one host need not pay.
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
         from headrace.comm.between_hosts import BetweenHosts, connect
 
         address, store = own_address(), launched_store()
-        group = connect(PrefixStore(f"{self._words}/gloo", store), self.rank, self.world, address, MEET_S)
+
+        def grow(name: str, rank: int, world: int) -> ProcessGroupGloo:
+            return connect(PrefixStore(f"{self._words}/gloo/{name}", store), rank, world, address, MEET_S)
+
+        group = grow("all", self.rank, self.world)
         self._relay = Relay(store.clone(), self._words, self.page, self.rank)
-        return BetweenHosts(group, self.page, self.rank, self._check, self._accuse)
+        return BetweenHosts(group, self.page, self.rank, self._check, self._accuse, grow)
 
     def _check(self) -> None:
         """Looks at the others, because nobody watches them for us."""

@@ -6,6 +6,8 @@ import sys
 
 from headrace.comm.collective import SharedCollective
 from headrace.data import Loader
+from headrace.engine.apart import heard
+from headrace.engine.journal import Journal
 from headrace.engine.order import Order
 from headrace.errors import UsageError
 from headrace.replica.portions import Fence, Portion, Portions
@@ -40,6 +42,7 @@ class Leased:
     loader: of the training data.
     host: the workers.
     fate: this worker's, of the control page.
+    journal: of this process.
 
     Attributes:
         fence: rounds that are done at the fence where this worker stands; -1 while it is at none.
@@ -48,7 +51,13 @@ class Leased:
     """
 
     def __init__(
-        self, order: Order, portions: Portions, loader: Loader, host: SharedCollective, fate: memoryview
+        self,
+        order: Order,
+        portions: Portions,
+        loader: Loader,
+        host: SharedCollective,
+        fate: memoryview,
+        journal: Journal,
     ) -> None:
         self.fence = -1
         self.wanted_away = False
@@ -58,6 +67,7 @@ class Leased:
         self._portions = portions
         self._loader = loader
         self._host = host
+        self._journal = journal
         self._portion: Portion | None = None
         self._rest = range(0)
         self._stepped = False
@@ -106,9 +116,15 @@ class Leased:
         """Whether the last portion's gradient came too late to count."""
         return self._portions.late
 
-    def pushed(self) -> None:
-        """Asks for the next portion, when the last has been pushed."""
+    def pushed(self, done: int) -> None:
+        """Asks for the next portion, when the last has been pushed, after so many rounds."""
         self._held = False
+        met, self._portions.meeting = self._portions.meeting, None
+        if met is not None:
+            self._journal.write(heard(self._journal.rank, self._journal.now(), done, met))
+        if self._portions.late:
+            # What is left of it comes again with what is done.
+            self._rest, self._portion = range(0), None
         if not self._rest:
             self._ask()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from types import TracebackType
 
+from headrace.engine.birth import begin, fork
 from headrace.engine.crew import Crew
 from headrace.engine.nursery import Nursery
 from headrace.engine.order import Engine, Order, Progress
@@ -27,10 +28,13 @@ class LocalEngine(Engine):
     """Forks the workers from a process that imports torch while the engine's owner does other things.
 
     Use as a context, or `close` it; several runs may follow each other on one engine.
+
+    Args:
+        forks: whether that process is a fork of this one, which has done nothing yet, and imports torch for both.
     """
 
-    def __init__(self) -> None:
-        self._nursery = Nursery()
+    def __init__(self, forks: bool = False) -> None:
+        self._nursery = Nursery(fork if forks else begin)
         self._busy = threading.Lock()
 
     def __enter__(self) -> LocalEngine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.ps.snapshots import SnapshotSet
     from headrace.strategies.strategy import Strategy
 
-__all__ = ["SNAPSHOTS", "Attempt", "Engine", "Order", "Progress", "Resumption"]
+__all__ = ["SNAPSHOTS", "Attempt", "Engine", "Order", "Progress", "Resumption", "first_loss"]
 
 SNAPSHOTS = "snapshots"
 """The folder in a run's directory that its servers' snapshots are in."""
@@ -124,13 +124,22 @@ class Progress:
 
     Attributes:
         step: rounds that rank 0 has done.
-        loss: rank 0's last.
+        loss: the last of the first rank that has one.
         examples: of all workers so far.
     """
 
     step: int
     loss: float
     examples: int
+
+
+def first_loss(losses: Iterable[memoryview[float]]) -> float:
+    """Returns the last loss of the first rank that has one: of a replica on several ranks one alone has; 0 before.
+
+    Args:
+        losses: of the control page.
+    """
+    return next((loss[0] for loss in losses if loss[0]), 0.0)
 
 
 class Engine(ABC):

@@ -148,7 +148,8 @@ def _checker(page: ControlPage, order: Order) -> Callable[[], None]:
     def check() -> None:
         if page.abort:
             rank = page.abort - 1
-            raise PeerLost(rank, order.plan.role(rank).host, "the launcher ended the run because of it")
+            cause = "the launcher ended the run because of it"
+            raise PeerLost(rank, order.plan.role(rank).host, cause, order.plan.part_of(rank))
 
     return check
 

@@ -7,13 +7,13 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from headrace.engine.machine import host_name
-from headrace.errors import InfeasiblePlan, RunFailed, UsageError
+from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UsageError
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import from_plain, to_plain
 
@@ -24,6 +24,7 @@ __all__ = [
     "joined",
     "launched_ranks",
     "launched_store",
+    "of_first",
     "own_address",
     "total_of_hosts",
 ]
@@ -68,6 +69,26 @@ def gather(text: str) -> list[str]:
         # The store lives with rank 0, which must not end before the others have read.
         store.wait([f"{words}/all"])
     return texts
+
+
+def of_first(make: Callable[[], str]) -> str:
+    """Returns what rank 0 makes, on every rank of a launcher; all call it together.
+
+    Raises:
+        RunFailed: rank 0 could not; there, what has stopped it.
+    """
+    if int(os.environ["RANK"]) > 0:
+        made, refused = json.loads(gather("")[0])
+        if refused:
+            raise RunFailed(f"rank 0 refused to begin: {refused}")
+        return str(made)
+    try:
+        own = make()
+    except HeadraceError as error:
+        gather(json.dumps(["", str(error)]))
+        raise
+    gather(json.dumps([own, ""]))
+    return own
 
 
 def join(cluster: Cluster) -> Cluster:

@@ -15,8 +15,9 @@ import torch
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.engine.order import Resumption
 from headrace.engine.preparation import Prepared
-from headrace.engine.snapshot import making_sense, parameters_and_buffers
+from headrace.engine.snapshot import making_sense
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UsageError
+from headrace.replica.describe import parameters_and_buffers
 from headrace.replica.optimizer import build
 from headrace.replica.schedule import group_settings, make, plain
 from headrace.spec.job import Job
@@ -126,7 +127,12 @@ def _model_differences(checkpoint: Checkpoint, prepared: Prepared) -> Iterator[s
         name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in parameters_and_buffers(prepared.module)
     }
-    saved = {name: spec for name, spec in checkpoint.shapes(0).items() if name.startswith(("parameter/", "buffer/"))}
+    saved = {
+        name: spec
+        for rank in checkpoint.ranks
+        for name, spec in checkpoint.shapes(rank).items()
+        if name.startswith(("parameter/", "buffer/"))
+    }
     for name in sorted({*now, *saved}):
         if now.get(name) != saved.get(name):
             words = name.replace("/", " ")

@@ -34,7 +34,7 @@ def seat(pipeline: Pipeline, plan: Plan, role: Role, host: SharedCollective) -> 
         UsageError: each worker may get any portion, and hosts list examples of their own.
     """
     # Leased portions are nobody's share.
-    shares = (1,) * plan.workers if plan.servers else plan.shares
+    shares = (1,) * plan.replicas if plan.servers else plan.shares
     workers = [other for other in plan.roles if other.kind == "worker"]
     names = list(dict.fromkeys(worker.host for worker in workers))
     if pipeline.hosts is None or len(names) == 1:
@@ -44,11 +44,12 @@ def seat(pipeline: Pipeline, plan: Plan, role: Role, host: SharedCollective) -> 
             f"{plan.strategy} hands any portion to any worker, and hr.data.local says that each of {len(names)} hosts "
             "stores another part; give every host all data, or train without servers: mirrored"
         )
-    mates = sorted(worker.data_rank for worker in workers if worker.host == role.host)
+    near = [worker for worker in workers if worker.host == role.host]
+    mates = sorted({worker.data_rank for worker in near})
     mine = names.index(role.host)
     # One of each host says how much it has.
     told = [0.0] * len(names)
-    told[mine] = float(len(pipeline)) if mates[0] == role.data_rank else 0.0
+    told[mine] = float(len(pipeline)) if role.rank == min(worker.rank for worker in near) else 0.0
     counts = tuple(map(int, host.sum(told)))
     known = replace(pipeline, hosts=Hosts(counts, mine))
     return Seat(known, tuple(shares[mate] for mate in mates), mates.index(role.data_rank))

@@ -13,17 +13,18 @@ from headrace.spec.share import Share
 __all__ = ["catch_up", "counted"]
 
 
-def counted(share: Share, drops: bool, host: SharedCollective) -> Share:
+def counted(share: Share, drops: bool, host: SharedCollective, counts: bool = True) -> Share:
     """Returns a share that knows how many examples all workers have together; all of them call it.
 
     Args:
         share: of this worker.
         drops: whether its data may leave some out.
         host: the workers, who go in step.
+        counts: whether this worker speaks for its replica, whose ranks have the same share.
     """
     if not drops:
         return share
-    (total,) = host.sum([float(share.examples)])
+    (total,) = host.sum([float(share.examples * counts)])
     return replace(share, of=int(total))
 
 

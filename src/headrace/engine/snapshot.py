@@ -1,7 +1,7 @@
 """A worker's part of the run's state, as named tensors: taken for a checkpoint, put back from one.
 
-parameter/NAME       every parameter                                     rank 0
-buffer/NAME          every buffer, running statistics averaged           rank 0
+parameter/NAME       every parameter                                     the first rank that holds it
+buffer/NAME          every buffer, running statistics averaged           the first rank that holds it
 state/NAME/KEY@START a piece of the optimizer's state or of the average  who updates it
 local/NAME           a worker's own buffer; of one worker, those alone   every rank
                      that do not belong to the model's state
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from headrace.checkpoint import Checkpoint
 from headrace.errors import CorruptCheckpoint, HeadraceError
+from headrace.replica.compute import Compute
+from headrace.replica.describe import parameters_and_buffers
 from headrace.replica.exchange import StatePiece
 from headrace.replica.update import PARAMETER
 from headrace.spec.plan import EVERY_WORKER, Plan
@@ -33,48 +35,41 @@ __all__ = [
     "model_tensors",
     "own_pieces",
     "owned_pieces",
-    "parameters_and_buffers",
     "random_states",
     "restore_random_states",
     "seed_random",
 ]
 
 
-def parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields every parameter once and every buffer that belongs to the model's state, by checkpoint name."""
-    for name, parameter in module.named_parameters():
-        yield f"parameter/{name}", parameter.detach()
-    kept = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name in kept:
-            yield f"buffer/{name}", buffer
-
-
 def local_buffers(module: nn.Module, world: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the buffers that a worker must find again as they were, by checkpoint name, if others have other ones."""
     kept = module.state_dict(keep_vars=True) if world == 1 else {}
     for name, buffer in module.named_buffers():
-        if name not in kept:
+        if name not in kept and not buffer.is_meta:
             yield f"local/{name}", buffer
 
 
-def model_tensors(module: nn.Module, rank: int, world: int, averaged: Mapping[int, Tensor]) -> dict[str, Tensor]:
+def model_tensors(compute: Compute, leads: bool, world: int, averaged: Mapping[int, Tensor]) -> dict[str, Tensor]:
     """Returns copies of what a rank saves of the model itself: training changes it while it is written.
 
     Args:
-        module: this worker's.
-        rank, world: of this worker; rank 0 saves what is everybody's.
+        compute: this worker's.
+        leads: whether it is the first of those that hold the same part of the model.
+        world: how many these are.
         averaged: copies of averaged running statistics, by the `id` of the buffer.
     """
-    shared = parameters_and_buffers(module) if rank == 0 else ()
-    tensors = {name: averaged[id(each)] if id(each) in averaged else each.detach().clone() for name, each in shared}
-    return tensors | {name: buffer.detach().clone() for name, buffer in local_buffers(module, world)}
+    tensors = {
+        name: averaged[id(each)] if id(each) in averaged else each.detach().clone()
+        for name, each in compute.whole_tensors(leads)
+    }
+    return tensors | {name: buffer.detach().clone() for name, buffer in local_buffers(compute.module, world)}
 
 
 def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[str, Tensor]:
-    """Returns the pieces that this rank saves: what all ranks hold is saved by rank 0."""
+    """Returns the pieces that this rank saves: what several hold is saved by the first of them."""
     shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
-    return {f"state/{piece.name}": piece.value for piece in pieces if rank == 0 or piece.parameter not in shared}
+    leads = plan.leads(rank)
+    return {f"state/{piece.name}": piece.value for piece in pieces if leads or piece.parameter not in shared}
 
 
 def own_pieces(pieces: tuple[StatePiece, ...]) -> dict[str, Tensor]:
@@ -152,21 +147,29 @@ class Stored:
         self.description = checkpoint.description
         self.ranks = len(checkpoint.ranks)
         self._by_rank = {rank: checkpoint.read(rank) for rank in checkpoint.ranks}
+        self._model = {
+            name: tensor
+            for tensors in self._by_rank.values()
+            for name, tensor in tensors.items()
+            if name.startswith(("parameter/", "buffer/"))
+        }
 
     def load_module(self, module: nn.Module) -> None:
-        """Gives a module the parameters, and the buffers as rank 0 saved them."""
+        """Gives a whole module the parameters, and the buffers as they were saved for all."""
         with torch.no_grad():
             for name, tensor in parameters_and_buffers(module):
-                tensor.copy_(self._by_rank[0][name])
+                tensor.copy_(self._model[name])
 
     def load_buffers(self, module: nn.Module, rank: int, world: int) -> None:
-        """Gives a module this rank's own buffers, or what rank 0 saved of them for all where it has none."""
+        """Gives a module this rank's own buffers, or what was saved of them for all where it has none."""
         own = self._by_rank[rank] if self.ranks == world else {}
         with torch.no_grad():
             for name, buffer in module.named_buffers():
-                saved = own.get(f"local/{name}", self._by_rank[0].get(f"buffer/{name}"))
+                saved = own.get(f"local/{name}", self._model.get(f"buffer/{name}"))
+                if saved is None or buffer.is_meta:
+                    continue
                 # One that is not part of the model's state may have grown, and is made again.
-                if saved is not None and (saved.shape == buffer.shape or f"buffer/{name}" in self._by_rank[0]):
+                if saved.shape == buffer.shape or f"buffer/{name}" in self._model:
                     buffer.copy_(saved)
 
     def random(self, rank: int) -> dict[str, Tensor]:
@@ -193,6 +196,6 @@ class Stored:
         """Returns the parameters in the form of state, for those who update them."""
         return [
             StatePiece(name.removeprefix("parameter/"), PARAMETER, 0, tensor.flatten())
-            for name, tensor in self._by_rank[0].items()
+            for name, tensor in self._model.items()
             if name.startswith("parameter/")
         ]

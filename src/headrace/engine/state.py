@@ -47,7 +47,8 @@ class WorkerState:
         self._stopper = stopper
         self._rounds_per_epoch = rounds_per_epoch
         self._model = replica.compute.module
-        self._device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        self._mates = replica.compute.mates or host
+        self._device = torch.device(order.plan.role(rank).device)
 
     def take(self, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns copies of this worker's part, and what is said of the whole; all workers do it together.
@@ -62,8 +63,9 @@ class WorkerState:
             tensors |= own_pieces(meetings.own())
             meetings.show(True)
         averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
-        average(list(averaged.values()), self._host, weight)
-        tensors |= model_tensors(self._model, rank, self._host.world, averaged)
+        average(list(averaged.values()), self._mates, weight)
+        leads = self._order.plan.leads(rank)
+        tensors |= model_tensors(self._replica.compute, leads, self._mates.world, averaged)
         if meetings:
             meetings.show(False)
         description = {

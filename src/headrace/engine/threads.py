@@ -11,7 +11,7 @@ from headrace.comm.control import ControlPage
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.comm.segment import Segment
 from headrace.engine.interrupts import orderly_interrupts
-from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.order import Engine, Order, Progress, first_loss
 from headrace.engine.server import serve
 from headrace.engine.snapshot import random_states, restore_random_states
 from headrace.engine.work import work
@@ -58,7 +58,7 @@ class ThreadEngine(Engine):
                     for thread in threads:
                         thread.join(_LOOK_EVERY_S / ranks)
                     _check_parted(page, meeting, workers)
-                    progress(Progress(page.beats[0][1], page.losses[0][0], sum(beat[2] for beat in page.beats)))
+                    progress(Progress(page.beats[0][1], first_loss(page.losses), sum(beat[2] for beat in page.beats)))
             except BaseException:
                 # Nobody can end a thread; it ends itself, after the step that it is in or at the next meeting.
                 page.stop = 1
@@ -73,7 +73,7 @@ class ThreadEngine(Engine):
             if isinstance(error, HeadraceError):
                 raise error
             cause = f"{type(error).__name__}: {error}"
-            raise WorkerFailed(rank, order.plan.roles[rank].host, cause) from error
+            raise WorkerFailed(rank, order.plan.roles[rank].host, cause, part=order.plan.part_of(rank)) from error
         return interrupts.status(page)
 
     def close(self) -> None:

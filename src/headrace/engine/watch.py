@@ -18,7 +18,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from headrace.engine.nursery import Nursery
-from headrace.engine.order import Order, Progress
+from headrace.engine.order import Order, Progress, first_loss
 from headrace.engine.staffing import Staffing
 from headrace.engine.vitals import Vitals
 from headrace.errors import PeerLost, UsageError, WorkerFailed
@@ -123,7 +123,7 @@ class Watch:
         self._nursery.check(self._order.timeout_s)
         page = self._page
         examples = sum(beat[2] for beat in page.beats)
-        self._progress(Progress(max(beat[1] for beat in page.beats), page.losses[0][0], examples))
+        self._progress(Progress(max(beat[1] for beat in page.beats), first_loss(page.losses), examples))
         for rank in self._succession.look():
             self._seats[rank].in_vain = 0
         for rank in self._running:
@@ -147,7 +147,7 @@ class Watch:
             self._nursery.kill([rank])
             return
         self._abort(rank)
-        raise PeerLost(rank, self._host(rank), cause)
+        raise self._lost(rank, cause)
 
     def _lose(self, rank: int, cause: str) -> None:
         """Lets the others know that a process is gone for good, and starts another one in its place."""
@@ -167,7 +167,7 @@ class Watch:
         self._journal.write(Lost(LAUNCHER, self._journal.now(), rank, incarnation - 1, cause, replaced))
         if seat.in_vain == _IN_VAIN:
             self._abort(rank)
-            raise PeerLost(rank, self._host(rank), f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
+            raise self._lost(rank, f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
         if replaced:
             self._running.add(rank)
             self._crew.start(self._order.plan.role(rank))
@@ -175,7 +175,7 @@ class Watch:
                 self._succession.up(rank)
         elif not self._running.intersection(self._workers):
             self._abort(rank)
-            raise PeerLost(rank, self._host(rank), f"{cause}, the last of the workers")
+            raise self._lost(rank, f"{cause}, the last of the workers")
 
     def _change_workers(self, count: int) -> str:
         """Lets workers join, or leave below 0; returns what happened.
@@ -257,13 +257,13 @@ class Watch:
         while (code >= 0 or self._order.snapshots_every_s) and self._running and monotonic() < deadline:
             codes |= self._collect()
         if code < 0:
-            raise PeerLost(rank, self._host(rank), _killed_by(code))
+            raise self._lost(rank, _killed_by(code))
         failures = [failure for peer in codes for failure in self._failures(peer)]
         if failures:
             first = min(failures, key=lambda failure: failure.time_s)
-            raise WorkerFailed(first.rank, self._host(first.rank), first.cause, first.traceback, first.exit_code)
+            raise self._failed(first.rank, first.cause, first.traceback, first.exit_code)
         cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
-        raise WorkerFailed(rank, self._host(rank), cause, self._end_of_log(rank))
+        raise self._failed(rank, cause, self._end_of_log(rank))
 
     def _abort(self, rank: int) -> None:
         if not self._page.abort:
@@ -305,8 +305,13 @@ class Watch:
         path = events_path(self._order.run_dir, rank)
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
-    def _host(self, rank: int) -> str:
-        return self._order.plan.role(rank).host
+    def _lost(self, rank: int, cause: str) -> PeerLost:
+        plan = self._order.plan
+        return PeerLost(rank, plan.role(rank).host, cause, plan.part_of(rank))
+
+    def _failed(self, rank: int, cause: str, traceback: str, exit_code: int = 1) -> WorkerFailed:
+        plan = self._order.plan
+        return WorkerFailed(rank, plan.role(rank).host, cause, traceback, exit_code, plan.part_of(rank))
 
 
 def _killed_by(code: int) -> str:

@@ -9,13 +9,13 @@ import resource
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.checkpoint import CheckpointFolder
 from headrace.comm.collective import Collective, SharedCollective
@@ -33,12 +33,15 @@ from headrace.engine.succession import primary_address
 from headrace.engine.worker import Worker, train
 from headrace.errors import HeadraceError, PeerLost
 from headrace.policies.threads import threads_per_worker
+from headrace.replica.compute import Compute
+from headrace.replica.describe import parameters_and_buffers
 from headrace.replica.exchange import Replica
 from headrace.replica.whole_model import Objective
 from headrace.spec.event import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.job import Job
+from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Role
-from headrace.strategies.strategy import Parts, broadcast
+from headrace.strategies.strategy import Parts, Servers
 
 __all__ = ["build_module", "objective_of", "user_traceback", "work"]
 
@@ -77,7 +80,7 @@ def work(
             with making_sense(stored.path):
                 stored.load_module(module)
         loader, feeding = _fed(order, role, host, journal)
-        parts = replace(_parts(order, role, host, module, page, loader, closing), incarnation=incarnation)
+        parts = _parts(order, role, host, module, page, loader, closing)
         replica = order.strategy.replica(order.plan, rank, parts)
         if replica.portions:
             closing.callback(replica.portions.close)
@@ -94,7 +97,7 @@ def work(
         meets = worker.leave()
         if meets:
             _end_together(page, rank, worker, host)
-            host.together(lambda: _leave_model(order, rank, host, parts.module))
+            host.together(lambda: _leave_model(order, rank, host, replica.compute))
         journal.write(_ended(rank, worker, replica, host, journal, parts))
         if meets:
             host.together(lambda: _part(replica, host))
@@ -118,16 +121,34 @@ def _failed(rank: int, worker: Worker | None, journal: Journal, error: BaseExcep
     return Failed(rank, journal.now(), step, f"{type(error).__name__}: {error}", shown, code)
 
 
-def _leave_model(order: Order, rank: int, host: SharedCollective, module: nn.Module) -> None:
-    roles = order.plan.roles
+def _leave_model(order: Order, rank: int, host: SharedCollective, compute: Compute) -> None:
+    plan, roles = order.plan, order.plan.roles
+    tensors = {name: tensor.cpu() for name, tensor in compute.whole_tensors(plan.leads(host.rank))}
     first = host.rank == 0
     if not host.one_memory:
-        broadcast(module, host)
         first = rank == min(role.rank for role in roles if role.host == roles[rank].host)
+    if not host.one_memory or plan.replicas < plan.workers:
+        tensors = dict(_gathered(order.model, compute.module, tensors, host, first))
     if first:
-        _save(module, order, rank)
+        _save(compute.module, tensors, order, rank)
     # Under a launcher every rank goes on with the saved model.
     host.barrier()
+
+
+def _gathered(
+    model: ModelSpec, module: nn.Module, own: Mapping[str, Tensor], host: SharedCollective, keep: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields what any rank has of the model, on those that keep it."""
+    specs = {spec.name: spec for spec in (*model.parameters, *model.buffers)}
+    for name, _ in parameters_and_buffers(module):
+        spec = specs[name.partition("/")[2]]
+        whole = torch.zeros(spec.bytes, dtype=torch.uint8)
+        if name in own:
+            whole.copy_(own[name].contiguous().view(-1).view(torch.uint8))
+        # Bytes, because adding zeros to numbers would lose the sign of a zero.
+        host.all_reduce(whole)
+        if keep:
+            yield name, whole.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def _part(replica: Replica, host: SharedCollective) -> None:
@@ -206,8 +227,12 @@ def _parts(
         full_batch=loader.full_batch,
         first=first,
         closing=closing,
-        addresses=lambda: tuple(_address(page, order.plan, server, host) for server in order.plan.servers),
-        find=lambda index: _find(page, order.plan, index),
+        servers=Servers(
+            addresses=lambda: tuple(_address(page, order.plan, server, host) for server in order.plan.servers),
+            find=lambda index: _find(page, order.plan, index),
+            incarnation=page.fates[role.rank][0],
+        ),
+        sample=lambda: _sample(order.job),
     )
 
 
@@ -223,6 +248,12 @@ def _find(page: ControlPage, plan: Plan, index: int) -> str:
     if not address:
         raise ConnectionError("nobody is in its place yet")
     return address
+
+
+def _sample(job: Job) -> Any:
+    pipeline, _ = as_pipeline(job.data)
+    loader = Loader(pipeline, job.seed, min(2, len(pipeline)), (1,), 0, ordered=True)
+    return next(share.batch for share in loader.sweep(alone=True) if share.examples)
 
 
 def _itself(host: SharedCollective) -> Callable[[], Collective]:
@@ -262,15 +293,19 @@ def _worker(
 ) -> Worker:
     job, plan = order.job, order.plan
     means = _means(plan, role)
+    for line in replica.compute.notes:
+        journal.write(Notice(role.rank, journal.now(), line))
     evaluation = None
     if job.eval_data is not None:
         eval_pipeline, _ = as_pipeline(job.eval_data)
 
         def swept(rank: int, world: int) -> Loader:
+            each = plan.workers // plan.replicas
+            parts = (1,) * (world // each)
             # Of leased portions anybody may come and go; evaluation is everybody's who is there.
-            at = Seat(eval_pipeline, (1,) * world, rank) if plan.servers else seat(eval_pipeline, plan, role, host)
+            at = Seat(eval_pipeline, parts, rank // each) if plan.servers else seat(eval_pipeline, plan, role, host)
             batch = job.options.eval_batch_size
-            size = batch * world if batch else max(job.global_batch_size, world)
+            size = batch * len(parts) if batch else max(job.global_batch_size, len(parts))
             return Loader(at.pipeline, job.seed, size, at.shares, at.rank, ordered=True, means=means)
 
         evaluation = Evaluation(job, replica, functools.cache(swept), host)
@@ -283,10 +318,15 @@ def _means(plan: Plan, role: Role) -> Means:
     return Means(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)
 
 
-def _save(module: nn.Module, order: Order, rank: int) -> None:
+def _save(module: nn.Module, saved: Mapping[str, Tensor], order: Order, rank: int) -> None:
     from safetensors.torch import save_file
 
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()}
+    # A tensor may have several names in the module's state, and has one in a checkpoint.
+    first = {id(parameter): f"parameter/{name}" for name, parameter in module.named_parameters()}
+    first |= {id(buffer): f"buffer/{name}" for name, buffer in module.named_buffers()}
+    state = module.state_dict(keep_vars=True)
+    own = {name: saved.get(first.get(id(tensor), ""), tensor) for name, tensor in state.items()}
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()}
     # Its own, because several hosts may have one file system.
     part = order.run_dir / f"model.safetensors.part-{rank}"
     save_file(tensors, part)
@@ -299,7 +339,8 @@ def _ended(
     parameter_bytes, optimizer_bytes = replica.exchange.memory()
     wire = parts.wire if "wire" in parts.__dict__ else None
     moved = (
-        host.moved_bytes
+        host.all_moved_bytes
+        + replica.compute.moved_bytes
         + (replica.portions.moved_bytes if replica.portions else 0)
         + (wire.moved_bytes if wire and wire is not host else 0)
     )

@@ -29,7 +29,6 @@ from headrace.metrics import Mean
 from headrace.replica.batch_norm import averaged_buffers
 from headrace.replica.compute import Computed
 from headrace.replica.exchange import Replica
-from headrace.replica.whole_model import WholeModel
 from headrace.spec.event import Evaluated, Notice
 from headrace.spec.share import Share
 
@@ -83,7 +82,7 @@ class Worker:
         self.rank = rank
         self.world = host.world
         self.model: nn.Module = replica.compute.module
-        self.device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        self.device = torch.device(order.plan.role(rank).device)
         self.rounds = order.job.steps or (order.job.epochs or 0) * loader.rounds_per_epoch
         self.round = order.resume.done - 1 if order.resume else -1
         options = order.job.options
@@ -93,6 +92,7 @@ class Worker:
         self._replica = replica
         self._loader = loader
         self._evaluation = evaluation
+        self._counts, self._mates = replica.compute.counts, replica.compute.mates or host
         self._host = host
         self._page = page
         self._journal = journal
@@ -102,7 +102,7 @@ class Worker:
         self._stopper = Stopper(options.early_stopping)
         self._state = WorkerState(order, rank, replica, host, self._stopper, loader.rounds_per_epoch)
         fate = page.fates[rank]
-        self._leased = Leased(order, replica.portions, loader, host, fate) if replica.portions else None
+        self._leased = Leased(order, replica.portions, loader, host, fate, journal) if replica.portions else None
         self._apart = Apart(replica.meetings, rank, journal) if replica.meetings else None
         self._replaces = page.fates[rank][0] > 0
         alone = self._alone = self._leased is not None or self._apart is not None
@@ -111,8 +111,7 @@ class Worker:
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
-        self._examples = 0
-        self._deadline = order.deadline(self._replaces)
+        self._examples, self._deadline = 0, order.deadline(self._replaces)
 
     @property
     def epoch_ended(self) -> bool:
@@ -152,7 +151,7 @@ class Worker:
                 self.round = round_
                 self._ask()
                 began = perf_counter()
-                self._share = counted(next(shares), self._loader.drops and not self._apart, self._host)
+                self._share = counted(next(shares), self._loader.drops and not self._apart, self._host, self._counts)
                 batch = self._replica.compute.place(self._share.batch)
                 self._times[0] = perf_counter() - began
                 yield batch
@@ -213,13 +212,10 @@ class Worker:
 
     def backward(self, loss: Tensor | Mean) -> None:
         """Differentiates a loss of one's own, the mean over this worker's share: the first half of `step`."""
-        compute = self._replica.compute
-        if not isinstance(compute, WholeModel):
-            raise UsageError(f"{self._order.plan.strategy} computes whole steps; use worker.step(batch)")
         began = perf_counter()
         self._recovery.before()
         self._replica.exchange.begin(self.round)
-        self._computed = compute.backward(loss, self._part(None))
+        self._computed = self._replica.compute.backward(loss, self._part(None))
         self._times[1] = perf_counter() - began
 
     def update(self) -> float | None:
@@ -247,15 +243,15 @@ class Worker:
         self._times[2:] = synchronized - began, perf_counter() - synchronized
         if self._apart:
             self._times[2] += self._apart.come(self.round + 1)
-        elif self._share.of < self.world and self._order.strategy.synchronous:
-            catch_up(self.model, self._host)
+        elif self._share.of < self._mates.world and self._order.strategy.synchronous:
+            catch_up(self.model, self._mates)
         if self._leased and self._leased.late:
             # The portion counts where it is done again.
             computed, finite = Computed(None, 0.0), False
             self._share = Share(None, 0, 0, self._share.epoch)
         recorded = self._record(computed, loss if finite else None)
         if self._leased:
-            self._leased.pushed()
+            self._leased.pushed(self.round + 1)
         return recorded
 
     def evaluate(self) -> dict[str, float]:
@@ -310,7 +306,7 @@ class Worker:
         if self._order.checkpoints and self._saver.saved != self.round + 1 and not self._over_before:
             self._save()
         self._saver.wait()
-        self._host.together(lambda: average(averaged_buffers(self.model), self._host, self._weight))
+        self._host.together(lambda: average(averaged_buffers(self.model), self._mates, self._weight))
         if self._apart:
             self._apart.meetings.show(True)
         if self._order.job.options.ema_decay is not None:
@@ -393,8 +389,10 @@ class Worker:
         beat = self._page.beats[self.rank]
         beat[1] = self.round + 1
         # Whoever had this place before has counted, too.
-        beat[2] += self._share.examples
+        beat[2] += self._share.examples * self._counts
         lease = self._leased.lease if self._leased and self._share.examples else -1
-        head = (self.round, self._share.epoch, self._share.examples, computed.weight, lease)
+        head = (self.round, self._share.epoch, self._share.examples * self._counts, computed.weight, lease)
         self._losses.note(head, computed.loss, loss, self._times)
+        compute = self._replica.compute
+        self._journal.passed(self.round, compute.in_flight, compute.passes)
         return loss

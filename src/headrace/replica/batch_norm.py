@@ -117,12 +117,13 @@ def synchronise_batch_norm(module: nn.Module, collective: Collective) -> bool:
 
 
 def averaged_buffers(module: nn.Module) -> list[Tensor]:
-    """Returns the running statistics that a checkpoint holds as the mean over workers."""
+    """Returns the running statistics that a checkpoint holds as the mean over workers, as far as they are here."""
     return [
         getattr(layer, name)
         for layer in module.modules()
         if isinstance(layer, _BatchNorm | GlobalBatchNorm) and layer.running_mean is not None
         for name in ("running_mean", "running_var")
+        if not getattr(layer, name).is_meta
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,14 +44,24 @@ class Conditioner:
         host: the ranks.
         scale: of the loss, None for none.
         immediate: whether every round is looked at. On an accelerator that means to wait for it each time.
+        repeated: where the ranks of a replica hold a part of the model each, returns the gradients of what all hold.
+        times: how many ranks hold it.
 
     Attributes:
         looks: whether it does.
     """
 
     def __init__(
-        self, options: Options, host: SharedCollective, scale: LossScale | None = None, immediate: bool = True
+        self,
+        options: Options,
+        host: SharedCollective,
+        scale: LossScale | None = None,
+        immediate: bool = True,
+        repeated: Callable[[], Sequence[Tensor]] = tuple,
+        times: int = 1,
     ) -> None:
+        self._repeated = repeated
+        self._times = times
         self._clip_norm = options.clip_norm
         self._clip_value = options.clip_value
         self._host = host
@@ -62,7 +72,7 @@ class Conditioner:
         """Decides, and clips. When it returns, every rank has.
 
         Args:
-            measured: what this rank looks at; all ranks together look at every element once.
+            measured: what this rank looks at; all ranks together look at every element once, but for repeated ones.
             held: what this rank must change where something is to be changed.
             finite: whether its own loss is.
         """
@@ -87,7 +97,7 @@ class Conditioner:
             self._host.barrier()
             (squared,), unscale = self._host.sum([squared_norm(measured)]), 1.0
         if self._clip_norm is not None:
-            unscale *= clip_coefficient(self._clip_norm, squared * unscale**2)
+            unscale *= clip_coefficient(self._clip_norm, self._counted_once(squared) * unscale**2)
         if unscale != 1.0:
             _multiply(held, unscale)
             self._host.barrier()
@@ -108,6 +118,15 @@ class Conditioner:
         if math.isfinite(squared):
             return 0.0, squared
         return float(not all_finite(measured)), squared
+
+    def _counted_once(self, squared: float) -> float:
+        """Returns the squared norm of the whole model's gradient from the sum over ranks."""
+        if self._times == 1:
+            return squared
+        # After a meeting, when all of every gradient is there, and before another one, when they are multiplied.
+        repeated = squared_norm(self._repeated())
+        self._host.barrier()
+        return max(0.0, squared - (self._times - 1) * repeated)
 
     def _clip_elements(self, held: Sequence[Tensor]) -> None:
         if self._clip_value is not None:

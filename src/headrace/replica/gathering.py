@@ -66,7 +66,8 @@ def require_alike(module: nn.Module, model: ModelSpec, rank: int) -> None:
     Raises:
         UsageError: it is not.
     """
-    own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in module.named_parameters()}
+    named = [each for each in module.named_parameters() if not each[1].is_meta]
+    own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named}
     run = {spec.name: (spec.shape, f"torch.{spec.dtype}") for spec in model.parameters}
     for name in [*run, *(own.keys() - run.keys())]:
         if own.get(name) != run.get(name):

@@ -20,6 +20,8 @@ class Met:
         why: that many, in words.
         drift: the largest distance of a worker's parameters from their mean, over the norm of the mean.
         left_out: ranks whose parameters were not finite: the mean is the others', and they go on from it.
+        number: of the meeting, where each worker tells of itself alone: the drift is its own.
+        took_s: how long, there.
     """
 
     rounds: int
@@ -27,6 +29,8 @@ class Met:
     why: str
     drift: float
     left_out: tuple[int, ...]
+    number: int = 0
+    took_s: float = 0.0
 
 
 class Meetings(ABC):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from headrace.replica.meetings import Met
+
 __all__ = ["Fence", "Portion", "Portions"]
 
 
@@ -48,10 +50,12 @@ class Portions(ABC):
     Attributes:
         moved_bytes: payload that went to and from whoever holds the parameters.
         late: whether the gradient of the last portion came too late to count; the portion comes again.
+        meeting: what came of the meeting at the end of the last portion, if there was one; whoever reads it clears it.
     """
 
     moved_bytes: int
     late: bool
+    meeting: Met | None = None
 
     @abstractmethod
     def begin(self) -> None:

@@ -16,48 +16,90 @@ from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build_over
 from headrace.spec.model import ParameterSpec
 
-__all__ = ["Remainder", "remainder"]
+__all__ = ["MeanState", "Remainder", "mean_state", "remainder"]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Of a tensor in an optimizer's state."""
+class _Like:
+    """Of a tensor in an optimizer's state that has a mean.
 
-    parameter: nn.Parameter
+    Attributes:
+        name: of the parameter that it belongs to.
+        key: the optimizer's own, "momentum_buffer".
+        value: of the same shape and type.
+    """
+
+    name: str
     key: str
-    like: Tensor
+    value: Tensor
+
+
+class MeanState:
+    """An optimizer's state, as far as it has a mean, and its way to other places and back.
+
+    Args:
+        optimizer: whose.
+        named: its parameters.
+        begins: what state it makes in its first step, by parameter.
+
+    Attributes:
+        likes: of all that has a mean.
+        specs: the same, as if it were parameters called "weight/momentum_buffer".
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], begins: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        self._optimizer = optimizer
+        self._named = named
+        self._begins = begins
+        self.likes = [
+            _Like(name, key, value)
+            for name, values in begins.items()
+            for key, value in values.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        self.specs = [_spec(f"{like.name}/{like.key}", like.value) for like in self.likes]
+
+    def gather(self, views: Sequence[Tensor]) -> None:
+        """Brings it into tensors like `likes`; what the optimizer has not made yet is 0."""
+        for like, view in zip(self.likes, views, strict=True):
+            value = self._optimizer.state.get(self._named[like.name], {}).get(like.key)
+            view.zero_() if value is None else view.copy_(value)
+
+    def spread(self, views: Sequence[Tensor]) -> None:
+        """Brings it back."""
+        for like, view in zip(self.likes, views, strict=True):
+            parameter = self._named[like.name]
+            state = self._optimizer.state.get(parameter)
+            if not state:
+                # A worker that has had no example yet has made none, and others may have.
+                if not view.any():
+                    continue
+                state = self._optimizer.state[parameter] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in self._begins[like.name].items()
+                }
+            state[like.key].copy_(view)
 
 
 class Remainder:
     """Args:
     buffers: running statistics.
-    optimizer: whose state is averaged, too.
-    state: where in it, by a probe.
+    state: of the optimizer.
     make: returns what averages tensors of a layout.
 
     Attributes:
         nbytes: that it adds to the host.
     """
 
-    def __init__(
-        self,
-        buffers: Sequence[Tensor],
-        optimizer: torch.optim.Optimizer,
-        state: Mapping[nn.Parameter, Mapping[str, Any]],
-        make: Callable[[FlatLayout], Average],
-    ) -> None:
+    def __init__(self, buffers: Sequence[Tensor], state: MeanState, make: Callable[[FlatLayout], Average]) -> None:
         self._buffers = list(buffers)
-        self._optimizer = optimizer
-        self._begins = state
-        self._places = [
-            _Place(parameter, key, value)
-            for parameter, values in state.items()
-            for key, value in values.items()
-            if isinstance(value, Tensor) and value.is_floating_point()
-        ]
-        tensors = [*self._buffers, *(place.like for place in self._places)]
-        self._average = make(FlatLayout([_spec(index, tensor) for index, tensor in enumerate(tensors)]))
-        self._views = self._average.layout.views(self._average.own)
+        self._state = state
+        tensors = [*self._buffers, *(like.value for like in state.likes)]
+        self._average = make(FlatLayout([_spec(str(index), tensor) for index, tensor in enumerate(tensors)]))
+        views = self._average.layout.views(self._average.own)
+        self._statistics, self._kept = views[: len(self._buffers)], views[len(self._buffers) :]
         self.nbytes = self._average.nbytes
 
     @property
@@ -66,12 +108,10 @@ class Remainder:
         return self._average.elements
 
     def gather(self) -> None:
-        """Brings this worker's to where it is averaged; what the optimizer has not made yet is 0."""
-        for buffer, view in zip(self._buffers, self._views, strict=False):
+        """Brings this worker's to where it is averaged."""
+        for buffer, view in zip(self._buffers, self._statistics, strict=True):
             view.copy_(buffer)
-        for place, view in zip(self._places, self._views[len(self._buffers) :], strict=True):
-            value = self._optimizer.state.get(place.parameter, {}).get(place.key)
-            view.zero_() if value is None else view.copy_(value)
+        self._state.gather(self._kept)
 
     def combine(self, weights: Sequence[float]) -> None:
         """Averages; see `Average`."""
@@ -79,19 +119,9 @@ class Remainder:
 
     def spread(self) -> None:
         """Brings the means back."""
-        for buffer, view in zip(self._buffers, self._views, strict=False):
+        for buffer, view in zip(self._buffers, self._statistics, strict=True):
             buffer.copy_(view)
-        for place, view in zip(self._places, self._views[len(self._buffers) :], strict=True):
-            state = self._optimizer.state.get(place.parameter)
-            if not state:
-                # A worker that has had no example yet has made none, and others may have.
-                if not view.any():
-                    continue
-                state = self._optimizer.state[place.parameter] = {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in self._begins[place.parameter].items()
-                }
-            state[place.key].copy_(view)
+        self._state.spread(self._kept)
 
 
 def remainder(
@@ -109,22 +139,26 @@ def remainder(
         UsageError: the state has no mean.
     """
     buffers = averaged_buffers(module)
-    state = _probe(module, optimizer) if average_state else {}
-    return Remainder(buffers, optimizer, state, make) if buffers or state else None
+    state = mean_state(dict(module.named_parameters()), optimizer) if average_state else MeanState(optimizer, {}, {})
+    return Remainder(buffers, state, make) if buffers or state.likes else None
 
 
-def _probe(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-    """Returns what state the optimizer makes in its first step, if no parameter has a gradient but 0."""
-    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    likes = {name: nn.Parameter(torch.zeros_like(parameter)) for name, parameter in named.items()}
+def mean_state(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> MeanState:
+    """Returns the state of an optimizer over parameters: that which it makes in its first step, of gradients of 0.
+
+    Raises:
+        UsageError: it has no mean.
+    """
+    likes = {name: nn.Parameter(torch.zeros_like(each)) for name, each in named.items() if each.requires_grad}
     for like in likes.values():
         like.grad = torch.zeros_like(like)
     probe = build_over(optimizer, {name: [like] for name, like in likes.items()})
     probe.step()
-    for name, like in likes.items():
-        for key, value in probe.state.get(like, {}).items():
+    begins = {name: dict(probe.state[like]) for name, like in likes.items() if probe.state.get(like)}
+    for name, values in begins.items():
+        for key, value in values.items():
             _require_mean(probe, name, key, value)
-    return {named[name]: dict(probe.state[like]) for name, like in likes.items() if probe.state.get(like)}
+    return MeanState(optimizer, named, begins)
 
 
 def _require_mean(optimizer: torch.optim.Optimizer, name: str, key: str, value: Any) -> None:
@@ -139,5 +173,5 @@ def _require_mean(optimizer: torch.optim.Optimizer, name: str, key: str, value: 
     )
 
 
-def _spec(index: int, tensor: Tensor) -> ParameterSpec:
-    return ParameterSpec(str(index), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def _spec(name: str, tensor: Tensor) -> ParameterSpec:
+    return ParameterSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

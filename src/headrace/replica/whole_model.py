@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +23,9 @@ from headrace.spec.options import Options
 from headrace.spec.share import Share
 from headrace.trees import map_leaves, map_tensors
 
-__all__ = ["Objective", "WholeModel", "cut"]
+__all__ = ["HALF", "Objective", "WholeModel", "cut", "widened"]
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN = Options()
 
 
@@ -80,7 +80,7 @@ class WholeModel(Compute):
         self._always = always
         self._options = options
         self._scale = scale
-        self._half = _HALF.get(options.precision)
+        self._half = HALF.get(options.precision)
         self._graph = graph
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -117,7 +117,7 @@ class WholeModel(Compute):
         # Eager, because graphs for other sizes and without gradients would be compiled for a few batches each.
         with self._autocast():
             output = call(self.module, self.place(batch), self._objective.inputs)
-        return output if self._half is None else map_tensors(self._widened, output)
+        return widened(output, self._half)
 
     def place(self, batch: Any) -> Any:
         """Returns a batch on the model's device."""
@@ -134,10 +134,6 @@ class WholeModel(Compute):
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
-
-    def _widened(self, tensor: Tensor) -> Tensor:
-        # So that metrics do not compute in half precision: their means are over many examples.
-        return tensor.float() if tensor.dtype == self._half else tensor
 
     def _contribute(self, loss: Tensor | Mean, share: Share) -> Computed:
         """Differentiates this share's part of the global mean: of `loss`, whose mean is over the share.
@@ -203,22 +199,37 @@ class WholeModel(Compute):
         return Computed(None, 0.0)
 
 
-def cut(batch: Any, start: int, stop: int, examples: int) -> Any:
+def widened(output: Any, half: torch.dtype | None) -> Any:
+    """Returns a model's output without tensors of half precision, in which metrics, means of many, would be wrong.
+
+    Args:
+        output: any tree.
+        half: what the model has computed in; None where that is its own type.
+    """
+    return output if half is None else map_tensors(lambda each: each.float() if each.dtype == half else each, output)
+
+
+def cut(batch: Any, start: int, stop: int, examples: int, option: str = "accumulate") -> Any:
     """Returns the examples `[start, stop)` of a batch of so many.
+
+    Args:
+        batch: any tree.
+        start, stop, examples: see above.
+        option: by whose wish it is cut.
 
     Raises:
         DataError: it holds something that does not have one entry an example.
     """
-    return map_leaves(partial(_cut, start, stop, examples), batch)
+    return map_leaves(partial(_cut, start, stop, examples, option), batch)
 
 
-def _cut(start: int, stop: int, examples: int, name: str, leaf: Any) -> Any:
+def _cut(start: int, stop: int, examples: int, option: str, name: str, leaf: Any) -> Any:
     if leaf is None:
         return None
     if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == examples:
         return leaf[start:stop]
     form = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
     raise DataError(
-        f"{name} is {form}, and accumulate cuts batches into micro-batches along the first dim, which must have one "
-        f"entry for each of the {examples} examples; leave it out of the batch, or use accumulate=1"
+        f"{name} is {form}, and {option} cuts batches into micro-batches along the first dim, which must have one "
+        f"entry for each of the {examples} examples; leave it out of the batch, or use {option}=1"
     )

@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DASHES", "Bar", "Curve", "Histogram", "Mark", "draw_bars", "draw_curves", "draw_histograms"]
+__all__ = [
+    "DASHES",
+    "Bar",
+    "Curve",
+    "Histogram",
+    "Lane",
+    "Mark",
+    "draw_bars",
+    "draw_curves",
+    "draw_histograms",
+    "draw_lanes",
+]
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
 """Lengths on and off, in line widths: solid, dashed, dotted, dash and dot."""
@@ -28,6 +39,7 @@ _WIDTH_IN = 5.0
 _INCH = 72.0
 _ROW_IN = 0.44
 _HISTOGRAM_IN = 0.6
+_LANE_IN = 0.26
 _MOST_COLUMNS = 48
 _LABEL_LETTERS = 36
 _SALT = "headrace"
@@ -116,6 +128,19 @@ class Histogram:
     counts: Mapping[int, int]
     mean: float
     colour: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What somebody did, over time.
+
+    Attributes:
+        label: on the left.
+        pieces: (begin, length, a stand-in of the palette, words inside).
+    """
+
+    label: str
+    pieces: Sequence[tuple[float, float, str, str]]
 
 
 def draw_curves(
@@ -207,6 +232,45 @@ def draw_histograms(title: str, histograms: Sequence[Histogram], x_label: str) -
             axes.plot([-0.5, limit - 0.5], [row + 0.96] * 2, color=QUIET, linewidth=0.6)
             axes.plot([each.mean] * 2, [row + 0.36, row + 0.96], color=INK, linewidth=1.4, zorder=4)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
+
+    return _draw(title, height, draw)
+
+
+def draw_lanes(title: str, groups: Sequence[tuple[str, Sequence[Lane]]], x_label: str, factor: float) -> str:
+    """Returns groups of lanes, one above the other on the same axis of time, as one SVG element.
+
+    Args:
+        title: for who cannot see it.
+        groups: words above the lanes, and the lanes.
+        x_label: what the axis shows.
+        factor: from the lanes' numbers to the axis's.
+    """
+    rows = sum(1 + len(lanes) for _, lanes in groups)
+    height = 0.5 + _LANE_IN * rows
+    limit = factor * max((at + length for _, lanes in groups for lane in lanes for at, length, _, _ in lane.pieces))
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_axes((0.115, 0.44 / height, 0.865, (height - 0.46) / height))
+        _style(axes)
+        axes.set(xlim=(0, limit), ylim=(rows, 0), yticks=[])
+        axes.spines["left"].set_visible(False)
+        row = -1
+        for words, lanes in groups:
+            row += 1
+            axes.text(0, row + 0.8, clean(words), va="bottom", ha="left", parse_math=False)
+            for lane in lanes:
+                row += 1
+                axes.text(-0.012 * limit, row + 0.5, clean(lane.label), va="center", ha="right", parse_math=False)
+                for at, length, colour, text in lane.pieces:
+                    if length <= 0:
+                        continue
+                    left, wide = factor * at, factor * length
+                    axes.barh(row + 0.5, wide, 0.84, left, color=colour, edgecolor=PAPER, linewidth=0.5)
+                    if text and wide > 0.02 * limit:
+                        place = (left + wide / 2, row + 0.51)
+                        axes.text(*place, clean(text), color=PAPER, ha="center", va="center", fontsize=7.5)
+        axes.xaxis.set_major_formatter(lambda value, _: tick(value, limit))
         axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
 
     return _draw(title, height, draw)

@@ -128,7 +128,7 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _alert(summary: Summary) -> str:
-    trace = summary.failure.traceback if summary.failure else ""
+    trace = summary.outcome.failure.traceback if summary.outcome.failure else ""
     shown = f"<pre>{_text(trace)}</pre>" if trace else ""
     return f'<section class="alert"><p>{_text(ending(summary))}</p>{shown}</section>'
 

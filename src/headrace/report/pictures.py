@@ -9,6 +9,7 @@ from headrace.report.curves import LossPoint
 from headrace.report.drawing import Bar, Curve, Mark, draw_bars, draw_curves
 from headrace.report.looks import Picture, looks
 from headrace.report.palette import PARTS
+from headrace.report.passed_pictures import passed_pictures
 from headrace.report.quantities import byte_count, fixed, ratio, short
 from headrace.report.references import References
 from headrace.report.server_pictures import server_pictures
@@ -32,6 +33,7 @@ def pictures(summaries: Sequence[Summary], references: References) -> tuple[Pict
         *_losses(summaries),
         _throughput(summaries, references),
         _steps(summaries),
+        *passed_pictures(summaries),
         *server_pictures(summaries),
         *averaging_pictures(summaries),
         *_metrics(summaries),

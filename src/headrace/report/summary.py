@@ -14,6 +14,7 @@ from headrace.report.bottleneck import Bottleneck, bottleneck_of
 from headrace.report.curves import Curves, curves_of
 from headrace.report.events import read_log
 from headrace.report.inputs import Inputs, inputs_of
+from headrace.report.passes import PassedStep, passed_of
 from headrace.report.servers import Servers, servers_of
 from headrace.report.training_clock import StepTimes, TrainingClock
 from headrace.spec.event import (
@@ -145,8 +146,8 @@ class Summary:
         non_finite: rounds that were left out; None where all were finite.
         servers: what they did; None where there were none.
         inputs: how the workers were fed; None where none has said it.
-        bottleneck: what held the run up; None where nobody can say.
         averaging: how often workers met who went on by themselves; None where they did not.
+        passed: one step of a pipeline; None where nothing went through stages.
     """
 
     label: str
@@ -161,8 +162,15 @@ class Summary:
     non_finite: NonFiniteRounds | None = None
     servers: Servers | None = None
     inputs: Inputs | None = None
-    bottleneck: Bottleneck | None = None
     averaging: Averaging | None = None
+    passed: PassedStep | None = None
+
+    @property
+    def bottleneck(self) -> Bottleneck | None:
+        """What held the run up; None where nobody can say, as of stages, which wait for each other as they should."""
+        if self.inputs is None or self.started.plan.get("partition"):
+            return None
+        return bottleneck_of(self.times_by_rank, self.inputs)
 
     @property
     def name(self) -> str:
@@ -193,11 +201,6 @@ class Summary:
     def status(self) -> str:
         """See `Outcome`."""
         return self.outcome.status
-
-    @property
-    def failure(self) -> Failed | None:
-        """The first failure that a process reported."""
-        return self.outcome.failure
 
     @property
     def steps(self) -> int:
@@ -248,8 +251,8 @@ def summarize(run_dir: Path | str) -> Summary:
         non_finite=_non_finite(events),
         servers=servers_of(begun, clock),
         inputs=inputs,
-        bottleneck=bottleneck_of(times, inputs) if inputs else None,
         averaging=averaging_of(begun),
+        passed=passed_of(begun),
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.report.averaging import averaging_line, averaging_plain, averaging_rows
 from headrace.report.input_words import bottleneck_plain, input_plain, input_rows
+from headrace.report.passes import passed_plain, passed_rows
 from headrace.report.quantities import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
 from headrace.report.references import References, verdict
 from headrace.report.server_words import server_line, server_plain, server_rows
@@ -46,7 +47,7 @@ def ending(summary: Summary) -> str:
     """Returns in one line how a run ended that did not end well; empty where it did."""
     if summary.status == "ok":
         return ""
-    failure = summary.failure
+    failure = summary.outcome.failure
     if failure is None:
         return f"{summary.name}: {summary.status} after {summary.steps} steps"
     who = f"rank {failure.rank}" if failure.rank >= 0 else "the launcher"
@@ -162,6 +163,7 @@ def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
     rows += [] if summary.inputs is None else input_rows(summary.inputs, summary.bottleneck)
     rows += [] if summary.servers is None else server_rows(summary.servers)
     rows += [] if summary.averaging is None else averaging_rows(summary.averaging)
+    rows += [] if summary.passed is None else passed_rows(summary.passed)
     together = f"in all workers {'and servers ' * (summary.servers is not None)}together"
     rows += [
         (name, f"{byte_count(value)} {where}")
@@ -230,7 +232,7 @@ def _processes(summary: Summary) -> str:
 
 def run_plain(summary: Summary) -> dict[str, Any]:
     """Returns one run as JSON values; what is unknown or not finite is None."""
-    training, cost, failure = summary.training, summary.cost, summary.failure
+    training, cost, failure = summary.training, summary.cost, summary.outcome.failure
     return {
         "label": summary.label,
         "strategy": summary.strategy,
@@ -256,6 +258,7 @@ def run_plain(summary: Summary) -> dict[str, Any]:
         "non_finite": None if summary.non_finite is None else to_plain(summary.non_finite),
         "servers": None if summary.servers is None else server_plain(summary.servers),
         "averaging": None if summary.averaging is None else averaging_plain(summary.averaging),
+        "passed": None if summary.passed is None else passed_plain(summary.passed),
         "input": None if summary.inputs is None else input_plain(summary.inputs),
         "bottleneck": bottleneck_plain(summary.bottleneck),
         "notices": list(summary.outcome.notices),

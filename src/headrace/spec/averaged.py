@@ -11,7 +11,7 @@ __all__ = ["Averaged"]
 
 @dataclass(frozen=True)
 class Averaged(Event):
-    """By rank 0, when the workers have met and their parameters were averaged.
+    """When workers have met and their parameters were averaged: by rank 0, or by each where they meet through servers.
 
     Attributes:
         step: rounds done.
@@ -21,6 +21,7 @@ class Averaged(Event):
         drift: the largest distance of a worker's parameters from the workers' mean, over the norm of the mean.
         exchange_s: how long the meeting took rank 0, its wait for the others among it.
         left_out: ranks whose parameters were not finite; they went on from the others' mean.
+        meeting: its number where each worker tells of it: then drift and time are that worker's own; else 0.
     """
 
     kind = "averaged"
@@ -31,3 +32,4 @@ class Averaged(Event):
     drift: float
     exchange_s: float
     left_out: tuple[int, ...] = ()
+    meeting: int = 0

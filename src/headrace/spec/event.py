@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from headrace.spec.averaged import Averaged
 from headrace.spec.evidence import LAUNCHER, Event
+from headrace.spec.passed import Pass, Passed
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.tallies import FedStage, ServedShard
 
@@ -28,6 +29,8 @@ __all__ = [
     "Lost",
     "NonFinite",
     "Notice",
+    "Pass",
+    "Passed",
     "RunEnded",
     "RunStarted",
     "Saved",
@@ -352,7 +355,7 @@ _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
         *(RunStarted, WorkerStarted, Stepped, Evaluated, Saved, NonFinite, Notice, Failed, Lost, WorkerEnded, RunEnded),
-        *(Fed, Averaged),
+        *(Fed, Averaged, Passed),
         *(ServerStarted, Served, SnapshotTaken, ServerEnded),
     )
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ITEM_BYTES", "ModelSpec", "ParameterSpec"]
+__all__ = ["ITEM_BYTES", "LayerSpec", "ModelSpec", "ParameterSpec"]
 
 ITEM_BYTES = {
     "float64": 8,
@@ -54,6 +54,30 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model that is cut into stages, as it was measured on a micro-batch.
+
+    Attributes:
+        name: as `headrace.pipelining.Layer` has it.
+        parameters: names of those that it uses; tied ones are used by several layers.
+        parameter_bytes: of these.
+        forward_s, backward_s: seconds that each takes.
+        saved_bytes: what autograd keeps for its backward and for none before it.
+        crossing_bytes: of all values that are alive behind it: what crosses a cut there.
+        joined: whether no cut may stand behind it.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    parameter_bytes: int
+    forward_s: float
+    backward_s: float
+    saved_bytes: int
+    crossing_bytes: int
+    joined: bool = False
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model as the strategies see it.
 
@@ -62,11 +86,13 @@ class ModelSpec:
         buffers: every buffer that a checkpoint holds.
         sliceable: whether the job's optimizer treats every element alone, so that a parameter may be cut
             between owners (SGD and Adam may be cut; Muon and Adafactor need whole matrices).
+        layers: in the order of forward; only for strategies that cut the model between them.
     """
 
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[ParameterSpec, ...] = ()
     sliceable: bool = True
+    layers: tuple[LayerSpec, ...] = ()
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:

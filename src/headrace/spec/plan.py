@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-__all__ = ["EVERY_WORKER", "Op", "Plan", "Role", "Segment"]
+__all__ = ["EVERY_WORKER", "Op", "Plan", "Role", "Segment", "StageCost"]
 
 EVERY_WORKER = -1
 """The owner of a parameter that every worker holds and updates itself."""
@@ -21,7 +21,9 @@ class Role:
         host: name of its machine.
         device: "cpu" or "cuda:1".
         threads: intra-operation threads it may use.
-        data_rank: which share of a global batch it computes; -1 for whoever computes none.
+        data_rank: which share of a global batch it computes, alike on all ranks of one replica; -1 for whoever computes
+            none.
+        stage: which part of its replica it holds: a stage of a pipeline, or a slice of each layer that is split.
     """
 
     rank: int
@@ -30,6 +32,7 @@ class Role:
     device: str
     threads: int
     data_rank: int
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,25 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class StageCost:
+    """What a stage of a pipeline takes, by the profile of its layers.
+
+    Attributes:
+        layers: how many.
+        seconds: for a micro-batch, forward, backward, and what it sends and receives.
+        parameter_bytes: of the parameters that it uses, each once.
+        bytes: parameters with their copies, and what is kept of the micro-batches in flight.
+        received_bytes: of a micro-batch, from the stages before it.
+    """
+
+    layers: int
+    seconds: float
+    parameter_bytes: int
+    bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Who does what, and who owns what. `to_plain` and `from_plain` carry it as JSON.
 
@@ -56,10 +78,12 @@ class Plan:
         strategy: its registered name, "mirrored".
         options: the strategy's fields, as JSON values.
         roles: one a process, by rank.
-        shares: relative weights by which a global batch is split, one a worker, by data rank; where data is leased,
+        shares: relative weights by which a global batch is split, one a replica, by data rank; where data is leased,
             one a portion.
         gradient_bytes: of all gradients of one replica together.
         segments: every trainable parameter, wholly covered, without overlap.
+        partition: names of the layers of each stage, by stage; () where nothing is cut into stages.
+        stages: what each of them is expected to take.
     """
 
     strategy: str
@@ -68,11 +92,18 @@ class Plan:
     shares: tuple[int, ...]
     gradient_bytes: int
     segments: tuple[Segment, ...] = field(repr=False)
+    partition: tuple[tuple[str, ...], ...] = ()
+    stages: tuple[StageCost, ...] = ()
 
     @property
     def workers(self) -> int:
         """Number of processes that compute."""
         return sum(role.kind == "worker" for role in self.roles)
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the model that compute, each on one worker or on several."""
+        return len({role.data_rank for role in self.roles if role.kind == "worker"})
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -89,6 +120,17 @@ class Plan:
         if rank < len(self.roles):
             return self.roles[rank]
         return replace(self.roles[0], rank=rank, data_rank=0)
+
+    def part_of(self, rank: int) -> str:
+        """Returns what a worker holds of the model: "stage 1 of 2", or "" where that is all of it."""
+        ranks = self.workers // max(1, self.replicas)
+        own = [str(stage) for stage in range(len(self.partition)) if stage % ranks == self.role(rank).stage]
+        return f"stage{'s' * (len(own) > 1)} {' and '.join(own)} of {len(self.partition)}" if own else ""
+
+    def leads(self, rank: int) -> bool:
+        """Tells whether a worker is the first of those that hold the same part of the model."""
+        stage = self.role(rank).stage
+        return rank == min(role.rank for role in self.roles if role.kind == "worker" and role.stage == stage)
 
     def server_of(self, rank: int) -> int:
         """Returns the server whose shards a server or a backup holds: their owner in `segments`."""

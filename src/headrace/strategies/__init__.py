@@ -9,27 +9,34 @@ from headrace.errors import UnknownName, UsageError
 from headrace.spec.call import parse_call
 from headrace.strategies.central_storage import CentralStorage
 from headrace.strategies.downpour import Downpour
+from headrace.strategies.hybrid import Hybrid
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.one_device import OneDevice
 from headrace.strategies.parameter_averaging import EASGD, DiLoCo, LocalSGD, ParameterAveraging
 from headrace.strategies.parameter_server import ParameterServer
+from headrace.strategies.pipeline import Pipeline
 from headrace.strategies.strategy import Parts, Strategy
+from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.strategies.unconnected import Unconnected
 
 __all__ = [
+    "COUNTS",
     "EASGD",
     "SHORT_NAMES",
     "STRATEGIES",
     "CentralStorage",
     "DiLoCo",
     "Downpour",
+    "Hybrid",
     "LocalSGD",
     "Mirrored",
     "OneDevice",
     "ParameterAveraging",
     "ParameterServer",
     "Parts",
+    "Pipeline",
     "Strategy",
+    "TensorParallel",
     "Unconnected",
     "resolve",
 ]
@@ -37,10 +44,13 @@ __all__ = [
 STRATEGIES: Mapping[str, type[Strategy]] = {
     "central_storage": CentralStorage,
     "downpour": Downpour,
+    "hybrid": Hybrid,
     "mirrored": Mirrored,
     "one_device": OneDevice,
     "parameter_averaging": ParameterAveraging,
     "parameter_server": ParameterServer,
+    "pipeline": Pipeline,
+    "tensor_parallel": TensorParallel,
     "unconnected": Unconnected,
 }
 """Every strategy by its name."""
@@ -48,13 +58,16 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
 SHORT_NAMES: Mapping[str, Callable[..., Strategy]] = {"diloco": DiLoCo, "easgd": EASGD, "local_sgd": LocalSGD}
 """Names of strategies with other numbers; plans and events say the strategy's own."""
 
+COUNTS = ("workers", "stages", "devices")
+"""What strategies call the option that says how many ranks compute."""
+
 
 def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:
     """Returns a strategy by its name, with options if they are given: "mirrored", "downpour(push_every=2)".
 
     Args:
         strategy: the name, or a strategy already.
-        workers: how many, where it takes a number of them and its options say none.
+        workers: how many, or stages, where it takes a number of them and its options say none.
 
     Raises:
         UnknownName: there is none of that name, or it has no such option.
@@ -73,6 +86,9 @@ def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:
     for option in options:
         if option not in known:
             raise UnknownName(f"option of {name}", option, known)
-    if workers is not None and "workers" in known:
-        options.setdefault("workers", workers)
+    for option in COUNTS:
+        if workers is not None and option in known:
+            options.setdefault(option, workers)
+    if kind is Hybrid:
+        options = {option: resolve(value) if isinstance(value, str) else value for option, value in options.items()}
     return kind(**options)

@@ -34,7 +34,7 @@ from headrace.ps.exchange import ServedExchange
 from headrace.ps.form import Form
 from headrace.ps.held import Accrued, HeldGradients
 from headrace.ps.leases import Leases
-from headrace.ps.leasing import LeasedPortions, blocks
+from headrace.ps.leasing import LeasedPortions, blocks, steady
 from headrace.ps.messages import Kind, Message
 from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
@@ -148,9 +148,9 @@ class Downpour(Strategy):
         self, plan: Plan, rank: int, parts: Parts, forms: Sequence[Form], places: Sequence[Sequence[Tensor]]
     ) -> Links:
         roles, check = [plan.roles[server] for server in plan.servers], parts.host.check
-        who = rank, parts.incarnation
-        addresses = parts.addresses()
-        opens = functools.partial(connect, addresses, forms, find=parts.find)
+        who = rank, parts.servers.incarnation
+        addresses = parts.servers.addresses()
+        opens = functools.partial(connect, addresses, forms, find=parts.servers.find)
         if not self.overlap:
             return Links(opens(places, who, check, roles, parts.closing), places, self.fetch_every)
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
@@ -178,7 +178,7 @@ class Downpour(Strategy):
         first = rank == plan.servers[0]
         members = range(plan.workers)
         leases = Leases(len(plan.shares), until, parts.first, alone=alone, workers=members) if first else None
-        coordinates = (leases, parts.first, parts.until) if leases else None
+        coordinates = (leases, parts.first, parts.until, self.push_every) if leases else None
         port = open_port(form, self.transport)
         pairing = pair(port, form, parts.process) if self.backups else None
         return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
@@ -295,7 +295,7 @@ class Pouring(ServedExchange):
         self.parameter_bytes = copies * sum(parameter.bytes for parameter in parts.model.parameters)
         self.portions = LeasedPortions(
             links.main, leads, len(forms), len(plan.shares),
-            strategy.push_every, links, strategy.warmstart_steps,
+            steady(strategy.push_every), links, strategy.warmstart_steps,
         )  # fmt: skip
         self._links = links
         self._weighed = strategy.scale == "share"

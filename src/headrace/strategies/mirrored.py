@@ -114,12 +114,12 @@ class MirroredExchange(UpdatingExchange):
         named = dict(parts.module.named_parameters())
         self._reduction = reduction
         self._presence = presence
-        self._conditioner = parts.conditioner()
         optimizer = build(parts.optimizer, named.items())
         owned = [(segment, named[segment.parameter]) for segment in plan.segments]
         self.updater = parts.updater(optimizer, owned)
         self._parameters = [named[parameter.name] for parameter in parts.model.trainable]
         self._views = layout.views(reduction.result)
+        self._conditioner = parts.conditioner(dict(zip(layout.names, self._views, strict=True)))
         # torch's own optimizers only read gradients, those of foreach=True aside (SGD with nesterov writes). Another
         # might write too, and the result is everybody's.
         reads = type(optimizer).__module__.startswith("torch.optim")

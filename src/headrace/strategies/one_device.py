@@ -73,10 +73,22 @@ class LocalExchange(UpdatingExchange):
         optimizer = build(parts.optimizer, named.items())
         self._parameters = [parameter for parameter in named.values() if parameter.requires_grad]
         self._options = parts.options
-        # Only to look: clipping one's own gradients is torch's.
-        looking = replace(parts.options, clip_norm=None, clip_value=None)
-        immediate = parts.device.type == "cpu"
-        self._conditioner = Conditioner(looking, InProcess(Meeting(1), 0), parts.scale, immediate)
+        immediate, inside = parts.device.type == "cpu", parts.inside
+        if inside:
+            repeated = [named[name] for name in named if name in inside.repeated]
+            self._conditioner = Conditioner(
+                parts.options,
+                inside.group,
+                parts.scale,
+                immediate,
+                lambda: [each.grad for each in repeated if each.grad is not None],
+                inside.group.world,
+            )
+            self._options = replace(parts.options, clip_norm=None, clip_value=None)
+        else:
+            # Only to look: clipping one's own gradients is torch's.
+            looking = replace(parts.options, clip_norm=None, clip_value=None)
+            self._conditioner = Conditioner(looking, InProcess(Meeting(1), 0), parts.scale, immediate)
         owned = [(segment, named[segment.parameter]) for segment in segments]
         self.updater = parts.updater(optimizer, owned)
         self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)

@@ -144,8 +144,9 @@ class ParameterServer(Strategy):
         # Whoever drops what comes late must drop it whole.
         together = self.backup_workers > 0
         client = connect(
-            parts.addresses(), forms, places, (rank, parts.incarnation), parts.host.check, servers, parts.closing,
-            together=together, find=parts.find,
+            parts.servers.addresses(), forms, places, (rank, parts.servers.incarnation), parts.host.check, servers,
+            parts.closing,
+            together=together, find=parts.servers.find,
         )  # fmt: skip
         brings = leads(client, rank)
         # Where some are lost, others may have to do their portions alone.
@@ -168,7 +169,7 @@ class ParameterServer(Strategy):
         # Whoever is bound to the others does as many rounds as they do.
         fixed = self.staleness_bound is not None and not self.backup_workers
         leases = Leases(len(plan.shares), parts.until, parts.first, fixed, workers=range(workers)) if first else None
-        coordinates = (leases, parts.first, parts.until) if leases else None
+        coordinates = (leases, parts.first, parts.until, 1) if leases else None
         port = open_port(form, self.transport)
         pairing = pair(port, form, parts.process) if self.backups else None
         return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)

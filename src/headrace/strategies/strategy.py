@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from headrace.comm.collective import Collective, SharedCollective
+from headrace.comm.in_process import InProcess
 from headrace.errors import UsageError
 from headrace.ps.server import Server
 from headrace.replica.batch_norm import synchronise_batch_norm
 from headrace.replica.compilation import Graph
+from headrace.replica.compute import Compute
 from headrace.replica.conditioning import Conditioner
 from headrace.replica.exchange import Replica
 from headrace.replica.gradients import GradientSink
@@ -30,14 +32,63 @@ from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Op, Plan, Segment
 
 __all__ = [
+    "Inside",
     "Parts",
+    "Profiling",
     "ServerParts",
+    "Servers",
     "Strategy",
     "broadcast",
     "check_count",
     "describe_options",
+    "require_own_chance",
     "step_ops",
 ]
+
+
+class Inside(ABC):
+    """How one replica computes that several ranks hold together.
+
+    Attributes:
+        group: the ranks of this replica.
+        everyone: the ranks of all replicas.
+        repeated: names of the parameters that every rank of a replica holds.
+        model: what this rank holds.
+    """
+
+    group: SharedCollective
+    everyone: SharedCollective
+    repeated: frozenset[str]
+    model: ModelSpec
+
+    @abstractmethod
+    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
+        """Returns what computes this rank's part.
+
+        Args:
+            whole: how one rank would compute all.
+            sink: takes the gradients; None leaves them in `.grad`.
+        """
+
+    @abstractmethod
+    def finish(self, replica: Replica) -> Replica:
+        """Returns a replica of which whole tensors are saved and loaded, of one of what this rank holds."""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What a worker knows of the servers before it asks them.
+
+    Attributes:
+        addresses: waits until every server can be reached, and returns where, in the order of their ranks.
+        find: returns where a server can be reached now, by its place among the servers; raises ConnectionError if it
+            cannot be.
+        incarnation: of this worker, by which they know it: how many there were in its place before.
+    """
+
+    addresses: Callable[[], tuple[str, ...]] = tuple
+    find: Callable[[int], str] | None = None
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,10 +108,10 @@ class Parts:
         full_batch: examples of a round, but for an epoch's last one.
         first: the round that the run begins with.
         closing: closes what a strategy has opened, when the worker ends, however it does.
-        addresses: waits until every server can be reached, and returns where, in the order of their ranks.
-        find: returns where a server can be reached now, by its place among the servers; raises ConnectionError if it
-            cannot be.
-        incarnation: of this worker: how many there were in its place before.
+        servers: what it knows of them.
+        sample: returns a batch of the training data's first two examples.
+        inside: of a replica that several ranks hold together, where `module`, `model` and `host` are those of what this
+            rank holds; None where each rank has a replica.
     """
 
     module: nn.Module
@@ -74,27 +125,28 @@ class Parts:
     full_batch: int = 1
     first: int = 0
     closing: ExitStack = field(default_factory=ExitStack)
-    addresses: Callable[[], tuple[str, ...]] = tuple
-    find: Callable[[int], str] | None = None
-    incarnation: int = 0
+    servers: Servers = Servers()
+    sample: Callable[[], Any] = tuple
+    inside: Inside | None = None
 
     @cached_property
     def wire(self) -> Collective | None:
         """Carries tensors between devices or hosts, opened when it is first asked for; None on one CPU host."""
         return self.connect() if self.connect else None
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
-        """Where the module lives."""
-        return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        """Where the module lives, or has lived before parts of it were let go."""
+        here = (parameter.device for parameter in self.module.parameters() if not parameter.is_meta)
+        return next(here, torch.device("cpu"))
 
     @cached_property
     def scale(self) -> LossScale | None:
         """What fp16 multiplies the loss by; one object for compute and exchange, None without fp16."""
         return LossScale() if self.options.precision == "fp16" else None
 
-    def whole_model(self, sink: GradientSink | None = None, always: bool = False, portions: int = 0) -> WholeModel:
-        """Returns the compute of a strategy whose workers have the whole model.
+    def whole_model(self, sink: GradientSink | None = None, always: bool = False, portions: int = 0) -> Compute:
+        """Returns the compute of a strategy whose workers have the whole model, or all that there is inside a replica.
 
         Args:
             sink: see `WholeModel`.
@@ -104,11 +156,21 @@ class Parts:
         """
         graph = Graph(self.module, self.full_batch // max(1, portions)) if self.options.compile else None
         total: Callable[[Sequence[float]], list[float]] = list if portions else self.host.sum
-        return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
+        whole = WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
+        return self.inside.compute(whole, sink) if self.inside else whole
 
-    def conditioner(self) -> Conditioner:
-        """Returns what decides over summed gradients."""
-        return Conditioner(self.options, self.host, self.scale, immediate=self.device.type == "cpu")
+    def conditioner(self, gradients: Mapping[str, Tensor] | None = None) -> Conditioner:
+        """Returns what decides over summed gradients.
+
+        Args:
+            gradients: where they are, by parameter; asked for where a replica is held by several ranks.
+        """
+        immediate, inside = self.device.type == "cpu", self.inside
+        if inside is None:
+            return Conditioner(self.options, self.host, self.scale, immediate)
+        assert gradients is not None
+        repeated = [gradients[name] for name in gradients if name in inside.repeated]
+        return Conditioner(self.options, inside.everyone, self.scale, immediate, lambda: repeated, inside.group.world)
 
     def updater(
         self,
@@ -149,6 +211,19 @@ class ServerParts:
     process: int = 0
 
 
+@dataclass(frozen=True)
+class Profiling:
+    """How a model's layers are measured for a strategy.
+
+    Attributes:
+        examples: of the batch that goes through them: a micro-batch.
+        threads: of each worker; 0 for all that there are.
+    """
+
+    examples: int
+    threads: int = 0
+
+
 class Strategy(ABC):
     """How a job is distributed: a frozen dataclass of options with three methods.
 
@@ -166,6 +241,10 @@ class Strategy(ABC):
     def elastic(self) -> bool:
         """Whether further workers may join a run that goes on, and others leave it."""
         return False
+
+    def profiling(self, global_batch_size: int, cluster: Cluster) -> Profiling | None:
+        """Returns how layers are to be measured, so that `plan` finds them in the model; None if it needs none."""
+        return None
 
     @abstractmethod
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
@@ -201,6 +280,22 @@ def describe_options(strategy: Strategy) -> dict[str, object]:
     return dataclasses.asdict(strategy)
 
 
+def require_own_chance(module: nn.Module, host: SharedCollective) -> None:
+    """Refuses workers that are threads, and draw from one generator, where what each draws must be drawn again.
+
+    Raises:
+        UsageError: with the layer that draws.
+    """
+    if not isinstance(host, InProcess) or host.world == 1:
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+            raise UsageError(
+                f"{name!r} draws random numbers, and the workers of ThreadEngine share one generator, so that parts of "
+                "one model would disagree; leave out engine=, and they are processes"
+            )
+
+
 def check_count(name: str, count: int | None) -> None:
     """Raises:
     UsageError: `count` is no whole number of at least 1, nor None.
@@ -234,8 +329,10 @@ def step_ops(plan: Plan, exchanged_bytes: int = 0) -> tuple[Op, ...]:
 
 
 def broadcast(module: nn.Module, collective: Collective) -> None:
-    """Gives every rank rank 0's parameters and buffers."""
+    """Gives every rank rank 0's parameters and buffers, as far as the ranks hold them."""
     for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_meta:
+            continue
         dense = tensor.data.contiguous()
         collective.broadcast(dense)
         if dense.data_ptr() != tensor.data_ptr():

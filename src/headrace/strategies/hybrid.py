@@ -1,0 +1,217 @@
+"""Several replicas, each of which several devices hold together.
+
+    compute             synchronize                                        update
+    the inner's         the inner's, then the outer's over what each       the outer's
+                        inner rank holds itself
+
+    replica 0   rank 0: slice 0 ── inner ── rank 1: slice 1
+                      │                           │
+                    outer                       outer
+                      │                           │
+    replica 1   rank 2: slice 0 ── inner ── rank 3: slice 1
+
+Each rank talks of parameters to those alone that hold the same ones: so did the machines of a DistBelief replica
+(Dean et al., 2012, section 4.1), and of gradients there is less to exchange by as many ranks as a replica has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headrace.comm.collective import Collective, SharedCollective
+from headrace.errors import InfeasiblePlan, UsageError
+from headrace.pipelining.staged import StagedModel
+from headrace.policies.roles import require_memory, worker_roles
+from headrace.policies.sharding import everywhere
+from headrace.replica.compute import Compute
+from headrace.replica.exchange import Replica
+from headrace.replica.gradients import GradientSink
+from headrace.replica.whole_model import WholeModel
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import EVERY_WORKER, Op, Plan, Role
+from headrace.strategies.mirrored import Mirrored
+from headrace.strategies.parameter_averaging import ParameterAveraging
+from headrace.strategies.pipeline import Pipeline
+from headrace.strategies.strategy import Inside, Parts, Profiling, Strategy, describe_options, step_ops
+from headrace.strategies.tensor_parallel import TensorParallel
+
+__all__ = ["Hybrid"]
+
+_ENOUGH_BYTES = 2**62
+
+
+@dataclass(frozen=True)
+class Hybrid(Strategy):
+    """An outer strategy whose workers are replicas of an inner one.
+
+    Ranks go replica by replica: with 2 devices inside, ranks 0 and 1 hold the first one.
+
+    Attributes:
+        outer: what the replicas do with each other: `Mirrored` or `ParameterAveraging` by all-reduce; its `workers` are
+            replicas.
+        inner: what a replica is: `TensorParallel` or `Pipeline`.
+    """
+
+    outer: Strategy
+    inner: Strategy
+
+    name = "hybrid"
+    synchronous = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, TensorParallel | Pipeline):
+            raise UsageError(
+                "the inner strategy of a hybrid must be hr.TensorParallel(...) or hr.Pipeline(...), which hold one "
+                f"model on several devices, got {self.inner!r}"
+            )
+        if not isinstance(self.outer, Mirrored | ParameterAveraging):
+            raise UsageError(
+                "the outer strategy of a hybrid must be hr.Mirrored(...) or hr.ParameterAveraging(...), whose workers "
+                f"update whole parameters, got {self.outer!r}"
+            )
+        if isinstance(self.outer, ParameterAveraging) and self.outer.via != "all_reduce":
+            raise UsageError(
+                f"via={self.outer.via!r} lets workers come and go one by one, and the ranks of a replica cannot; use "
+                "via='all_reduce'"
+            )
+
+        if isinstance(self.outer, ParameterAveraging) and not isinstance(self.outer.period, int):
+            raise UsageError(
+                f"period={self.outer.period!r} adapts to what those see who hold the same slice, and all slices of a "
+                "replica must meet after the same rounds; give a number such as period=16"
+            )
+
+    def check(self, options: Options) -> None:
+        self.outer.check(options)
+        self.inner.check(options)
+        if isinstance(self.inner, Pipeline) and options.batch_norm == "sync":
+            raise UsageError(
+                "batch_norm='sync' normalises over a whole batch, of which replicas that are pipelines have pieces of "
+                "parts; use batch_norm='local'"
+            )
+
+    def profiling(self, global_batch_size: int, cluster: Cluster) -> Profiling | None:
+        replicas, devices = self._counts(cluster)
+        inner = self.inner.profiling(max(1, global_batch_size // replicas), _alone(cluster, devices))
+        return inner and replace(inner, threads=self._roles(cluster, replicas * devices)[0].threads)
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        replicas, devices = self._counts(cluster)
+        roles = self._roles(cluster, replicas * devices)
+        inner = self.inner.plan(model, _alone(cluster, devices))
+        # Each builds the whole model before it keeps a part; then there are the copies of the outer's.
+        require_memory(self.name, 3 * len(roles) * model.trainable_bytes, cluster)
+        if cluster.device != "cpu":
+            raise InfeasiblePlan(f"{self.name} runs on CPUs, and the devices are {cluster.device}; use device='cpu'")
+        return replace(
+            inner,
+            strategy=self.name,
+            options=describe_options(self),
+            roles=tuple(replace(role, data_rank=role.rank // devices, stage=role.rank % devices) for role in roles),
+            shares=(1,) * replicas,
+            segments=everywhere(model.parameters),
+        )
+
+    def _roles(self, cluster: Cluster, count: int) -> tuple[Role, ...]:
+        # The stages of a pipeline are on one host.
+        return worker_roles(self.name, count, cluster, spread=isinstance(self.inner, TensorParallel))
+
+    def _counts(self, cluster: Cluster) -> tuple[int, int]:
+        """Returns how many replicas there are, and devices in each.
+
+        Raises:
+            InfeasiblePlan: neither options nor launcher say, or they contradict each other.
+        """
+        assert isinstance(self.outer, Mirrored | ParameterAveraging)
+        assert isinstance(self.inner, TensorParallel | Pipeline)
+        inner = self.inner.devices if isinstance(self.inner, TensorParallel) else self.inner.stages
+        replicas, devices = self.outer.workers, inner
+        if replicas is not None and devices is not None:
+            return replicas, devices
+        known = replicas or devices
+        if cluster.ranks is None or known is None or cluster.ranks % known:
+            started = f"the launcher started {cluster.ranks}" if cluster.ranks else "no launcher says how many"
+            raise InfeasiblePlan(
+                f"a hybrid of {replicas or '?'} replicas on {devices or '?'} devices each, and {started}; say both: "
+                "hr.Hybrid(hr.Mirrored(workers=2), hr.TensorParallel(devices=2))"
+            )
+        return replicas or cluster.ranks // known, devices or cluster.ranks // known
+
+    def ops(self, plan: Plan) -> tuple[Op, ...]:
+        return step_ops(plan, plan.gradient_bytes * plan.replicas // plan.workers)
+
+    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        role, everyone = plan.role(rank), parts.host
+        within = [other.rank for other in plan.roles if other.data_rank == role.data_rank]
+        across = [other.rank for other in plan.roles if other.stage == role.stage]
+        group, mates = everyone.subgroup(within), everyone.subgroup(across)
+        near = replace(parts, host=group, connect=_itself(group))
+        inside = (
+            self.inner.inside(near, everyone, mates)
+            if isinstance(self.inner, TensorParallel)
+            else self._stages(plan, near, everyone, mates)
+        )
+        own = replace(parts, model=inside.model, host=mates, connect=_itself(mates), inside=inside)
+        outer = self.outer.plan(own.model, _replicas(plan, mates.world))
+        assert all(segment.owner == EVERY_WORKER for segment in outer.segments)
+        return inside.finish(self.outer.replica(outer, role.data_rank, own))
+
+    def _stages(self, plan: Plan, near: Parts, everyone: SharedCollective, mates: SharedCollective) -> Inside:
+        assert isinstance(self.inner, Pipeline)
+        # What a loss is a part of is weighed over all replicas, where they meet in every round.
+        total = everyone.sum if isinstance(self.outer, Mirrored) else near.host.sum
+        compute = self.inner.compute(plan, near.host.rank, near, total=total)
+        compute.mates = mates
+        if near.options.clip_norm is not None and compute.tied:
+            raise UsageError(
+                f"clip_norm={near.options.clip_norm:g} needs every gradient once, and several stages of a replica hold "
+                f"{compute.tied[0]!r}; use hr.Pipeline alone, or leave clip_norm out"
+            )
+        return _Stages(compute, near.host, everyone, near.model)
+
+
+class _Stages(Inside):
+    """One rank's stages of a pipeline.
+
+    Args:
+        compute: of them.
+        group: the ranks of the replica.
+        everyone: the ranks of all replicas.
+        model: all of it.
+    """
+
+    def __init__(
+        self, compute: StagedModel, group: SharedCollective, everyone: SharedCollective, model: ModelSpec
+    ) -> None:
+        self.group = group
+        self.everyone = everyone
+        self.repeated = frozenset()
+        self.model = replace(
+            model, parameters=tuple(spec for spec in model.parameters if spec.name in compute.parameters)
+        )
+        self._compute = compute
+
+    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
+        self._compute.sink = sink
+        return self._compute
+
+    def finish(self, replica: Replica) -> Replica:
+        return replica
+
+
+def _itself(group: SharedCollective) -> Callable[[], Collective] | None:
+    return None if group.one_memory else lambda: group
+
+
+def _alone(cluster: Cluster, devices: int) -> Cluster:
+    """Returns a cluster of one replica's devices: whether all fit is asked elsewhere."""
+    host = replace(cluster.hosts[0], memory_bytes=_ENOUGH_BYTES, ranks=())
+    return Cluster((host,), devices if cluster.ranks else None, cluster.device)
+
+
+def _replicas(plan: Plan, count: int) -> Cluster:
+    """Returns a cluster of which each worker is a replica: memory was asked for before."""
+    return Cluster((Host(plan.roles[0].host, count, _ENOUGH_BYTES),))

@@ -1,0 +1,315 @@
+"""The model in stages, each on a worker of its own; a batch goes through in pieces, micro-batch after micro-batch.
+
+    compute                                   synchronize                         update
+    forward and backward of the stage in      nothing between stages, but the     optimizer on each stage
+    a schedule's order; activations and       norm of all gradients where they
+    their gradients between stages            are clipped
+
+With GPipe's schedule, three stages and four micro-batches (Huang et al., "GPipe", 2019):
+
+    stage 0   0  1  2  3  .  .  .  .  3' 2' 1' 0'
+    stage 1   .  0  1  2  3  .  .  3' 2' 1' 0' .
+    stage 2   .  .  0  1  2  3  3' 2' 1' 0' .  .
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from headrace.errors import UnknownName, UsageError
+from headrace.pipelining.batch_norm import RunningStatistics
+from headrace.pipelining.part import Part, ways
+from headrace.pipelining.roads import Roads
+from headrace.pipelining.runner import RECOMPUTE, Runner
+from headrace.pipelining.stage import cut
+from headrace.pipelining.staged import StagedModel
+from headrace.pipelining.trace import trace
+from headrace.policies.partition import COSTS, Terms, costs, read, split
+from headrace.policies.roles import require_memory, worker_roles
+from headrace.policies.schedule import SCHEDULES, Action
+from headrace.policies.schedule.timing import in_flight
+from headrace.replica.conditioning import Verdict
+from headrace.replica.exchange import Replica, StatePiece
+from headrace.replica.optimizer import build
+from headrace.replica.update import UpdatingExchange
+from headrace.replica.whole_model import HALF
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import Op, Plan, Role, Segment
+from headrace.strategies.strategy import (
+    Parts,
+    Profiling,
+    Strategy,
+    broadcast,
+    check_count,
+    describe_options,
+    require_own_chance,
+)
+from headrace.trees import map_tensors
+
+__all__ = ["Pipeline"]
+
+_PIECES_A_STAGE = 4
+"""From so many micro-batches a stage on, the bubble hardly matters (GPipe, section 2.3)."""
+
+_TRACING = threading.Lock()
+"""To trace a model, torch's modules are changed for all threads of a process."""
+
+
+@dataclass(frozen=True)
+class Pipeline(Strategy):
+    """A model that is cut into stages (GPipe's way).
+
+    Attributes:
+        stages: on how many workers; None for the launcher's processes or the machine's accelerators.
+        micro_batches: into how many pieces a batch is cut; "auto" for four a stage. A batch with fewer examples has
+            fewer.
+        schedule: in which order they go through: "gpipe", "1f1b", or "interleaved", where each worker has `chunks`
+            pieces of the model.
+        recompute: what is run again for backward, so that activations need not be kept: "never" anything, "always"
+            every forward pass, "except_last" all but those whose backward follows at once.
+        partition: "auto", or of each piece of the model, in order, how many layers it has, or their names.
+        cost: what "auto" makes small of the worst stage: "time", "memory", or "both".
+        limit_bytes: that a stage may take for parameters, gradients, optimizer and activations; None for any number.
+        chunks: pieces of the model on each worker, where the schedule is "interleaved".
+        deferred_batch_norm: let running statistics follow once a batch, not by each micro-batch.
+    """
+
+    stages: int | None = None
+    micro_batches: int | str = "auto"
+    schedule: str = "gpipe"
+    recompute: str = "never"
+    partition: str | Sequence[int | Sequence[str]] = "auto"
+    cost: str = "time"
+    limit_bytes: int | None = None
+    chunks: int = 2
+    deferred_batch_norm: bool = True
+
+    name = "pipeline"
+    synchronous = True
+
+    def __post_init__(self) -> None:
+        check_count("stages", self.stages)
+        check_count("chunks", self.chunks)
+        check_count("limit_bytes", self.limit_bytes)
+        if not isinstance(self.deferred_batch_norm, bool):
+            raise UsageError(f"deferred_batch_norm must be True or False, got {self.deferred_batch_norm!r}")
+        if self.micro_batches != "auto" and not (type(self.micro_batches) is int and self.micro_batches > 0):
+            raise UsageError(f"micro_batches is 'auto', or a whole number of at least 1, got {self.micro_batches!r}")
+        if self.schedule not in SCHEDULES:
+            raise UnknownName("schedule", str(self.schedule), SCHEDULES)
+        if self.recompute not in RECOMPUTE:
+            raise UnknownName("way to recompute", str(self.recompute), RECOMPUTE)
+        if self.cost not in COSTS:
+            raise UnknownName("cost of a stage", str(self.cost), COSTS)
+        if self.partition != "auto" and not _is_partition(self.partition):
+            raise UsageError(
+                "partition is 'auto', or of each stage how many layers it has, [4, 4], or a list of their names, "
+                f"[['stem', 'blocks.0'], ['head']], got {self.partition!r}"
+            )
+
+    def check(self, options: Options) -> None:
+        if options.accumulate > 1:
+            raise UsageError(
+                f"a pipeline cuts every batch into micro-batches, and Options(accumulate={options.accumulate}) does so "
+                "too; leave accumulate out, and give Pipeline(micro_batches=...)"
+            )
+        if options.compile:
+            raise UsageError("the stages of a pipeline are not compiled; use Options(compile=False)")
+        if options.precision == "fp16":
+            raise UsageError("a pipeline has no loss scale; use Options(precision='bf16'), which needs none")
+        if options.batch_norm == "sync" and self.micro_batches != 1:
+            raise UsageError(
+                "Options(batch_norm='sync') normalises over a whole batch, and a pipeline has it only piece by piece; "
+                "use batch_norm='local', or Pipeline(micro_batches=1)"
+            )
+
+    def profiling(self, global_batch_size: int, cluster: Cluster) -> Profiling:
+        roles = worker_roles(self.name, self.stages, cluster)
+        if isinstance(self.micro_batches, int) and self.micro_batches > global_batch_size:
+            raise UsageError(
+                f"micro_batches={self.micro_batches} of a batch of {global_batch_size} examples would be empty; use "
+                f"micro_batches={global_batch_size} or fewer, or 'auto'"
+            )
+        return Profiling(-(-global_batch_size // self._count(len(roles))), roles[0].threads)
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        roles = worker_roles(self.name, self.stages, cluster)
+        ranks = len(roles)
+        # The stages' parameters and gradients, and those that are left while a stage is made.
+        require_memory(self.name, 2 * model.trainable_bytes, cluster)
+        pieces, terms = self._pieces(ranks), self._terms(ranks)
+        if isinstance(self.partition, str):
+            partition = split(model, pieces, terms)
+        else:
+            partition = read(model.layers, self.partition, pieces)
+        rank_of = {name: index % ranks for index, names in enumerate(partition) for name in names}
+        # Of a parameter that several stages use, the first rank that does so speaks.
+        holder: dict[str, int] = {}
+        for layer in model.layers:
+            for name in layer.parameters:
+                holder[name] = min(holder.get(name, ranks), rank_of[layer.name])
+        return Plan(
+            strategy=self.name,
+            options=describe_options(self),
+            roles=tuple(replace(role, data_rank=0, stage=role.rank) for role in roles),
+            shares=(1,),
+            gradient_bytes=model.trainable_bytes,
+            segments=tuple(Segment(spec.name, 0, spec.elements, holder.get(spec.name, 0)) for spec in model.trainable),
+            partition=partition,
+            stages=costs(model, partition, terms),
+        )
+
+    def ops(self, plan: Plan) -> tuple[Op, ...]:
+        ranks = plan.workers
+        found: list[Op] = []
+        for role in plan.roles:
+            before: tuple[str, ...] = ()
+            for action in self._actions(role.stage, ranks):
+                found += _pass(plan, role, action, before)
+                before = (_name(action),)
+        # All look at all gradients before anybody updates.
+        computed = tuple(op.name for op in found if op.kind == "compute")
+        held = [sum(s.stop - s.start for s in plan.segments if s.owner == role.rank) for role in plan.roles]
+        update = [
+            Op(
+                f"update@{r.rank}",
+                "update",
+                r.rank,
+                f"worker-{r.rank}",
+                plan.gradient_bytes * h // max(1, sum(held)),
+                computed,
+            )
+            for r, h in zip(plan.roles, held, strict=True)
+        ]
+        return (*found, *update)
+
+    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+        compute = self.compute(plan, parts.host.rank, parts)
+        return Replica(compute, PipelineExchange(plan, rank, parts, compute))
+
+    def compute(
+        self, plan: Plan, place: int, parts: Parts, total: Callable[[Sequence[float]], list[float]] | None = None
+    ) -> StagedModel:
+        """Returns what one rank runs; leaves of its module what that needs.
+
+        Args:
+            plan: says what the stages are.
+            place: of this rank among those of its replica, `parts.host`.
+            parts: of this rank.
+            total: sums numbers over all workers; None where there is one replica.
+        """
+        ranks, device = parts.host.world, parts.device
+        if self.recompute != "never":
+            require_own_chance(parts.module, parts.host)
+        # Also because a thread that builds its model while another traces would build something else.
+        broadcast(parts.module, parts.host)
+        with _TRACING:
+            sample = map_tensors(lambda tensor: tensor.to(device), parts.sample())
+            traced = trace(parts.module, sample, parts.objective.inputs)
+        parts.host.barrier()
+        stages = cut(traced, plan.partition)
+        part = Part(parts.module, stages, place, ranks)
+        part.release()
+        roads = Roads(ways(stages, ranks), ranks, parts.host, device)
+        parts.closing.callback(roads.close)
+        count = self._count(ranks)
+        statistics = RunningStatistics(parts.module, self.deferred_batch_norm and count > 1)
+        trained = {name for name, parameter in part.parameters.items() if parameter.requires_grad}
+        runner = Runner(
+            part.stages,
+            roads,
+            list(self._actions(place, ranks)),
+            self.recompute,
+            statistics,
+            {index for index, stage in part.stages.items() if trained.intersection(stage.parameters)},
+            HALF.get(parts.options.precision),
+        )
+        return StagedModel(traced, part, runner, roads, parts.objective, count, total or parts.host.sum)
+
+    def _pieces(self, ranks: int) -> int:
+        return ranks * (self.chunks if self.schedule == "interleaved" else 1)
+
+    def _count(self, ranks: int) -> int:
+        return self.micro_batches if isinstance(self.micro_batches, int) else _PIECES_A_STAGE * ranks
+
+    def _terms(self, ranks: int) -> Terms:
+        count = self._count(ranks)
+        actions = [list(self._actions(rank, ranks)) for rank in range(ranks)]
+        held = tuple(
+            in_flight(each for each in actions[s % ranks] if each.stage == s) for s in range(self._pieces(ranks))
+        )
+        again = {"never": 0.0, "except_last": (count - 1) / count, "always": 1.0}[self.recompute]
+        return Terms(self.cost, held, self.limit_bytes, again=again)
+
+    def _actions(self, place: int, ranks: int) -> Iterator[Action]:
+        count = self._count(ranks)
+        # Micro-batches without examples are left out.
+        whole = ranks * -(-count // ranks) if self.schedule == "interleaved" else count
+        return SCHEDULES[self.schedule](place, ranks, whole, self._pieces(ranks) // ranks)
+
+
+class PipelineExchange(UpdatingExchange):
+    """Updates what this rank holds.
+
+    Args:
+        plan: the run's.
+        rank: of this worker.
+        parts: of this worker.
+        compute: of this worker.
+    """
+
+    def __init__(self, plan: Plan, rank: int, parts: Parts, compute: StagedModel) -> None:
+        self._rank = rank
+        self._owners = {segment.parameter: segment.owner for segment in plan.segments}
+        # Over all parameters: groups and settings are those of the whole model, and what is not here has no gradient.
+        optimizer = build(parts.optimizer, parts.module.named_parameters())
+        self._held = compute.trained
+        self._conditioner = parts.conditioner()
+        owned = [(Segment(name, 0, each.numel(), rank), each) for name, each in self._held.items()]
+        self.updater = parts.updater(optimizer, owned)
+        held = [parameter for parameter in parts.module.parameters() if not parameter.is_meta]
+        self.parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in held)
+
+    def begin(self, round_: int) -> None:
+        self.updater.optimizer.zero_grad()
+
+    def synchronize(self, finite: bool = True) -> Verdict:
+        held = {name: each.grad for name, each in self._held.items() if each.grad is not None}
+        # What several ranks hold is measured by the first of them.
+        measured = [gradient for name, gradient in held.items() if self._owners[name] == self._rank]
+        return self._conditioner.condition(measured, list(held.values()), finite)
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return tuple(piece for piece in super().state() if self._owners[piece.parameter] == self._rank)
+
+
+def _is_partition(value: object) -> bool:
+    """Returns whether each stage has a number of layers, or a list of names."""
+    return isinstance(value, list | tuple) and all(
+        type(entry) is int or (isinstance(entry, list | tuple) and all(isinstance(name, str) for name in entry))
+        for entry in value
+    )
+
+
+def _pass(plan: Plan, role: Role, action: Action, before: tuple[str, ...]) -> list[Op]:
+    """Returns a forward or backward pass, and what brings its values, or gradients, to it."""
+    stage, towards = action.stage, -1 if action.backward else 1
+    neighbour = stage - towards
+    needs = before
+    moves = []
+    if 0 <= neighbour < len(plan.partition):
+        source = Action(neighbour, action.micro_batch, action.backward)
+        size = plan.stages[max(stage, neighbour)].received_bytes
+        sender = neighbour % plan.workers
+        name = f"{_name(source)} to {stage}"
+        moves.append(Op(name, "exchange", sender, f"{role.host}-memory", size, (_name(source),)))
+        needs = (*needs, name)
+    return [*moves, Op(_name(action), "compute", role.rank, f"worker-{role.rank}", after=needs)]
+
+
+def _name(action: Action) -> str:
+    return f"{'backward' if action.backward else 'forward'} {action.micro_batch}@{action.stage}"

@@ -1,0 +1,28 @@
+"""A cut in words, as a run says it before it starts."""
+
+from __future__ import annotations
+
+from headrace.report.stages import stage_lines
+from headrace.spec.plan import Plan, StageCost
+
+
+def plan_of(*stages: StageCost, partition: tuple[tuple[str, ...], ...]) -> Plan:
+    return Plan("pipeline", {}, (), (1,), 0, (), partition=partition, stages=stages)
+
+
+def test_each_stage_has_a_line() -> None:
+    plan = plan_of(
+        StageCost(3, 0.006, 8_000_000, 30_000_000, 0),
+        StageCost(1, 0.002, 500, 2_500, 262_144),
+        partition=(("stem", "blocks.0", "blocks.1"), ("head",)),
+    )
+    assert stage_lines(plan) == [
+        "stage 0: 3 layers, stem to blocks.1: 6.00 ms a micro-batch (75 %), 8.00 MB of parameters, 30.0 MB in all",
+        "stage 1: 1 layer, head: 2.00 ms a micro-batch (25 %), 500 B of parameters, 2.50 kB in all, gets 262 kB",
+    ]
+
+
+def test_what_nobody_has_measured_is_not_said() -> None:
+    (line,) = stage_lines(plan_of(StageCost(1, 0.0, 8, 24, 0), partition=(("head",),)))
+    assert line == "stage 0: 1 layer, head: 8 B of parameters, 24 B in all"
+    assert stage_lines(plan_of(partition=())) == []

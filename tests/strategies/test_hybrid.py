@@ -1,0 +1,96 @@
+"""Replicas that several workers hold: what they do together is what as many workers do that hold whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headrace as hr
+from headrace.engine.local import LocalEngine
+from headrace.engine.order import Engine
+from headrace.errors import InfeasiblePlan, UsageError
+from headrace.spec.cluster import Cluster, Host
+from headrace.strategies import resolve
+from strategies.contract_models import MODELS, VARIANTS
+from strategies.contract_runs import GIGABYTE, MODEL, distance, train
+
+CASES = {**MODELS, **VARIANTS}
+PIPELINE = hr.Pipeline(stages=2, micro_batches=2)
+SLICES = hr.TensorParallel(devices=2)
+INNER = {"pipeline": PIPELINE, "slices": SLICES}
+TWO = hr.Mirrored(workers=2)
+AVERAGING = hr.ParameterAveraging(workers=2, period=3)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[LocalEngine]:
+    with LocalEngine() as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("model", ["mlp", "tied", "idle", "clipped", "mean-clipped", "muon"])
+@pytest.mark.parametrize("count", [11, 9])
+def test_replicas_that_are_pipelines_are_one_device(model: str, count: int) -> None:
+    job = CASES[model].job(count)
+    outcome, one = train(job, hr.Hybrid(TWO, PIPELINE)), train(job, hr.OneDevice())
+    assert distance(outcome.tensors, one.tensors) <= 1e-9
+    assert outcome.losses == pytest.approx(one.losses, rel=1e-9)
+    assert outcome.metrics == pytest.approx(one.metrics, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", sorted(INNER))
+@pytest.mark.parametrize("model", ["mlp", "tokens"])
+def test_replicas_that_average_are_workers_that_average(inner: str, model: str) -> None:
+    job = CASES[model].job(9)
+    outcome, whole = train(job, hr.Hybrid(AVERAGING, INNER[inner])), train(job, AVERAGING)
+    assert distance(outcome.tensors, whole.tensors) <= 1e-9
+    assert outcome.losses == pytest.approx(whole.losses, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", sorted(INNER))
+def test_four_processes_are_one_device_and_two_runs_alike(processes: Engine, inner: str) -> None:
+    job = CASES["clipped"].job(11)
+    one, again = (train(job, hr.Hybrid(TWO, INNER[inner]), processes) for _ in range(2))
+    assert distance(one.tensors, train(job, hr.OneDevice()).tensors) <= 1e-9
+    assert distance(one.tensors, again.tensors) == 0
+    assert one.losses == again.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"), [(hr.Hybrid(TWO, PIPELINE), hr.Hybrid(TWO, SLICES)), (SLICES, hr.Hybrid(TWO, PIPELINE))]
+)
+def test_checkpoints_go_from_stages_to_slices_and_back(first: hr.Strategy, then: hr.Strategy, tmp_path: Path) -> None:
+    job = CASES["clipped"].job(8)
+    halfway = hr.Job(**{**vars(job), "epochs": None, "steps": 3})
+    hr.fit(halfway, first, device="cpu", run_dir=tmp_path, engine=hr.ThreadEngine())
+    run = hr.fit(job, then, device="cpu", run_dir=tmp_path, engine=hr.ThreadEngine(), resume=True)
+    assert distance(run.model.state_dict(), train(job, hr.OneDevice()).tensors) <= 1e-9
+
+
+def test_norms_of_what_several_stages_hold_are_refused() -> None:
+    job = CASES["tied"].job(8)
+    clipped = hr.Job(**{**vars(job), "options": hr.Options(clip_norm=1.0)})
+    with pytest.raises(UsageError, match=r"several stages of a replica hold .embedding\.weight."):
+        train(clipped, hr.Hybrid(TWO, PIPELINE))
+
+
+def test_a_launcher_s_processes_are_shared_out() -> None:
+    def plan(ranks: int, strategy: hr.Hybrid) -> tuple[list[tuple[int, int]], int]:
+        plan = strategy.plan(MODEL, Cluster((Host("here", 4, GIGABYTE),), ranks=ranks))
+        return [(role.data_rank, role.stage) for role in plan.roles], plan.replicas
+
+    two_of_three = [(data_rank, stage) for data_rank in (0, 1) for stage in (0, 1, 2)]
+    assert plan(6, hr.Hybrid(TWO, hr.TensorParallel())) == (two_of_three, 2)
+    assert plan(6, hr.Hybrid(hr.Mirrored(), hr.TensorParallel(devices=3))) == (two_of_three, 2)
+    with pytest.raises(InfeasiblePlan, match=r"\? replicas on 4 devices each, and the launcher started 6"):
+        plan(6, hr.Hybrid(hr.Mirrored(), hr.TensorParallel(devices=4)))
+
+
+def test_a_hybrid_has_a_name_on_the_command_line() -> None:
+    text = "hybrid(outer='mirrored(workers=2)', inner='tensor_parallel(devices=2)')"
+    assert resolve(text) == hr.Hybrid(TWO, SLICES)

@@ -1,0 +1,174 @@
+"""What the stages of a pipeline keep, count and make again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.data import Loader, as_pipeline
+from headrace.pipelining.saved_bytes import SavedBytes
+from headrace.pipelining.staged import StagedModel
+from headrace.replica.exchange import Replica
+from strategies.contract_models import Case, images
+from strategies.contract_runs import distance, drive, step, with_replicas
+from strategies.test_pipeline import DEEP, job, merged
+
+WIDTH, EXAMPLES = 64, 64
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(
+        *[layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())], nn.Linear(WIDTH, 3)
+    )
+
+
+def vectors(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, WIDTH), torch.randint(0, 3, (count,))
+
+
+def wide_job() -> hr.Job:
+    return dataclasses.replace(Case(wide, vectors).job(EXAMPLES), global_batch_size=EXAMPLES)
+
+
+def counted(strategy: hr.Pipeline, stages: int) -> list[StagedModel]:
+    """Returns what each stage has computed with, after one step whose saved bytes were counted."""
+
+    def act(_: int, replica: Replica, loader: Loader) -> StagedModel:
+        compute = replica.compute
+        assert isinstance(compute, StagedModel)
+        compute.runner.saved = SavedBytes(compute.module.parameters())
+        for share in islice(loader.rounds(), 1):
+            step(replica, share, 0)
+        return compute
+
+    return with_replicas(wide_job(), strategy, stages, act)
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("gpipe", (8, 8, 8)), ("1f1b", (3, 2, 1))])
+def test_in_flight_are_all_micro_batches_or_as_many_as_there_are_stages(schedule: str, most: tuple[int, ...]) -> None:
+    ranks = counted(hr.Pipeline(3, 8, schedule), 3)
+    assert tuple(rank.in_flight for rank in ranks) == most
+    # Each of two cuts is crossed by a matrix forward, and one backward, written by one stage and read by another.
+    crossing = 2 * EXAMPLES * WIDTH * torch.float64.itemsize
+    moved = [rank.moved_bytes / crossing for rank in ranks]
+    assert moved == pytest.approx([1, 2, 1], rel=0.2)
+
+
+@pytest.mark.parametrize(("recompute", "schedule"), [("always", "gpipe"), ("except_last", "gpipe"), ("always", "1f1b")])
+def test_who_makes_activations_again_keeps_inputs_and_those_of_one_micro_batch(recompute: str, schedule: str) -> None:
+    usual = counted(hr.Pipeline(2, 8, schedule), 2)
+    again = counted(hr.Pipeline(2, 8, schedule, recompute), 2)
+    inputs = EXAMPLES * WIDTH * torch.float64.itemsize
+    for rank, kept in zip(usual, again, strict=True):
+        assert rank.runner.saved is not None
+        assert kept.runner.saved is not None
+        one = rank.runner.saved.largest
+        assert kept.runner.saved.peak <= 1.15 * (inputs + one)
+        # Else it would keep as much for nothing.
+        assert kept.runner.saved.peak < 0.8 * rank.runner.saved.peak or schedule == "1f1b"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_is_made_again_is_the_same_to_the_last_bit(schedule: str) -> None:
+    usual, *others = (
+        merged(drive(job(DEEP), hr.Pipeline(3, 4, schedule, recompute), 3, 0, 3))
+        for recompute in ("never", "except_last", "always")
+    )
+    assert [distance(other, usual) for other in others] == [0.0, 0.0]
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 3)
+    )
+
+
+@pytest.mark.parametrize("recompute", ["except_last", "always"])
+def test_dropout_that_is_made_again_drops_the_same(recompute: str) -> None:
+    """On one stage, because the threads of a process draw from one generator."""
+
+    def ran(way: str, seed: int = 5) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        return merged(drive(job(Case(dropping)), hr.Pipeline(1, 4, "gpipe", way), 1, 0, 3))
+
+    assert distance(ran(recompute), ran("never")) == 0.0
+    assert distance(ran("never", 6), ran("never")) > 1e-3
+
+
+def normalised() -> nn.Module:
+    first = (nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.ReLU(inplace=True))
+    return nn.Sequential(*first, nn.Conv2d(3, 2, 2), nn.BatchNorm2d(2, momentum=None), nn.Flatten(), nn.Linear(8, 3))
+
+
+def by_pieces(count: int, pieces: int, rounds: int, deferred: bool) -> dict[str, Tensor]:
+    """Trains as a pipeline does whose running averages follow once a batch, or by each piece; in plain PyTorch."""
+    wanted = job(Case(normalised, images))
+    module: Any = copy.deepcopy(wanted.model)
+    optimizer = wanted.optimizer(list(module.named_parameters()))
+    layers = [layer for layer in module if isinstance(layer, nn.BatchNorm2d)]
+    seen: dict[nn.Module, list[Tensor]] = {layer: [] for layer in layers}
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, inputs: seen[layer].append(inputs[0].detach()))
+    loader = Loader(as_pipeline(wanted.data)[0], wanted.seed, count, (1,), 0)
+    for share in islice(loader.rounds(), rounds):
+        optimizer.zero_grad()
+        inputs, target = share.batch
+        before = [(layer.running_mean.clone(), layer.running_var.clone()) for layer in layers]
+        tracked = [int(layer.num_batches_tracked) for layer in layers]
+        for x, y in zip(inputs.tensor_split(pieces), target.tensor_split(pieces), strict=True):
+            if len(x):
+                (nn.functional.cross_entropy(module(x), y) * len(x) / len(inputs)).backward()
+        if deferred:
+            for layer, (mean, variance), count_ in zip(layers, before, tracked, strict=True):
+                whole = torch.cat(seen[layer]).transpose(0, 1).flatten(1)
+                factor = 1 / (count_ + 1) if layer.momentum is None else layer.momentum
+                layer.running_mean.copy_(mean.lerp(whole.mean(1), factor))
+                layer.running_var.copy_(variance.lerp(whole.var(1), factor))
+                layer.num_batches_tracked.fill_(count_ + 1)
+        for each in seen.values():
+            each.clear()
+        optimizer.step()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("deferred", [True, False])
+def test_running_averages_follow_once_a_batch_or_by_each_micro_batch(deferred: bool, recompute: str) -> None:
+    strategy = hr.Pipeline(2, 4, recompute=recompute, deferred_batch_norm=deferred)
+    ours = merged(drive(job(Case(normalised, images)), strategy, 2, 0, 3))
+    assert distance(ours, by_pieces(8, 4, 3, deferred)) <= 1e-9
+
+
+def test_half_precision_is_that_of_one_device_in_pieces() -> None:
+    case = dataclasses.replace(DEEP, options=hr.Options(precision="bf16"))
+    wanted = dataclasses.replace(case.job(19, torch.float32), global_batch_size=8)
+    pieces = dataclasses.replace(wanted, options=hr.Options(precision="bf16", accumulate=4))
+    (reference,) = drive(pieces, hr.OneDevice(), 1, 0, 2)
+    for recompute in ("never", "always"):
+        ours = merged(drive(wanted, hr.Pipeline(3, 4, "1f1b", recompute), 3, 0, 2))
+        assert distance(ours, reference.tensors) <= 1e-2
+
+
+def test_predictions_come_from_the_last_stage_alone() -> None:
+    wanted, both = job(DEEP), threading.Barrier(2)
+    inputs, _ = wanted.data
+
+    def act(_: int, replica: Replica, loader: Loader) -> tuple[bool, Any]:
+        replica.compute.module.eval()
+        output = replica.compute.predict((inputs, None))
+        # Who sends keeps the memory until all has been received.
+        both.wait()
+        return replica.compute.counts, output
+
+    (first, nothing), (last, output) = with_replicas(wanted, hr.Pipeline(2, 4), 2, act)
+    assert (first, nothing, last) == (False, None, True)
+    model: Any = wanted.model
+    assert torch.equal(output, model.eval()(inputs))

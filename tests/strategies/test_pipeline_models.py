@@ -1,0 +1,84 @@
+"""Models that are hard to cut train in stages as they do on one device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import headrace as hr
+from headrace.trees import map_tensors
+from pipelining.zoo import ZOO
+from strategies.contract_models import SGD
+from strategies.contract_runs import distance, drive
+from strategies.test_pipeline import merged
+
+COUNT = 10
+WHOLE = ("dense", "direct", "gated", "tied")
+"""Those that drop at random, count their calls or look at the whole batch do something else with pieces of it."""
+DRAWS = ("dense", "tied")
+"""Those that drop at random: threads draw from one generator, and none can draw again what it has drawn before."""
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Examples of a batch of any form, by their index."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> Any:
+        return map_tensors(lambda tensor: tensor[index], self.batch)
+
+
+def doubled(tree: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree)
+
+
+def weighted(output: Any, batch: Any) -> Tensor:
+    """Returns a mean over examples in which every element of every output counts, each in another way."""
+    parts: list[Tensor] = []
+
+    def add(tensor: Tensor) -> None:
+        rows = tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]
+        parts.append((rows * torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype)).square().sum(1).mean())
+
+    map_tensors(add, output)
+    return torch.stack(parts).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_a_model_in_stages_is_one_device(name: str) -> None:
+    case = ZOO[name]
+    torch.manual_seed(0)
+    model, batch = case.model().double(), doubled(case.batch(COUNT))
+    data = Rows(batch) if isinstance(batch, dict) else (batch, torch.zeros(COUNT))
+    normalises = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    pieces, stages = 1 if normalises or name in WHOLE else 3, 2 if name == "writing" else 3
+    job = hr.Job(
+        model=model,
+        loss=weighted,
+        optimizer=partial(SGD, lr=1e-3),
+        data=data,
+        global_batch_size=8,
+        epochs=2,
+        seed=1,
+    )
+    strategies = (
+        (hr.OneDevice(), 1),
+        (hr.Pipeline(stages, pieces, "1f1b", "never" if name in DRAWS else "always"), stages),
+    )
+    outcomes = []
+    for strategy, workers in strategies:
+        torch.manual_seed(2)
+        outcomes.append(merged(drive(job, strategy, workers, 0, 4)))
+    reference, trained = outcomes
+    assert distance(trained, reference) <= 1e-9
+    assert distance(trained, model.state_dict()) > 0.0
