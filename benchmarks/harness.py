@@ -67,15 +67,22 @@ def report(folder: Path, name: str, unit: str, figures: Mapping[str, list[float]
     results = folder / "results"
     results.mkdir(exist_ok=True)
     document = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {_processor()}",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **machine(),
         "unit": unit,
         "figures": dict(figures),
         "medians": {row: statistics.median(values) for row, values in figures.items()},
         "ratios": dict(ratios),
     }
     (results / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def machine() -> dict[str, object]:
+    """Returns when and on what figures were made."""
+    return {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {_processor()}",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
 
 
 def _processor() -> str:

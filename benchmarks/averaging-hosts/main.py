@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import alternate, ratio, report
+from on_hosts import hosts, run
 
 HERE = Path(__file__).parent
-HOSTS = HERE.parents[1] / "scripts" / "hosts"
-MASTER = {"MASTER_ADDR": "10.97.0.1", "MASTER_PORT": "29500"}
+RANK = HERE / "one_rank.py"
 COUNT = 4
 
 MIRRORED = "mirrored"
@@ -29,28 +26,9 @@ CODED = "DiLoCo, period 100, int8"
 COUNTED = {MIRRORED: ("mirrored", "from 10 to 30"), CODED: ("diloco(period=100,codec='int8')", "from 100 to 300")}
 
 
-def hosts(*arguments: str) -> None:
-    subprocess.run([HOSTS, *arguments], check=True)
-
-
-def run(strategy: str, way: str) -> list[dict[str, float]]:
-    """Trains on all hosts, each on a core of its own as far as there are; returns what every rank says."""
-    cores = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(COUNT):
-            environment = {**os.environ, **MASTER, "RANK": str(rank), "WORLD_SIZE": str(COUNT)}
-            command = [str(HOSTS), "exec", str(rank), "taskset", "--cpu-list", str(cores[rank % len(cores)])]
-            command += [sys.executable, str(HERE / "one_rank.py"), strategy, way, folder]
-            ranks.append(subprocess.Popen(command, env=environment))
-        if codes := [process.wait() for process in ranks if process.wait()]:
-            raise RuntimeError(f"{strategy} failed with {codes}")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(COUNT)]
-
-
 def seconds(strategy: str, target: float) -> float:
     """Trains to an accuracy; returns rank 0's seconds without the evaluations."""
-    said = run(strategy, f"to {target}")[0]
+    said = run(RANK, COUNT, strategy, f"to {target}")[0]
     print(f"  {strategy}: {json.dumps(said)}", file=sys.stderr, flush=True)
     if "accuracy" not in said:
         raise RuntimeError(f"{strategy} does not come to {target}")
@@ -59,7 +37,7 @@ def seconds(strategy: str, target: float) -> float:
 
 def bytes_an_example(strategy: str, way: str) -> float:
     """Returns what all hosts sent, over what all workers trained on."""
-    said = run(strategy, way)
+    said = run(RANK, COUNT, strategy, way)
     return sum(each["bytes"] for each in said) / sum(each["examples"] for each in said)
 
 
@@ -74,13 +52,13 @@ def main() -> None:
         rate = arguments.rate
         if rate is None:
             hosts("up", str(COUNT))
-            said = run("mirrored(overlap=False)", "from 5 to 40")[0]
+            said = run(RANK, COUNT, "mirrored(overlap=False)", "from 5 to 40")[0]
             # A ring sends 2 (N - 1) / N of the gradients over every link.
             sent_bits = 16 * (COUNT - 1) / COUNT * said["gradient_bytes"]
             rate = f"{int(sent_bits / (arguments.slower * said['compute_s']) / 1e3)}kbit"
             print(f"a step computes for {1e3 * said['compute_s']:.1f} ms; links of {rate}", file=sys.stderr)
         hosts("up", str(COUNT), "--rate", rate)
-        said = run("mirrored(overlap=False)", "from 5 to 20")[0]
+        said = run(RANK, COUNT, "mirrored(overlap=False)", "from 5 to 20")[0]
         print(f"an all-reduce takes {said['exchange_s'] / said['compute_s']:.1f} steps", file=sys.stderr)
         timed = {name: partial(seconds, strategy, arguments.target) for name, strategy in TIMED.items()}
         figures = alternate(timed, arguments.rounds)

@@ -1,0 +1,39 @@
+"""Runs one process on each of several hosts of `scripts/hosts`, as a launcher would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HOSTS = Path(__file__).parents[1] / "scripts" / "hosts"
+MASTER = {"MASTER_ADDR": "10.97.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def hosts(*arguments: str) -> None:
+    """Makes or removes the hosts."""
+    subprocess.run([HOSTS, *arguments], check=True)
+
+
+def run(script: Path, count: int, *arguments: str) -> list[dict[str, float]]:
+    """Runs a script on all hosts, each on a core of its own as far as there are; returns what every rank says.
+
+    Args:
+        script: its last argument is a folder, to which rank r writes `r.json`.
+        count: of hosts.
+        arguments: of the script, before the folder.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(count):
+            environment = {**os.environ, **MASTER, "RANK": str(rank), "WORLD_SIZE": str(count)}
+            command = [str(HOSTS), "exec", str(rank), "taskset", "--cpu-list", str(cores[rank % len(cores)])]
+            command += [sys.executable, str(script), *arguments, folder]
+            ranks.append(subprocess.Popen(command, env=environment))
+        if codes := [process.wait() for process in ranks if process.wait()]:
+            raise RuntimeError(f"{' '.join([script.name, *arguments])} failed with {codes}")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
