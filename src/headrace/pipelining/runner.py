@@ -189,10 +189,11 @@ class Runner:
         held.made = {}
         wanted = [root.requires_grad for root in roots]
         if any(wanted):
-            torch.autograd.backward(
-                [root for root, wants in zip(roots, wanted, strict=True) if wants],
-                [gradient for gradient, wants in zip(gradients, wanted, strict=True) if wants],
-            )
+            with self._stages[stage].accumulation.going_on():
+                torch.autograd.backward(
+                    [root for root, wants in zip(roots, wanted, strict=True) if wants],
+                    [gradient for gradient, wants in zip(gradients, wanted, strict=True) if wants],
+                )
         del roots, gradients
         for producer, names in held.arrived.items():
             back = {name: held.values[name].grad for name in names if _tracked(held.values[name])}

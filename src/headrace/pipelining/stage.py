@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from headrace.errors import JobError, UsageError
+from headrace.pipelining.accumulation import Accumulation
 from headrace.pipelining.recording import answer, execute
 from headrace.pipelining.trace import Traced
 from headrace.trees import map_leaves
@@ -57,6 +58,7 @@ class Stage:
         receives: what it needs of earlier stages.
         sends: what it makes for later ones.
         last: whether it gives the model's output.
+        accumulation: of its weights' gradients.
     """
 
     def __init__(self, traced: Traced, index: int, bounds: tuple[int, int], values: Sequence[Value]) -> None:
@@ -66,6 +68,7 @@ class Stage:
         self.parameters = _once(name for layer in layers for name in layer.parameters)
         self.buffers = _once(name for layer in layers for name in layer.buffers)
         self.last = bounds[1] == len(traced.layers)
+        self.accumulation = Accumulation()
         self.receives = tuple(value for value in values if index in value.consumers)
         self.sends = tuple(value for value in values if value.producer == index)
         self._recording = traced.recording
@@ -110,10 +113,14 @@ class Stage:
 
     def _do(self, node: fx.Node, held: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), held.__getitem__)
-        value = execute(self._recording, node, args, kwargs)
-        guards = self._recording.guards
+        recording = self._recording
+        if node.op == "call_module" and len(args) == 1 and not kwargs and node not in recording.gradless:
+            value = self.accumulation.call(recording.module.get_submodule(str(node.target)), args[0])
+        else:
+            value = execute(recording, node, args, kwargs)
+        guards = recording.guards
         if node in guards and answer(value) != guards[node]:
-            owner = type(self._recording.owners[node]).__name__
+            owner = type(recording.owners[node]).__name__
             raise JobError(
                 f"the model was cut by what it does where {node.name} in the forward of {owner} is {guards[node]!r}, "
                 f"and now that is {answer(value)!r}; give every batch the same form, or move what depends on it into "
