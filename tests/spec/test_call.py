@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import UsageError
-from headrace.spec.call import parse_call, split_calls
+from headrace.spec.call import Call, parse_call, split_calls
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,32 @@ from headrace.spec.call import parse_call, split_calls
     ],
 )
 def test_a_name_and_its_options(text: str, name: str, options: dict[str, object]) -> None:
-    assert parse_call(text) == (name, options)
+    assert parse_call(text) == Call(name, (), options)
+
+
+def test_values_may_have_no_names_and_be_calls() -> None:
+    inner = Call("pipeline", (2,), {"schedule": "1f1b", "partition": [3, 3]})
+    text = "hybrid(mirrored, pipeline(2, schedule='1f1b', partition=[3, 3]))"
+    assert parse_call(text) == Call("hybrid", (Call("mirrored"), inner))
+    assert parse_call("hybrid(mirrored(2), inner=tensor_parallel(2))") == Call(
+        "hybrid", (Call("mirrored", (2,)),), {"inner": Call("tensor_parallel", (2,))}
+    )
 
 
 @pytest.mark.parametrize(
     "text",
-    ["x(", "x(2)", "x(a=)", "x(a=b)", "x(a=print(1))", "x(**{'a': 1})", "x(a=1)(b=2)", "x.y(a=1)", "x(a=1", "x(a=1) y"],
+    [
+        "x(",
+        "x(a=)",
+        "x(a=1 + b)",
+        "x(y.z(1))",
+        "x(*[1])",
+        "x(**{'a': 1})",
+        "x(a=1)(b=2)",
+        "x.y(a=1)",
+        "x(a=1",
+        "x(a=1) y",
+    ],
 )
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not a name with options"):
@@ -33,6 +53,7 @@ def test_anything_else_is_refused(text: str) -> None:
 
 
 def test_a_list_is_cut_at_its_own_commas() -> None:
-    text = "one_device, downpour(push_every=2, fetch_every=3),x(a='b,(c', d=(1, 2))"
-    assert split_calls(text) == ["one_device", "downpour(push_every=2, fetch_every=3)", "x(a='b,(c', d=(1, 2))"]
+    text = "one_device, downpour(push_every=2, fetch_every=3),x(a='b,(c', d=(1, [2, 3]))"
+    assert split_calls(text) == ["one_device", "downpour(push_every=2, fetch_every=3)", "x(a='b,(c', d=(1, [2, 3]))"]
+    assert split_calls("x(a=[1, 2]),y") == ["x(a=[1, 2])", "y"]
     assert split_calls("a,,b") == ["a", "", "b"]

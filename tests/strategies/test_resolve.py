@@ -28,3 +28,20 @@ def test_what_does_not_exist_is_refused_with_what_does() -> None:
         resolve("downpur(push_every=2)")
     with pytest.raises(UsageError, match="fetch_every must be a whole number of at least 1, got 0"):
         resolve("downpour(fetch_every=0)")
+    with pytest.raises(UsageError, match="schedule of pipeline is no strategy: a text takes quotes, schedule='gpipe'"):
+        resolve("pipeline(schedule=gpipe)")
+    with pytest.raises(UsageError, match="hybrid takes 2 options, got 3: outer, inner"):
+        resolve("hybrid(mirrored, pipeline, mirrored)")
+    with pytest.raises(UsageError, match="pipeline gets stages twice: 2 and 3"):
+        resolve("pipeline(2, stages=3)")
+
+
+def test_a_hybrid_is_written_with_its_strategies() -> None:
+    wanted = hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 4, schedule="1f1b"))
+    assert resolve("hybrid(mirrored(2), pipeline(2, 4, schedule='1f1b'))") == wanted
+    assert resolve("hybrid(outer='mirrored(2)', inner=\"pipeline(2, 4, '1f1b')\")") == wanted
+    assert resolve("hybrid(mirrored, tensor_parallel)") == hr.Hybrid(hr.Mirrored(), hr.TensorParallel())
+    with pytest.raises(UnknownName, match="did you mean 'mirrored'"):
+        resolve("hybrid(mirored(2), pipeline(2))")
+    with pytest.raises(UsageError, match="a strategy is a name"):
+        resolve("hybrid(2, pipeline(2))")

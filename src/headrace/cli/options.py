@@ -190,9 +190,9 @@ def check_strategies(names: Sequence[str]) -> None:
         UnknownName: no strategy is called so.
     """
     known = strategy_names()
-    for name, _ in map(parse_call, names):
-        if known and name not in known:
-            raise UnknownName("strategy", name, known)
+    for call in map(parse_call, names):
+        if known and call.name not in known:
+            raise UnknownName("strategy", call.name, known)
 
 
 def checkpoints_of(every: str | None, keep: int, snapshots: str | None = None) -> Checkpoints | None:

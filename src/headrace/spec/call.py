@@ -1,36 +1,60 @@
-"""A name with options, as people write it: `downpour(push_every=2)`."""
+"""A name with options, as people write it: `downpour(push_every=2)`, `hybrid(mirrored(2), pipeline(2))`."""
 
 from __future__ import annotations
 
 import ast
+from typing import NamedTuple
 
 from headrace.errors import UsageError
 
-__all__ = ["parse_call", "split_calls"]
+__all__ = ["Call", "parse_call", "split_calls"]
 
 
-def parse_call(text: str) -> tuple[str, dict[str, object]]:
-    """Returns the name, and its options as plain values.
+class Call(NamedTuple):
+    """What is called, and with what.
+
+    Attributes:
+        name: of it.
+        values: without names, in order.
+        options: with names. All are plain values, or calls.
+    """
+
+    name: str
+    values: tuple[object, ...] = ()
+    options: dict[str, object] = {}  # noqa: RUF012  (nobody changes it)
+
+
+def parse_call(text: str) -> Call:
+    """Returns what is written.
 
     Raises:
         UsageError: it has another form.
     """
     name = text.partition("(")[0]
     if name == text:
-        return text.strip(), {}
+        return Call(text.strip())
     try:
-        call = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("options have names")
-        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
-        if len(options) < len(call.keywords):
-            raise ValueError("an option has no name")
+        return _call(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError):
         # Where Python's parser stumbled says less than what is right.
         raise UsageError(
             f"{text!r} is not a name with options: write it as {name.strip() or 'name'}(option=value, other='text')"
         ) from None
-    return call.func.id, options
+
+
+def _call(node: ast.expr) -> Call:
+    if isinstance(node, ast.Name):
+        return Call(node.id)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise ValueError("not a name with options")
+    options = {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg}
+    if len(options) < len(node.keywords):
+        raise ValueError("an option has no name")
+    return Call(node.func.id, tuple(map(_value, node.args)), options)
+
+
+def _value(node: ast.expr) -> object:
+    return _call(node) if isinstance(node, ast.Name | ast.Call) else ast.literal_eval(node)
 
 
 def split_calls(text: str) -> list[str]:
@@ -39,8 +63,8 @@ def split_calls(text: str) -> list[str]:
     for character in text:
         if quote or character in "'\"":
             quote = "" if character == quote else quote or character
-        elif character in "()":
-            depth += 1 if character == "(" else -1
+        elif character in "()[]":
+            depth += 1 if character in "([" else -1
         if character == "," and not depth and not quote:
             parts.append("")
         else:

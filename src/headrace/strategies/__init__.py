@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from headrace.errors import UnknownName, UsageError
-from headrace.spec.call import parse_call
+from headrace.spec.call import Call, parse_call
 from headrace.strategies.central_storage import CentralStorage
 from headrace.strategies.downpour import Downpour
 from headrace.strategies.hybrid import Hybrid
@@ -71,24 +71,41 @@ def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:
 
     Raises:
         UnknownName: there is none of that name, or it has no such option.
-        UsageError: it is neither a name nor a strategy.
+        UsageError: it is neither a name nor a strategy, or has a value too many, or twice.
     """
     if isinstance(strategy, Strategy):
         return strategy
     if not isinstance(strategy, str):
         raise UsageError(f"a strategy is a name ('mirrored') or hr.Mirrored(...), got {strategy!r}")
-    name, options = parse_call(strategy)
+    return _made(parse_call(strategy), workers)
+
+
+def _made(call: Call, workers: int | None) -> Strategy:
     kinds: Mapping[str, Callable[..., Strategy]] = {**STRATEGIES, **SHORT_NAMES}
-    if name not in kinds:
-        raise UnknownName("strategy", name, kinds)
-    kind = kinds[name]
-    known = inspect.signature(kind).parameters
-    for option in options:
-        if option not in known:
-            raise UnknownName(f"option of {name}", option, known)
+    if call.name not in kinds:
+        raise UnknownName("strategy", call.name, kinds)
+    kind = kinds[call.name]
+    options = _options(call, list(inspect.signature(kind).parameters))
     for option in COUNTS:
-        if workers is not None and option in known:
+        if workers is not None and option in inspect.signature(kind).parameters:
             options.setdefault(option, workers)
-    if kind is Hybrid:
-        options = {option: resolve(value) if isinstance(value, str) else value for option, value in options.items()}
+    for option, value in options.items():
+        if kind is Hybrid:
+            options[option] = _made(value, None) if isinstance(value, Call) else resolve(value)  # type: ignore[arg-type]
+        elif isinstance(value, Call):
+            raise UsageError(f"{option} of {call.name} is no strategy: a text takes quotes, {option}='{value.name}'")
     return kind(**options)
+
+
+def _options(call: Call, known: Sequence[str]) -> dict[str, object]:
+    """Returns all values of a call with their names."""
+    if len(call.values) > len(known):
+        raise UsageError(f"{call.name} takes {len(known)} options, got {len(call.values)}: {', '.join(known)}")
+    options = dict(zip(known, call.values, strict=False))
+    for option, value in call.options.items():
+        if option not in known:
+            raise UnknownName(f"option of {call.name}", option, known)
+        if option in options:
+            raise UsageError(f"{call.name} gets {option} twice: {options[option]!r} and {value!r}")
+        options[option] = value
+    return options
