@@ -45,3 +45,5 @@ def test_a_hybrid_is_written_with_its_strategies() -> None:
         resolve("hybrid(mirored(2), pipeline(2))")
     with pytest.raises(UsageError, match="a strategy is a name"):
         resolve("hybrid(2, pipeline(2))")
+    with pytest.raises(UsageError, match=r"hybrid needs inner; write it as hybrid\(outer, inner\)"):
+        resolve("hybrid(mirrored(2))")

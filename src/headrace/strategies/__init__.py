@@ -85,10 +85,14 @@ def _made(call: Call, workers: int | None) -> Strategy:
     if call.name not in kinds:
         raise UnknownName("strategy", call.name, kinds)
     kind = kinds[call.name]
-    options = _options(call, list(inspect.signature(kind).parameters))
+    known = inspect.signature(kind).parameters
+    options = _options(call, list(known))
     for option in COUNTS:
-        if workers is not None and option in inspect.signature(kind).parameters:
+        if workers is not None and option in known:
             options.setdefault(option, workers)
+    lacking = [name for name, each in known.items() if each.default is each.empty and name not in options]
+    if lacking:
+        raise UsageError(f"{call.name} needs {' and '.join(lacking)}; write it as {call.name}({', '.join(known)})")
     for option, value in options.items():
         if kind is Hybrid:
             options[option] = _made(value, None) if isinstance(value, Call) else resolve(value)  # type: ignore[arg-type]
