@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.comm.mailbox import Receiver, Sender, head_bytes, places
+from headrace.comm.mailbox import Check, Receiver, Sender, head_bytes, places
 from headrace.errors import PeerLost
 
 SLOTS = 2
 
 
-def never() -> None:
+def never(came: Callable[[], bool]) -> None:
     """Nobody is lost."""
 
 
-def ends(check: Callable[[], None] = never) -> tuple[Sender, Receiver]:
+def ends(check: Check = never) -> tuple[Sender, Receiver]:
     heads = torch.zeros(head_bytes(SLOTS), dtype=torch.uint8)
     return Sender(heads, check), Receiver(heads, check)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from time import monotonic
 
 import pytest
 import torch
@@ -67,6 +72,45 @@ def test_a_loop_that_ends_early_on_one_rank_is_named(job: hr.Job, engine: Engine
     with pytest.raises(HeadraceError, match="rank 0 ended after 2 rounds") as caught:
         hr.launch(early, job, strategy, engine=engine)
     assert "same rounds on every worker" in str(caught.value)
+
+
+PIECES = {
+    "pipeline": hr.Pipeline(2, 4),
+    "three stages": hr.Pipeline(3, 4, "1f1b"),
+    "tensor_parallel": hr.TensorParallel(2),
+    "data x tensor": hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)),
+    "averaging x tensor": hr.Hybrid(hr.ParameterAveraging(2, period=3), hr.TensorParallel(2)),
+    "data x pipeline": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "how"), [*((name, "return") for name in PIECES), ("pipeline", "exit")])
+def test_who_leaves_a_replica_that_several_hold_is_named_with_its_stage(
+    job: hr.Job, engine: Engine, name: str, how: str, tmp_path: Path
+) -> None:
+    strategy, left = PIECES[name], tmp_path / "left"
+    stages = next((each.stages for each in (strategy, *vars(strategy).values()) if isinstance(each, hr.Pipeline)), None)
+    widths = (20, 8, 8, 3)
+    job = dataclasses.replace(job, model=nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))).double())
+    for leaver in (0, 1):
+
+        def early(worker: hr.Worker, leaver: int = leaver) -> None:
+            for batch in worker.batches():
+                worker.step(batch)
+                if worker.rank == leaver and worker.round == 1:
+                    left.write_text(str(monotonic()))
+                    if how == "exit":
+                        sys.exit(0)
+                    return
+
+        with pytest.raises(HeadraceError, match=f"rank {leaver}") as caught:
+            hr.launch(early, job, strategy, engine=engine)
+        assert monotonic() - float(left.read_text()) < 2
+        stage = f" (stage {leaver} of {stages})" if stages else ""
+        said = f"rank {leaver}{stage} ended after 2 rounds" if how == "return" else "SystemExit: 0"
+        assert said in str(caught.value)
+        assert f"stage {leaver} of {stages}" in str(caught.value) or not stages
 
 
 @pytest.mark.slow

@@ -25,9 +25,10 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from headrace.comm.barrier import check_left, reached
+from headrace.comm.barrier import reached
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
+from headrace.comm.ends import Ends
 
 __all__ = ["BetweenHosts", "connect"]
 
@@ -71,6 +72,7 @@ class BetweenHosts(SharedCollective):
         grow: connects some of the ranks with each other: given a name, this one's place, and how many there are; None
             where there are no groups in this one.
         seats: places in the page of the ranks; None for all.
+        ends: whose loop has ended; None where the page tells it.
     """
 
     one_memory = False
@@ -84,6 +86,7 @@ class BetweenHosts(SharedCollective):
         accuse: Callable[[Exception], NoReturn],
         grow: Grow | None = None,
         seats: Sequence[int] | None = None,
+        ends: Ends | None = None,
     ) -> None:
         self._seats = range(page.ranks) if seats is None else seats
         self._whole = seats is None
@@ -95,7 +98,8 @@ class BetweenHosts(SharedCollective):
         self._page = page
         self._check = check
         self._accuse = accuse
-        self._peers = [peer for peer in self._seats if peer != rank]
+        self.ends = ends or Ends(page.ends)
+        self._peers = [peer for peer in range(self.world) if peer != self.rank]
         self._unfinished = 0
         self._grow = grow
         self.groups: list[BetweenHosts] = []
@@ -107,7 +111,10 @@ class BetweenHosts(SharedCollective):
         name = f"{len(self.groups)}/{'-'.join(map(str, members))}"
         connected = self._grow(name, list(members).index(self.rank), len(members))
         seats = [self._seats[member] for member in members]
-        self.groups.append(BetweenHosts(connected, self._page, self._seat, self._check, self._accuse, None, seats))
+        ends = self.ends.among(members)
+        self.groups.append(
+            BetweenHosts(connected, self._page, self._seat, self._check, self._accuse, None, seats, ends)
+        )
         return self.groups[-1]
 
     def check(self) -> None:
@@ -189,7 +196,7 @@ class BetweenHosts(SharedCollective):
                 continue
             self._check()
             for peer in self._peers:
-                check_left(self._page.ends, peer, self._seat, partial(self._has_come, peer, target))
+                self.ends.check(peer, self.rank, partial(self._has_come, peer, target))
         try:
             work.wait()
         except RuntimeError as error:
@@ -200,4 +207,4 @@ class BetweenHosts(SharedCollective):
         if not self._whole:
             # Its counter is of all ranks' meetings. What it sent before its loop ended may still be on the way.
             return monotonic() - self._seen_ended_s.setdefault(peer, monotonic()) < _ON_THE_WAY_S
-        return reached(self._page.counters[peer][0], target)
+        return reached(self._page.counters[self._seats[peer]][0], target)

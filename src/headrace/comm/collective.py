@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from headrace.comm.ends import Ends
+
 _Result = TypeVar("_Result")
 
 __all__ = ["Collective", "SharedCollective"]
@@ -70,9 +72,11 @@ class SharedCollective(Collective):
     Attributes:
         one_memory: whether they can see the same memory; where not, `share` raises.
         groups: those that `subgroup` has returned.
+        ends: whose loop has ended, of its ranks.
     """
 
     one_memory: bool = True
+    ends: Ends
     groups: Sequence[SharedCollective] = ()
 
     def subgroup(self, members: Sequence[int]) -> SharedCollective:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from headrace.comm import futex
-from headrace.comm.barrier import check_left, reached
+from headrace.comm.barrier import reached
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import NUMBERS, ControlPage
+from headrace.comm.ends import Ends
 
 __all__ = ["Elastic", "MemberLost"]
 
@@ -63,6 +64,7 @@ class Elastic(SharedCollective):
         self._page = page
         self._place = place
         self._check = check
+        self.ends = Ends(page.ends)
         self._numbers = [[torch.frombuffer(half, dtype=torch.float64) for half in halves] for halves in page.numbers]
         self.regroup(members, 0)
 
@@ -151,5 +153,5 @@ class Elastic(SharedCollective):
                 return False
             futex.wait(address, seen, _SLICE_S)
             self._check()
-            check_left(self._page.ends, member, self._place, lambda: reached(counter[1], target))
+            self.ends.check(member, self._place, lambda: reached(counter[1], target))
         return True

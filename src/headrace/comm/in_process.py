@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.comm.collective import SharedCollective
+from headrace.comm.ends import Ends
 from headrace.errors import PeerLost
 
 __all__ = ["InProcess", "Meeting"]
@@ -19,10 +20,12 @@ class Meeting:
 
     Args:
         world: how many there are.
+        ends: whose loop has ended; None where none does before the others.
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, ends: Ends | None = None) -> None:
         self.world = world
+        self.ends = ends or Ends([(0,)] * world)
         self.offers: list[object] = [None] * world
         self.barrier = threading.Barrier(world)
         self.lost = -1
@@ -35,6 +38,16 @@ class Meeting:
         self.barrier.abort()
         for meeting in self.inner:
             meeting.abort(rank)
+
+    def check_parted(self) -> None:
+        """Raises:
+        UsageError: some wait for others whose loops have ended.
+        """
+        ended, waiting = self.ends.ended, self.barrier.n_waiting
+        if ended and waiting and len(ended) + waiting == self.world:
+            raise self.ends.error(ended[0], "another rank")
+        for meeting in self.inner:
+            meeting.check_parted()
 
 
 class InProcess(SharedCollective):
@@ -49,12 +62,14 @@ class InProcess(SharedCollective):
         self.rank = rank
         self.world = meeting.world
         self.moved_bytes = 0
+        self.ends = meeting.ends
         self._meeting = meeting
         self.groups: list[InProcess] = []
 
     def subgroup(self, members: Sequence[int]) -> InProcess:
         first = self.rank == members[0]
-        meeting: Meeting = self._exchange(Meeting(len(members)) if first else None)[members[0]]
+        own = Meeting(len(members), self.ends.among(members)) if first else None
+        meeting: Meeting = self._exchange(own)[members[0]]
         if first:
             self._meeting.inner.append(meeting)
         # Whoever fails from here on ends it, too.

@@ -24,7 +24,7 @@ from headrace.comm import futex
 from headrace.comm.segment import Segment
 from headrace.comm.spin import Spin
 
-__all__ = ["Receiver", "Sender", "head_bytes", "places"]
+__all__ = ["Check", "Receiver", "Sender", "head_bytes", "places"]
 
 T = TypeVar("T")
 
@@ -34,6 +34,8 @@ _SPIN_S = 50e-6
 _SLICE_S = 0.05
 _EMPTY, _FULL = 0, 1
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+
+Check = Callable[[Callable[[], bool]], None]
 
 
 def head_bytes(slots: int) -> int:
@@ -93,13 +95,13 @@ class _Ring:
 
     Args:
         heads: `(head_bytes(slots),)` uint8, zeroed, the same for both ends.
-        check: called about every 50 ms of waiting; raises where nobody will come.
+        check: as for `Sender`.
 
     Attributes:
         turn: index of the slot that is next.
     """
 
-    def __init__(self, heads: Tensor, check: Callable[[], None]) -> None:
+    def __init__(self, heads: Tensor, check: Check) -> None:
         self._slots = [_Slot(heads, index) for index in range(len(heads) // _HEAD)]
         self._check = check
         self._spin = Spin(_SPIN_S)
@@ -129,7 +131,7 @@ class _Ring:
         while slot.full[0] != wanted:
             futex.wait(slot.address, 1 - wanted, _SLICE_S)
             if slot.full[0] != wanted and perf_counter() - began > _SLICE_S:
-                self._check()
+                self._check(lambda: slot.full[0] == wanted)
         self._spin.slept(perf_counter() - began)
 
 
@@ -138,13 +140,14 @@ class Sender:
 
     Args:
         heads: `(head_bytes(slots),)` uint8, zeroed, the same for both ends.
-        check: called about every 50 ms of waiting; raises where nobody will come.
+        check: called about every 50 ms of waiting, with what tells whether the other end has come after all; raises
+            where it never will.
 
     Attributes:
         moved_bytes: that were sent.
     """
 
-    def __init__(self, heads: Tensor, check: Callable[[], None]) -> None:
+    def __init__(self, heads: Tensor, check: Check) -> None:
         self._ring = _Ring(heads, check)
         self.moved_bytes = 0
 
@@ -188,7 +191,7 @@ class Receiver:
         moved_bytes: that were received.
     """
 
-    def __init__(self, heads: Tensor, check: Callable[[], None]) -> None:
+    def __init__(self, heads: Tensor, check: Check) -> None:
         self._ring = _Ring(heads, check)
         self._seen = [0] * (len(heads) // _HEAD)
         self.moved_bytes = 0

@@ -22,6 +22,7 @@ from torch import Tensor
 from headrace.comm.barrier import Barrier
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import NUMBERS, ControlPage
+from headrace.comm.ends import Ends
 from headrace.comm.segment import Segment
 
 __all__ = ["SharedMemory"]
@@ -42,14 +43,16 @@ class SharedMemory(SharedCollective):
         page: the run's control page; every rank maps the same.
         rank: this process's.
         check: called while waiting; raises where a peer was lost.
+        ends: whose loop has ended; None where the page tells it.
     """
 
-    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None]) -> None:
+    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], ends: Ends | None = None) -> None:
         self.rank = rank
         self.world = page.ranks
         self.moved_bytes = 0
         self._page = page
-        self._barrier = Barrier(page, rank, check)
+        self.ends = ends or Ends(page.ends)
+        self._barrier = Barrier(page, rank, check, self.ends)
         self._check = check
         self._segments: list[Segment] = []
         self._turn = 0
@@ -68,9 +71,9 @@ class SharedMemory(SharedCollective):
         self.barrier()
         self._segments.append(segment)
         page = ControlPage(segment, len(members))
-        # Of a loop that has ended its own page tells.
-        page.ends = [self._page.ends[member] for member in members]
-        self.groups.append(SharedMemory(page, list(members).index(self.rank), self._check))
+        # Of a loop that has ended the run's page tells.
+        own_ends = self.ends.among(members)
+        self.groups.append(SharedMemory(page, list(members).index(self.rank), self._check, own_ends))
         return self.groups[-1]
 
     def barrier(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from headrace.comm.control import ControlPage
+from headrace.comm.ends import Ends
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.comm.segment import Segment
 from headrace.engine.interrupts import orderly_interrupts
@@ -15,7 +16,7 @@ from headrace.engine.order import Engine, Order, Progress, first_loss
 from headrace.engine.server import serve
 from headrace.engine.snapshot import random_states, restore_random_states
 from headrace.engine.work import work
-from headrace.errors import HeadraceError, PeerLost, UsageError, WorkerFailed
+from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 
 __all__ = ["ThreadEngine"]
 
@@ -34,7 +35,7 @@ class ThreadEngine(Engine):
         segment = Segment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
         workers = order.plan.workers
-        meeting = Meeting(workers)
+        meeting = Meeting(workers, Ends(page.ends[:workers]))
         errors: dict[int, BaseException] = {}
         building = threading.Lock()
 
@@ -57,7 +58,7 @@ class ThreadEngine(Engine):
                 while any(thread.is_alive() for thread in threads):
                     for thread in threads:
                         thread.join(_LOOK_EVERY_S / ranks)
-                    _check_parted(page, meeting, workers)
+                    meeting.check_parted()
                     progress(Progress(page.beats[0][1], first_loss(page.losses), sum(beat[2] for beat in page.beats)))
             except BaseException:
                 # Nobody can end a thread; it ends itself, after the step that it is in or at the next meeting.
@@ -78,13 +79,3 @@ class ThreadEngine(Engine):
 
     def close(self) -> None:
         """Nothing is left when `run` returns."""
-
-
-def _check_parted(page: ControlPage, meeting: Meeting, workers: int) -> None:
-    ended = [rank for rank, end in enumerate(page.ends) if end[0]]
-    waiting = meeting.barrier.n_waiting
-    if ended and waiting and len(ended) + waiting == workers:
-        raise UsageError(
-            f"the loop on rank {ended[0]} ended after {page.ends[ended[0]][0] - 1} rounds and another rank still "
-            "waits for it; a training loop must do the same rounds on every worker"
-        )

@@ -208,6 +208,9 @@ def _parts(
     closing: ExitStack,
 ) -> Parts:
     connect: Callable[[], Collective] | None = None
+    if order.plan.partition:
+        # So that an error can say what of the model a rank has whose loop has ended.
+        host.ends.names = [f"rank {rank} ({order.plan.part_of(rank)})" for rank in range(host.world)]
     if role.device != "cpu":
         torch.cuda.set_device(role.device)
         module.to(role.device)

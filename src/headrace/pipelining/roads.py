@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.comm.collective import SharedCollective
-from headrace.comm.mailbox import Receiver, Sender, head_bytes
+from headrace.comm.mailbox import Check, Receiver, Sender, head_bytes
 from headrace.pipelining.message import pack, unpack
 
 __all__ = ["Road", "Roads", "Way"]
@@ -122,8 +122,10 @@ class Roads:
                 continue
             head = regions[source][slice(*heads[way])]
             sends = host.rank == source
-            sender = Sender(head, host.check) if sends else None
-            self._roads[key] = Road(device, sender, None if sends else Receiver(head, host.check))
+            check = _until_left(host, (target if sends else source) % ranks)
+            self._roads[key] = Road(
+                device, Sender(head, check) if sends else None, None if sends else Receiver(head, check)
+            )
 
     def road(self, source: int, target: int, kind: str) -> Road:
         """Returns a way that begins or ends here."""
@@ -138,3 +140,13 @@ class Roads:
         """Lets go of all memory."""
         for road in self._roads.values():
             road.close()
+
+
+def _until_left(host: SharedCollective, peer: int) -> Check:
+    """Returns what raises where a rank is lost, or the loop of the one that is waited for has ended."""
+
+    def check(came: Callable[[], bool]) -> None:
+        host.check()
+        host.ends.check(peer, host.rank, came)
+
+    return check
