@@ -77,7 +77,7 @@ def test_a_sender_waits_while_all_slots_are_full() -> None:
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_who_waits_for_a_lost_peer_is_told(who: str) -> None:
-    def lost() -> None:
+    def lost(came: Callable[[], bool]) -> None:
         raise PeerLost(1, "here", "killed by signal 9 (SIGKILL)", "stage 1 of 2")
 
     sender, receiver = ends(lost)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader, as_pipeline
+from headrace.pipelining.buffers import Buffers
 from headrace.pipelining.saved_bytes import SavedBytes
 from headrace.pipelining.staged import StagedModel
 from headrace.replica.exchange import Replica
@@ -101,6 +102,54 @@ def test_dropout_that_is_made_again_drops_the_same(recompute: str) -> None:
 
     assert distance(ran(recompute), ran("never")) == 0.0
     assert distance(ran("never", 6), ran("never")) > 1e-3
+
+
+class Moving(nn.Module):
+    """Its forward moves buffers that it computes with: one in place, one by another in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(16))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("table", torch.linspace(1, 2, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.mul_(0.9).add_(0.1 * x.detach().abs().mean(0))
+            self.seen = self.seen + 1
+        return x * self.scale.clone() * self.table + self.seen
+
+
+def moving() -> nn.Module:
+    old, new = nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm
+    first = nn.Linear(4, 16), Moving(), nn.Tanh(), old(nn.Linear(16, 16)), nn.BatchNorm1d(16)
+    return nn.Sequential(*first, new(nn.Linear(16, 16)), Moving(), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_is_made_again_starts_from_the_buffers_as_they_were(schedule: str, deferred: bool) -> None:
+    usual, *others = (
+        merged(drive(job(Case(moving)), hr.Pipeline(2, 4, schedule, way, deferred_batch_norm=deferred), 2, 0, 2))
+        for way in ("never", "except_last", "always")
+    )
+    assert usual["1.seen"] == usual["6.seen"] > 3
+    assert [distance(other, usual) for other in others] == [0.0, 0.0]
+
+
+def test_of_buffers_only_those_are_kept_that_move() -> None:
+    module = nn.Sequential(Moving(), Moving())
+    buffers = Buffers(module, [name for name, _ in module.named_buffers()])
+    was = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with buffers.watched() as kept:
+        module[0](torch.full((3, 16), 2.0))
+    assert [(each.owner, each.name) for each in kept] == [(module[0], "scale"), (module[0], "seen")]
+    moved = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with buffers.as_before(kept):
+        assert all(torch.equal(buffer, was[name]) for name, buffer in module.named_buffers())
+        module[0](torch.full((3, 16), 2.0))
+        assert all(torch.equal(buffer, moved[name]) for name, buffer in module.named_buffers())
+    assert all(torch.equal(buffer, moved[name]) for name, buffer in module.named_buffers())
 
 
 def normalised() -> nn.Module:

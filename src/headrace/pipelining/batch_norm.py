@@ -40,7 +40,6 @@ class RunningStatistics:
     def __init__(self, module: nn.Module, deferred: bool) -> None:
         layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
         self._layers = [each for each in layers if each.running_mean is not None and not each.running_mean.is_meta]
-        self._buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
         self._deferred = deferred
         self._sums: dict[_BatchNorm, _Sums] = {}
         self._counting = False
@@ -51,35 +50,21 @@ class RunningStatistics:
         """Lets the layers run on a micro-batch.
 
         Args:
-            again: whether this is its second time, which leaves the averages as they are.
+            again: whether this is its second time, which is not counted.
         """
-        if not self._layers:
+        if not (self._deferred and self._layers):
             yield
             return
         held = [layer.track_running_stats for layer in self._layers]
         self._counting = not again
-        if self._deferred or again:
-            for layer in self._layers:
-                layer.track_running_stats = False
+        for layer in self._layers:
+            layer.track_running_stats = False
         try:
             yield
         finally:
             self._counting = False
             for layer, tracks in zip(self._layers, held, strict=True):
                 layer.track_running_stats = tracks
-
-    @contextmanager
-    def unmoved(self) -> Iterator[None]:
-        """Gives back buffers that a forward moves, counters for one, as they were before."""
-        kept = [(buffer, buffer._version, buffer.clone()) for buffer in self._buffers]
-        try:
-            yield
-        finally:
-            for buffer, version, before in kept:
-                # Those alone, because backward may need the others as they are.
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(before)
 
     @torch.no_grad()
     def commit(self) -> None:

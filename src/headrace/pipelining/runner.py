@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headrace.errors import UnfitMachine
 from headrace.pipelining.batch_norm import RunningStatistics
+from headrace.pipelining.buffers import Kept
 from headrace.pipelining.roads import Roads
 from headrace.pipelining.saved_bytes import SavedBytes
 from headrace.pipelining.stage import OUTPUT, Stage
@@ -55,12 +56,14 @@ class _Held:
         arrived: names of the values of each producer.
         made: what it sent, and its loss; nothing where forward is to be run again.
         dice: the generators' states at the forward that is to be run again.
+        moved: buffers as they were then.
     """
 
     values: dict[str, Any]
     arrived: dict[int, list[str]]
     made: dict[str, Any] = field(default_factory=dict)
     dice: tuple[Tensor, ...] = ()
+    moved: Sequence[Kept] = ()
 
 
 class Runner:
@@ -101,6 +104,7 @@ class Runner:
         self._producers = {i: sorted({value.producer for value in s.receives}) for i, s in stages.items()}
         self._consumers = {i: sorted({c for value in s.sends for c in value.consumers}) for i, s in stages.items()}
         self._trains = trains
+        self._buffers = {index: stage.moving for index, stage in stages.items()}
         self._held: dict[Action, _Held] = {}
         self._waited = 0.0
         self.last = any(stage.last for stage in stages.values())
@@ -155,7 +159,10 @@ class Runner:
         stage = action.stage
         values, arrived = self._arrive(stage, piece.inputs)
         held = _Held(values, arrived, dice=_dice() if again else ())
-        with torch.no_grad() if again else nullcontext():
+        if again:
+            with torch.no_grad(), self._buffers[stage].watched() as held.moved:
+                made = self._made(action, piece, held, first=True)
+        else:
             made = self._made(action, piece, held, first=True)
         tracked = stage in self._trains or any(_tracked(value) for value in values.values())
 
@@ -174,7 +181,7 @@ class Runner:
         forward = Action(stage, action.micro_batch)
         held = self._held[forward]
         if held.dice:
-            with _thrown(held.dice), self._statistics.unmoved():
+            with _thrown(held.dice), self._buffers[stage].as_before(held.moved):
                 held.made = self._made(forward, piece, held, first=False)
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []

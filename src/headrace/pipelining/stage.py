@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from headrace.errors import JobError, UsageError
 from headrace.pipelining.accumulation import Accumulation
+from headrace.pipelining.buffers import Buffers
 from headrace.pipelining.recording import answer, execute
 from headrace.pipelining.trace import Traced
 from headrace.trees import map_leaves
@@ -79,6 +80,11 @@ class Stage:
         # What others hold, too, is not theirs to change.
         self._copied = {target for writer, target in self._recording.writes if writer in self._nodes}
         self._drop = _last_uses(self._nodes)
+
+    @property
+    def moving(self) -> Buffers:
+        """Its buffers, as far as forward may move them."""
+        return Buffers(self._recording.module, self.buffers)
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Does its part of forward.
