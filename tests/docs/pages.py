@@ -23,9 +23,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from warm.programs import ROOT, programs
+
 __all__ = ["ROOT", "Block", "blocks", "pages", "run_page", "unmatched"]
 
-ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^( *)```(\w*)\s*$")
 _FILE = re.compile(r"# ([\w./-]+\.py)\n")
 _FRACTION = re.compile(r"\d+\.\d+")
@@ -107,7 +108,7 @@ def run_page(page: Path, folder: Path) -> int:
     """Runs a page's blocks in a folder and returns how many ran; the first that does not hold fails an assertion."""
     (folder / "examples").symlink_to(ROOT / "examples")
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment["PATH"] = os.pathsep.join([str(programs()), str(Path(sys.executable).parent), environment["PATH"]])
     environment["PYTHONPATH"] = str(ROOT / "src")
     ran = 0
     printed: str | None = None
@@ -208,7 +209,7 @@ class _Python:
         """Returns what the code prints."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _INTERPRETER],
+                [programs() / "python", "-c", _INTERPRETER],
                 cwd=self._folder,
                 env=self._environment,
                 stdin=subprocess.PIPE,

@@ -1,0 +1,54 @@
+"""`python`, `headrace` and `torchrun` that begin warm: folders of programs for a PATH, one for each tree of sources."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+__all__ = ["ROOT", "programs"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_CLIENT = Path(__file__).with_name("client.py")
+_SERVER = Path(__file__).with_name("server.py")
+_START_S = 120.0
+_WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""OpenBLAS and Arrow would start threads while they are loaded, and a process with threads is not forked."""
+
+
+@cache
+def programs(source: Path = ROOT / "src") -> Path:
+    """Returns a folder of programs, whose server is begun with the first call, and ends with this process.
+
+    Args:
+        source: the folder of the package that they have imported.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    real = Path(sys.executable)
+    names = {"python": real, "headrace": real.with_name("headrace"), "torchrun": real.with_name("torchrun")}
+    for name, program in names.items():
+        # -S: without the libraries, of which it needs none.
+        text = f"#!{real} -IS\n{_CLIENT.read_text(encoding='utf-8')}\n\nmain({str(folder)!r}, {str(program)!r})\n"
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    environment = {**os.environ, **_WITHOUT_THREADS, "PYTHONPATH": str(source)}
+    command = [real, "-P", _SERVER, folder]
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    atexit.register(_end, server, folder)
+    deadline = time.monotonic() + _START_S
+    while not (folder / "socket").exists():
+        assert server.poll() is None, "the warm process has ended; what it wrote says why"
+        assert time.monotonic() < deadline, f"the warm process has not begun in {_START_S:g} s"
+        time.sleep(0.01)
+    return folder
+
+
+def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
+    server.communicate()
+    shutil.rmtree(folder)

@@ -1,0 +1,251 @@
+"""A process that has imported what Python programs of tests import, and forks itself to be each of them.
+
+    test ──► client, "python script.py" ──socket──► server ──fork──► script.py
+             descriptors, arguments, environment, folder ►
+             ◄ its process id, its exit code
+
+A program is then what it would be, but for the seconds that importing torch takes: it has its own session, its client's
+descriptors, environment and working directory, and a `__main__` of its own. What differs: modules are imported already.
+Programs that would see the difference the server leaves to Python itself: those with options of the interpreter that it
+does not know, with another package called headrace, or with environment variables that count when a library is loaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+IMPORTED = ("torch._dynamo", "headrace.engine.process", "headrace.engine.zygote", "headrace.engine.local",
+            "headrace.cli", "headrace.trainer", "headrace.comparison", "matplotlib.figure",
+            "matplotlib.backends.backend_svg", "sklearn.datasets", "rich.progress")  # fmt: skip
+AT_LOAD = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "GLIBC_", "TORCH_", "LC_", "LANG", "PYTHON")
+"""How variables begin that count when a library, or Python, begins; those below can be honoured later."""
+LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
+"""Variables of glibc's memory, and what `mallopt` calls them (malloc.h)."""
+_BEGUN_WITH = dict(os.environ)
+_added: dict[str, str] = {}
+"""What libraries add to it while they are imported."""
+_PYTHON = sys.executable
+_COERCED = {"LC_CTYPE": "C.UTF-8"} if os.environ.get("LC_CTYPE") == "C.UTF-8" else {}
+"""What Python gives itself and its children where the locale is C (PEP 538)."""
+_MESSAGE_BYTES, _DESCRIPTORS = 1 << 18, 250
+_HIGH = 512
+
+
+def main(folder: str) -> None:
+    """Serves until standard input ends."""
+    path = [entry for entry in sys.path if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    for name in IMPORTED:
+        importlib.import_module(name)
+    tasks = os.listdir("/proc/self/task")
+    if len(tasks) > 1:
+        raise RuntimeError(f"importing has started {len(tasks) - 1} threads, and a process with threads is not forked")
+    _added.update({name: value for name, value in os.environ.items() if _BEGUN_WITH.get(name) != value}, **_COERCED)
+    # What a program starts as Python is warm as well.
+    sys.executable = os.path.join(folder, "python")
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(os.path.join(folder, "aside"))
+    listener.listen(64)
+    os.rename(os.path.join(folder, "aside"), os.path.join(folder, "socket"))
+    woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    clients: dict[int, socket.socket] = {}
+    while True:
+        ready = select.select([0, listener, woken, *clients.values()], [], [])[0]
+        if 0 in ready:
+            break
+        if woken in ready:
+            os.read(woken, 4096)
+            _report(clients)
+        for pid, client in clients.items():
+            # It says nothing more: what can be read is its end.
+            if client in ready and client.fileno() >= 0:
+                _kill(pid)
+        if listener in ready:
+            _take(listener.accept()[0], clients, path)
+    for pid in clients:
+        _kill(pid)
+
+
+def _take(client: socket.socket, clients: dict[int, socket.socket], path: list[str]) -> None:
+    message, descriptors, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, _DESCRIPTORS)
+    order = json.loads(message)
+    plan = _understood(order, path)
+    pid = None
+    if plan is not None:
+        pid = os.fork()
+        if pid == 0:
+            _become(order, plan, descriptors)
+        clients[pid] = client
+    for each in descriptors:
+        os.close(each)
+    # A client that has been killed meanwhile is noticed by its end.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        client.send(json.dumps({"pid": pid}).encode())
+    if pid is None:
+        client.close()
+
+
+def _report(clients: dict[int, socket.socket]) -> None:
+    while clients:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with clients.pop(pid) as client, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            client.send(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _understood(order: dict[str, Any], path: list[str]) -> tuple[str, list[str], list[str]] | None:
+    """Returns how to run the program ("-c", "-m" or "file"), `sys.argv` and `sys.path`; None to leave it to Python."""
+    environment = order["environment"]
+    for name in {*environment, *_BEGUN_WITH}:
+        counts = name.startswith(AT_LOAD) and name not in LATER and name not in _added
+        if counts and environment.get(name) != _BEGUN_WITH.get(name):
+            return None
+    arguments = list(order["arguments"])
+    how, safe = "file", False
+    if order["program"] != _PYTHON:
+        arguments.insert(0, order["program"])
+    else:
+        while arguments and arguments[0] in ("-P", "-u"):
+            safe |= arguments.pop(0) == "-P"
+        if arguments and arguments[0] in ("-c", "-m"):
+            how = arguments[0]
+            arguments = arguments[1:]
+    if not arguments or (how == "file" and arguments[0].startswith("-")):
+        return None
+    first = {"-c": "", "-m": order["cwd"], "file": os.path.dirname(os.path.join(order["cwd"], arguments[0]))}[how]
+    entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    entries = [*([] if safe else [first]), *entries, *path]
+    return (how, arguments, entries) if _has_our_package(entries, order["cwd"]) else None
+
+
+def _has_our_package(entries: list[str], cwd: str) -> bool:
+    ours = sys.modules["headrace"].__file__
+    for entry in entries:
+        found = Path(cwd, entry, "headrace", "__init__.py")
+        if found.exists():
+            return ours is not None and found.samefile(ours)
+    return True  # an installed one, which .pth files lead to
+
+
+def _become(order: dict[str, Any], plan: tuple[str, list[str], list[str]], descriptors: list[int]) -> None:
+    code = 1
+    try:
+        os.setsid()
+        _take_over(descriptors, order["descriptors"])
+        _prepare(order)
+        code = _run(*plan)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # Not back into the server's frames, and without the interpreter's end, which takes half a second.
+        os._exit(code)
+
+
+def _take_over(descriptors: list[int], numbers: list[int]) -> None:
+    """Gives the descriptors their numbers, and closes all others."""
+    aside = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in descriptors]
+    os.closerange(0, _HIGH)
+    for each, number in zip(aside, numbers, strict=True):
+        os.dup2(each, number, inheritable=True)
+        os.close(each)
+
+
+def _prepare(order: dict[str, Any]) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(order["cwd"])
+    environment = order["environment"]
+    os.environ.clear()
+    os.environ.update({**_added, **environment})
+    mallopt = ctypes.CDLL(None).mallopt
+    for name, parameter in MALLOC.items():
+        if name in environment:
+            mallopt(parameter, min(int(environment[name]), 2**31 - 1))
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    sys.stdout.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+
+
+def _run(how: str, arguments: list[str], path: list[str]) -> int:
+    """Runs the program to its end, threads and exit functions included; returns its exit code."""
+    sys.argv[:] = ["-c" if how == "-c" else arguments[0], *arguments[1:]]
+    sys.path[:] = path
+    try:
+        _execute(how, arguments[0])
+        code = 0
+    except SystemExit as error:
+        code = _exit_code(error)
+    except KeyboardInterrupt as error:
+        _show(error)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGINT)
+        raise
+    except BaseException as error:
+        _show(error)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    return code
+
+
+def _execute(how: str, what: str) -> None:
+    if how == "-m":
+        import runpy
+
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    page = types.ModuleType("__main__")
+    sys.modules["__main__"] = page
+    name = "<string>" if how == "-c" else what
+    if how == "file":
+        page.__file__ = what
+    exec(compile(what if how == "-c" else Path(what).read_bytes(), name, "exec"), page.__dict__)
+
+
+def _show(error: BaseException) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)  # noqa: T201 - as Python does
+    return 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
