@@ -87,7 +87,6 @@ UNTRACEABLE: dict[str, tuple[Callable[..., Any], str]] = {
     "data": (lambda model, x: x if x.sum() > 0 else -x, "depends on the data"),
     "item": (lambda model, x: x[: int(x.argmax().item()) * 0 + 2].repeat(2, 1), "depends on the data"),
     "examples": (lambda model, x: x if len(x) == 4 else x + 1, "depends on the number of examples"),
-    "mode": (lambda model, x: x + 1 if model.training else x, "in training is not what it does else"),
     "state": (counts, "it sets self.count"),
     "constant noise": (noisy, "draws random numbers"),
     "decided by chance": (dropped, "draws random numbers"),

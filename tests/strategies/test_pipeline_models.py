@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import headrace as hr
 from headrace.trees import map_tensors
+from pipelining.test_evaluation import Layered, Skipping
 from pipelining.zoo import ZOO
 from strategies.contract_models import SGD
 from strategies.contract_runs import distance, drive
@@ -82,3 +83,40 @@ def test_a_model_in_stages_is_one_device(name: str) -> None:
     reference, trained = outcomes
     assert distance(trained, reference) <= 1e-9
     assert distance(trained, model.state_dict()) > 0.0
+
+
+class Auxiliary(Layered):
+    """Another output from the middle, in training alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.relu(self.second(self.first(x)))
+        return (self.head(x), self.third(x)) if self.training else self.head(x)
+
+
+def both(output: Any, target: Tensor) -> Tensor:
+    main, other = output if isinstance(output, tuple) else (output, None)
+    loss = nn.functional.cross_entropy(main, target)
+    return loss if other is None else loss + 0.3 * nn.functional.cross_entropy(other, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Auxiliary, Skipping])
+def test_a_model_that_does_something_else_in_evaluation_is_one_device(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind().double()
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    x = torch.randn(COUNT, 4, dtype=torch.float64)
+    job = hr.Job(
+        model=model,
+        loss=both,
+        optimizer=partial(SGD, lr=0.1),
+        data=(x, x.argmax(1)),
+        eval_data=(x, x.argmax(1)),
+        global_batch_size=5,
+        epochs=1,
+    )
+    one, stages = (hr.fit(job, strategy, engine=hr.ThreadEngine()) for strategy in (hr.OneDevice(), hr.Pipeline(2, 2)))
+    assert stages.metrics == pytest.approx(one.metrics, abs=1e-9)
+    assert distance(stages.model.state_dict(), one.model.state_dict()) <= 1e-9

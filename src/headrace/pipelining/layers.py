@@ -53,14 +53,20 @@ class Layout:
     layer: dict[fx.Node, int] = field(default_factory=dict)
 
 
-def lay_out(recording: Recording) -> Layout:
-    """Finds the layers, and between which there can be no cut. What nobody uses belongs to the first."""
+def lay_out(recording: Recording, whole: bool = True) -> Layout:
+    """Finds the layers, and between which there can be no cut.
+
+    Args:
+        recording: of a forward.
+        whole: whether what nobody uses belongs to the first layer.
+    """
     names, layer = _assign(recording)
     used = _used(recording, layer, len(names))
     joined = _joined(recording, layer, names, used)
     parameters = [name for name, _ in recording.module.named_parameters()]
     buffers = [name for name, _ in recording.module.named_buffers()]
-    used[0] |= {*parameters, *buffers} - set().union(*used)
+    if whole:
+        used[0] |= {*parameters, *buffers} - set().union(*used)
     layers = tuple(
         Layer(
             name,

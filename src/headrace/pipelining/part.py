@@ -92,7 +92,10 @@ def ways(stages: Sequence[Stage], ranks: int) -> list[Way]:
         stages: all of them.
         ranks: over how many they are spread.
     """
-    edges = sorted({(value.producer, stage.index) for stage in stages for value in stage.receives})
+    # Between the same stages more may cross in evaluation.
+    edges = sorted(
+        {(producer, stage.index) for stage in stages for way in (stage, stage.evaluated) for producer in way.producers}
+    )
     found = []
     for producer, consumer in edges:
         # As far apart as two stages are, as many micro-batches lie between them, and one is being written.

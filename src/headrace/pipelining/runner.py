@@ -101,8 +101,6 @@ class Runner:
         self._recompute = recompute
         self._statistics = statistics
         self.half = half
-        self._producers = {i: sorted({value.producer for value in s.receives}) for i, s in stages.items()}
-        self._consumers = {i: sorted({c for value in s.sends for c in value.consumers}) for i, s in stages.items()}
         self._trains = trains
         self._buffers = {index: stage.moving for index, stage in stages.items()}
         self._held: dict[Action, _Held] = {}
@@ -144,20 +142,26 @@ class Runner:
         self._statistics.commit()
 
     @torch.no_grad()
-    def predict(self, inputs: Mapping[str, Tensor]) -> Any:
-        """Returns the model's output where the last stage is, None elsewhere; every rank calls it."""
+    def predict(self, inputs: Mapping[str, Tensor], training: bool = False) -> Any:
+        """Returns the model's output where the last stage is, None elsewhere; every rank calls it.
+
+        Args:
+            inputs: the model's, by name.
+            training: whether the model is in training, in which it may do something else.
+        """
         output = None
-        for index, stage in sorted(self._stages.items()):
-            values, _ = self._arrive(index, inputs)
+        for _, stage in sorted(self._stages.items()):
+            stage = stage if training else stage.evaluated
+            values, _ = self._arrive(stage, inputs)
             with self._autocast():
                 made = stage.run(values)
-            self._send(index, made, lambda tensor: False)
+            self._send(stage, made, _never)
             output = made.get(OUTPUT)
         return output
 
     def _forward(self, action: Action, piece: Piece, again: bool) -> None:
         stage = action.stage
-        values, arrived = self._arrive(stage, piece.inputs)
+        values, arrived = self._arrive(self._stages[stage], piece.inputs)
         held = _Held(values, arrived, dice=_dice() if again else ())
         if again:
             with torch.no_grad(), self._buffers[stage].watched() as held.moved:
@@ -170,7 +174,7 @@ class Runner:
             # Of a forward without a graph nobody knows yet; who is asked for no gradient leaves it.
             return tensor.requires_grad or (again and tracked and tensor.is_floating_point())
 
-        self._send(stage, made, is_tracked)
+        self._send(self._stages[stage], made, is_tracked)
         if not again:
             held.made = made
         self._held[action] = held
@@ -188,7 +192,7 @@ class Runner:
         if OUTPUT in held.made:
             roots.append(held.made[OUTPUT])
             gradients.append(None)
-        for consumer in self._consumers[stage]:
+        for consumer in self._stages[stage].consumers:
             for name, gradient in self._receive(consumer, stage, "gradients").items():
                 if gradient is not None and held.made[name].requires_grad:
                     roots.append(held.made[name])
@@ -237,12 +241,12 @@ class Runner:
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.half is None else torch.autocast(self._roads.device.type, self.half)
 
-    def _arrive(self, stage: int, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[int, list[str]]]:
+    def _arrive(self, stage: Stage, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[int, list[str]]]:
         """Returns what a stage gets, and the names of what each producer has sent."""
-        values: dict[str, Any] = {name: inputs[name] for name in self._stages[stage].inputs}
+        values: dict[str, Any] = {name: inputs[name] for name in stage.inputs}
         arrived = {}
-        for producer in self._producers[stage]:
-            received = self._receive(producer, stage, "values")
+        for producer in stage.producers:
+            received = self._receive(producer, stage.index, "values")
             arrived[producer] = list(received)
             values |= received
         return values, arrived
@@ -253,10 +257,10 @@ class Runner:
         self._waited += monotonic() - began
         return received
 
-    def _send(self, stage: int, made: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> None:
-        for consumer in self._consumers[stage]:
-            needed = [value.name for value in self._stages[stage].sends if consumer in value.consumers]
-            self._roads.road(stage, consumer, "values").send({name: made[name] for name in needed}, tracked)
+    def _send(self, stage: Stage, made: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> None:
+        for consumer in stage.consumers:
+            needed = [value.name for value in stage.sends if consumer in value.consumers]
+            self._roads.road(stage.index, consumer, "values").send({name: made[name] for name in needed}, tracked)
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,7 @@ class Stage:
         index: which piece.
         bounds: the piece has the layers `[first, stop)`.
         values: that cross cuts.
+        last: whether it gives the model's output.
 
     Attributes:
         index: see there.
@@ -58,23 +59,30 @@ class Stage:
         inputs: names of the model's inputs that it needs, from `Traced.inputs`.
         receives: what it needs of earlier stages.
         sends: what it makes for later ones.
-        last: whether it gives the model's output.
+        producers, consumers: the stages that it receives from, and sends to.
+        last: see there.
+        evaluated: what is done in evaluation in its place, where that is something else; else itself.
         accumulation: of its weights' gradients.
     """
 
-    def __init__(self, traced: Traced, index: int, bounds: tuple[int, int], values: Sequence[Value]) -> None:
+    def __init__(
+        self, traced: Traced, index: int, bounds: tuple[int, int], values: Sequence[Value], last: bool
+    ) -> None:
         layers = traced.layers[slice(*bounds)]
         self.index = index
         self.layers = tuple(layer.name for layer in layers)
         self.parameters = _once(name for layer in layers for name in layer.parameters)
         self.buffers = _once(name for layer in layers for name in layer.buffers)
-        self.last = bounds[1] == len(traced.layers)
+        self.last = last
+        self.evaluated = self
         self.accumulation = Accumulation()
         self.receives = tuple(value for value in values if index in value.consumers)
         self.sends = tuple(value for value in values if value.producer == index)
+        self.producers = sorted({value.producer for value in self.receives})
+        self.consumers = sorted({consumer for value in self.sends for consumer in value.consumers})
         self._recording = traced.recording
         received = {value.name for value in self.receives}
-        self._nodes = _needed(traced, bounds, received)
+        self._nodes = _needed(traced, bounds, received, last)
         self.inputs = tuple(node.name for node in self._nodes if node.op == "placeholder")
         self._outside = received | set(self.inputs)
         # What others hold, too, is not theirs to change.
@@ -157,9 +165,20 @@ def cut(traced: Traced, partition: Sequence[Sequence[str]]) -> tuple[Stage, ...]
             raise UsageError(
                 f"no cut can stand between {names[stop - 1]} and {names[stop]}: {traced.layers[stop - 1].joined}"
             )
-    bounds = list(pairwise([0, *stops]))
-    values = _values(traced, [bisect_right(stops, index) for index in range(len(names))])
-    return tuple(Stage(traced, index, bound, values) for index, bound in enumerate(bounds))
+    placed = [bisect_right(stops, index) for index in range(len(names))]
+    stages = _stages(traced, placed, len(stops))
+    if traced.evaluated:
+        others = _stages(traced.evaluated, [placed[place] for place in traced.evaluated.places], len(stops))
+        for stage, other in zip(stages, others, strict=True):
+            stage.evaluated = other
+    return stages
+
+
+def _stages(traced: Traced, placed: Sequence[int], count: int) -> tuple[Stage, ...]:
+    """Returns the stages of a forward; `placed` is that of each layer, ascending."""
+    values = _values(traced, placed, count - 1)
+    bounds = pairwise(bisect_left(placed, index) for index in range(count + 1))
+    return tuple(Stage(traced, index, bound, values, index == count - 1) for index, bound in enumerate(bounds))
 
 
 def shared(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
@@ -171,19 +190,19 @@ def shared(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(indices) for name, indices in users.items() if len(indices) > 1}
 
 
-def _values(traced: Traced, stage: Sequence[int]) -> list[Value]:
-    """Returns what crosses cuts; `stage` is that of each layer."""
+def _values(traced: Traced, stage: Sequence[int], last: int) -> list[Value]:
+    """Returns what crosses cuts; `stage` is that of each layer, and the output is that of the last one."""
     layer = traced.layout.layer
     values = []
     for node, index in layer.items():
-        users = {stage[layer[user]] if user in layer else stage[-1] for user in node.users}
+        users = {stage[layer[user]] if user in layer else last for user in node.users}
         later = users - {stage[index]}
         if later:
             values.append(Value(node.name, stage[index], tuple(sorted(later))))
     return values
 
 
-def _needed(traced: Traced, bounds: tuple[int, int], received: set[str]) -> tuple[fx.Node, ...]:
+def _needed(traced: Traced, bounds: tuple[int, int], received: set[str], last: bool) -> tuple[fx.Node, ...]:
     """Returns the nodes of a stage, in order: its own, and what every stage does for itself."""
     layer, recording = traced.layout.layer, traced.recording
     needed: set[fx.Node] = set()
@@ -197,7 +216,7 @@ def _needed(traced: Traced, bounds: tuple[int, int], received: set[str]) -> tupl
 
     for node in recording.graph.nodes:
         if node.op == "output":
-            if bounds[1] == len(traced.layers):
+            if last:
                 need(node)
         elif bounds[0] <= layer.get(node, -1) < bounds[1]:
             need(node)

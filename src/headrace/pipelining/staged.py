@@ -113,7 +113,9 @@ class StagedModel(Compute):
 
         All ranks of the replica call it.
         """
-        output = self.runner.predict(self._traced.inputs(self.place(batch)))
+        training = self.module.training
+        traced = self._traced if training else self._traced.evaluated or self._traced
+        output = self.runner.predict(traced.inputs(self.place(batch)), training)
         return widened(output, self.runner.half)
 
     def place(self, batch: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from headrace.errors import JobError
+from headrace.pipelining.evaluation import align
 from headrace.pipelining.layers import Layer, Layout, lay_out
 from headrace.pipelining.recorder import record
 from headrace.pipelining.recording import Recording, Untraceable, answer, execute, places
@@ -32,6 +33,8 @@ class Traced:
         recording, layout: the forward, and where its parts belong.
         notices: which modules could not be looked into, and why, for the user.
         select: of a batch, as `Job.inputs`.
+        evaluated: what it does in evaluation, where that is something else; None where it is the same.
+        places: of `evaluated`: for each of its layers the index of the one in training that it stays with.
     """
 
     module: nn.Module
@@ -40,6 +43,8 @@ class Traced:
     layout: Layout
     notices: tuple[str, ...]
     select: Any = None
+    evaluated: Traced | None = None
+    places: tuple[int, ...] = ()
 
     def inputs(self, batch: Any) -> dict[str, Tensor]:
         """Returns the model's inputs in a batch, by the names that stages know them by.
@@ -60,7 +65,8 @@ class Traced:
 def trace(module: nn.Module, batch: Any, inputs: Any = None) -> Traced:
     """Finds out what a model does, on a few examples. Neither it nor the random numbers are changed.
 
-    What cannot be recorded of a submodule keeps it whole, as one layer.
+    What cannot be recorded of a submodule keeps it whole, as one layer. Where evaluation is something else than
+    training, both are recorded.
 
     Args:
         module: on its device.
@@ -77,24 +83,61 @@ def trace(module: nn.Module, batch: Any, inputs: Any = None) -> Traced:
             try:
                 recording = record(module.train(), args, kwargs, tuple(whole))
                 _verify(recording, module, *_longer(args, kwargs), "what it does depends on the number of examples")
-                _verify(recording, module.eval(), args, kwargs, "what it does in training is not what it does else")
+                evaluated = _evaluated(recording, module.eval(), args, kwargs, tuple(whole))
                 break
             except Untraceable as error:
                 if error.owner is module or type(error.owner) in whole:
                     raise JobError(_refusal(module, error.reason)) from error.__cause__
                 whole[type(error.owner)] = error.reason
-    layout = lay_out(recording)
-    recording.values.clear()
     notices = [f"{kind.__name__} is one layer, not cut: {reason}" for kind, reason in whole.items()]
     if recording.recomputes:
         notices.append("torch.utils.checkpoint is left out of what is cut; recompute='always' does as much here")
-    return Traced(module, layout.layers, recording, layout, tuple(notices), inputs)
+    layout = _laid_out(recording)
+    traced = Traced(module, layout.layers, recording, layout, tuple(notices), inputs)
+    if evaluated is None:
+        return traced
+    other = _laid_out(evaluated, whole=False)
+    layers, places_ = align(layout.layers, other.layers)
+    return replace(
+        traced,
+        layers=layers,
+        evaluated=Traced(module, other.layers, evaluated, other, select=inputs, notices=(), places=places_),
+    )
 
 
 def arguments(batch: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns what the model is called with for a batch; `inputs` is as in `Job`."""
     given: tuple[tuple[Any, ...], dict[str, Any]] = call(lambda *args, **kwargs: (args, kwargs), batch, inputs)
     return given
+
+
+def _laid_out(recording: Recording, whole: bool = True) -> Layout:
+    layout = lay_out(recording, whole)
+    recording.values.clear()
+    return layout
+
+
+def _evaluated(
+    recording: Recording,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    whole: tuple[type[nn.Module], ...],
+) -> Recording | None:
+    """Records what a model does in evaluation, where that is something else than was recorded.
+
+    Raises:
+        Untraceable: that cannot be recorded.
+    """
+    try:
+        _verify(recording, module, args, kwargs, "what it does in training is not what it does else")
+    except Untraceable:
+        evaluated = record(module, args, kwargs, whole)
+        _verify(
+            evaluated, module, *_longer(args, kwargs), "what it does in evaluation depends on the number of examples"
+        )
+        return evaluated
+    return None
 
 
 def _verify(
