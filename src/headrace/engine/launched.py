@@ -91,10 +91,15 @@ class Group:
     def work(self, order: Order) -> None:
         """Does this rank's part of a run."""
         plan = order.plan
+        workers = self.host
+        if plan.servers and not plan.replaces:
+            # Servers are in none of the workers' meetings.
+            kind = plan.roles[self.rank].kind
+            workers = self.host.subgroup([role.rank for role in plan.roles if role.kind == kind])
         if plan.roles[self.rank].kind == "server":
             serve(order, self.rank, self.page, self._check)
-        elif not plan.servers:
-            work(order, self.rank, self.host, self.page)
+        elif not plan.replaces:
+            work(order, self.rank, workers, self.page)
         else:
             members = [(worker, 0) for worker in range(plan.workers)]
             work(order, self.rank, Elastic(self.page, self.rank, members, self._check), self.page)

@@ -90,13 +90,14 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     if plan.role(rank).kind != "worker":
         serve(assignment, rank, page, check)
         return 0
-    if plan.servers:
+    if plan.replaces:
         # Whoever comes in another's place is alone until the next meeting.
         incarnation = page.fates[rank][0]
         members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
         work(assignment, rank, Elastic(page, rank, members, check), page)
         return 0
-    host = SharedMemory(page, rank, check)
+    # The workers are the first of all.
+    host = SharedMemory(ControlPage(page.segment, plan.workers), rank, check)
     work(assignment, rank, host, page)
     host.close()
     return 0

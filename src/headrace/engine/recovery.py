@@ -29,7 +29,8 @@ class Recovery:
     page: where losses are told.
     journal: of this process.
     roll_back: brings back the last checkpoint.
-    alone: whether this worker finds out for itself, and the others go on.
+    place: of this rank among those of its replica, who find out for themselves while others go on; None where all
+        find out together.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class Recovery:
         page: ControlPage,
         journal: Journal,
         roll_back: Callable[[], None],
-        alone: bool = False,
+        place: int | None = None,
     ) -> None:
         self._action = action
         self._host = host
         self._page = page
         self._journal = journal
         self._roll_back = roll_back
-        self._alone = alone
+        self._place = place
         self._row = 0
         self._buffers = list(module.buffers()) if action != "raise" else []
         self._kept: list[Tensor] = []
@@ -75,8 +76,8 @@ class Recovery:
         self._row += 1
         gives_up = self._row > MOST_IN_A_ROW.get(self._action, 0)
         rank = self._host.rank
-        speaker = verdict.bad_losses[0] if gives_up and verdict.bad_losses else 0
-        speaker = rank if self._alone else speaker
+        first = 0 if self._place is None else rank - self._place
+        speaker = verdict.bad_losses[0] if gives_up and verdict.bad_losses else first
         if rank == speaker:
             action = "raise" if gives_up else self._action
             self._journal.write(NonFinite(rank, self._journal.now(), step, verdict.bad_losses, action))

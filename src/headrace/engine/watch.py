@@ -84,7 +84,7 @@ class Watch:
         self._left = set(order.plan.servers)
         self._ended_at = math.inf
         # Whose workers lease their data: another one does what was not done.
-        self._workers = set(range(order.plan.workers) if order.plan.servers else ())
+        self._workers = set(range(order.plan.workers) if order.plan.replaces else ())
         self._staffing = Staffing(order.run_dir)
         self._succession = Succession(order.plan, page)
         ranks = (role.rank for role in order.plan.roles)

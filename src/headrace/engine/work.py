@@ -155,7 +155,8 @@ def _part(replica: Replica, host: SharedCollective) -> None:
     if replica.portions:
         # Whoever still asks must be answered.
         host.barrier()
-        if host.rank == 0:
+        # Those who hold the same part of the model have the same servers.
+        if (replica.compute.mates or host).rank == 0:
             replica.portions.end()
         # Not before, because another one does it if the first is lost.
         host.barrier()
@@ -231,6 +232,8 @@ def _parts(
         first=first,
         closing=closing,
         servers=Servers(
+            ranks=order.plan.servers,
+            worker=role.rank,
             addresses=lambda: tuple(_address(page, order.plan, server, host) for server in order.plan.servers),
             find=lambda index: _find(page, order.plan, index),
             incarnation=page.fates[role.rank][0],

@@ -105,8 +105,9 @@ class Worker:
         self._leased = Leased(order, replica.portions, loader, host, fate, journal) if replica.portions else None
         self._apart = Apart(replica.meetings, rank, journal) if replica.meetings else None
         self._replaces = page.fates[rank][0] > 0
-        alone = self._alone = self._leased is not None or self._apart is not None
-        self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back, alone)
+        self._alone = self._leased is not None or self._apart is not None
+        place = order.plan.role(rank).stage if self._alone else None
+        self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back, place)
         self._halted, self._agreed, self._open = False, False, bool(self._leased) and self.round + 1 < self.rounds
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
@@ -243,7 +244,7 @@ class Worker:
         self._times[2:] = synchronized - began, perf_counter() - synchronized
         if self._apart:
             self._times[2] += self._apart.come(self.round + 1)
-        elif self._share.of < self._mates.world and self._order.strategy.synchronous:
+        elif not self._leased and self._share.of < self._mates.world and self._order.strategy.synchronous:
             catch_up(self.model, self._mates)
         if self._leased and self._leased.late:
             # The portion counts where it is done again.

@@ -84,6 +84,17 @@ class Part:
             for other in holders[1:]:
                 roads.road(first, other, "tied").send({name: parameter.grad}, _never)
 
+    def spread_tied(self, roads: Roads) -> None:
+        """Gives every holder of a parameter the first one's values."""
+        parameters = self.parameters
+        for name, (first, *others) in self._tied.items():
+            if self._rank != first:
+                value = roads.road(first, self._rank, "tied").receive(_as_it_is)[name]
+                parameters[name].data.copy_(value)
+                continue
+            for other in others:
+                roads.road(first, other, "tied").send({name: parameters[name].data}, _never)
+
 
 def ways(stages: Sequence[Stage], ranks: int) -> list[Way]:
     """Returns the ways that a pipeline needs.

@@ -123,6 +123,10 @@ class StagedModel(Compute):
             return batch
         return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
 
+    def spread_tied(self) -> None:
+        """Gives every rank that holds a parameter the values of the first of them; all ranks of the replica call it."""
+        self._part.spread_tied(self._roads)
+
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().whole_tensors(leads):
             if name.partition("/")[2] in self._part.saved:

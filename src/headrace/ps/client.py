@@ -39,6 +39,7 @@ class Client:
     Attributes:
         rested: whether no other worker waited for this one while it waited for its last lease.
         apart: how far what it pushed last was from the mean of its round, where servers measure that.
+        pulled: is called when parameters have been pulled.
 
     Raises:
         PeerLost: a server has gone, or gives no answer; by any method.
@@ -60,6 +61,7 @@ class Client:
         self._worker, self._in_turn = (worker, incarnation), in_turn
         self.rested = False
         self.apart = 0.0
+        self.pulled: Callable[[], None] = _nothing
         self._servers: list[_Server] = []
         try:
             for connection in connections:
@@ -81,6 +83,7 @@ class Client:
                 server.request(Kind.PULL, shards)
         for server in self._servers:
             server.finish()
+        self.pulled()
 
     def push(
         self,
@@ -129,6 +132,8 @@ class Client:
         for server in self._servers:
             reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
         self.apart = math.sqrt(sum(server.apart for server in self._servers))
+        if pull:
+            self.pulled()
         return reason
 
     def _push_in_turn(
@@ -360,6 +365,10 @@ class _Server:
             self.session.reconnect(error)
             self._versions[shard] = -1
             self.request(Kind.PULL, range(shard, shard + 1))
+
+
+def _nothing() -> None:
+    """Nobody waits for what has been pulled."""
 
 
 def _graver(one: Reason | None, other: Reason | None) -> Reason | None:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from headrace.comm.collective import SharedCollective
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.ps.agreement import Agreement
 from headrace.ps.client import Client
 from headrace.ps.form import Form
 from headrace.ps.held import HeldGradients
 from headrace.ps.messages import Kind, Message
-from headrace.replica.conditioning import Conditioner, Verdict
+from headrace.replica.conditioning import Verdict
 from headrace.replica.exchange import Exchange, StatePiece
-from headrace.replica.loss_scale import LossScale
 from headrace.replica.update import PARAMETER
-from headrace.spec.options import Options
 
 __all__ = ["ServedExchange"]
 
@@ -33,14 +29,12 @@ class ServedExchange(Exchange):
         client: of this worker.
         forms: the servers' shards.
         held: this worker's gradients.
-        host: the workers.
-        options: the job's.
-        scale: of the loss, None for none.
-        device: where the gradients come from.
+        host: the workers, or those of them that hold the same part of the model.
+        agreement: of this worker's replica.
         leads: whether this worker brings what there is to begin with.
 
     Attributes:
-        client, held: see there.
+        client, held, agreement: see there.
         parameter_bytes: of this worker's copy.
     """
 
@@ -52,33 +46,19 @@ class ServedExchange(Exchange):
         forms: Sequence[Form],
         held: HeldGradients,
         host: SharedCollective,
-        options: Options,
-        scale: LossScale | None,
-        device: torch.device,
+        agreement: Agreement,
         leads: bool,
     ) -> None:
         self.client = client
         self._leads = leads
         self.held = held
+        self.agreement = agreement
         self._forms = forms
         self._host = host
-        self._options = options
-        # A worker alone sees what it has computed. Only to look: clipping is that of one device.
-        looking = replace(options, clip_norm=None, clip_value=None)
-        self._conditioner = Conditioner(looking, InProcess(Meeting(1), 0), scale, immediate=device.type == "cpu")
-
-    @property
-    def looked(self) -> bool:
-        """Whether gradients that `judge` lets pass are known to be finite."""
-        return self._conditioner.looks
 
     def judge(self, finite: bool) -> Verdict:
         """Looks at this worker's gradient, and clips it."""
-        present = self.held.present
-        verdict = self._conditioner.condition(present, present, finite)
-        if verdict.apply:
-            self.held.clip(self._options.clip_value, self._options.clip_norm)
-        return replace(verdict, bad_losses=(self._host.rank,)) if verdict.bad_losses else verdict
+        return self.agreement.judge(self.held, finite, self._host.rank)
 
     def update(self, round_: int) -> None:
         """The servers have, when they answered the push."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from headrace.ps.form import Form
+from headrace.replica.conditioning import clip_coefficient, squared_norm
 from headrace.spec.model import ModelSpec
 
 __all__ = ["Accrued", "HeldGradients"]
@@ -25,6 +26,7 @@ class HeldGradients:
     def __init__(self, forms: Sequence[Form], model: ModelSpec) -> None:
         self._forms = forms
         self._index = {parameter.name: index for index, parameter in enumerate(model.trainable)}
+        self._pushed = {self._index[piece.parameter] for form in forms for piece in form.pieces if not piece.exact}
         self._gradients: list[Tensor | None] = [None] * len(self._index)
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
@@ -54,15 +56,30 @@ class HeldGradients:
         """The gradients that there are."""
         return [gradient for gradient in self._gradients if gradient is not None]
 
-    def clip(self, value: float | None, norm: float | None) -> None:
-        """Clips elements, then the norm of all, as torch does, bit for bit; None leaves them."""
+    def clip(
+        self, value: float | None, norm: float | None, total: Callable[[Sequence[float]], list[float]] | None = None
+    ) -> None:
+        """Clips elements, then the norm of all, as torch does, bit for bit; None leaves them.
+
+        Args:
+            value: the largest that an element may be.
+            norm: the largest that the norm may be.
+            total: where a gradient is held by several ranks, sums numbers over them, who all call this.
+        """
         clipped = self.present
-        if not clipped or (value is None and norm is None):
+        if (not clipped and total is None) or (value is None and norm is None):
             return
         # Into other memory: autograd may give one tensor as the gradient of two parameters.
         if value is not None:
             clipped = list(torch._foreach_clamp_max(torch._foreach_clamp_min(clipped, -value), value))
-        if norm is not None:
+        if norm is not None and total is not None:
+            # What several hold is measured by whoever pushes it.
+            there = [index for index, gradient in enumerate(self._gradients) if gradient is not None]
+            own = [gradient for index, gradient in zip(there, clipped, strict=True) if index in self._pushed]
+            (squared,) = total([squared_norm(own)])
+            factor = clip_coefficient(norm, squared)
+            clipped = [gradient * factor for gradient in clipped]
+        elif norm is not None:
             coefficient = torch.clamp(norm / (nn.utils.get_total_norm(clipped) + 1e-6), max=1.0)
             clipped = list(torch._foreach_mul(clipped, coefficient))
         left = iter(clipped)

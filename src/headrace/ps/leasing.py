@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from headrace.ps.agreement import Spokesman
 from headrace.ps.client import Client
 from headrace.ps.messages import Kind, Message
 from headrace.replica.portions import Fence, Portion, Portions
@@ -62,7 +63,7 @@ class LeasedPortions(Portions):
 
     def __init__(
         self,
-        client: Client,
+        client: Client | Spokesman,
         leads: bool,
         servers: int,
         parts: int,

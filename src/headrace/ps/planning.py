@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.comm.codec import CODECS
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.policies import PLACEMENTS
@@ -13,7 +15,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan, Role, Segment
 
-__all__ = ["check_backups", "check_seats", "check_served", "check_whole", "seats", "served_ops"]
+__all__ = ["check_backups", "check_seats", "check_served", "check_whole", "seats", "served_ops", "shards"]
 
 _PIECES = {"shared_memory": "max_size:4MB", "tcp": "max_size:1MB"}
 """How parameters are cut if nobody says how: while a server works on a piece, the next one is on its way. Over TCP a
@@ -112,6 +114,17 @@ def seats(
     roles = worker_and_server_roles(strategy, workers, servers, cluster, backups)
     count = sum(role.kind == "worker" for role in roles)
     require_memory(strategy, (copies * count + 1 + 2 * backups) * model.trainable_bytes, cluster)
+    return roles, shards(model, range(count, count + servers), sharding, placement, transport)
+
+
+def shards(
+    model: ModelSpec, servers: Sequence[int], sharding: str | None, placement: str, transport: str
+) -> tuple[Segment, ...]:
+    """Cuts a model's parameters, or those of a part of it, into shards, and says which server has which.
+
+    Raises:
+        InfeasiblePlan: the optimizer needs whole parameters, or a server would have nothing to do.
+    """
     if sharding is None:
         sharding = _PIECES[transport] if model.sliceable else "whole"
     if sharding != "whole" and not model.sliceable:
@@ -119,8 +132,7 @@ def seats(
             f"sharding={sharding!r} cuts parameters, and the job's optimizer needs whole ones (as Muon does); "
             "use sharding='whole'"
         )
-    pieces = parse_sharding(sharding)(model.parameters)
-    return roles, place(pieces, range(count, count + servers), PLACEMENTS[placement])
+    return place(parse_sharding(sharding)(model.parameters), servers, PLACEMENTS[placement])
 
 
 def served_ops(plan: Plan) -> tuple[Op, ...]:

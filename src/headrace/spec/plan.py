@@ -23,7 +23,8 @@ class Role:
         threads: intra-operation threads it may use.
         data_rank: which share of a global batch it computes, alike on all ranks of one replica; -1 for whoever computes
             none.
-        stage: which part of its replica it holds: a stage of a pipeline, or a slice of each layer that is split.
+        stage: which part of its replica it holds: a stage of a pipeline, or a slice of each layer that is split; of a
+            server, which part of all replicas its shards are of.
     """
 
     rank: int
@@ -114,6 +115,14 @@ class Plan:
     def backups(self) -> tuple[int, ...]:
         """Ranks of the servers' backups: one for each server, in their order, or none."""
         return tuple(role.rank for role in self.roles if role.kind == "backup")
+
+    @property
+    def replaces(self) -> bool:
+        """Whether another process goes on in the place of a worker that is lost.
+
+        So it is where data is leased, and where each worker has all of the model.
+        """
+        return bool(self.servers) and self.replicas == self.workers
 
     def role(self, rank: int) -> Role:
         """Returns what a rank is; those behind all others are workers that have joined a run that went on."""

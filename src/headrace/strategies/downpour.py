@@ -26,15 +26,16 @@ from torch import Tensor, nn
 
 from headrace.errors import UsageError
 from headrace.policies.staleness import Anytime, Each
+from headrace.ps.agreement import Agreement, Spokesman
 from headrace.ps.applier import Applier, Pace
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.ps.background import Background
-from headrace.ps.client import Client
 from headrace.ps.exchange import ServedExchange
 from headrace.ps.form import Form
 from headrace.ps.held import Accrued, HeldGradients
 from headrace.ps.leases import Leases
 from headrace.ps.leasing import LeasedPortions, blocks, steady
+from headrace.ps.links import Links
 from headrace.ps.messages import Kind, Message
 from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
@@ -137,22 +138,29 @@ class Downpour(Strategy):
         return served_ops(plan)
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
-        forms = [form_of(plan, parts.model, server) for server in plan.servers]
+        forms = [form_of(plan, parts.model, server) for server in parts.servers.ranks]
         places = [places_of(form, parts.module) for form in forms]
-        links = self._links(plan, rank, parts, forms, places)
-        exchange = Pouring(self, plan, links, forms, parts, leads(links.main, rank))
+        agreement = parts.agreement()
+        links = self._links(plan, parts, forms, places, agreement)
+        if parts.inside:
+            links.main.pulled = parts.inside.spread
+        exchange = Pouring(self, plan, links, forms, parts, agreement, leads(links.main, parts.servers.worker))
         exchange.give(places)
         return Replica(parts.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
 
     def _links(
-        self, plan: Plan, rank: int, parts: Parts, forms: Sequence[Form], places: Sequence[Sequence[Tensor]]
+        self,
+        plan: Plan,
+        parts: Parts,
+        forms: Sequence[Form],
+        places: Sequence[Sequence[Tensor]],
+        agreement: Agreement,
     ) -> Links:
-        roles, check = [plan.roles[server] for server in plan.servers], parts.host.check
-        who = rank, parts.servers.incarnation
-        addresses = parts.servers.addresses()
-        opens = functools.partial(connect, addresses, forms, find=parts.servers.find)
+        servers, check = parts.servers, parts.host.check
+        roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
+        opens = functools.partial(connect, servers.addresses(), forms, find=servers.find)
         if not self.overlap:
-            return Links(opens(places, who, check, roles, parts.closing), places, self.fetch_every)
+            return Links(opens(places, who, check, roles, parts.closing), places, self.fetch_every, agreement)
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
         pushing = Background("push", opens(fetched, who, check, roles, parts.closing))
@@ -165,18 +173,18 @@ class Downpour(Strategy):
             fetching.check()
 
         main = opens(places, who, watch, roles, parts.closing, observes=True)
-        return Links(main, places, self.fetch_every, pushing, fetching, fetched)
+        return Links(main, places, self.fetch_every, agreement, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
         rank = plan.server_of(rank)
         form = form_of(plan, parts.model, rank)
         pace = Pace(parts.options, parts.rounds_per_epoch, parts.first)
         applier = Applier(form, parts.optimizer, parts.model.parameters, pace, self.scale == "full")
-        machines = [Shard(range(plan.workers), Anytime(), Each()) for _ in range(len(form))]
+        machines = [Shard(range(plan.replicas), Anytime(), Each()) for _ in range(len(form))]
         until = parts.first + blocks(parts.first, parts.until, self.push_every)
         alone = blocks(parts.first, max(parts.first, self.warmstart_steps), self.push_every)
         first = rank == plan.servers[0]
-        members = range(plan.workers)
+        members = range(plan.replicas)
         leases = Leases(len(plan.shares), until, parts.first, alone=alone, workers=members) if first else None
         coordinates = (leases, parts.first, parts.until, self.push_every) if leases else None
         port = open_port(form, self.transport)
@@ -192,87 +200,6 @@ def _check_steps(name: str, count: int | None) -> None:
         raise UsageError(f"{name} must be at most {_MOST:,}, got {count:,}")
 
 
-class Links:
-    """A worker's clients: one for all, or one for each of its threads.
-
-    Args:
-        main: asks for data, and does what is done where all workers meet.
-        places: of its copies.
-        fetch_every: steps between two fetches, counted from wherever all met.
-        pushing, fetching: what pushes and fetches in the background; None where `main` does both.
-        fetched: the places of what is fetched in the background.
-
-    Attributes:
-        main, pushing: see there.
-        versions: of the parameters that this worker goes on from, by server and shard.
-    """
-
-    def __init__(
-        self,
-        main: Client,
-        places: Sequence[Sequence[Tensor]],
-        fetch_every: int,
-        pushing: Background | None = None,
-        fetching: Background | None = None,
-        fetched: Sequence[Sequence[Tensor]] = (),
-    ) -> None:
-        self.main = main
-        self.pushing = pushing
-        self.versions = main.versions
-        self._fetch_every = fetch_every
-        self._since = 0
-        self._fetching = fetching
-        self._places, self._fetched = ([place for own in each for place in own] for each in (places, fetched))
-
-    def pull(self) -> None:
-        """Brings the parameters up to date now."""
-        # Local steps have moved them since.
-        self.main.forget()
-        self.main.pull()
-        self.versions = self.main.versions
-        self._since = 0
-
-    def step(self) -> None:
-        """Brings the parameters up to date if that is due; in the background, where those fetched before come in now.
-
-        Whoever fetches slowly is waited for when the next fetch is due, or nothing fetched would ever come in.
-        """
-        self._since += 1
-        due = self._since == self._fetch_every
-        if self._fetching is None:
-            if due:
-                self.pull()
-            return
-        if self._fetching.wait() if due else self._fetching.done():
-            torch._foreach_copy_(self._places, self._fetched)
-            self.versions = self._fetching.client.versions
-        if due:
-            self._since = 0
-            self._fetching.start(self._fetching.client.pull)
-
-    def renew(self) -> None:
-        """Lets what goes on in the background come to its end, and brings the parameters up to date."""
-        for background in self._backgrounds():
-            background.wait()
-        self.pull()
-
-    def resume(self) -> None:
-        """Goes on from what was fetched."""
-
-    @property
-    def moved_bytes(self) -> int:
-        """Payload of what goes on in the background."""
-        return sum(background.client.moved_bytes for background in self._backgrounds())
-
-    def close(self) -> None:
-        """Ends what goes on in the background."""
-        for background in self._backgrounds():
-            background.close()
-
-    def _backgrounds(self) -> list[Background]:
-        return [each for each in (self.pushing, self._fetching) if each is not None]
-
-
 class Pouring(ServedExchange):
     """Args:
     strategy: its options.
@@ -280,6 +207,7 @@ class Pouring(ServedExchange):
     links: of this worker.
     forms: the servers' shards.
     parts: of this worker.
+    agreement: of its replica.
     leads: whether this worker brings what there is to begin with.
 
     Attributes:
@@ -287,14 +215,21 @@ class Pouring(ServedExchange):
     """
 
     def __init__(
-        self, strategy: Downpour, plan: Plan, links: Links, forms: Sequence[Form], parts: Parts, leads: bool
+        self,
+        strategy: Downpour,
+        plan: Plan,
+        links: Links,
+        forms: Sequence[Form],
+        parts: Parts,
+        agreement: Agreement,
+        leads: bool,
     ) -> None:
         held = HeldGradients(forms, parts.model)
-        super().__init__(links.main, forms, held, parts.host, parts.options, parts.scale, parts.device, leads)
+        super().__init__(links.main, forms, held, parts.host, agreement, leads)
         copies = 2 if strategy.overlap else 1
         self.parameter_bytes = copies * sum(parameter.bytes for parameter in parts.model.parameters)
         self.portions = LeasedPortions(
-            links.main, leads, len(forms), len(plan.shares),
+            Spokesman(links.main, agreement.group), leads, len(forms), len(plan.shares),
             steady(strategy.push_every), links, strategy.warmstart_steps,
         )  # fmt: skip
         self._links = links
@@ -345,12 +280,16 @@ class Pouring(ServedExchange):
         )  # fmt: skip
         if pushing is None:
             push()
+            # The lease is done when all ranks of the replica have pushed.
+            self.agreement.any(False)
             return
 
         def push_and_commit() -> None:
             push()
-            # Nobody looks at this link before the next push: what was only told could be lost.
-            client.ask(0, Message(Kind.COMMIT, lease=lease))
+            # What another rank still pushes is there before anybody gets past the next fence.
+            if self.agreement.leads:
+                # Nobody looks at this link before the next push: what was only told could be lost.
+                client.ask(0, Message(Kind.COMMIT, lease=lease))
 
         pushing.start(push_and_commit)
         portions.lease = -1

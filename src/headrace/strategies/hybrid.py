@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.pipelining.staged import StagedModel
-from headrace.policies.roles import require_memory, worker_roles
+from headrace.policies.roles import require_memory, worker_and_server_roles, worker_roles
 from headrace.policies.sharding import everywhere
+from headrace.ps.server import Server
 from headrace.replica.compute import Compute
 from headrace.replica.exchange import Replica
 from headrace.replica.gradients import GradientSink
@@ -35,7 +36,8 @@ from headrace.spec.plan import EVERY_WORKER, Op, Plan, Role
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.strategy import Inside, Parts, Profiling, Strategy, describe_options, step_ops
+from headrace.strategies.served_hybrid import Served, check_outer, of_outer, replica_ops, served_plan, served_replica
+from headrace.strategies.strategy import Inside, Parts, Profiling, ServerParts, Strategy, describe_options, step_ops
 from headrace.strategies.tensor_parallel import TensorParallel
 
 __all__ = ["Hybrid"]
@@ -50,8 +52,8 @@ class Hybrid(Strategy):
     Ranks go replica by replica: with 2 devices inside, ranks 0 and 1 hold the first one.
 
     Attributes:
-        outer: what the replicas do with each other: `Mirrored` or `ParameterAveraging` by all-reduce; its `workers` are
-            replicas.
+        outer: what the replicas do with each other: `Mirrored`, `ParameterAveraging` by all-reduce, or
+            `ParameterServer` or `Downpour`, each of whose servers has shards of one stage; its `workers` are replicas.
         inner: what a replica is: `TensorParallel` or `Pipeline`.
     """
 
@@ -67,11 +69,13 @@ class Hybrid(Strategy):
                 "the inner strategy of a hybrid must be hr.TensorParallel(...) or hr.Pipeline(...), which hold one "
                 f"model on several devices, got {self.inner!r}"
             )
-        if not isinstance(self.outer, Mirrored | ParameterAveraging):
+        if not isinstance(self.outer, Mirrored | ParameterAveraging | Served):
             raise UsageError(
-                "the outer strategy of a hybrid must be hr.Mirrored(...) or hr.ParameterAveraging(...), whose workers "
-                f"update whole parameters, got {self.outer!r}"
+                "the outer strategy of a hybrid must be hr.Mirrored(...), hr.ParameterAveraging(...), "
+                f"hr.ParameterServer(...) or hr.Downpour(...), got {self.outer!r}"
             )
+        if isinstance(self.outer, Served):
+            check_outer(self.outer, self.inner)
         if isinstance(self.outer, ParameterAveraging) and self.outer.via != "all_reduce":
             raise UsageError(
                 f"via={self.outer.via!r} lets workers come and go one by one, and the ranks of a replica cannot; use "
@@ -102,6 +106,9 @@ class Hybrid(Strategy):
         replicas, devices = self._counts(cluster)
         roles = self._roles(cluster, replicas * devices)
         inner = self.inner.plan(model, _alone(cluster, devices))
+        if isinstance(self.outer, Served):
+            served = served_plan(self.name, self.outer, inner, model, cluster, (replicas, devices))
+            return replace(served, options=describe_options(self))
         # Each builds the whole model before it keeps a part; then there are the copies of the outer's.
         require_memory(self.name, 3 * len(roles) * model.trainable_bytes, cluster)
         if cluster.device != "cpu":
@@ -116,6 +123,8 @@ class Hybrid(Strategy):
         )
 
     def _roles(self, cluster: Cluster, count: int) -> tuple[Role, ...]:
+        if isinstance(self.outer, Served):
+            return worker_and_server_roles(self.name, count, self.outer.servers, cluster)
         # The stages of a pipeline are on one host.
         return worker_roles(self.name, count, cluster, spread=isinstance(self.inner, TensorParallel))
 
@@ -125,28 +134,32 @@ class Hybrid(Strategy):
         Raises:
             InfeasiblePlan: neither options nor launcher say, or they contradict each other.
         """
-        assert isinstance(self.outer, Mirrored | ParameterAveraging)
+        assert isinstance(self.outer, Mirrored | ParameterAveraging | Served)
         assert isinstance(self.inner, TensorParallel | Pipeline)
         inner = self.inner.devices if isinstance(self.inner, TensorParallel) else self.inner.stages
         replicas, devices = self.outer.workers, inner
         if replicas is not None and devices is not None:
             return replicas, devices
         known = replicas or devices
-        if cluster.ranks is None or known is None or cluster.ranks % known:
+        ranks = cluster.ranks and cluster.ranks - (self.outer.servers if isinstance(self.outer, Served) else 0)
+        if ranks is None or ranks < 1 or known is None or ranks % known:
             started = f"the launcher started {cluster.ranks}" if cluster.ranks else "no launcher says how many"
             raise InfeasiblePlan(
                 f"a hybrid of {replicas or '?'} replicas on {devices or '?'} devices each, and {started}; say both: "
                 "hr.Hybrid(hr.Mirrored(workers=2), hr.TensorParallel(devices=2))"
             )
-        return replicas or cluster.ranks // known, devices or cluster.ranks // known
+        return replicas or ranks // known, devices or ranks // known
 
     def ops(self, plan: Plan) -> tuple[Op, ...]:
+        if isinstance(self.outer, Served):
+            return replica_ops(plan)
         return step_ops(plan, plan.gradient_bytes * plan.replicas // plan.workers)
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
         role, everyone = plan.role(rank), parts.host
-        within = [other.rank for other in plan.roles if other.data_rank == role.data_rank]
-        across = [other.rank for other in plan.roles if other.stage == role.stage]
+        workers = plan.roles[: plan.workers]
+        within = [other.rank for other in workers if other.data_rank == role.data_rank]
+        across = [other.rank for other in workers if other.stage == role.stage]
         group, mates = everyone.subgroup(within), everyone.subgroup(across)
         near = replace(parts, host=group, connect=_itself(group))
         inside = (
@@ -155,9 +168,14 @@ class Hybrid(Strategy):
             else self._stages(plan, near, everyone, mates)
         )
         own = replace(parts, model=inside.model, host=mates, connect=_itself(mates), inside=inside)
+        if isinstance(self.outer, Served):
+            return inside.finish(served_replica(self.outer, plan, role, own))
         outer = self.outer.plan(own.model, _replicas(plan, mates.world))
         assert all(segment.owner == EVERY_WORKER for segment in outer.segments)
         return inside.finish(self.outer.replica(outer, role.data_rank, own))
+
+    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+        return self.outer.server(of_outer(plan, self.outer), rank, parts)
 
     def _stages(self, plan: Plan, near: Parts, everyone: SharedCollective, mates: SharedCollective) -> Inside:
         assert isinstance(self.inner, Pipeline)
@@ -165,7 +183,7 @@ class Hybrid(Strategy):
         total = everyone.sum if isinstance(self.outer, Mirrored) else near.host.sum
         compute = self.inner.compute(plan, near.host.rank, near, total=total)
         compute.mates = mates
-        if near.options.clip_norm is not None and compute.tied:
+        if near.options.clip_norm is not None and compute.tied and not isinstance(self.outer, Served):
             raise UsageError(
                 f"clip_norm={near.options.clip_norm:g} needs every gradient once, and several stages of a replica hold "
                 f"{compute.tied[0]!r}; use hr.Pipeline alone, or leave clip_norm out"
@@ -197,6 +215,9 @@ class _Stages(Inside):
     def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
         self._compute.sink = sink
         return self._compute
+
+    def spread(self) -> None:
+        self._compute.spread_tied()
 
     def finish(self, replica: Replica) -> Replica:
         return replica

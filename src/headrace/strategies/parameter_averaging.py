@@ -191,7 +191,8 @@ class ParameterAveraging(Strategy):
         )
         gathering = Gathering(habits, average, rest, local.updater, parts.host, parts.first)
         compute = parts.whole_model(portions=len(plan.shares))
-        return Replica(compute, AveragingExchange(rank, local, gathering), meetings=gathering)
+        first = rank * (parts.inside.group.world if parts.inside else 1)
+        return Replica(compute, AveragingExchange(first, local, gathering), meetings=gathering)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
         return self._service.server(plan, rank, parts) if self.via == "server" else super().server(plan, rank, parts)
@@ -218,13 +219,13 @@ class AveragingExchange(Exchange):
     """The worker's own step; what it does with the others is the gathering's.
 
     Args:
-        rank: of this worker.
+        first: of the ranks of this worker's replica.
         local: its step.
         gathering: its part in the meetings.
     """
 
-    def __init__(self, rank: int, local: LocalExchange, gathering: Gathering) -> None:
-        self._rank = rank
+    def __init__(self, first: int, local: LocalExchange, gathering: Gathering) -> None:
+        self._first = first
         self._local = local
         self._gathering = gathering
 
@@ -233,7 +234,7 @@ class AveragingExchange(Exchange):
 
     def synchronize(self, finite: bool = True) -> Verdict:
         verdict = self._local.synchronize(finite)
-        return replace(verdict, bad_losses=(self._rank,)) if verdict.bad_losses else verdict
+        return replace(verdict, bad_losses=tuple(self._first + place for place in verdict.bad_losses))
 
     def update(self, round_: int) -> None:
         # Who had no example has no gradient, and no step to make.

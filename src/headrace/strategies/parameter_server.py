@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
+from headrace.ps.agreement import Agreement, Spokesman
 from headrace.ps.applier import Applier, Pace, Remedies
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.ps.client import Client
@@ -138,29 +139,33 @@ class ParameterServer(Strategy):
         return served_ops(plan)
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
-        forms = [form_of(plan, parts.model, server) for server in plan.servers]
+        servers, agreement = parts.servers, parts.agreement()
+        forms = [form_of(plan, parts.model, server) for server in servers.ranks]
         places = [places_of(form, parts.module) for form in forms]
-        servers = [plan.roles[server] for server in plan.servers]
+        roles = [plan.roles[server] for server in servers.ranks]
         # Whoever drops what comes late must drop it whole.
         together = self.backup_workers > 0
         client = connect(
-            parts.servers.addresses(), forms, places, (rank, parts.servers.incarnation), parts.host.check, servers,
+            servers.addresses(), forms, places, (servers.worker, servers.incarnation), parts.host.check, roles,
             parts.closing,
-            together=together, find=parts.servers.find,
+            together=together, find=servers.find,
         )  # fmt: skip
-        brings = leads(client, rank)
+        if parts.inside:
+            client.pulled = parts.inside.spread
+        brings = leads(client, servers.worker)
         # Where some are lost, others may have to do their portions alone.
-        rests = self.staleness_bound is not None or self.backup_workers > 0
-        portions = LeasedPortions(client, brings, len(forms), len(plan.shares), rests=rests)
+        rests = plan.replaces and (self.staleness_bound is not None or self.backup_workers > 0)
+        spokesman = Spokesman(client, agreement.group)
+        portions = LeasedPortions(spokesman, brings, len(forms), len(plan.shares), rests=rests)
         held = HeldGradients(forms, parts.model)
-        exchange = PushPull(client, forms, portions, held, parts, brings)
+        exchange = PushPull(client, forms, portions, held, parts, agreement, brings)
         exchange.give(places)
         return Replica(parts.whole_model(held, portions=len(plan.shares)), exchange, portions)
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
         rank = plan.server_of(rank)
         form = form_of(plan, parts.model, rank)
-        workers, first = plan.workers, rank == plan.servers[0]
+        workers, first = plan.replicas, rank == plan.servers[0]
         admission, combination = self._regime(workers)
         full = self.scale == "full"
         schedule = Pace(parts.options, parts.rounds_per_epoch, parts.first)
@@ -187,6 +192,7 @@ class PushPull(ServedExchange):
     portions: says from which lease a gradient is.
     held: the gradients.
     parts: of this worker.
+    agreement: of its replica.
     leads: whether this worker brings what there is to begin with.
     """
 
@@ -197,9 +203,10 @@ class PushPull(ServedExchange):
         portions: LeasedPortions,
         held: HeldGradients,
         parts: Parts,
+        agreement: Agreement,
         leads: bool,
     ) -> None:
-        super().__init__(client, forms, held, parts.host, parts.options, parts.scale, parts.device, leads)
+        super().__init__(client, forms, held, parts.host, agreement, leads)
         self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)
         self._portions = portions
         self._fresh = False
@@ -215,10 +222,11 @@ class PushPull(ServedExchange):
             # It had no data before the workers meet, and nobody waits for it.
             return HEALTHY
         verdict = self.judge(finite)
-        known = verdict.apply if self.looked or not verdict.apply else None
+        known = verdict.apply if self.agreement.looked or not verdict.apply else None
         reason = self.client.push(
             self.held.by_shard(), portions.lease, portions.weight, portions.share, known, pull=True
         )
         self._fresh = True
-        portions.late = reason == Reason.LATE
+        # The lease is done when all ranks of the replica have pushed.
+        portions.late = self.agreement.any(reason == Reason.LATE)
         return verdict

@@ -271,9 +271,9 @@ class Drifting(ServedExchange):
         local: LocalExchange,
         leads: bool,
     ) -> None:
-        client, options = centre.client, parts.options
+        client = centre.client
         held = HeldGradients(forms, parts.model)
-        super().__init__(client, forms, held, parts.host, options, parts.scale, parts.device, leads)
+        super().__init__(client, forms, held, parts.host, parts.agreement(), leads)
         self._pacing = Pacing(service.period, service.post_local, parts.host)
         self.portions = LeasedPortions(
             client, leads, len(forms), len(plan.shares), self._pacing.stretch, centre, rests=service.wait != "nobody"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.comm.collective import Collective, SharedCollective
-from headrace.comm.in_process import InProcess
+from headrace.comm.in_process import InProcess, Meeting
 from headrace.errors import UsageError
+from headrace.ps.agreement import Agreement
 from headrace.ps.server import Server
 from headrace.replica.batch_norm import synchronise_batch_norm
 from headrace.replica.compilation import Graph
@@ -70,6 +71,10 @@ class Inside(ABC):
             sink: takes the gradients; None leaves them in `.grad`.
         """
 
+    def spread(self) -> None:
+        """Gives each rank of the replica the values of what it holds and another one owns; all ranks call it."""
+        raise NotImplementedError("nobody owns what several ranks of this replica hold")
+
     @abstractmethod
     def finish(self, replica: Replica) -> Replica:
         """Returns a replica of which whole tensors are saved and loaded, of one of what this rank holds."""
@@ -80,12 +85,16 @@ class Servers:
     """What a worker knows of the servers before it asks them.
 
     Attributes:
+        ranks: theirs.
+        worker: the number by which they know this worker.
         addresses: waits until every server can be reached, and returns where, in the order of their ranks.
         find: returns where a server can be reached now, by its place among the servers; raises ConnectionError if it
             cannot be.
         incarnation: of this worker, by which they know it: how many there were in its place before.
     """
 
+    ranks: tuple[int, ...] = ()
+    worker: int = 0
     addresses: Callable[[], tuple[str, ...]] = tuple
     find: Callable[[int], str] | None = None
     incarnation: int = 0
@@ -171,6 +180,11 @@ class Parts:
         assert gradients is not None
         repeated = [gradients[name] for name in gradients if name in inside.repeated]
         return Conditioner(self.options, inside.everyone, self.scale, immediate, lambda: repeated, inside.group.world)
+
+    def agreement(self) -> Agreement:
+        """Returns what this worker's replica agrees by, where replicas go on by themselves."""
+        group = self.inside.group if self.inside else InProcess(Meeting(1), 0)
+        return Agreement(group, self.options, self.scale, self.device)
 
     def updater(
         self,

@@ -1,0 +1,168 @@
+"""Model replicas that several devices hold together, and that speak to parameter servers: DistBelief's shape.
+
+    compute             synchronize                                        update
+    the inner's         each rank pushes to servers of its own, which      on the shard
+                        hold the shards of its part of the model
+
+    replica 0   rank 0: stage 0 ── inner ── rank 1: stage 1
+                      │                           │
+    servers        rank 4: stage 0             rank 5: stage 1
+                      │                           │
+    replica 1   rank 2: stage 0 ── inner ── rank 3: stage 1
+
+To its servers a replica is one worker: each of its ranks speaks under its number. Its first rank leases the data, and
+tells the others; a lease is done when all ranks have pushed. What several ranks hold is pushed and pulled by one of
+them, which gives it to the others.
+
+Dean et al., "Large scale distributed deep networks", 2012, section 4.1: each of the machines that hold one replica
+communicates with just those shards of the servers that hold its parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.errors import InfeasiblePlan, UsageError
+from headrace.policies.roles import require_memory, worker_and_server_roles
+from headrace.ps.planning import shards
+from headrace.replica.exchange import Replica
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Op, Plan, Role, Segment
+from headrace.strategies.downpour import Downpour
+from headrace.strategies.parameter_server import ParameterServer
+from headrace.strategies.pipeline import Pipeline
+from headrace.strategies.strategy import Parts, Servers, Strategy, describe_options
+
+__all__ = ["Served", "check_outer", "of_outer", "replica_ops", "served_plan", "served_replica"]
+
+Served = ParameterServer | Downpour
+"""Strategies whose workers speak to servers."""
+
+
+def check_outer(outer: Served, inner: Strategy) -> None:
+    """Refuses what replicas that several ranks hold cannot have.
+
+    Raises:
+        UsageError: with the remedy.
+    """
+    if not isinstance(inner, Pipeline):
+        raise UsageError(
+            f"servers are told before a run which shards they hold, and what {inner.name} cuts is seen when it runs; "
+            "use hr.Pipeline(...) inside, or hr.Mirrored(...) outside"
+        )
+    if outer.backups:
+        raise UsageError(
+            f"backups={outer.backups} lets a run go on without a server, and without a rank of a replica it cannot; "
+            "use backups=0, and checkpoints"
+        )
+    if isinstance(outer, ParameterServer) and outer.backup_workers:
+        raise UsageError(
+            f"backup_workers={outer.backup_workers} drops what comes late, and each stage's servers would drop another "
+            "replica's; use backup_workers=0"
+        )
+
+
+def served_plan(
+    strategy: str, outer: Served, inner: Plan, model: ModelSpec, cluster: Cluster, counts: tuple[int, int]
+) -> Plan:
+    """Returns who is which part of which replica, and which server has which shards.
+
+    Args:
+        strategy: its name.
+        outer: what the replicas do with servers.
+        inner: the plan of one replica.
+        model: the whole one.
+        cluster: what there is.
+        counts: of replicas, and of devices in each.
+
+    Raises:
+        InfeasiblePlan: the cluster cannot hold it, or a stage would be without servers, or a server without shards.
+    """
+    replicas, devices = counts
+    if outer.servers < devices:
+        raise InfeasiblePlan(
+            f"a replica has {devices} stages, each of which has servers of its own, and there are {outer.servers}; use "
+            f"servers={devices} or more"
+        )
+    roles = worker_and_server_roles(strategy, replicas * devices, outer.servers, cluster)
+    if cluster.device != "cpu":
+        raise InfeasiblePlan(f"{strategy} runs on CPUs, and the devices are {cluster.device}; use device='cpu'")
+    copies = 6 if isinstance(outer, Downpour) and outer.overlap else 4
+    # Each rank builds the whole model before it keeps a part.
+    require_memory(strategy, (replicas * (devices + copies) + 1) * model.trainable_bytes, cluster)
+    workers = replicas * devices
+    roles = tuple(
+        replace(role, data_rank=role.rank // devices, stage=role.rank % devices)
+        if role.rank < workers
+        else replace(role, stage=(role.rank - workers) % devices)
+        for role in roles
+    )
+    segments: list[Segment] = []
+    for stage in range(devices):
+        owned = {segment.parameter for segment in inner.segments if segment.owner == stage}
+        own = replace(model, parameters=tuple(each for each in model.parameters if each.name in owned))
+        if not owned:
+            raise InfeasiblePlan(
+                f"stage {stage} of {devices} has no parameter to train, and servers of its own; use fewer stages, or "
+                "give partition=[...] by hand"
+            )
+        servers = [role.rank for role in roles[workers:] if role.stage == stage]
+        segments += shards(own, servers, outer.sharding, outer.placement, outer.transport)
+    return replace(inner, strategy=strategy, roles=roles, shares=(1,) * replicas, segments=tuple(segments))
+
+
+def of_outer(plan: Plan, outer: Strategy) -> Plan:
+    """Returns the plan as the outer strategy reads it."""
+    return replace(plan, options=describe_options(outer))
+
+
+def served_replica(outer: Strategy, plan: Plan, role: Role, own: Parts) -> Replica:
+    """Returns one rank's part of a replica, as a worker of the outer strategy.
+
+    Args:
+        outer: what the replicas do with servers.
+        plan: the run's.
+        role: of this rank.
+        own: of this rank, where `inside` is set.
+    """
+    every = own.servers
+    places = [place for place, server in enumerate(every.ranks) if plan.roles[server].stage == role.stage]
+    find = every.find
+
+    def addresses() -> tuple[str, ...]:
+        known = every.addresses()
+        return tuple(known[place] for place in places)
+
+    servers = Servers(
+        ranks=tuple(every.ranks[place] for place in places),
+        worker=role.data_rank,
+        addresses=addresses,
+        find=(lambda index: find(places[index])) if find else None,
+        incarnation=every.incarnation,
+    )
+    return outer.replica(of_outer(plan, outer), role.rank, replace(own, servers=servers))
+
+
+def replica_ops(plan: Plan) -> tuple[Op, ...]:
+    """One round of all replicas: each rank with the servers of its part."""
+    ops: list[Op] = []
+    held = {rank: 0 for rank in plan.servers}
+    for segment in plan.segments:
+        held[segment.owner] += segment.stop - segment.start
+    total = max(1, sum(held.values()))
+    for role in plan.roles[: plan.workers]:
+        ops.append(Op(f"compute@{role.rank}", "compute", role.rank, f"worker-{role.rank}"))
+    computed = {
+        replica: tuple(f"compute@{r.rank}" for r in plan.roles[: plan.workers] if r.data_rank == replica)
+        for replica in range(plan.replicas)
+    }
+    for role in plan.roles[: plan.workers]:
+        for server in (each.rank for each in plan.roles[plan.workers :] if each.stage == role.stage):
+            nbytes, memory = plan.gradient_bytes * held[server] // total, f"{role.host}-memory"
+            push, apply = f"push@{role.rank}-{server}", f"update@{role.rank}-{server}"
+            # All look at a replica's gradient before one pushes.
+            ops.append(Op(push, "exchange", role.rank, memory, nbytes, computed[role.data_rank]))
+            ops.append(Op(apply, "update", server, f"server-{server}", nbytes, (push,)))
+            ops.append(Op(f"pull@{role.rank}-{server}", "exchange", role.rank, memory, nbytes, (apply,)))
+    return tuple(ops)
