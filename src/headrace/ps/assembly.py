@@ -103,7 +103,7 @@ def pair(port: Port, form: Form, process: int) -> Pairing:
 
 def leads(client: Client, rank: int) -> bool:
     """Returns whether a worker has to bring the parameters to begin with: rank 0 does, if nobody has."""
-    return rank == 0 and not client.ask(0, Message(Kind.BEGIN))
+    return rank == 0 and bool(client.versions) and not client.ask(0, Message(Kind.BEGIN))
 
 
 def connect(

@@ -121,7 +121,7 @@ class Client:
         head = Message(kind, 0, finite, lease, weight, share, steps=steps)
         if self._in_turn:
             return self._push_in_turn(gradients, head, pull, patience_s)
-        for index in range(max(len(server.buckets) for server in self._servers)):
+        for index in range(max((len(server.buckets) for server in self._servers), default=0)):
             for number, server in enumerate(self._servers):
                 if index < len(server.buckets):
                     own = None if versions is None else versions[number]

@@ -83,7 +83,8 @@ class ServedExchange(Exchange):
         return tuple(pieces)
 
     def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = json.loads(self.client.ask(0, Message(Kind.STATE)))
+        # Of a replica, one rank may hold nothing that is trained; the first one has.
+        settings: dict[str, Any] = json.loads(self.client.ask(0, Message(Kind.STATE))) if self._forms else {}
         return settings
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:

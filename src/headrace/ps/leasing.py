@@ -89,7 +89,8 @@ class LeasedPortions(Portions):
         self._fence = 0
 
     def begin(self) -> None:
-        while not self._client.ask(0, Message(Kind.BEGIN, flag=self._leads)):
+        # Of a replica, one rank may hold nothing that is trained.
+        while self._servers and not self._client.ask(0, Message(Kind.BEGIN, flag=self._leads)):
             time.sleep(_LOOK_EVERY_S)
         self.renew()
 

@@ -80,10 +80,18 @@ def served_plan(
         InfeasiblePlan: the cluster cannot hold it, or a stage would be without servers, or a server without shards.
     """
     replicas, devices = counts
-    if outer.servers < devices:
+    owned = [{segment.parameter for segment in inner.segments if segment.owner == stage} for stage in range(devices)]
+    # A stage may hold nothing that is trained, or only what it has together with an earlier one.
+    stages = [stage for stage in range(devices) if owned[stage]]
+    if stages[0]:
         raise InfeasiblePlan(
-            f"a replica has {devices} stages, each of which has servers of its own, and there are {outer.servers}; use "
-            f"servers={devices} or more"
+            f"stage 0 of {devices} has no parameter to train, and the data is leased by its servers; give "
+            "partition=[...] by hand"
+        )
+    if outer.servers < len(stages):
+        raise InfeasiblePlan(
+            f"a replica has {len(stages)} stages with parameters, each of which has servers of its own, and there are "
+            f"{outer.servers}; use servers={len(stages)} or more"
         )
     roles = worker_and_server_roles(strategy, replicas * devices, outer.servers, cluster)
     if cluster.device != "cpu":
@@ -95,18 +103,12 @@ def served_plan(
     roles = tuple(
         replace(role, data_rank=role.rank // devices, stage=role.rank % devices)
         if role.rank < workers
-        else replace(role, stage=(role.rank - workers) % devices)
+        else replace(role, stage=stages[(role.rank - workers) % len(stages)])
         for role in roles
     )
     segments: list[Segment] = []
-    for stage in range(devices):
-        owned = {segment.parameter for segment in inner.segments if segment.owner == stage}
-        own = replace(model, parameters=tuple(each for each in model.parameters if each.name in owned))
-        if not owned:
-            raise InfeasiblePlan(
-                f"stage {stage} of {devices} has no parameter to train, and servers of its own; use fewer stages, or "
-                "give partition=[...] by hand"
-            )
+    for stage in stages:
+        own = replace(model, parameters=tuple(each for each in model.parameters if each.name in owned[stage]))
         servers = [role.rank for role in roles[workers:] if role.stage == stage]
         segments += shards(own, servers, outer.sharding, outer.placement, outer.transport)
     return replace(inner, strategy=strategy, roles=roles, shares=(1,) * replicas, segments=tuple(segments))
