@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import monotonic
+from typing import TypeVar
 
 from headrace.comm.control import ControlPage
 from headrace.data import as_pipeline
@@ -20,10 +21,13 @@ from headrace.ps.pairing import Pairing
 from headrace.ps.replication import View
 from headrace.ps.server import Server
 from headrace.ps.snapshots import Snapshots, SnapshotSet, read
-from headrace.spec.event import Failed, Notice, ServerEnded, ServerStarted, SnapshotTaken
+from headrace.spec.event import Failed, Notice, Served, ServerEnded, ServerStarted, SnapshotTaken
+from headrace.spec.plan import Plan
 from headrace.strategies.strategy import ServerParts
 
 __all__ = ["serve"]
+
+T = TypeVar("T")
 
 _TELL_EVERY_S = 1.0
 
@@ -69,10 +73,10 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
                 page.fates[rank][2] = server.pairing.ready
             if monotonic() - told > _TELL_EVERY_S:
                 told = monotonic()
-                journal.write(server.tally.event(rank, journal.now()))
+                journal.write(_by_rank(server.tally.event(rank, journal.now()), order.plan))
 
         server.serve(look)
-        journal.write(server.tally.event(rank, journal.now()))
+        journal.write(_by_rank(server.tally.event(rank, journal.now()), order.plan))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         journal.write(ServerEnded(rank, journal.now(), server.moved_bytes, peak, *server.memory()))
     except PeerLost:
@@ -123,6 +127,16 @@ class _Snapshotting:
 
     def close(self) -> None:
         self._snapshots.close()
+
+
+def _by_rank(served: Served, plan: Plan) -> Served:
+    """Returns what was done for whom by rank: where several ranks hold a replica, a server knows it as one worker."""
+    ranks, stage = plan.workers // plan.replicas, plan.role(served.rank).stage
+
+    def named(counts: Mapping[str, T]) -> dict[str, T]:
+        return {who if int(who) < 0 else str(int(who) * ranks + stage): each for who, each in counts.items()}
+
+    return replace(served, staleness=named(served.staleness), waited_s=named(served.waited_s)) if ranks > 1 else served
 
 
 def _go_on(server: Server, resume: Resumption, found: SnapshotSet, place: int) -> None:

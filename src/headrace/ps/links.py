@@ -71,7 +71,8 @@ class Links:
         self._ready |= self._fetching.wait() if due else self._fetching.done()
         if self._agreement.all(self._ready):
             self._ready = False
-            torch._foreach_copy_(self._places, self._fetched)
+            if self._places:
+                torch._foreach_copy_(self._places, self._fetched)
             self.versions = self._fetching.client.versions
             self.main.pulled()
         if due:

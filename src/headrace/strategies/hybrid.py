@@ -169,6 +169,8 @@ class Hybrid(Strategy):
         )
         own = replace(parts, model=inside.model, host=mates, connect=_itself(mates), inside=inside)
         if isinstance(self.outer, Served):
+            # Replicas that are threads share one generator, and while one is traced no other may go on and draw.
+            everyone.barrier()
             return inside.finish(served_replica(self.outer, plan, role, own))
         outer = self.outer.plan(own.model, _replicas(plan, mates.world))
         assert all(segment.owner == EVERY_WORKER for segment in outer.segments)

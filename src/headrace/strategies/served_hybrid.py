@@ -110,7 +110,10 @@ def served_plan(
     for stage in stages:
         own = replace(model, parameters=tuple(each for each in model.parameters if each.name in owned[stage]))
         servers = [role.rank for role in roles[workers:] if role.stage == stage]
-        segments += shards(own, servers, outer.sharding, outer.placement, outer.transport)
+        try:
+            segments += shards(own, servers, outer.sharding, outer.placement, outer.transport)
+        except InfeasiblePlan as error:
+            raise InfeasiblePlan(f"stage {stage} of {devices}: {error}") from None
     return replace(inner, strategy=strategy, roles=roles, shares=(1,) * replicas, segments=tuple(segments))
 
 
