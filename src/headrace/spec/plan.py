@@ -131,10 +131,18 @@ class Plan:
         return replace(self.roles[0], rank=rank, data_rank=0)
 
     def part_of(self, rank: int) -> str:
-        """Returns what a worker holds of the model: "stage 1 of 2", or "" where that is all of it."""
-        ranks = self.workers // max(1, self.replicas)
-        own = [str(stage) for stage in range(len(self.partition)) if stage % ranks == self.role(rank).stage]
-        return f"stage{'s' * (len(own) > 1)} {' and '.join(own)} of {len(self.partition)}" if own else ""
+        """Returns what a rank holds of the model: "stage 1 of 2", or "" where that is all of it.
+
+        Where there are several replicas it says of which it is, "stage 1 of 2, replica 0", or that its rank is a server.
+        """
+        ranks, role = self.workers // max(1, self.replicas), self.role(rank)
+        own = [str(stage) for stage in range(len(self.partition)) if stage % ranks == role.stage]
+        if not own:
+            return ""
+        held = f"stage{'s' * (len(own) > 1)} {' and '.join(own)} of {len(self.partition)}"
+        if role.kind != "worker":
+            return f"{role.kind} of {held}"
+        return f"{held}, replica {role.data_rank}" if self.replicas > 1 else held
 
     def leads(self, rank: int) -> bool:
         """Tells whether a worker is the first of those that hold the same part of the model."""

@@ -1,0 +1,109 @@
+"""Replicas that several processes hold, with servers: they die, are asked to end, and go on under other strategies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import headrace as hr
+from engine.lasting import lasting_job
+from engine.test_parameter_server import EVERY_FOUR, NOTICED_S, assert_ended_in_order, at_step, rounds_of, stopped_at
+from engine.victims import long_job, two_layers
+from headrace.engine.local import LocalEngine
+from headrace.errors import PeerLost
+from headrace.spec.event import Notice
+from strategies.contract_runs import distance
+
+pytestmark = pytest.mark.slow
+
+INNER = hr.Pipeline(stages=2, micro_batches=2)
+LOCK_STEP = partial(hr.ParameterServer, servers=2, staleness_bound=0)
+REGIMES = {
+    "lock-step": hr.Hybrid(LOCK_STEP(2), INNER),
+    "asynchronous": hr.Hybrid(hr.ParameterServer(2, servers=2), INNER),
+    "downpour": hr.Hybrid(hr.Downpour(2, servers=2, push_every=2, fetch_every=3), INNER),
+}
+LAST = 3
+"""The second replica's last stage."""
+
+every_regime = pytest.mark.parametrize("strategy", REGIMES.values(), ids=list(REGIMES))
+
+
+@every_regime
+@pytest.mark.parametrize(
+    ("victim", "named"), [(LAST, r"stage 1 of 2, replica 1"), (4, "server of stage 0 of 2")], ids=["stage", "server"]
+)
+def test_whoever_is_killed_ends_the_run_with_its_name(
+    engine: LocalEngine, strategy: hr.Strategy, victim: int, named: str, tmp_path: Path
+) -> None:
+    killed = []
+
+    def kill(pids: dict[int, int]) -> None:
+        killed.append(time.monotonic())
+        os.kill(pids[victim], signal.SIGKILL)
+
+    job = long_job(model=two_layers)
+    with pytest.raises(PeerLost, match=rf"rank {victim} \({named}\) on .* killed by signal 9") as lost:
+        hr.fit(job, strategy, engine=engine, run_dir=tmp_path, checkpoints=EVERY_FOUR, on_event=at_step(40, kill))
+    assert time.monotonic() - killed[0] < NOTICED_S
+    assert "resume=True (--resume) goes on" in str(lost.value)
+    shorter = {**vars(job), "epochs": None, "steps": 400}
+    run = hr.fit(hr.Job(**shorter), hr.OneDevice(), engine=engine, run_dir=tmp_path, resume=True)
+    assert run.summary.steps == 400
+
+
+@every_regime
+@pytest.mark.parametrize("rank", [0, LAST, 5])
+def test_whoever_is_asked_to_end_ends_all_with_what_was_trained(
+    engine: LocalEngine, strategy: hr.Strategy, rank: int, tmp_path: Path
+) -> None:
+    ask = at_step(20, lambda pids: os.kill(pids[rank], signal.SIGTERM))
+    job = long_job(model=two_layers, eval_data=None)
+    assert_ended_in_order(hr.fit(job, strategy, engine=engine, run_dir=tmp_path, on_event=ask))
+
+
+@pytest.mark.parametrize("engine_of", ["threads", "processes"])
+def test_a_checkpoint_goes_from_replicas_to_one_device_to_one_replica_and_back(
+    engine: LocalEngine, engine_of: str, tmp_path: Path
+) -> None:
+    job = lasting_job("plain", {"clip_norm": None}, epochs=4)
+    whole = hr.fit(job, hr.OneDevice(), device="cpu", engine=hr.ThreadEngine())
+    chain = [REGIMES["lock-step"], hr.OneDevice(), hr.Hybrid(LOCK_STEP(1), INNER), REGIMES["lock-step"]]
+    for index, strategy in enumerate(chain):
+        run = hr.launch(
+            stopped_at(5 * (index + 1)),
+            job,
+            strategy,
+            device="cpu",
+            engine=engine if engine_of == "processes" else hr.ThreadEngine(),
+            run_dir=tmp_path,
+            resume=index > 0,
+        )
+    assert distance(run.model.state_dict(), whole.model.state_dict()) <= 1e-9
+    assert run.metrics == pytest.approx(whole.metrics, rel=1e-9)
+
+
+@every_regime
+def test_whoever_goes_on_visits_every_example_once(tmp_path: Path, strategy: hr.Strategy) -> None:
+    job = lasting_job("plain")
+    for at, resume in ((5, False), (99, True)):
+        run = hr.launch(stopped_at(at), job, strategy, engine=hr.ThreadEngine(), run_dir=tmp_path, resume=resume)
+    assert rounds_of(run.events) == {round_: 2 if round_ % 5 == 4 else 12 for round_ in range(15)}
+
+
+@pytest.mark.parametrize("regime", ["lock-step", "asynchronous"])
+def test_a_run_goes_on_from_the_servers_snapshots(engine: LocalEngine, regime: str, tmp_path: Path) -> None:
+    """With every portion once, of the servers of both stages."""
+    job = long_job(model=two_layers, eval_data=None, epochs=None, steps=3000)
+    often = hr.Checkpoints(every_steps=2500, every_s=None, snapshots_every_s=0.05)
+    kill = at_step(2000, lambda pids: os.kill(pids[LAST], signal.SIGKILL))
+    with pytest.raises(PeerLost):
+        hr.fit(job, REGIMES[regime], engine=engine, run_dir=tmp_path, checkpoints=often, on_event=kill)
+    run = hr.fit(job, REGIMES[regime], engine=engine, run_dir=tmp_path, checkpoints=often, resume=True)
+    assert any("go on from snapshots" in event.text for event in run.events if isinstance(event, Notice))
+    assert run.summary.steps == 3000
