@@ -133,7 +133,7 @@ class Plan:
     def part_of(self, rank: int) -> str:
         """Returns what a rank holds of the model: "stage 1 of 2", or "" where that is all of it.
 
-        Where there are several replicas it says of which it is, "stage 1 of 2, replica 0", or that its rank is a server.
+        Where there are several replicas it says of which, "stage 1 of 2, replica 0", or that the rank is a server.
         """
         ranks, role = self.workers // max(1, self.replicas), self.role(rank)
         own = [str(stage) for stage in range(len(self.partition)) if stage % ranks == role.stage]
