@@ -96,14 +96,13 @@ def test_whoever_goes_on_visits_every_example_once(tmp_path: Path, strategy: hr.
     assert rounds_of(run.events) == {round_: 2 if round_ % 5 == 4 else 12 for round_ in range(15)}
 
 
-@pytest.mark.parametrize("regime", ["lock-step", "asynchronous"])
-def test_a_run_goes_on_from_the_servers_snapshots(engine: LocalEngine, regime: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_the_servers_snapshots(engine: LocalEngine, tmp_path: Path) -> None:
     """With every portion once, of the servers of both stages."""
-    job = long_job(model=two_layers, eval_data=None, epochs=None, steps=600)
+    strategy, job = REGIMES["asynchronous"], long_job(model=two_layers, eval_data=None, epochs=None, steps=600)
     often = hr.Checkpoints(every_steps=500, every_s=None, snapshots_every_s=0.2)
     kill = at_step(600, lambda pids: os.kill(pids[LAST], signal.SIGKILL))
     with pytest.raises(PeerLost):
-        hr.fit(job, REGIMES[regime], engine=engine, run_dir=tmp_path, checkpoints=often, on_event=kill)
-    run = hr.fit(job, REGIMES[regime], engine=engine, run_dir=tmp_path, checkpoints=often, resume=True)
+        hr.fit(job, strategy, engine=engine, run_dir=tmp_path, checkpoints=often, on_event=kill)
+    run = hr.fit(job, strategy, engine=engine, run_dir=tmp_path, checkpoints=often, resume=True)
     assert any("go on from snapshots" in event.text for event in run.events if isinstance(event, Notice))
     assert run.summary.steps == 600
