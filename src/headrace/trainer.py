@@ -192,7 +192,11 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
 
 
 def _profiled(job: Job, prepared: Prepared, strategy: Strategy, cluster: Cluster) -> Prepared:
-    """Measures the model's layers where the strategy cuts between them: one process for all, which shall plan alike."""
+    """Looks at the model as the strategy wants it.
+
+    Layers are measured where it cuts between them: by one process for all, which shall plan alike.
+    """
+    prepared = replace(prepared, model=strategy.look(prepared.module, prepared.model, cluster))
     wish = strategy.profiling(job.global_batch_size, cluster)
     if wish is None:
         return prepared

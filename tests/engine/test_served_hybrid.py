@@ -71,9 +71,10 @@ def test_whoever_is_asked_to_end_ends_all_with_what_was_trained(
 def test_a_checkpoint_goes_from_replicas_to_one_device_to_one_replica_and_back(
     engine: LocalEngine, engine_of: str, tmp_path: Path
 ) -> None:
-    job = lasting_job("plain", {"clip_norm": None}, epochs=4)
+    job = lasting_job("plain", {"clip_norm": None}, epochs=5)
     whole = hr.fit(job, hr.OneDevice(), device="cpu", engine=hr.ThreadEngine())
-    chain = [REGIMES["lock-step"], hr.OneDevice(), hr.Hybrid(LOCK_STEP(1), INNER), REGIMES["lock-step"]]
+    slices = hr.Hybrid(LOCK_STEP(2), hr.TensorParallel(devices=2))
+    chain = [REGIMES["lock-step"], hr.OneDevice(), hr.Hybrid(LOCK_STEP(1), INNER), slices, REGIMES["lock-step"]]
     for index, strategy in enumerate(chain):
         run = hr.launch(
             stopped_at(5 * (index + 1)),

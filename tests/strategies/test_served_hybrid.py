@@ -1,4 +1,4 @@
-"""Replicas that are pipelines, with parameter servers outside: what whole workers do, and each rank its own bytes."""
+"""Replicas that several ranks hold, with servers outside: what whole workers do, and each rank its own bytes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, carried,
 CASES = {**MODELS, **VARIANTS, **OPTIONS, "adam": Case(dense, optimizer=ADAM)}
 LOCK_STEP = partial(hr.ParameterServer, servers=2, staleness_bound=0)
 ONE_BY_ONE, IN_PIECES = hr.Pipeline(stages=2, micro_batches=1), hr.Pipeline(stages=2, micro_batches=2)
+SLICES = hr.TensorParallel(devices=2)
+INNER: dict[str, hr.Strategy] = {"whole": ONE_BY_ONE, "pieces": IN_PIECES, "slices": SLICES}
 REGIMES: dict[str, hr.Strategy] = {
     "asynchronous": hr.ParameterServer(2, servers=2),
     "asynchronous on three servers": hr.ParameterServer(2, servers=3, sharding="fixed_shards:2"),
@@ -52,14 +54,14 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
     assert one.metrics == pytest.approx(other.metrics, rel=1e-9)
 
 
-@pytest.mark.parametrize("inner", [ONE_BY_ONE, IN_PIECES], ids=["whole", "pieces"])
+@pytest.mark.parametrize("inner", sorted(INNER))
 @pytest.mark.parametrize("count", [11, 9])
 @pytest.mark.parametrize(
     "model", ["mlp", "tied", "idle", "adam", "groups-by-name", "nesterov-foreach", "schedule-one-cycle"]
 )
-def test_lock_step_is_one_device(model: str, count: int, inner: hr.Pipeline) -> None:
+def test_lock_step_is_one_device(model: str, count: int, inner: str) -> None:
     job = CASES[model].job(count)
-    assert_equal(train(job, hr.Hybrid(LOCK_STEP(2), inner)), train(job, hr.OneDevice()))
+    assert_equal(train(job, hr.Hybrid(LOCK_STEP(2), INNER[inner])), train(job, hr.OneDevice()))
 
 
 @pytest.mark.parametrize(
@@ -72,24 +74,26 @@ def test_any_layout_on_servers_is_one_device(layout: dict[str, Any]) -> None:
     assert_equal(train(job, hr.Hybrid(outer, IN_PIECES)), train(job, hr.OneDevice()))
 
 
-@pytest.mark.parametrize("model", ["clipped", "tied-clipped", "average-partial", "ema", "muon"])
-def test_replicas_are_workers_that_hold_all(model: str) -> None:
+@pytest.mark.parametrize("inner", ["pieces", "slices"])
+@pytest.mark.parametrize("model", ["clipped", "tied-clipped", "tied-clipped-twice", "average"])
+def test_replicas_are_workers_that_hold_all(model: str, inner: str) -> None:
     """A norm is that of what one replica pushes, as of what one worker pushes, and counts nothing twice."""
     cases = {
         **CASES,
         "tied-clipped": dataclasses.replace(MODELS["tied"], options=hr.Options(clip_norm=0.05)),
-        "ema": dataclasses.replace(MODELS["mlp"], options=hr.Options(ema_decay=0.9, clip_value=0.05)),
-        "average-partial": dataclasses.replace(MODELS["tied"], options=hr.Options(clip_value=0.01, clip_norm=0.02)),
+        "average": dataclasses.replace(MODELS["mlp"], options=hr.Options(ema_decay=0.9, clip_value=0.05)),
+        "tied-clipped-twice": dataclasses.replace(MODELS["tied"], options=hr.Options(clip_value=0.01, clip_norm=0.02)),
     }
     job = cases[model].job(11)
-    assert_equal(train(job, hr.Hybrid(LOCK_STEP(2), IN_PIECES)), train(job, hr.ParameterServer(2, staleness_bound=0)))
+    outcome = train(job, hr.Hybrid(LOCK_STEP(2), INNER[inner]))
+    assert_equal(outcome, train(job, hr.ParameterServer(2, staleness_bound=0)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tied", "adam"])
-def test_processes_are_one_device_and_two_runs_alike(processes: LocalEngine, model: str) -> None:
+@pytest.mark.parametrize(("model", "inner"), [("tied", "pieces"), ("adam", "slices")])
+def test_processes_are_one_device_and_two_runs_alike(processes: LocalEngine, model: str, inner: str) -> None:
     job = CASES[model].job(11)
-    one, again = (train(job, hr.Hybrid(LOCK_STEP(2), IN_PIECES), processes) for _ in range(2))
+    one, again = (train(job, hr.Hybrid(LOCK_STEP(2), INNER[inner]), processes) for _ in range(2))
     assert_equal(one, train(job, hr.OneDevice()))
     assert distance(one.tensors, again.tensors) == 0
     assert one.losses == again.losses
@@ -141,15 +145,26 @@ def test_an_epoch_visits_every_example_once_and_every_shard_has_every_push_once(
     assert [served.refused for served in last.values()] == [{}] * len(last)
 
 
+@pytest.mark.parametrize("inner", ["pieces", "slices"])
 @every_regime
-def test_an_evaluation_is_that_of_the_parameters_that_are_left(regime: str) -> None:
+def test_an_evaluation_is_that_of_the_parameters_that_are_left(regime: str, inner: str) -> None:
+    if inner == "slices" and regime == "asynchronous on three servers":
+        return
     job = CASES["tied"].job(11)
-    run = hr.fit(job, hr.Hybrid(REGIMES[regime], IN_PIECES), engine=hr.ThreadEngine())
+    run = hr.fit(job, hr.Hybrid(REGIMES[regime], INNER[inner]), engine=hr.ThreadEngine())
     assert job.eval_data is not None
     inputs, target = job.eval_data
     with torch.no_grad():
         loss = float(job.loss(run.model(inputs), target))
     assert run.metrics["loss"] == pytest.approx(loss, rel=1e-12)
+
+
+def test_slices_move_once_and_what_all_hold_once() -> None:
+    run = hr.fit(CASES["mlp"].job(8), hr.Hybrid(LOCK_STEP(2), SLICES), engine=hr.ThreadEngine())
+    sizes = {name: each.numel() * each.element_size() for name, each in run.model.named_parameters()}
+    last = {event.rank: event for event in run.events if isinstance(event, Served)}
+    pushed = sum(shard.pushed_bytes for served in last.values() for shard in served.shards)
+    assert pushed == 2 * run.summary.steps * sum(sizes.values())
 
 
 def test_each_rank_moves_the_bytes_of_its_own_stage() -> None:
@@ -250,6 +265,19 @@ def test_servers_for_a_first_stage_that_holds_nothing_are_refused() -> None:
 def test_what_replicas_cannot_have_is_refused(outer: hr.Strategy, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         hr.Hybrid(outer, ONE_BY_ONE)
+
+
+@pytest.mark.parametrize(
+    ("outer", "refusal", "reason"),
+    [
+        (LOCK_STEP(2, sharding="max_size:64B"), UsageError, "checkpoints join whole slices"),
+        (hr.ParameterServer(2), InfeasiblePlan, "2 slices with parameters, .* there are 1; use servers=2"),
+        (hr.ParameterServer(2, servers=3), InfeasiblePlan, "there are 3; use servers=2"),
+    ],
+)
+def test_slices_have_one_server_each(outer: hr.Strategy, refusal: type[Exception], reason: str) -> None:
+    with pytest.raises(refusal, match=reason):
+        train(CASES["mlp"].job(8), hr.Hybrid(outer, SLICES))
 
 
 @pytest.mark.parametrize(

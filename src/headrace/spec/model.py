@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["ITEM_BYTES", "LayerSpec", "ModelSpec", "ParameterSpec"]
 
@@ -32,12 +32,15 @@ class ParameterSpec:
         shape: elements along each dim.
         dtype: a key of `ITEM_BYTES`.
         trainable: False for frozen parameters and buffers.
+        cut: the dim along which each device of a replica has an equal part, where a strategy has to know that before
+            the run; None for whole.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    cut: int | None = None
 
     @property
     def elements(self) -> int:
@@ -51,6 +54,11 @@ class ParameterSpec:
     def bytes(self) -> int:
         """Size in bytes."""
         return self.elements * ITEM_BYTES[self.dtype]
+
+    def part(self, devices: int) -> ParameterSpec:
+        """Returns what each of so many devices has of it: all, where it is not cut."""
+        shape = tuple(length // devices if dim == self.cut else length for dim, length in enumerate(self.shape))
+        return replace(self, shape=shape, cut=None)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.pipelining.staged import StagedModel
@@ -36,7 +38,15 @@ from headrace.spec.plan import EVERY_WORKER, Op, Plan, Role
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.served_hybrid import Served, check_outer, of_outer, replica_ops, served_plan, served_replica
+from headrace.strategies.served_hybrid import (
+    Served,
+    check_outer,
+    in_parts,
+    of_outer,
+    replica_ops,
+    served_plan,
+    served_replica,
+)
 from headrace.strategies.strategy import Inside, Parts, Profiling, ServerParts, Strategy, describe_options, step_ops
 from headrace.strategies.tensor_parallel import TensorParallel
 
@@ -53,7 +63,8 @@ class Hybrid(Strategy):
 
     Attributes:
         outer: what the replicas do with each other: `Mirrored`, `ParameterAveraging` by all-reduce, or
-            `ParameterServer` or `Downpour`, each of whose servers has shards of one stage; its `workers` are replicas.
+            `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice; its `workers` are
+            replicas.
         inner: what a replica is: `TensorParallel` or `Pipeline`.
     """
 
@@ -101,6 +112,13 @@ class Hybrid(Strategy):
         replicas, devices = self._counts(cluster)
         inner = self.inner.profiling(max(1, global_batch_size // replicas), _alone(cluster, devices))
         return inner and replace(inner, threads=self._roles(cluster, replicas * devices)[0].threads)
+
+    def look(self, module: nn.Module, model: ModelSpec, cluster: Cluster) -> ModelSpec:
+        if not isinstance(self.outer, Served) or not isinstance(self.inner, TensorParallel):
+            return model
+        # Servers must know what each device will have.
+        cuts = self.inner.cuts(module, self._counts(cluster)[1])
+        return replace(model, parameters=tuple(replace(each, cut=cuts.get(each.name)) for each in model.parameters))
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         replicas, devices = self._counts(cluster)
@@ -177,7 +195,8 @@ class Hybrid(Strategy):
         return inside.finish(self.outer.replica(outer, role.data_rank, own))
 
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
-        return self.outer.server(of_outer(plan, self.outer), rank, parts)
+        model = in_parts(parts.model, plan.workers // plan.replicas)
+        return self.outer.server(of_outer(plan, self.outer), rank, replace(parts, model=model))
 
     def _stages(self, plan: Plan, near: Parts, everyone: SharedCollective, mates: SharedCollective) -> Inside:
         assert isinstance(self.inner, Pipeline)

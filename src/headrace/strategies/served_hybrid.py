@@ -34,7 +34,7 @@ from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
 from headrace.strategies.strategy import Parts, Servers, Strategy, describe_options
 
-__all__ = ["Served", "check_outer", "of_outer", "replica_ops", "served_plan", "served_replica"]
+__all__ = ["Served", "check_outer", "in_parts", "of_outer", "replica_ops", "served_plan", "served_replica"]
 
 Served = ParameterServer | Downpour
 """Strategies whose workers speak to servers."""
@@ -46,10 +46,10 @@ def check_outer(outer: Served, inner: Strategy) -> None:
     Raises:
         UsageError: with the remedy.
     """
-    if not isinstance(inner, Pipeline):
+    if not isinstance(inner, Pipeline) and outer.sharding not in (None, "whole"):
         raise UsageError(
-            f"servers are told before a run which shards they hold, and what {inner.name} cuts is seen when it runs; "
-            "use hr.Pipeline(...) inside, or hr.Mirrored(...) outside"
+            f"sharding={outer.sharding!r} cuts parameters, of which each device has a slice, and checkpoints join "
+            "whole slices; leave it out"
         )
     if outer.backups:
         raise UsageError(
@@ -80,18 +80,20 @@ def served_plan(
         InfeasiblePlan: the cluster cannot hold it, or a stage would be without servers, or a server without shards.
     """
     replicas, devices = counts
-    owned = [{segment.parameter for segment in inner.segments if segment.owner == stage} for stage in range(devices)]
+    held = [_owned(inner, model, stage, devices) for stage in range(devices)]
     # A stage may hold nothing that is trained, or only what it has together with an earlier one.
-    stages = [stage for stage in range(devices) if owned[stage]]
+    stages = [stage for stage in range(devices) if held[stage].trainable]
+    what = "stages" if inner.partition else "slices"
     if stages[0]:
         raise InfeasiblePlan(
             f"stage 0 of {devices} has no parameter to train, and the data is leased by its servers; give "
             "partition=[...] by hand"
         )
-    if outer.servers < len(stages):
+    if outer.servers < len(stages) or (not inner.partition and outer.servers > len(stages)):
+        more = " or more" if inner.partition else ""
         raise InfeasiblePlan(
-            f"a replica has {len(stages)} stages with parameters, each of which has servers of its own, and there are "
-            f"{outer.servers}; use servers={len(stages)} or more"
+            f"a replica has {len(stages)} {what} with parameters, each of which has servers of its own, and there are "
+            f"{outer.servers}; use servers={len(stages)}{more}"
         )
     roles = worker_and_server_roles(strategy, replicas * devices, outer.servers, cluster)
     if cluster.device != "cpu":
@@ -108,13 +110,28 @@ def served_plan(
     )
     segments: list[Segment] = []
     for stage in stages:
-        own = replace(model, parameters=tuple(each for each in model.parameters if each.name in owned[stage]))
         servers = [role.rank for role in roles[workers:] if role.stage == stage]
+        sharding = outer.sharding if inner.partition else "whole"
         try:
-            segments += shards(own, servers, outer.sharding, outer.placement, outer.transport)
+            segments += shards(held[stage], servers, sharding, outer.placement, outer.transport)
         except InfeasiblePlan as error:
             raise InfeasiblePlan(f"stage {stage} of {devices}: {error}") from None
     return replace(inner, strategy=strategy, roles=roles, shares=(1,) * replicas, segments=tuple(segments))
+
+
+def in_parts(model: ModelSpec, devices: int) -> ModelSpec:
+    """Returns a model in which each parameter is what one device of a replica has of it."""
+    return replace(model, parameters=tuple(each.part(devices) for each in model.parameters))
+
+
+def _owned(inner: Plan, model: ModelSpec, stage: int, devices: int) -> ModelSpec:
+    """Returns what one rank of a replica pushes and pulls; of what all hold whole, the first does."""
+    if inner.partition:
+        owned = {segment.parameter for segment in inner.segments if segment.owner == stage}
+    else:
+        owned = {each.name for each in model.parameters if stage == 0 or each.cut is not None}
+    parts = in_parts(model, devices)
+    return replace(parts, parameters=tuple(each for each in parts.parameters if each.name in owned))
 
 
 def of_outer(plan: Plan, outer: Strategy) -> Plan:

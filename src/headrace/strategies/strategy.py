@@ -260,6 +260,10 @@ class Strategy(ABC):
         """Returns how layers are to be measured, so that `plan` finds them in the model; None if it needs none."""
         return None
 
+    def look(self, module: nn.Module, model: ModelSpec, cluster: Cluster) -> ModelSpec:
+        """Returns the model with what `plan` has to know of it besides; the module stays as it is."""
+        return model
+
     @abstractmethod
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         """Decides who does what and who owns what. Pure.

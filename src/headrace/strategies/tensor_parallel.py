@@ -14,12 +14,13 @@ where it is (Shoeybi et al., "Megatron-LM", 2019, section 3):
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.comm.collective import Collective, SharedCollective
 from headrace.comm.in_process import InProcess, Meeting
@@ -105,6 +106,11 @@ class TensorParallel(Strategy):
             segments=everywhere(model.parameters),
         )
 
+    def cuts(self, module: nn.Module, devices: int) -> dict[str, int]:
+        """Returns along which dim each parameter would be cut that would be; the module stays as it is."""
+        made = split(copy.deepcopy(module), self.rules, InProcess(Meeting(devices), 0))
+        return {name: cut.dim for name, cut in made.cuts.items()}
+
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan)
 
@@ -177,6 +183,13 @@ class _Slice(Inside):
         if self.everyone.rank == 0:
             compute.notes = (str(self._split),)
         return compute
+
+    def spread(self) -> None:
+        for name, parameter in self._split.module.named_parameters():
+            if name in self.repeated and parameter.requires_grad:
+                dense = parameter.data.contiguous()
+                self.group.broadcast(dense)
+                parameter.data.copy_(dense)
 
     def finish(self, replica: Replica) -> Replica:
         meetings = SplitMeetings(replica.meetings, self._split) if replica.meetings else None
