@@ -79,7 +79,8 @@ class ServedExchange(Exchange):
         for server in self._own():
             for shard in range(len(self._forms[server])):
                 blob = self.client.ask(server, Message(Kind.STATE, shard, 1))
-                pieces += [StatePiece.parse(name, value) for name, value in load(blob).items()]
+                # In one order on all ranks: those of a replica may join theirs.
+                pieces += [StatePiece.parse(name, value) for name, value in sorted(load(blob).items())]
         return tuple(pieces)
 
     def settings(self) -> dict[str, Any]:
