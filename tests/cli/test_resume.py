@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_main import HEADRACE
 from headrace.checkpoint import CheckpointFolder
 from headrace.cli import run
 from headrace.spec.checkpoints import Checkpoints
+from warm.programs import programs
 
 Capture = pytest.CaptureFixture[str]
 
@@ -80,7 +80,8 @@ def test_what_cannot_be_meant(stage, job_file: Path, arguments: list[str], messa
 
 
 def headrace(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*HEADRACE, "train", "job.py", *arguments], cwd=folder, capture_output=True, text=True)
+    command = [programs() / "headrace", "train", "job.py", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 def steps(run_dir: Path) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import headrace as hr
 from engine.lasting import OFTEN, lasting_job
 from engine.victims import faulty, make_job
+from headrace.engine.local import LocalEngine
 
 
 def plant() -> None:
@@ -21,6 +22,8 @@ if __name__ == "__main__":
     if way == "planted":
         hr.fit(make_job(model=faulty(plant, victim=None, when=1)), hr.ParameterServer(2), run_dir=folder)
     else:
-        for epochs, resume in ((1, False), (2, True)):
-            job = lasting_job("plain", {"clip_norm": None}, epochs=epochs)
-            hr.fit(job, hr.ParameterServer(2, 2, transport=way), run_dir=folder, checkpoints=OFTEN, resume=resume)
+        with LocalEngine() as engine:
+            for epochs, resume in ((1, False), (2, True)):
+                job = lasting_job("plain", {"clip_norm": None}, epochs=epochs)
+                strategy = hr.ParameterServer(2, 2, transport=way)
+                hr.fit(job, strategy, engine=engine, run_dir=folder, checkpoints=OFTEN, resume=resume)

@@ -144,7 +144,7 @@ def test_killed_workers_are_replaced_and_no_example_is_lost_or_doubled(
     engine: LocalEngine, make: Callable[..., hr.Strategy]
 ) -> None:
     hand = Hand({100: (1, signal.SIGKILL), 600: (0, signal.SIGKILL)})
-    check_counts(hr.fit(counting_job(300), make(), engine=engine, on_event=hand), 300)
+    check_counts(hr.fit(counting_job(120), make(), engine=engine, on_event=hand), 120)
     assert sorted(lost.lost for lost in hand.lost) == [0, 1]
     assert all("SIGKILL" in lost.cause for lost in hand.lost)
     assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
@@ -155,7 +155,7 @@ def test_a_killed_server_with_a_backup_is_followed_by_it(engine: LocalEngine, ma
     strategy = make(backups=1)
     servers = getattr(strategy, "servers")  # noqa: B009  (of both kinds)
     hand = Hand({300: (3, signal.SIGKILL)}, after=3 + servers)
-    check_counts(hr.fit(counting_job(300), strategy, engine=engine, on_event=hand), 300)
+    check_counts(hr.fit(counting_job(150), strategy, engine=engine, on_event=hand), 150)
     assert [lost.lost for lost in hand.lost] == [3]
     assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
 
@@ -164,7 +164,7 @@ def test_a_killed_server_with_a_backup_is_followed_by_it(engine: LocalEngine, ma
 def test_who_is_frozen_is_ended_and_replaced(engine: LocalEngine, victim: int) -> None:
     hand = Hand({300: (victim, signal.SIGSTOP)}, after=3)
     strategy = hr.ParameterServer(2, backups=1)
-    check_counts(hr.fit(counting_job(300), strategy, engine=engine, on_event=hand, timeout_s=3.0), 300)
+    check_counts(hr.fit(counting_job(200), strategy, engine=engine, on_event=hand, timeout_s=3.0), 200)
     assert [lost.lost for lost in hand.lost] == [victim]
     assert "no sign of life" in hand.lost[0].cause
 
