@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from comm import scenarios
+from comm import mail_scenarios, scenarios
 from headrace.comm.control import ControlPage
 from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
@@ -25,7 +25,8 @@ def main() -> None:
             raise PeerLost(page.abort - 1, "this host", "the test says so")
 
     host = SharedMemory(page, int(rank), check)
-    returned = getattr(scenarios, scenario)(host, page, **json.loads(arguments))
+    act = getattr(mail_scenarios if scenario in mail_scenarios.__all__ else scenarios, scenario)
+    returned = act(host, page, **json.loads(arguments))
     host.close()
     Path(result).write_text(json.dumps(returned))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from collections.abc import Sequence
 from time import monotonic
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
 
 from headrace.comm.between_hosts import BetweenHosts, connect
+from headrace.comm.collective import Home
 from headrace.comm.control import ControlPage
 from headrace.comm.distributed import Distributed
 from headrace.comm.segment import Segment
@@ -168,11 +170,11 @@ def wire_of(host: SharedMemory, store: str) -> Distributed:
     return Distributed(FileStore(store, host.world), host.rank, host.world, "cpu", timeout_s=60.0)
 
 
-def between_hosts(host: SharedMemory, page: ControlPage | None, store: str) -> BetweenHosts:
+def between_hosts(host: SharedMemory, page: ControlPage | None, store: str, hosts: Sequence[str] = ()) -> BetweenHosts:
     """Connects the ranks as if each were on a host of its own; with a page of its own if none is given."""
 
-    def accuse(error: Exception) -> NoReturn:
-        raise PeerLost(1 - host.rank, "the other host", str(error))
+    def accuse(error: Exception, suspect: int | None) -> NoReturn:
+        raise PeerLost(1 - host.rank if suspect is None else suspect, "the other host", str(error))
 
     group = connect(FileStore(store, host.world), host.rank, host.world, "127.0.0.1", timeout_s=60.0)
     own = page or ControlPage(Segment.create(ControlPage.nbytes(host.world), "control"), host.world)
@@ -180,7 +182,9 @@ def between_hosts(host: SharedMemory, page: ControlPage | None, store: str) -> B
     def grow(name: str, rank: int, world: int) -> ProcessGroupGloo:
         return connect(PrefixStore(name, FileStore(store, host.world)), rank, world, "127.0.0.1", timeout_s=60.0)
 
-    return BetweenHosts(group, own, host.rank, host.check, accuse, grow)
+    made = BetweenHosts(group, own, host.rank, host.check, accuse, grow)
+    made.home = Home(tuple(hosts or map(str, range(host.world))), "127.0.0.1")
+    return made
 
 
 def use_the_wire(host: SharedMemory, page: ControlPage, store: str, apart: bool = False) -> list[str]:

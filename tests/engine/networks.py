@@ -22,10 +22,13 @@ def hosts_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 @contextmanager
-def network(hosts: int, *options: str) -> Iterator[str]:
-    """Makes hosts; gives the name of their network. Where the machine does not let it, the test is skipped."""
+def network(hosts: int, *options: str, kind: str = "t") -> Iterator[str]:
+    """Makes hosts; gives the name of their network, which begins with its kind.
+
+    Where the machine does not let it, the test is skipped.
+    """
     # Of this process alone, because others may test at the same time.
-    name = "t" + "".join(chr(ord("a") + int(digit)) for digit in str(os.getpid()))
+    name = kind + "".join(chr(ord("a") + int(digit)) for digit in str(os.getpid()))
     made = hosts_script(name, "up", str(hosts), *options)
     if made.returncode == 3:
         pytest.skip(made.stderr.strip())

@@ -54,6 +54,8 @@ TERMS = st.builds(
     copies=st.sampled_from([1.0, 3.0]),
     again=st.sampled_from([0.0, 0.75, 1.0]),
     bytes_per_s=st.sampled_from([1.0, 10.0]),
+    hosts=st.lists(st.sampled_from("ab"), max_size=4).map(tuple),
+    link_bytes_per_s=st.sampled_from([0.5, 2.0]),
 )
 
 
@@ -160,3 +162,21 @@ def test_a_partition_that_does_not_add_up_is_refused(wish: list[int], said: str)
     )
     with pytest.raises(UsageError, match=said):
         read(blocks, wish, 2)
+
+
+def test_a_cut_between_hosts_is_where_little_crosses_it() -> None:
+    # By time alone the cut would be behind b, where 40 bytes cross; behind a and c it is 1.
+    model = model_of(*(layer(index, 10, crossing=crossing) for index, crossing in enumerate((1, 40, 1, 0))))
+    near = Terms(hosts=("x", "x"), link_bytes_per_s=0.5)
+    far = Terms(hosts=("x", "y"), link_bytes_per_s=0.5)
+    assert split(model, 2, near) == (("a", "b"), ("c", "d"))
+    assert split(model, 2, far) in ((("a",), ("b", "c", "d")), (("a", "b", "c"), ("d",)))
+    # Values one way, gradients the other, while the stage computes for 60 s.
+    assert [stage.seconds for stage in costs(model, (("a", "b"), ("c", "d")), far)] == [160.0, 160.0]
+
+
+def test_a_link_that_is_faster_than_the_stages_costs_nothing() -> None:
+    model = model_of(*(layer(index, 10, crossing=10) for index in range(4)))
+    parts = (("a", "b"), ("c", "d"))
+    one, two = (costs(model, parts, Terms(hosts=hosts, link_bytes_per_s=1.0)) for hosts in ((), ("x", "y")))
+    assert one == two

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -37,6 +38,7 @@ _SLICE = timedelta(milliseconds=50)
 _ON_THE_WAY_S = 5.0
 
 Grow = Callable[[str, int, int], ProcessGroupGloo]
+Accuse = Callable[[Exception, int | None], NoReturn]
 
 _FOREVER = timedelta(days=365)
 """gloo's own limit would take a long step for a loss; signs of life are looked at instead."""
@@ -68,7 +70,8 @@ class BetweenHosts(SharedCollective):
         page: this process's own, with the others' marks.
         rank: this process's.
         check: called while waiting; raises where a peer was lost.
-        accuse: called when a connection has broken; raises, and says who was lost.
+        accuse: called when a connection has broken, with the place in the page of whoever was at its other end, if one
+            was; raises, and says who was lost.
         grow: connects some of the ranks with each other: given a name, this one's place, and how many there are; None
             where there are no groups in this one.
         seats: places in the page of the ranks; None for all.
@@ -83,7 +86,7 @@ class BetweenHosts(SharedCollective):
         page: ControlPage,
         rank: int,
         check: Callable[[], None],
-        accuse: Callable[[Exception], NoReturn],
+        accuse: Accuse,
         grow: Grow | None = None,
         seats: Sequence[int] | None = None,
         ends: Ends | None = None,
@@ -112,13 +115,16 @@ class BetweenHosts(SharedCollective):
         connected = self._grow(name, list(members).index(self.rank), len(members))
         seats = [self._seats[member] for member in members]
         ends = self.ends.among(members)
-        self.groups.append(
-            BetweenHosts(connected, self._page, self._seat, self._check, self._accuse, None, seats, ends)
-        )
-        return self.groups[-1]
+        group = BetweenHosts(connected, self._page, self._seat, self._check, self._accuse, None, seats, ends)
+        if self.home:
+            group.home = replace(self.home, hosts=tuple(self.home.hosts[member] for member in members))
+        self.groups.append(group)
+        return group
 
-    def check(self) -> None:
+    def check(self, peer: int | None = None, broken: str = "") -> None:
         self._check()
+        if peer is not None and broken:
+            self._accuse(ConnectionError(broken), self._seats[peer])
 
     def barrier(self) -> None:
         self.sum([])
@@ -200,7 +206,7 @@ class BetweenHosts(SharedCollective):
         try:
             work.wait()
         except RuntimeError as error:
-            self._accuse(error)
+            self._accuse(error, None)
         self._unfinished -= 1
 
     def _has_come(self, peer: int, target: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -13,7 +14,20 @@ from headrace.comm.ends import Ends
 
 _Result = TypeVar("_Result")
 
-__all__ = ["Collective", "SharedCollective"]
+__all__ = ["Collective", "Home", "SharedCollective"]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where the ranks of a group are that are on several hosts.
+
+    Attributes:
+        hosts: the name of each rank's.
+        address: of this rank's host, where the others reach it.
+    """
+
+    hosts: tuple[str, ...]
+    address: str
 
 
 class Collective(ABC):
@@ -71,12 +85,14 @@ class SharedCollective(Collective):
 
     Attributes:
         one_memory: whether they can see the same memory; where not, `share` raises.
+        home: where they are; None where they can see the same memory.
         groups: those that `subgroup` has returned.
         ends: whose loop has ended, of its ranks.
     """
 
     one_memory: bool = True
     ends: Ends
+    home: Home | None = None
     groups: Sequence[SharedCollective] = ()
 
     def subgroup(self, members: Sequence[int]) -> SharedCollective:
@@ -116,9 +132,15 @@ class SharedCollective(Collective):
         return act()
 
     @abstractmethod
-    def check(self) -> None:
-        """Raises:
-        PeerLost: another rank is known to be lost.
+    def check(self, peer: int | None = None, broken: str = "") -> None:
+        """Looks whether the others live.
+
+        Args:
+            peer: to whom a connection has broken.
+            broken: how; then this raises.
+
+        Raises:
+            PeerLost: another rank is known to be lost.
         """
 
     def broadcast(self, tensor: Tensor) -> None:

@@ -110,7 +110,7 @@ class Elastic(SharedCollective):
         if lost:
             raise MemberLost(lost[0])
 
-    def check(self) -> None:
+    def check(self, peer: int | None = None, broken: str = "") -> None:
         self._check()
 
     def sum(self, values: Sequence[float]) -> list[float]:

@@ -85,7 +85,7 @@ class InProcess(SharedCollective):
         except threading.BrokenBarrierError:
             raise PeerLost(self._meeting.lost, "this process", "its thread has failed") from None
 
-    def check(self) -> None:
+    def check(self, peer: int | None = None, broken: str = "") -> None:
         if self._meeting.barrier.broken:
             raise PeerLost(self._meeting.lost, "this process", "its thread has failed")
 

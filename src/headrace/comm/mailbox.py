@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TypeVar
@@ -24,7 +25,7 @@ from headrace.comm import futex
 from headrace.comm.segment import Segment
 from headrace.comm.spin import Spin
 
-__all__ = ["Check", "Receiver", "Sender", "head_bytes", "places"]
+__all__ = ["Check", "Inbox", "Outbox", "Receiver", "Sender", "head_bytes", "places"]
 
 T = TypeVar("T")
 
@@ -36,6 +37,52 @@ _EMPTY, _FULL = 0, 1
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 Check = Callable[[Callable[[], bool]], None]
+
+
+class Outbox(ABC):
+    """The end of a mailbox that sends.
+
+    Attributes:
+        moved_bytes: that were sent.
+    """
+
+    moved_bytes: int
+
+    @abstractmethod
+    def send(self, note: bytes, tensors: Sequence[Tensor]) -> None:
+        """Copies a message, as soon as there is room for it.
+
+        Args:
+            note: what the receiver needs to know of the tensors.
+            tensors: dense ones, on any device.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of what it holds of the machine."""
+
+
+class Inbox(ABC):
+    """The end of a mailbox that receives.
+
+    Attributes:
+        moved_bytes: that were received.
+    """
+
+    moved_bytes: int
+
+    @abstractmethod
+    def receive(self, read: Callable[[bytes, Tensor], T]) -> T:
+        """Returns what `read(note, tensors)` makes of the next message, as soon as that is there.
+
+        Args:
+            read: takes the note, and the bytes of the tensors one after the other, each at the next multiple of 64.
+                It copies what it keeps.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of what it holds of the machine."""
 
 
 def head_bytes(slots: int) -> int:
@@ -135,16 +182,13 @@ class _Ring:
         self._spin.slept(perf_counter() - began)
 
 
-class Sender:
+class Sender(Outbox):
     """The end that sends.
 
     Args:
         heads: `(head_bytes(slots),)` uint8, zeroed, the same for both ends.
         check: called about every 50 ms of waiting, with what tells whether the other end has come after all; raises
             where it never will.
-
-    Attributes:
-        moved_bytes: that were sent.
     """
 
     def __init__(self, heads: Tensor, check: Check) -> None:
@@ -152,12 +196,6 @@ class Sender:
         self.moved_bytes = 0
 
     def send(self, note: bytes, tensors: Sequence[Tensor]) -> None:
-        """Copies a message into the next slot, as soon as that is empty.
-
-        Args:
-            note: what the receiver needs to know of the tensors.
-            tensors: dense ones, on any device.
-        """
         sizes = [len(note), *(tensor.numel() * tensor.element_size() for tensor in tensors)]
         begins, end = places(sizes)
         slot = self._ring.next(_EMPTY)
@@ -177,18 +215,14 @@ class Sender:
         slot.give(_FULL)
 
     def close(self) -> None:
-        """Lets go of the memory."""
         self._ring.close()
 
 
-class Receiver:
+class Receiver(Inbox):
     """The end that receives.
 
     Args:
         heads, check: as for `Sender`.
-
-    Attributes:
-        moved_bytes: that were received.
     """
 
     def __init__(self, heads: Tensor, check: Check) -> None:
@@ -197,12 +231,6 @@ class Receiver:
         self.moved_bytes = 0
 
     def receive(self, read: Callable[[bytes, Tensor], T]) -> T:
-        """Returns what `read(note, tensors)` makes of the next message, as soon as that is there.
-
-        Args:
-            read: takes the note, and the bytes of the tensors one after the other, each at the next multiple of 64.
-                It copies what it keeps.
-        """
         index = self._ring.turn
         slot = self._ring.next(_FULL)
         pid, descriptor, nbytes, generation, note_bytes, end = slot.numbers[:6]
@@ -216,5 +244,4 @@ class Receiver:
         return result
 
     def close(self) -> None:
-        """Lets go of the memory."""
         self._ring.close()

@@ -79,7 +79,7 @@ class SharedMemory(SharedCollective):
     def barrier(self) -> None:
         self._barrier.meet()
 
-    def check(self) -> None:
+    def check(self, peer: int | None = None, broken: str = "") -> None:
         self._check()
 
     def sum(self, values: Sequence[float]) -> list[float]:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import Home, SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.comm.elastic import Elastic
 from headrace.comm.segment import Segment
@@ -36,7 +36,10 @@ __all__ = ["Group", "LaunchedEngine"]
 _BEAT_EVERY_S = 0.25
 
 _BROKEN_S = 2.0
-"""So long a process may be silent when a connection has broken."""
+"""So long a process may be silent when some connection has broken."""
+
+_PARTED_S = 1.0
+"""So long when that was a connection to it."""
 
 _groups = itertools.count()
 """A process may meet the same others again; every time needs words of its own in the store."""
@@ -165,18 +168,24 @@ class Group:
 
         group = grow("all", self.rank, self.world)
         self._relay = Relay(store.clone(), self._words, self.page, self.rank)
-        return BetweenHosts(group, self.page, self.rank, self._check, self._accuse, grow)
+        host = BetweenHosts(group, self.page, self.rank, self._check, self._accuse, grow)
+        host.home = Home(tuple(self.hosts), address)
+        return host
 
     def _check(self) -> None:
         """Looks at the others, because nobody watches them for us."""
         self._look(self._timeout_s)
 
-    def _accuse(self, error: Exception) -> NoReturn:
+    def _accuse(self, error: Exception, suspect: int | None) -> NoReturn:
         """A connection between hosts has broken: whoever shows himself no more is lost."""
         # Longer than that, because a beat takes its time, too.
         give_up = monotonic() + self._timeout_s + _BROKEN_S
         while monotonic() < give_up:
             self._look(min(self._timeout_s, _BROKEN_S))
+            silent_s = 0.0 if suspect is None else self._look_at(suspect)
+            if suspect is not None and silent_s > _PARTED_S:
+                cause = f"its connection has broken, and it gave no sign of life for {silent_s:.1f} s"
+                raise PeerLost(suspect, self.hosts[suspect], cause)
             self._over.wait(_BEAT_EVERY_S)
         raise RunFailed(f"a connection between hosts has broken, and all processes live: {error}") from error
 
@@ -248,6 +257,8 @@ class LaunchedEngine(Engine):
             except BaseException as error:
                 # This process may live on, so that the others could not see it in its end.
                 page.abort = page.abort or 1 + (error.rank if isinstance(error, PeerLost) else group.rank)
+                if isinstance(error, PeerLost) and (part := order.plan.part_of(error.rank)):
+                    raise PeerLost(error.rank, error.host, error.cause, part) from error.__cause__
                 raise
         progress(Progress(page.beats[group.rank][1], page.losses[group.rank][0], page.beats[group.rank][2]))
         return interrupts.status(page)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headrace.comm.collective import SharedCollective
-from headrace.comm.mailbox import Check, Receiver, Sender, head_bytes
+from headrace.comm.mailbox import Inbox, Outbox
+from headrace.comm.mailboxes import Mailboxes, Route
 from headrace.pipelining.message import pack, unpack
 
 __all__ = ["Road", "Roads", "Way"]
@@ -45,7 +46,7 @@ class Road:
         sender, receiver: this rank's ends; both None where the rank has both stages.
     """
 
-    def __init__(self, device: torch.device, sender: Sender | None = None, receiver: Receiver | None = None) -> None:
+    def __init__(self, device: torch.device, sender: Outbox | None = None, receiver: Inbox | None = None) -> None:
         self._device = device
         self._sender = sender
         self._receiver = receiver
@@ -83,12 +84,6 @@ class Road:
         """Bytes that were written to it and read from it by this rank so far."""
         return sum(end.moved_bytes for end in (self._sender, self._receiver) if end)
 
-    def close(self) -> None:
-        """Lets go of its memory."""
-        for end in (self._sender, self._receiver):
-            if end:
-                end.close()
-
 
 class Roads:
     """All ways that begin or end at one rank. Every rank makes them at the same time.
@@ -101,31 +96,16 @@ class Roads:
     """
 
     def __init__(self, ways: Iterable[Way], ranks: int, host: SharedCollective, device: torch.device) -> None:
-        ways = tuple(ways)
         self.device = device
-        begins = [0] * ranks
-        heads: dict[Way, tuple[int, int]] = {}
-        for way in ways:
-            if way.source % ranks != way.target % ranks:
-                source = way.source % ranks
-                heads[way] = (begins[source], begins[source] + head_bytes(way.slots))
-                begins[source] = heads[way][1]
-        regions = host.share(begins[host.rank])
-        self._roads: dict[tuple[int, int, str], Road] = {}
-        for way in ways:
-            source, target = way.source % ranks, way.target % ranks
-            if host.rank not in (source, target):
-                continue
-            key = way.source, way.target, way.kind
-            if source == target:
-                self._roads[key] = Road(device)
-                continue
-            head = regions[source][slice(*heads[way])]
-            sends = host.rank == source
-            check = _until_left(host, (target if sends else source) % ranks)
-            self._roads[key] = Road(
-                device, Sender(head, check) if sends else None, None if sends else Receiver(head, check)
-            )
+        ways = tuple(ways)
+        routes = [Route(way.source % ranks, way.target % ranks, way.slots) for way in ways]
+        self._mailboxes = Mailboxes(routes, host)
+        outboxes, inboxes = self._mailboxes.outboxes, self._mailboxes.inboxes
+        self._roads = {
+            (way.source, way.target, way.kind): Road(device, outboxes.get(index), inboxes.get(index))
+            for index, (way, route) in enumerate(zip(ways, routes, strict=True))
+            if host.rank in (route.source, route.target)
+        }
 
     def road(self, source: int, target: int, kind: str) -> Road:
         """Returns a way that begins or ends here."""
@@ -137,16 +117,5 @@ class Roads:
         return sum(road.moved_bytes for road in self._roads.values())
 
     def close(self) -> None:
-        """Lets go of all memory."""
-        for road in self._roads.values():
-            road.close()
-
-
-def _until_left(host: SharedCollective, peer: int) -> Check:
-    """Returns what raises where a rank is lost, or the loop of the one that is waited for has ended."""
-
-    def check(came: Callable[[], bool]) -> None:
-        host.check()
-        host.ends.check(peer, host.rank, came)
-
-    return check
+        """Lets go of memory and connections."""
+        self._mailboxes.close()

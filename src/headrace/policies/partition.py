@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
@@ -41,6 +41,8 @@ class Terms:
         copies: how many times the bytes of its parameters a stage keeps: themselves, gradients, the optimizer's state.
         again: the part of the micro-batches whose forward is done again before their backward (recompute).
         bytes_per_s: at which what crosses a cut is copied; memory's, of one core.
+        hosts: the name of each stage's; () for one host.
+        link_bytes_per_s: at which what crosses a cut between hosts is sent.
     """
 
     cost: str = "time"
@@ -49,6 +51,8 @@ class Terms:
     copies: float = 3.0
     again: float = 0.0
     bytes_per_s: float = 5e9
+    hosts: tuple[str, ...] = ()
+    link_bytes_per_s: float = 125e6
 
     def __post_init__(self) -> None:
         if self.cost not in COSTS:
@@ -57,6 +61,10 @@ class Terms:
     def held_by(self, stage: int) -> int:
         """Returns how many micro-batches a stage keeps."""
         return self.held[min(stage, len(self.held) - 1)]
+
+    def far(self, stage: int) -> bool:
+        """Returns whether a stage is on another host than the one before it."""
+        return 0 < stage < len(self.hosts) and self.hosts[stage] != self.hosts[stage - 1]
 
 
 COSTS: Mapping[str, Callable[[StageCost, StageCost], float]] = {
@@ -82,7 +90,7 @@ def split(model: ModelSpec, stages: int, terms: Terms) -> Partition:
     _require_layers(model.layers, stages)
     stops, worst = _best(model, stages, terms)
     if math.isinf(worst):
-        without = Terms("memory", terms.held, None, terms.copies, terms.again, terms.bytes_per_s)
+        without = replace(terms, cost="memory", limit_bytes=None)
         best = _parts(names, _best(model, stages, without)[0])
         taken = [stage.bytes for stage in costs(model, best, without)]
         most = max(taken)
@@ -180,13 +188,17 @@ class _Piece:
 
 def _cost(piece: _Piece, stage: int, terms: Terms) -> StageCost:
     # Values go one way, their gradients the other.
-    moving_s = 2 * (piece.received_bytes + piece.sent_bytes) / terms.bytes_per_s
+    crossing = [(piece.received_bytes, terms.far(stage)), (piece.sent_bytes, terms.far(stage + 1))]
+    moving_s = sum(2 * size for size, _ in crossing) / terms.bytes_per_s
+    computing_s = piece.forward_s * (1 + terms.again) + piece.backward_s + moving_s
+    # A network carries while stages compute: they wait for it where it takes longer than they do.
+    carrying_s = max(2 * size * far for size, far in crossing) / terms.link_bytes_per_s
     held = terms.held_by(stage)
     # What is done again is kept for one micro-batch alone, of the others what it begins with.
     kept = held * piece.received_bytes + (1 if terms.again else held) * piece.saved_bytes
     return StageCost(
         layers=piece.layers,
-        seconds=piece.forward_s * (1 + terms.again) + piece.backward_s + moving_s,
+        seconds=max(computing_s, carrying_s),
         parameter_bytes=piece.parameter_bytes,
         bytes=int(terms.copies * piece.parameter_bytes) + kept,
         received_bytes=piece.received_bytes,

@@ -34,11 +34,13 @@ class Cluster:
         hosts: in the order of their first ranks.
         ranks: processes that a launcher has started for us (torchrun's WORLD_SIZE); None without one.
         device: what tensors live on, "cpu" or "cuda".
+        link_bytes_per_s: at which one host sends to another; nobody has measured it, it is that of 1 Gbit/s.
     """
 
     hosts: tuple[Host, ...]
     ranks: int | None = None
     device: str = "cpu"
+    link_bytes_per_s: float = 125e6
 
     @property
     def accelerators(self) -> int:

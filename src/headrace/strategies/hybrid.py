@@ -143,8 +143,7 @@ class Hybrid(Strategy):
     def _roles(self, cluster: Cluster, count: int) -> tuple[Role, ...]:
         if isinstance(self.outer, Served):
             return worker_and_server_roles(self.name, count, self.outer.servers, cluster)
-        # The stages of a pipeline are on one host.
-        return worker_roles(self.name, count, cluster, spread=isinstance(self.inner, TensorParallel))
+        return worker_roles(self.name, count, cluster, spread=True)
 
     def _counts(self, cluster: Cluster) -> tuple[int, int]:
         """Returns how many replicas there are, and devices in each.
@@ -222,6 +221,8 @@ class _Stages(Inside):
         model: all of it.
     """
 
+    piecewise = True
+
     def __init__(
         self, compute: StagedModel, group: SharedCollective, everyone: SharedCollective, model: ModelSpec
     ) -> None:
@@ -249,9 +250,16 @@ def _itself(group: SharedCollective) -> Callable[[], Collective] | None:
 
 
 def _alone(cluster: Cluster, devices: int) -> Cluster:
-    """Returns a cluster of one replica's devices: whether all fit is asked elsewhere."""
-    host = replace(cluster.hosts[0], memory_bytes=_ENOUGH_BYTES, ranks=())
-    return Cluster((host,), devices if cluster.ranks else None, cluster.device)
+    """Returns a cluster of one replica's devices, that on most hosts: whether all fit is asked elsewhere."""
+    if len(cluster.hosts) == 1 or cluster.ranks is None or cluster.ranks < devices:
+        host = replace(cluster.hosts[0], memory_bytes=_ENOUGH_BYTES, ranks=())
+        return replace(cluster, hosts=(host,), ranks=devices if cluster.ranks else None)
+    found: list[tuple[Host, ...]] = []
+    for first in range(0, cluster.ranks - devices + 1, devices):
+        within = range(first, first + devices)
+        placed = ((host, tuple(rank - first for rank in host.ranks if rank in within)) for host in cluster.hosts)
+        found.append(tuple(replace(host, memory_bytes=_ENOUGH_BYTES, ranks=ranks) for host, ranks in placed if ranks))
+    return replace(cluster, hosts=max(found, key=lambda hosts: len(hosts)), ranks=devices)
 
 
 def _replicas(plan: Plan, count: int) -> Cluster:

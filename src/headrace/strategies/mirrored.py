@@ -91,14 +91,20 @@ class Mirrored(Strategy):
         reduction: Reduction
         if parts.wire is None:
             reduction = HostReduction(layout, presence, parts.host)
-        elif self.overlap and not always and parts.options.accumulate == 1 and not parts.options.compile:
+        elif self.overlap and not always and not _at_once(parts):
             # Where layers talk during backward, a bucket that lacks a gradient on one worker would meet their sums.
-            # Of micro-batches only the sum leaves, and a compiled backward gives all gradients at its end.
             reduction = OverlappedReduction(layout, presence, parts.wire, parts.module)
         else:
             reduction = WireReduction(layout, presence, parts.wire, parts.device)
         compute = parts.whole_model(reduction.sink, always)
         return Replica(compute, MirroredExchange(plan, parts, layout, reduction, presence))
+
+
+def _at_once(parts: Parts) -> bool:
+    """Returns whether gradients leave only when backward is over."""
+    # Of micro-batches only the sum leaves, and a compiled backward gives all gradients at its end.
+    piecewise = parts.inside is not None and parts.inside.piecewise
+    return parts.options.accumulate > 1 or parts.options.compile or piecewise
 
 
 class MirroredExchange(UpdatingExchange):

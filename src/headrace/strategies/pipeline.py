@@ -128,7 +128,7 @@ class Pipeline(Strategy):
             )
 
     def profiling(self, global_batch_size: int, cluster: Cluster) -> Profiling:
-        roles = worker_roles(self.name, self.stages, cluster)
+        roles = worker_roles(self.name, self.stages, cluster, spread=True)
         if isinstance(self.micro_batches, int) and self.micro_batches > global_batch_size:
             raise UsageError(
                 f"micro_batches={self.micro_batches} of a batch of {global_batch_size} examples would be empty; use "
@@ -137,11 +137,11 @@ class Pipeline(Strategy):
         return Profiling(-(-global_batch_size // self._count(len(roles))), roles[0].threads)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        roles = worker_roles(self.name, self.stages, cluster)
+        roles = worker_roles(self.name, self.stages, cluster, spread=True)
         ranks = len(roles)
         # The stages' parameters and gradients, and those that are left while a stage is made.
         require_memory(self.name, 2 * model.trainable_bytes, cluster)
-        pieces, terms = self._pieces(ranks), self._terms(ranks)
+        pieces, terms = self._pieces(ranks), self._terms(roles, cluster)
         if isinstance(self.partition, str):
             partition = split(model, pieces, terms)
         else:
@@ -236,14 +236,16 @@ class Pipeline(Strategy):
     def _count(self, ranks: int) -> int:
         return self.micro_batches if isinstance(self.micro_batches, int) else _PIECES_A_STAGE * ranks
 
-    def _terms(self, ranks: int) -> Terms:
-        count = self._count(ranks)
+    def _terms(self, roles: Sequence[Role], cluster: Cluster) -> Terms:
+        ranks = len(roles)
+        count, pieces = self._count(ranks), self._pieces(ranks)
         actions = [list(self._actions(rank, ranks)) for rank in range(ranks)]
-        held = tuple(
-            in_flight(each for each in actions[s % ranks] if each.stage == s) for s in range(self._pieces(ranks))
-        )
+        held = tuple(in_flight(each for each in actions[s % ranks] if each.stage == s) for s in range(pieces))
         again = {"never": 0.0, "except_last": (count - 1) / count, "always": 1.0}[self.recompute]
-        return Terms(self.cost, held, self.limit_bytes, again=again)
+        hosts = tuple(roles[s % ranks].host for s in range(pieces))
+        return Terms(
+            self.cost, held, self.limit_bytes, again=again, hosts=hosts, link_bytes_per_s=cluster.link_bytes_per_s
+        )
 
     def _actions(self, place: int, ranks: int) -> Iterator[Action]:
         count = self._count(ranks)
@@ -306,7 +308,9 @@ def _pass(plan: Plan, role: Role, action: Action, before: tuple[str, ...]) -> li
         size = plan.stages[max(stage, neighbour)].received_bytes
         sender = neighbour % plan.workers
         name = f"{_name(source)} to {stage}"
-        moves.append(Op(name, "exchange", sender, f"{role.host}-memory", size, (_name(source),)))
+        near, far = plan.role(sender).host, role.host
+        road = f"{near}-memory" if near == far else f"{near}-to-{far}"
+        moves.append(Op(name, "exchange", sender, road, size, (_name(source),)))
         needs = (*needs, name)
     return [*moves, Op(_name(action), "compute", role.rank, f"worker-{role.rank}", after=needs)]
 

@@ -55,8 +55,10 @@ class Inside(ABC):
         everyone: the ranks of all replicas.
         repeated: names of the parameters that every rank of a replica holds.
         model: what this rank holds.
+        piecewise: whether a parameter's gradient comes by and by, micro-batch after micro-batch.
     """
 
+    piecewise: ClassVar[bool] = False
     group: SharedCollective
     everyone: SharedCollective
     repeated: frozenset[str]
