@@ -33,7 +33,7 @@ from headrace.ps.snapshots import SnapshotSet
 from headrace.report.events import LogTail, Tail
 from headrace.report.servers import imbalance
 from headrace.report.show import Show
-from headrace.report.stages import stage_lines
+from headrace.report.stages import replica_lines, stage_lines
 from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted, Served
 from headrace.spec.plain import from_plain, to_plain
 
@@ -170,12 +170,21 @@ def _follow(
     status = "failed"
     try:
         journal.write(_started(order, prepared))
-        for line in (_first_line(order, prepared), *stage_lines(order.plan), *prepared.notices, *notices):
+        for line in (
+            _first_line(order, prepared),
+            *replica_lines(order.plan),
+            *stage_lines(order.plan),
+            *prepared.notices,
+            *notices,
+        ):
             journal.write(Notice(LAUNCHER, journal.now(), line))
         status = engine.run(order, follow)
         follow()
-        if uneven := imbalance(served.values()):
-            journal.write(Notice(LAUNCHER, journal.now(), uneven))
+        for stage in sorted({order.plan.role(rank).stage for rank in served}):
+            # Those of several stages hold what the cut has left them.
+            mates = [each for rank, each in served.items() if order.plan.role(rank).stage == stage]
+            if uneven := imbalance(mates):
+                journal.write(Notice(LAUNCHER, journal.now(), uneven))
         return status
     except PeerLost as lost:
         lost.remedy = _way_on(order)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 import headrace as hr
-from engine.victims import BadStep, long_job, make_job
+from engine.victims import BadStep, long_job, make_job, split_model
 from headrace.errors import HeadraceError
 
 RANK = int(os.environ["RANK"])
@@ -63,6 +63,11 @@ def main() -> None:
     if DEED == "fit":
         for strategy in (STRATEGY, hr.ParameterServer(servers=1), "mirrored"):
             run = hr.fit(make_job(), strategy)
+            say(status=run.status, workers=run.plan.workers, total=total(run.model), metrics=run.metrics)
+    elif DEED == "replicas":
+        outer = hr.ParameterServer(servers=2, staleness_bound=0)
+        for inner in (hr.Pipeline(stages=2), hr.TensorParallel(devices=2)):
+            run = hr.fit(make_job(model=split_model), hr.Hybrid(outer, inner))
             say(status=run.status, workers=run.plan.workers, total=total(run.model), metrics=run.metrics)
     elif DEED == "contradict":
         hr.fit(make_job(), hr.ParameterServer(workers=3, servers=1))

@@ -10,7 +10,7 @@ import pytest
 
 import headrace as hr
 from engine.ranks import TESTS, Ended, launcher, run_ranks
-from engine.victims import make_job
+from engine.victims import make_job, split_model
 from headrace.engine.nursery import Nursery
 
 pytestmark = pytest.mark.slow
@@ -46,6 +46,16 @@ def test_the_last_rank_serves_and_every_rank_gets_the_run(start: Start) -> None:
         assert said[0]["total"] == pytest.approx(total, abs=1e-6)
         assert said[2]["total"] == pytest.approx(total, abs=1e-6)
         assert said[1]["total"] == ended.said[0][1]["total"]
+
+
+def test_replicas_of_two_ranks_and_their_servers(nursery: Nursery, tmp_path: Path) -> None:
+    ended = run_ranks(nursery, tmp_path, SCRIPT, ("replicas",), launcher(6, "127.0.0.1"), 6)
+    assert ended.codes == dict.fromkeys(range(6), 0), ended.logs
+    ours = hr.fit(make_job(model=split_model), engine=hr.ThreadEngine())
+    total = float(sum(tensor.double().sum() for tensor in ours.model.state_dict().values()))
+    for said in ended.said:
+        assert [(line["status"], line["workers"]) for line in said] == [("ok", 4)] * 2
+        assert [line["total"] for line in said] == pytest.approx([total] * 2, abs=1e-6)
 
 
 def test_numbers_that_contradict_the_launcher(start: Start) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.report.stages import stage_lines
-from headrace.spec.plan import Plan, StageCost
+from dataclasses import replace
+
+from headrace.report.stages import replica_lines, stage_lines
+from headrace.spec.plan import Plan, Role, StageCost
 
 
 def plan_of(*stages: StageCost, partition: tuple[tuple[str, ...], ...]) -> Plan:
@@ -26,3 +28,17 @@ def test_what_nobody_has_measured_is_not_said() -> None:
     (line,) = stage_lines(plan_of(StageCost(1, 0.0, 8, 24, 0), partition=(("head",),)))
     assert line == "stage 0: 1 layer, head: 8 B of parameters, 24 B in all"
     assert stage_lines(plan_of(partition=())) == []
+
+
+def test_replicas_and_their_servers_have_one() -> None:
+    workers = tuple(Role(rank, "worker", "here", "cpu", 1, rank // 2, rank % 2) for rank in range(4))
+    servers = tuple(Role(4 + stage, "server", "here", "cpu", 1, -1, stage) for stage in (0, 1))
+    cut = plan_of(partition=(("stem",), ("head",)))
+    plan = replace(cut, roles=(*workers, *servers), shares=(1, 1))
+    held = "2 replicas of 2 ranks: 0 to 1, 2 to 3"
+    assert replica_lines(plan) == [f"{held}; servers: rank 4 of stage 0, rank 5 of stage 1"]
+    assert replica_lines(replace(plan, roles=workers)) == [held]
+    assert replica_lines(replace(plan, roles=workers[:2])) == []
+    assert replica_lines(replace(plan, roles=tuple(replace(role, data_rank=role.rank) for role in workers))) == []
+    many = tuple(Role(rank, "worker", "here", "cpu", 1, rank // 2, rank % 2) for rank in range(40))
+    assert replica_lines(replace(plan, roles=many))[0].endswith("12 to 13, 13 more")

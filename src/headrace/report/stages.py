@@ -5,7 +5,27 @@ from __future__ import annotations
 from headrace.report.quantities import byte_count, percent, short
 from headrace.spec.plan import Plan
 
-__all__ = ["stage_lines"]
+__all__ = ["replica_lines", "stage_lines"]
+
+_MOST = 8
+
+
+def replica_lines(plan: Plan) -> list[str]:
+    """Returns a line that says which ranks hold a replica together, and which servers serve them; none for one."""
+    ranks = plan.workers // max(1, plan.replicas)
+    if ranks == 1 or plan.replicas == 1:
+        return []
+    what = "stage" if plan.partition else "slice"
+    each = [f"{first} to {first + ranks - 1}" for first in range(0, plan.workers, ranks)]
+    line = f"{plan.replicas} replicas of {ranks} ranks: {', '.join(_some(each))}"
+    if plan.servers:
+        serve = [f"rank {rank} of {what} {plan.role(rank).stage}" for rank in plan.servers]
+        line += f"; servers: {', '.join(_some(serve))}"
+    return [line]
+
+
+def _some(words: list[str]) -> list[str]:
+    return words if len(words) <= _MOST else [*words[: _MOST - 1], f"{len(words) - _MOST + 1} more"]
 
 
 def stage_lines(plan: Plan) -> list[str]:
