@@ -57,7 +57,7 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
 @pytest.mark.parametrize("inner", sorted(INNER))
 @pytest.mark.parametrize("count", [11, 9])
 @pytest.mark.parametrize(
-    "model", ["mlp", "tied", "idle", "adam", "groups-by-name", "nesterov-foreach", "schedule-one-cycle"]
+    "model", ["mlp", "tied", "idle", "adam", "tokens", "groups-by-name", "nesterov-foreach", "schedule-one-cycle"]
 )
 def test_lock_step_is_one_device(model: str, count: int, inner: str) -> None:
     job = CASES[model].job(count)
@@ -87,6 +87,27 @@ def test_replicas_are_workers_that_hold_all(model: str, inner: str) -> None:
     job = cases[model].job(11)
     outcome = train(job, hr.Hybrid(LOCK_STEP(2), INNER[inner]))
     assert_equal(outcome, train(job, hr.ParameterServer(2, staleness_bound=0)))
+
+
+@pytest.mark.parametrize("inner", ["whole", "slices"])
+@pytest.mark.parametrize("outer", [{}, {"push_codec": "int8", "pull_codec": "bf16"}], ids=["plain", "coded"])
+def test_running_statistics_and_codecs_are_those_of_workers_that_hold_all(inner: str, outer: dict[str, Any]) -> None:
+    """What a codec loses depends on how parameters are cut, which is by layers here."""
+    job = dataclasses.replace(MODELS["mlp" if outer else "cnn"], options=hr.Options(batch_norm="local")).job(11)
+    one = train(job, hr.Hybrid(LOCK_STEP(2, **outer), INNER[inner]))
+    other = train(job, hr.ParameterServer(2, staleness_bound=0, **outer))
+    assert distance(one.tensors, other.tensors) <= (0.02 if outer else 1e-9)
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_other_schedules(schedule: str) -> None:
+    job = Case(deep).job(11)
+    inner = hr.Pipeline(stages=2, micro_batches=2, schedule=schedule)
+    assert_equal(train(job, hr.Hybrid(LOCK_STEP(2), inner)), train(job, hr.OneDevice()))
 
 
 @pytest.mark.slow
