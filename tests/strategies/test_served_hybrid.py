@@ -20,7 +20,7 @@ from headrace.errors import InfeasiblePlan, NonFiniteLoss, UsageError
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.event import Served, Stepped
 from headrace.strategies import resolve
-from strategies.contract_models import ADAM, MODELS, VARIANTS, Case, dense
+from strategies.contract_models import ADAM, MODELS, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, carried, distance, train
 
@@ -87,6 +87,23 @@ def test_replicas_are_workers_that_hold_all(model: str, inner: str) -> None:
     job = cases[model].job(11)
     outcome = train(job, hr.Hybrid(LOCK_STEP(2), INNER[inner]))
     assert_equal(outcome, train(job, hr.ParameterServer(2, staleness_bound=0)))
+
+
+@pytest.mark.parametrize("model", ["mlp", "tied"])
+def test_a_loop_of_ones_own_on_slices_is_one_device(model: str) -> None:
+    case = MODELS[model]
+    outcome = train(case.job(11), hr.Hybrid(LOCK_STEP(2), SLICES), loop=partial(verb_by_verb, case.loss))
+    assert_equal(outcome, train(case.job(11), hr.OneDevice()))
+
+
+@pytest.mark.parametrize("inner", sorted(INNER))
+@pytest.mark.parametrize("model", ["tied", "adam"])
+def test_a_replica_that_pours_is_a_worker_that_pours(model: str, inner: str) -> None:
+    job, every = CASES[model].job(11), partial(hr.Downpour, 1, overlap=False)
+    alone = train(job, hr.Hybrid(every(servers=2, push_every=1, fetch_every=1), INNER[inner]))
+    assert_equal(alone, train(job, hr.OneDevice()))
+    apart = train(job, hr.Hybrid(every(servers=2, push_every=2, fetch_every=3), INNER[inner]))
+    assert_equal(apart, train(job, every(push_every=2, fetch_every=3)))
 
 
 @pytest.mark.parametrize("inner", ["whole", "slices"])

@@ -1,6 +1,7 @@
 """The launcher's eye on the processes of one run: who has ended, who is frozen, who is replaced.
 
-    loses its life ──► everybody's end                   a server alone, a worker of those that all go in step
+    loses its life ──► everybody's end                   a server alone, a worker of those that all go in step, a rank
+                  │                                      that holds a part of a replica
                   ├──► another one in its place          a worker that leases its data
                   └──► its backup goes on, with a new    a server that has one
     raises an error ─► everybody's end                   whose code would raise it again

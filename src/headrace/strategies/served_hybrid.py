@@ -83,7 +83,7 @@ def served_plan(
     held = [_owned(inner, model, stage, devices) for stage in range(devices)]
     # A stage may hold nothing that is trained, or only what it has together with an earlier one.
     stages = [stage for stage in range(devices) if held[stage].trainable]
-    what = "stages" if inner.partition else "slices"
+    what = ("stage" if inner.partition else "slice") + "s" * (len(stages) > 1)
     if stages[0]:
         raise InfeasiblePlan(
             f"stage 0 of {devices} has no parameter to train, and the data is leased by its servers; give "
