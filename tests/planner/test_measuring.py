@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +100,26 @@ def test_what_a_forward_keeps_is_gone_when_it_has_been_measured() -> None:
     )
     measure(job, model, Objective(squared), Profiling(examples=5), "cpu")
     assert copy.deepcopy(model)[1].last is None
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.slow
+def test_a_launcher_has_no_more_memory_when_it_has_measured() -> None:
+    width, examples = 64, 4096
+    model = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(width, width), nn.Tanh())))
+    job = hr.Job(
+        model=model,
+        loss=squared,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=(torch.randn(examples, width), torch.zeros(examples, width)),
+        global_batch_size=examples,
+        epochs=1,
+    )
+    measure(job, model, Objective(squared), Profiling(examples=64, threads=1), "cpu")
+    before = resident_bytes()
+    measure(job, model, Objective(squared), Profiling(examples=examples, threads=1), "cpu")
+    # Of 40 activations of 1 MB each.
+    assert resident_bytes() - before < 6 << 20

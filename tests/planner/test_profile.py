@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,14 @@ def total(output: Any, _: Any) -> Tensor:
     parts: list[Tensor] = []
     map_tensors(lambda tensor: parts.append(tensor.sum()), output)
     return torch.stack(parts).sum()
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """Returns the most memory that this process holds while it does something."""
+    Path("/proc/self/clear_refs").write_text("5")
+    act()
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
 
 
 def test_bytes_are_those_of_parameters_of_what_autograd_keeps_and_of_what_crosses() -> None:
@@ -84,3 +95,29 @@ def test_no_split_of_a_measured_model_has_a_faster_slowest_stage(name: str) -> N
         )
         chosen = split(spec, stages, Terms())
         assert max(cost.seconds for cost in costs(spec, chosen, Terms())) == slowest
+
+
+@pytest.mark.slow
+def test_never_more_than_one_layers_activations_and_gradients_are_there() -> None:
+    width, examples, blocks = 64, 4096, 60
+    model = nn.Sequential(*(layer for _ in range(blocks) for layer in (nn.Linear(width, width), nn.Tanh())))
+    batch, one = torch.randn(examples, width), 4 * examples * width
+    before = peak_bytes(lambda: None)
+    grown = peak_bytes(
+        lambda: profile(model, Objective(total), (batch, None), sample=(batch[:2], None), seconds=0, threads=1)
+    )
+    # Of 120 activations, and gradients of theirs.
+    assert grown - before < 40 * one, f"{(grown - before) / one:.1f} activations"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def sleep(*_: object) -> None:
+    time.sleep(0.02)
+
+
+def test_a_layer_that_sleeps_takes_as_long_as_it_does() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_forward_hook(sleep)
+    found = profile(model, Objective(total), (torch.randn(8, 4), None), seconds=0)
+    assert [layer.forward_s > 0.02 for layer in found.layers] == [False, True, False]
+    assert all(layer.backward_s < 0.01 for layer in found.layers)

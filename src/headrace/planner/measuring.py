@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from typing import Any
 
 import torch
@@ -19,9 +20,14 @@ from headrace.trees import map_tensors
 
 __all__ = ["measure"]
 
+_SAMPLED = 2
+"""Examples with which the layers are found."""
+
 
 def measure(job: Job, module: nn.Module, objective: Objective, wish: Profiling, device: str) -> Measured:
     """Measures the layers on the first examples of the job's data.
+
+    What memory that took is given back to the system.
 
     Args:
         job: what is trained.
@@ -34,13 +40,13 @@ def measure(job: Job, module: nn.Module, objective: Objective, wish: Profiling, 
         JobError: the model cannot be cut.
         UnfitMachine: there is not enough memory.
     """
-    batch = _first(job, wish.examples)
+    batch, sample = _first(job, wish.examples), _first(job, _SAMPLED)
     if device != "cpu":
         module = copy.deepcopy(module).to(device)
-        batch = map_tensors(lambda tensor: tensor.to(device), batch)
+        batch, sample = map_tensors(lambda tensor: tensor.to(device), (batch, sample))
     autocast = torch.bfloat16 if job.options.precision == "bf16" else None
     try:
-        return profile(module, objective, batch, threads=wish.threads or None, autocast=autocast)
+        return profile(module, objective, batch, sample=sample, threads=wish.threads or None, autocast=autocast)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -48,6 +54,11 @@ def measure(job: Job, module: nn.Module, objective: Objective, wish: Profiling, 
             f"there was no memory to measure the layers of {type(module).__name__}, all of them, with a micro-batch of "
             f"{wish.examples} examples: {error}; use more micro-batches, or a machine with more memory"
         ) from error
+    finally:
+        # glibc would keep what was freed, in a launcher that needs no more of it.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim:
+            trim(0)
 
 
 def _first(job: Job, examples: int) -> Any:

@@ -1,7 +1,8 @@
 """What each layer of a model costs: its forward and backward, what autograd keeps, what crosses a cut behind it.
 
-Every layer is a stage of its own, and micro-batches go through all of them, one after the other. The first sweeps warm
-up and count bytes; of the seconds of the others the medians count.
+Every layer is a stage of its own, and a micro-batch goes through all of them, one after the other, so that there is
+never more than one layer's activations and gradients. The first sweep counts bytes; of the seconds that layers compute
+in the others the medians count, of those that they wait (for a file, say) the least.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from headrace.metrics import weigh
 from headrace.pipelining import Traced, cut, trace, unchanged
-from headrace.planner.sweep import Sweep, typical
+from headrace.planner.sweep import Pass, Sweep, typical
 from headrace.replica.selection import select_target
 from headrace.replica.whole_model import Objective
 from headrace.spec.model import LayerSpec
@@ -49,6 +50,7 @@ def profile(
     objective: Objective,
     batch: Any,
     *,
+    sample: Any = None,
     seconds: float = 1.5,
     threads: int | None = None,
     autocast: torch.dtype | None = None,
@@ -61,6 +63,7 @@ def profile(
         module: on the device that it is measured on.
         objective: its loss belongs to the last layer.
         batch: a micro-batch, on the same device.
+        sample: a few examples to find the layers with, all of whose activations are held; None for `batch`.
         seconds: how long to measure at least; at least 5 sweeps, and at most 30.
         threads: of a worker; None for those that torch has now.
         autocast: type of mixed precision; None for none.
@@ -71,19 +74,16 @@ def profile(
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     context = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
     with unchanged(module), _threads(threads), context:
-        traced = trace(module, batch, objective.inputs)
+        traced = trace(module, batch if sample is None else sample, objective.inputs)
         groups = _groups(traced)
         sweep = Sweep(module.train(), cut(traced, groups), traced.inputs(batch), _loss(objective, batch), device)
         saved, crossing = sweep.count()
-        sweep.run()
-        times: list[list[float]] = []
+        times: list[list[Pass]] = []
         until = perf_counter() + seconds
         while len(times) < _LEAST or (perf_counter() < until and len(times) < _MOST):
-            forward, backward = sweep.run()
-            times.append([*forward, *backward])
-        module.zero_grad()
+            times.append([each for layer in sweep.run() for each in layer])
     figures = typical(times)
-    forward, backward = figures[: len(groups)], figures[len(groups) :]
+    forward, backward = figures[::2], figures[1::2]
     size = {name: nbytes(parameter) for name, parameter in module.named_parameters()}
     last = {group[-1]: index for index, group in enumerate(groups)}
     layers = tuple(

@@ -1,8 +1,16 @@
-"""A micro-batch through all stages of a model and back, in one process: how long each takes, what it keeps."""
+"""A micro-batch through a model and back, layer by layer, in one process: how long each takes, what it keeps.
+
+    forward    x ─► layer 0 ─► detached ─► layer 1 ─► detached ─► ...
+                     │ ▲                    │ ▲
+    backward         └─┘                    └─┘ ones
+
+Each layer's backward follows its forward at once, from a gradient of ones, and its gradients are dropped before the
+next layer is run: so a model can be measured whose activations and gradients there is no room for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter, thread_time
@@ -14,10 +22,20 @@ from torch import Tensor, nn
 from headrace.pipelining import OUTPUT, Stage
 from headrace.trees import nbytes
 
-__all__ = ["Sweep", "typical"]
+__all__ = ["Pass", "Sweep", "typical"]
 
-Story = list[tuple[Stage, dict[str, Any], dict[str, Any]]]
-"""What each stage got and gave in one forward."""
+
+@dataclass(frozen=True)
+class Pass:
+    """What a layer took for one forward or backward.
+
+    Attributes:
+        busy_s: seconds that it computed.
+        waited_s: seconds that it did not, because it slept, or read, or others had the processor.
+    """
+
+    busy_s: float
+    waited_s: float
 
 
 @dataclass
@@ -38,94 +56,119 @@ class Sweep:
     loss: Callable[[Any], Tensor]
     device: torch.device
 
-    def run(self) -> tuple[list[float], list[float]]:
-        """Returns the seconds of each layer, forward and backward."""
-        story, loss, forward = self._forward()
-        # Gradients add up from sweep to sweep, as they do from micro-batch to micro-batch.
-        return forward, self._backward(story, loss)
+    def run(self) -> list[tuple[Pass, Pass]]:
+        """Returns what each layer took, forward and backward."""
+        passes = []
+
+        def measure(stage: Stage, got: Mapping[str, Any]) -> dict[str, Any]:
+            # The second time counts, when gradients add up, as they do from micro-batch to micro-batch.
+            for _ in range(2):
+                values = _received(got)
+                began = self._now()
+                gave, roots = self._forward(stage, values)
+                forwarded = self._now()
+                self._backward(stage, roots)
+                ended = self._now()
+            passes.append((_between(began, forwarded), _between(forwarded, ended)))
+            return gave
+
+        self._each(measure)
+        return passes
 
     def count(self) -> tuple[list[int], list[int]]:
         """Returns the bytes that autograd keeps for each layer and for none before it, and those alive behind it."""
-        model = {tensor.untyped_storage().data_ptr() for tensor in (*self.module.parameters(), *self.module.buffers())}
-        kept: dict[int, int] = {}
+        model = {_place(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         saved: list[int] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in model:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        def counted(stage: Stage) -> None:
-            saved.append(sum(kept.values()) - sum(saved))
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            story, loss, _ = self._forward(counted)
-        self._backward(story, loss)
         crossing = [0] * len(self.stages)
-        for stage, _, gave in story:
+        # Names of values that are kept for a layer already. Places in memory are taken again.
+        counted: set[str] = set()
+
+        def measure(stage: Stage, got: Mapping[str, Any]) -> dict[str, Any]:
+            kept: dict[int, int] = {}
+
+            def keep(tensor: Tensor) -> Tensor:
+                kept[_place(tensor)] = tensor.untyped_storage().nbytes()
+                # Detached, because a layer that keeps what it has made would hold itself for ever.
+                return tensor.detach()
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                gave, _ = self._forward(stage, _received(got))
+            before = model | {_place(got[name]) for name in counted & got.keys()}
+            saved.append(sum(size for place, size in kept.items() if place not in before))
+            held = {**got, **gave}
+            tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+            counted.update(name for name, tensor in tensors.items() if _place(tensor) in kept.keys() | before)
             for value in stage.sends:
                 for index in range(value.producer, value.consumers[-1]):
                     crossing[index] += nbytes(gave[value.name])
+            return gave
+
+        self._each(measure)
         return saved, crossing
 
-    def _forward(self, after: Callable[[Stage], None] = lambda stage: None) -> tuple[Story, Tensor, list[float]]:
-        given: dict[str, Any] = dict(self.inputs)
-        story: Story = []
-        seconds = []
-        loss = torch.zeros(())
+    def _each(self, measure: Callable[[Stage, Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        """Does something with every layer and what it gets, which returns what the layer gives."""
+        alive: dict[str, Any] = {}
         for stage in self.stages:
-            got = {name: given[name] for name in stage.inputs}
-            got |= {value.name: _received(given[value.name]) for value in stage.receives}
-            started = self._now()
-            gave = stage.run(got)
-            if stage.last:
-                loss = self.loss(gave[OUTPUT])
-            seconds.append(self._now() - started)
-            after(stage)
-            story.append((stage, got, gave))
-            given |= gave
-        return story, loss, seconds
-
-    def _backward(self, story: Story, loss: Tensor) -> list[float]:
-        gradients: dict[str, Tensor] = {}
-        seconds = []
-        for stage, got, gave in reversed(story):
-            pairs = [(gave[value.name], gradients[value.name]) for value in stage.sends if value.name in gradients]
-            if stage.last:
-                pairs.append((loss, torch.ones_like(loss)))
-            roots, incoming = zip(*pairs, strict=True) if pairs else ((), ())
-            started = self._now()
-            if roots:
-                torch.autograd.backward(roots, incoming)
-            seconds.append(self._now() - started)
+            got = {name: self.inputs[name] for name in stage.inputs}
+            got |= {value.name: alive[value.name] for value in stage.receives}
+            gave = measure(stage, got)
+            alive |= _received({value.name: gave[value.name] for value in stage.sends})
+            del got, gave
             for value in stage.receives:
-                gradient = got[value.name].grad if isinstance(got[value.name], Tensor) else None
-                if gradient is not None:
-                    before = gradients.get(value.name)
-                    gradients[value.name] = gradient if before is None else before + gradient
-        return seconds[::-1]
+                if value.consumers[-1] == stage.index:
+                    del alive[value.name]
+            for name in stage.parameters:
+                self.module.get_parameter(name).grad = None
 
-    def _now(self) -> float:
+    def _forward(self, stage: Stage, values: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+        """Returns what a layer gives, and what of it has a gradient."""
+        gave = stage.run(values)
+        if stage.last:
+            gave[OUTPUT] = self.loss(gave[OUTPUT])
+        roots = [value for value in gave.values() if isinstance(value, Tensor) and value.requires_grad]
+        return gave, roots
+
+    def _backward(self, stage: Stage, roots: Sequence[Tensor]) -> None:
+        if roots:
+            with stage.accumulation.going_on():
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+    def _now(self) -> tuple[float, float]:
+        """Returns the time of the clock, and of the processor."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            return perf_counter()
+            now = perf_counter()
+            return now, now
         # Of this thread, which autograd's backward runs in, too: neighbours who take its processor do not count.
-        return thread_time()
+        return perf_counter(), thread_time()
 
 
-def typical(sweeps: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the median of each column.
+def typical(sweeps: Sequence[Sequence[Pass]]) -> list[float]:
+    """Returns the seconds of each column: the median that it computed, and the least that it waited.
 
     Every sweep does the same, so each is brought to the length of the median one first: machines drift, and more from
-    sweep to sweep than within one.
+    sweep to sweep than within one. Whoever has no processor for a while waits, too, but hardly every time.
     """
-    length = median(map(sum, sweeps))
-    scaled = [[each * length / (sum(sweep) or 1.0) for each in sweep] for sweep in sweeps]
-    return [median(column) for column in zip(*scaled, strict=True)]
+    busy = [[each.busy_s for each in sweep] for sweep in sweeps]
+    length = median(map(sum, busy))
+    scaled = [[each * length / (sum(sweep) or 1.0) for each in sweep] for sweep in busy]
+    waited = [min(each.waited_s for each in column) for column in zip(*sweeps, strict=True)]
+    return [median(column) + wait for column, wait in zip(zip(*scaled, strict=True), waited, strict=True)]
 
 
-def _received(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
+def _between(began: tuple[float, float], ended: tuple[float, float]) -> Pass:
+    busy = ended[1] - began[1]
+    return Pass(busy, max(0.0, ended[0] - began[0] - busy))
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _received(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values as a stage gets them: without what they were made of."""
+    return {
+        name: value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
