@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -51,7 +52,6 @@ TERMS = st.builds(
     cost=st.sampled_from(sorted(COSTS)),
     held=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
     limit_bytes=st.none() | st.integers(0, 600),
-    copies=st.sampled_from([1.0, 3.0]),
     again=st.sampled_from([0.0, 0.75, 1.0]),
     bytes_per_s=st.sampled_from([1.0, 10.0]),
     hosts=st.lists(st.sampled_from("ab"), max_size=4).map(tuple),
@@ -96,11 +96,15 @@ def test_a_stage_pays_for_what_crosses_its_cuts_both_ways() -> None:
 
 def test_memory_is_parameters_once_and_what_is_kept_of_the_micro_batches_in_flight() -> None:
     model = model_of(layer(0, own=10, saved=100, crossing=7), layer(1, own=10, saved=50), layer(2, own=5, saved=1))
-    one, two = costs(model, (("a",), ("b", "c")), Terms(held=(4, 2), copies=3.0))
+    one, two = costs(model, (("a",), ("b", "c")), Terms(held=(4, 2)))
     assert (one.parameter_bytes, two.parameter_bytes) == (40, 60)
     assert one.bytes == 3 * 40 + 4 * 100
     assert two.bytes == 3 * 60 + 2 * (7 + 51)
-    (whole,) = costs(model, (("a", "b", "c"),), Terms(copies=1.0))
+    assert [stage.bytes for stage in costs(replace(model, copies=5), (("a",), ("b", "c")), Terms(held=(4, 2)))] == [
+        one.bytes + 2 * 40,
+        two.bytes + 2 * 60,
+    ]
+    (whole,) = costs(model, (("a", "b", "c"),), Terms())
     assert whole.parameter_bytes == 60  # tied: a and b use the same
     _, again = costs(model, (("a",), ("b", "c")), Terms(held=(4, 2), again=0.5))
     assert again.bytes == 3 * 60 + 2 * 7 + 51

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from headrace.errors import UsageError
 from headrace.replica.exchange import StatePiece
-from headrace.replica.optimizer import build, build_over, is_elementwise, load_state, state_bytes, state_pieces
+from headrace.replica.optimizer import (
+    build,
+    build_over,
+    is_elementwise,
+    load_state,
+    state_bytes,
+    state_copies,
+    state_pieces,
+)
 from headrace.replica.update import Updater
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
@@ -290,3 +298,26 @@ def test_a_parameter_without_state_stays_without() -> None:
     optimizer = optim.SGD([tensor], lr=0.1, momentum=0.9)
     load_state(optimizer, [(Segment("a", 0, 4, 0), tensor)], [StatePiece("b", "momentum_buffer", 0, torch.ones(4))])
     assert tensor not in optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("factory", "kept"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (torch.optim.RMSprop, 1),
+        (torch.optim.Adam, 2),
+        (partial(torch.optim.AdamW, amsgrad=True), 3),
+        (partial(torch.optim.Adafactor, lr=0.1), 0),
+    ],
+)
+def test_how_often_an_optimizer_keeps_a_parameter(factory: Any, kept: int) -> None:
+    assert state_copies(factory, named()) == kept
+
+
+def test_of_several_groups_the_one_that_keeps_most_counts() -> None:
+    def mixed(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": others}], lr=0.1)
+
+    assert state_copies(mixed, named()) == 1

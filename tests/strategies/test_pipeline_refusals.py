@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,6 +54,21 @@ def test_options_that_make_no_sense_are_refused_at_once(options: dict[str, Any],
 def test_plans_that_do_not_fit_are_refused_with_the_numbers(strategy: hr.Pipeline, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         train(job(MODELS["mlp"]), strategy)
+
+
+@pytest.mark.slow
+def test_what_an_optimizer_keeps_counts_against_the_limit() -> None:
+    wide = replace(
+        job(MODELS["mlp"]),
+        model=nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 3)).double(),
+        eval_data=None,
+        data=(torch.randn(8, 512, dtype=torch.float64), torch.randint(0, 3, (8,))),
+    )
+    # Of 2 MB each: the larger stage's parameters and gradients fit, and what Adam keeps does not.
+    strategy = hr.Pipeline(2, limit_bytes=5 << 20)
+    train(replace(wide, optimizer=partial(torch.optim.SGD, lr=0.1)), strategy)
+    with pytest.raises(UsageError, match=r"keeps every stage within 5,242,880 bytes.* needs 8,"):
+        train(replace(wide, optimizer=torch.optim.Adam), strategy)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +136,74 @@ def starve(worker: hr.Worker) -> None:
         worker.step(batch)
 
 
+HELD = r"when the process held [0-9,]+ bytes, of which 168 are the stage's parameters, and [0-4] of 4 micro-batches"
+
+
 def test_a_stage_that_runs_out_of_memory_says_what_it_held() -> None:
     with pytest.raises(
-        UnfitMachine, match=r"stage 1 ran out of memory in the forward of micro-batch 0, when .* use more"
+        UnfitMachine, match=rf"stage 1 ran out of memory in the forward of micro-batch 0, {HELD} .* use more"
     ):
         train(job(Case(hungry)), hr.Pipeline(2, 4, partition=[1, 2]), loop=starve)
+
+
+class Greedy(torch.autograd.Function):
+    """Wants a petabyte for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.empty(1 << 50).sum()
+
+
+class Starving(nn.Module):
+    """Runs out of memory where it is told; what looks at the data is kept whole."""
+
+    where = ""
+
+    def forward(self, x: Tensor) -> Any:
+        now = ("made again" if torch.is_grad_enabled() else "") if self.training else "evaluated"
+        if x.isfinite().all() and self.where and now == self.where:
+            raise MemoryError
+        return Greedy.apply(x) if self.where == "backward" else x * 1.0  # type: ignore[no-untyped-call]
+
+
+class StarvingSGD(torch.optim.SGD):
+    """Finds no memory for what it keeps of a matrix of 3 x 6."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(each.shape == (3, 6) and each.grad is not None for each in self.param_groups[0]["params"]):
+            raise MemoryError
+        super().step()
+
+
+SAID = {
+    "made again": "stage 1 ran out of memory in the backward of micro-batch 3",
+    "backward": "stage 1 ran out of memory in the backward of micro-batch 3",
+    "evaluated": "stage 1 ran out of memory in the forward of an evaluation",
+    "optimizer": "stage 1 of 2 ran out of memory in the step of the optimizer",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", SAID)
+def test_wherever_a_stage_runs_out_of_memory_it_says_what_it_held(where: str) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), Starving(), nn.Linear(6, 3))
+
+    def loop(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            for layer in worker.model.children():
+                if isinstance(layer, Starving):
+                    layer.where = where
+            worker.step(batch)
+            worker.evaluate()
+
+    wanted = job(Case(model))
+    if where == "optimizer":
+        wanted = replace(wanted, optimizer=partial(StarvingSGD, lr=0.1, momentum=0.9))
+    held = r"when the process held [0-9,]+ bytes, of which [0-9,]+ are .*(micro-batches|StarvingSGD).*; use "
+    with pytest.raises(UnfitMachine, match=f"{SAID[where]}, {held}"):
+        train(wanted, hr.Pipeline(2, 4, recompute="always", partition=[1, 2]), loop=loop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from headrace.engine.work import build_module, objective_of
 from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.replica.describe import describe
-from headrace.replica.optimizer import build, is_elementwise
+from headrace.replica.optimizer import build, is_elementwise, state_copies
 from headrace.replica.schedule import make, plain
 from headrace.replica.selection import call, select_target
 from headrace.replica.whole_model import cut
@@ -83,7 +83,10 @@ def prepare(job: Job) -> Prepared:
         _check_precision(job.options, module)
         sliceable = _guarded("the optimizer cannot be made", lambda: is_elementwise(job.optimizer, named))
         _try_schedule(job, module)
-    return Prepared(module, describe(module, sliceable), weighed, len(pipeline), notices)
+        kept = state_copies(job.optimizer, named) + (job.options.ema_decay is not None)
+    # Each parameter, its gradient, and what an update keeps of it.
+    spec = replace(describe(module, sliceable), copies=2 + kept)
+    return Prepared(module, spec, weighed, len(pipeline), notices)
 
 
 def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tuple[str, ...]]:

@@ -8,30 +8,32 @@ Gradients add up in `.grad`, in the order of the backward passes, which is the s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.errors import UnfitMachine
 from headrace.pipelining.batch_norm import RunningStatistics
 from headrace.pipelining.buffers import Kept
 from headrace.pipelining.roads import Roads
+from headrace.pipelining.room import room
 from headrace.pipelining.saved_bytes import SavedBytes
 from headrace.pipelining.stage import OUTPUT, Stage
 from headrace.policies.schedule import Action
 from headrace.spec.passed import Pass
 
-__all__ = ["RECOMPUTE", "Piece", "Runner", "out_of_memory"]
+__all__ = ["RECOMPUTE", "Piece", "Runner"]
 
 RECOMPUTE = ("never", "except_last", "always")
 """Which forward passes are run again for their backward: none, all but those whose backward follows at once, all."""
+
+_LESS = "use more micro-batches or stages, schedule='1f1b', or recompute='always'"
+_FEWER = "use a smaller global_batch_size, which an evaluation takes whole, or more stages"
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Runner:
         self._buffers = {index: stage.moving for index, stage in stages.items()}
         self._held: dict[Action, _Held] = {}
         self._waited = 0.0
+        self._count = 0
         self.last = any(stage.last for stage in stages.values())
         self.in_flight = 0
         self.saved: SavedBytes | None = None
@@ -121,6 +124,7 @@ class Runner:
         """
         self.passes = []
         there = [piece is not None for piece in pieces]
+        self._count = sum(there)
         actions = [action for action in self._actions if action.micro_batch < len(there) and there[action.micro_batch]]
         following = [*actions[1:], None]
         try:
@@ -128,7 +132,8 @@ class Runner:
                 piece = pieces[action.micro_batch]
                 assert piece is not None
                 began, self._waited = monotonic(), 0.0
-                with self._room(action):
+                way = "backward" if action.backward else "forward"
+                with self._room(action.stage, f"{way} of micro-batch {action.micro_batch}", _LESS):
                     if action.backward:
                         self._backward(action, piece)
                     else:
@@ -148,12 +153,15 @@ class Runner:
         Args:
             inputs: the model's, by name.
             training: whether the model is in training, in which it may do something else.
+
+        Raises:
+            UnfitMachine: there is not enough memory.
         """
         output = None
         for _, stage in sorted(self._stages.items()):
             stage = stage if training else stage.evaluated
-            values, _ = self._arrive(stage, inputs)
-            with self._autocast():
+            with self._room(stage.index, "forward of an evaluation", _FEWER), self._autocast():
+                values, _ = self._arrive(stage, inputs)
                 made = stage.run(values)
             self._send(stage, made, _never)
             output = made.get(OUTPUT)
@@ -222,21 +230,12 @@ class Runner:
                 made[OUTPUT] = piece.finish(made[OUTPUT])
         return made
 
-    @contextmanager
-    def _room(self, action: Action) -> Iterator[None]:
-        """Says what there was, where an action runs out of memory."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            way = "backward" if action.backward else "forward"
-            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-            raise UnfitMachine(
-                f"stage {action.stage} ran out of memory in the {way} of micro-batch {action.micro_batch}, when the "
-                f"process held {resident:,} bytes and {len(self._held)} micro-batches were in flight: {error}; use "
-                "more micro-batches or stages, schedule='1f1b', or recompute='always'"
-            ) from error
+    def _room(self, stage: int, what: str, remedy: str) -> AbstractContextManager[None]:
+        return room(f"stage {stage} ran out of memory in the {what}", partial(self._holds, stage), remedy)
+
+    def _holds(self, stage: int) -> str:
+        held = f"{len(self._held)} of {self._count} micro-batches were in flight"
+        return f"of which {self._stages[stage].parameter_bytes:,} are the stage's parameters, and {held}"
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.half is None else torch.autocast(self._roads.device.type, self.half)
@@ -261,11 +260,6 @@ class Runner:
         for consumer in stage.consumers:
             needed = [value.name for value in stage.sends if consumer in value.consumers]
             self._roads.road(stage.index, consumer, "values").send({name: made[name] for name in needed}, tracked)
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Returns whether that is what it says."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
 
 
 def _track(tensor: Tensor, tracked: bool) -> Tensor:

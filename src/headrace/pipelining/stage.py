@@ -17,7 +17,7 @@ from headrace.pipelining.accumulation import Accumulation
 from headrace.pipelining.buffers import Buffers
 from headrace.pipelining.recording import answer, execute
 from headrace.pipelining.trace import Traced
-from headrace.trees import map_leaves
+from headrace.trees import map_leaves, nbytes
 
 __all__ = ["OUTPUT", "Stage", "Value", "cut", "shared"]
 
@@ -88,6 +88,11 @@ class Stage:
         # What others hold, too, is not theirs to change.
         self._copied = {target for writer, target in self._recording.writes if writer in self._nodes}
         self._drop = _last_uses(self._nodes)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters that it uses."""
+        return sum(nbytes(self._recording.module.get_parameter(name)) for name in self.parameters)
 
     @property
     def moving(self) -> Buffers:

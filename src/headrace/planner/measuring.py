@@ -11,7 +11,7 @@ from torch import nn
 
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UnfitMachine
-from headrace.pipelining.runner import out_of_memory
+from headrace.pipelining.room import out_of_memory
 from headrace.planner.profile import Measured, profile
 from headrace.replica.whole_model import Objective
 from headrace.spec.job import Job

@@ -38,7 +38,6 @@ class Terms:
         held: micro-batches whose activations each stage keeps at a time; of one number the last holds for all stages
             behind it.
         limit_bytes: that a stage may take; None for any number.
-        copies: how many times the bytes of its parameters a stage keeps: themselves, gradients, the optimizer's state.
         again: the part of the micro-batches whose forward is done again before their backward (recompute).
         bytes_per_s: at which what crosses a cut is copied; memory's, of one core.
         hosts: the name of each stage's; () for one host.
@@ -48,7 +47,6 @@ class Terms:
     cost: str = "time"
     held: tuple[int, ...] = (1,)
     limit_bytes: int | None = None
-    copies: float = 3.0
     again: float = 0.0
     bytes_per_s: float = 5e9
     hosts: tuple[str, ...] = ()
@@ -181,6 +179,7 @@ class _Piece:
     forward_s: float
     backward_s: float
     parameter_bytes: int
+    trained_bytes: int
     saved_bytes: int
     received_bytes: int
     sent_bytes: int
@@ -200,7 +199,7 @@ def _cost(piece: _Piece, stage: int, terms: Terms) -> StageCost:
         layers=piece.layers,
         seconds=max(computing_s, carrying_s),
         parameter_bytes=piece.parameter_bytes,
-        bytes=int(terms.copies * piece.parameter_bytes) + kept,
+        bytes=piece.parameter_bytes + piece.trained_bytes + kept,
         received_bytes=piece.received_bytes,
     )
 
@@ -209,11 +208,13 @@ def _pieces(model: ModelSpec, places: Sequence[int]) -> dict[tuple[int, int], _P
     """Returns the layers between any two places."""
     layers = model.layers
     size = {parameter.name: parameter.bytes for parameter in model.parameters}
+    # Gradients, and what the optimizer keeps.
+    more = {parameter.name: (model.copies - 1) * parameter.bytes for parameter in model.trainable}
     crossing = [0, *(layer.crossing_bytes for layer in layers[:-1]), 0]
     pieces = {}
     for index, start in enumerate(places):
         forward_s = backward_s = 0.0
-        own = saved = 0
+        own = trained = saved = 0
         seen: set[str] = set()
         for before, stop in pairwise(places[index:]):
             for layer in layers[before:stop]:
@@ -222,9 +223,10 @@ def _pieces(model: ModelSpec, places: Sequence[int]) -> dict[tuple[int, int], _P
                 saved += layer.saved_bytes
                 # Tied ones once.
                 own += sum(size[name] for name in set(layer.parameters) - seen)
+                trained += sum(more.get(name, 0) for name in set(layer.parameters) - seen)
                 seen.update(layer.parameters)
             pieces[start, stop] = _Piece(
-                stop - start, forward_s, backward_s, own, saved, crossing[start], crossing[stop]
+                stop - start, forward_s, backward_s, own, trained, saved, crossing[start], crossing[stop]
             )
     return pieces
 

@@ -14,7 +14,16 @@ from headrace.errors import UsageError
 from headrace.replica.exchange import StatePiece
 from headrace.spec.plan import Segment
 
-__all__ = ["build", "build_over", "is_elementwise", "is_plain_sgd", "load_state", "state_bytes", "state_pieces"]
+__all__ = [
+    "build",
+    "build_over",
+    "is_elementwise",
+    "is_plain_sgd",
+    "load_state",
+    "state_bytes",
+    "state_copies",
+    "state_pieces",
+]
 
 Factory = Callable[..., Any]
 
@@ -98,13 +107,37 @@ def is_elementwise(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> boo
         UsageError: its `step()` needs an argument (LBFGS).
     """
     template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
-    # One parameter for all groups that differ in nothing but the learning rate.
+    return all(_treats_elements_alone(template, name) for name in _tried(template))
+
+
+def state_copies(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> int:
+    """Returns how many tensors of a parameter's size the optimizer keeps of it, in the group that keeps most.
+
+    SGD none, with momentum 1, Adam 2. One that steps over no usual matrix, sparse ones alone, is said to keep 1.
+    """
+    template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
+    most = 0
+    for name in _tried(template):
+        parameter = nn.Parameter(torch.ones(6, 8))
+        parameter.grad = torch.ones(6, 8)
+        optimizer = build_over(template, {name: [parameter]})
+        try:
+            optimizer.step()
+        except (RuntimeError, ValueError):
+            most = max(most, 1)
+        kept = (value for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
+        most = max(most, sum(value.numel() == parameter.numel() for value in kept))
+    return most
+
+
+def _tried(template: torch.optim.Optimizer) -> list[str]:
+    """Returns the name of one parameter for all groups that differ in nothing but the learning rate."""
     tried = {}
     for group in template.param_groups:
         if group["params"]:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
             tried[repr(options)] = group["param_names"][0]
-    return all(_treats_elements_alone(template, name) for name in tried.values())
+    return list(tried.values())
 
 
 def _treats_elements_alone(template: torch.optim.Optimizer, name: str) -> bool:

@@ -95,12 +95,15 @@ class ModelSpec:
         sliceable: whether the job's optimizer treats every element alone, so that a parameter may be cut
             between owners (SGD and Adam may be cut; Muon and Adafactor need whole matrices).
         layers: in the order of forward; only for strategies that cut the model between them.
+        copies: how many times the bytes of a parameter are there where it is trained: itself, its gradient, and what
+            the optimizer keeps.
     """
 
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[ParameterSpec, ...] = ()
     sliceable: bool = True
     layers: tuple[LayerSpec, ...] = ()
+    copies: int = 3
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:

@@ -128,7 +128,8 @@ class Hybrid(Strategy):
             served = served_plan(self.name, self.outer, inner, model, cluster, (replicas, devices))
             return replace(served, options=describe_options(self))
         # Each builds the whole model before it keeps a part; then there are the copies of the outer's.
-        require_memory(self.name, 3 * len(roles) * model.trainable_bytes, cluster)
+        needed = max(3 * len(roles), model.copies * replicas)
+        require_memory(self.name, needed * model.trainable_bytes, cluster)
         if cluster.device != "cpu":
             raise InfeasiblePlan(f"{self.name} runs on CPUs, and the devices are {cluster.device}; use device='cpu'")
         return replace(

@@ -22,6 +22,7 @@ from headrace.errors import UnknownName, UsageError
 from headrace.pipelining.batch_norm import RunningStatistics
 from headrace.pipelining.part import Part, ways
 from headrace.pipelining.roads import Roads
+from headrace.pipelining.room import room
 from headrace.pipelining.runner import RECOMPUTE, Runner
 from headrace.pipelining.stage import cut
 from headrace.pipelining.staged import StagedModel
@@ -54,6 +55,8 @@ __all__ = ["Pipeline"]
 
 _PIECES_A_STAGE = 4
 """From so many micro-batches a stage on, the bubble hardly matters (GPipe, section 2.3)."""
+
+_FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, momentum one copy, Adam two"
 
 _TRACING = threading.Lock()
 """To trace a model, torch's modules are changed for all threads of a process."""
@@ -139,8 +142,8 @@ class Pipeline(Strategy):
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.stages, cluster, spread=True)
         ranks = len(roles)
-        # The stages' parameters and gradients, and those that are left while a stage is made.
-        require_memory(self.name, 2 * model.trainable_bytes, cluster)
+        # Each builds the whole model before it keeps its stages.
+        require_memory(self.name, max(ranks, model.copies) * model.trainable_bytes, cluster)
         pieces, terms = self._pieces(ranks), self._terms(roles, cluster)
         if isinstance(self.partition, str):
             partition = split(model, pieces, terms)
@@ -266,6 +269,7 @@ class PipelineExchange(UpdatingExchange):
 
     def __init__(self, plan: Plan, rank: int, parts: Parts, compute: StagedModel) -> None:
         self._rank = rank
+        self._part = plan.part_of(rank)
         self._owners = {segment.parameter: segment.owner for segment in plan.segments}
         # Over all parameters: groups and settings are those of the whole model, and what is not here has no gradient.
         optimizer = build(parts.optimizer, parts.module.named_parameters())
@@ -275,6 +279,19 @@ class PipelineExchange(UpdatingExchange):
         self.updater = parts.updater(optimizer, owned)
         held = [parameter for parameter in parts.module.parameters() if not parameter.is_meta]
         self.parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in held)
+
+    def update(self, round_: int) -> None:
+        """Raises:
+        UnfitMachine: there is not enough memory for what the optimizer keeps, which it makes in its first step.
+        """
+        with room(f"{self._part} ran out of memory in the step of the optimizer", self._holds, _FEWER_COPIES):
+            super().update(round_)
+
+    def _holds(self) -> str:
+        """Returns what the parameters and the optimizer take."""
+        name = type(self.updater.optimizer).__name__
+        state = self.updater.state_bytes()
+        return f"of which {self.parameter_bytes:,} are its parameters and {state:,} what {name} keeps of them"
 
     def begin(self, round_: int) -> None:
         self.updater.optimizer.zero_grad()

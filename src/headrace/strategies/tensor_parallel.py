@@ -96,7 +96,7 @@ class TensorParallel(Strategy):
         roles = worker_roles(self.name, self.devices, cluster, spread=True)
         require_sliceable(self.name, model)
         # Each builds the whole model before it keeps a part, and nobody knows yet how small the parts are.
-        require_memory(self.name, 2 * len(roles) * model.trainable_bytes, cluster)
+        require_memory(self.name, max(2 * len(roles), model.copies) * model.trainable_bytes, cluster)
         return Plan(
             strategy=self.name,
             options=describe_options(self),
