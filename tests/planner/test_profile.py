@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headrace.models import mlp
 from headrace.planner import profile
+from headrace.planner.sweep import _saved
 from headrace.policies.partition import Terms, costs, split
 from headrace.replica.describe import describe
 from headrace.replica.whole_model import Objective
@@ -109,6 +110,38 @@ def test_never_more_than_one_layers_activations_and_gradients_are_there() -> Non
     # Of 120 activations, and gradients of theirs.
     assert grown - before < 40 * one, f"{(grown - before) / one:.1f} activations"
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Inward(nn.Linear):
+    """The gradient of a sum of squares by its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.func.vmap(torch.func.grad(lambda v: super(Inward, self).forward(v).square().sum()))(x)
+
+
+def test_a_layer_that_lets_nobody_look_on_is_measured() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Inward(4, 4), nn.Linear(4, 4))
+    found = profile(model, Objective(total), (torch.randn(8, 4), None), seconds=0)
+    assert [layer.name for layer in found.layers] == ["0", "1", "2"]
+    # At least what its weight's gradient needs: its input and what is differentiated there.
+    assert found.layers[1].saved_bytes >= 2 * 8 * 4 * 4
+    (notice,) = found.notices
+    assert notice.startswith("Inward is one layer, not cut")
+
+
+def test_what_a_graph_shows_is_what_hooks_see() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)), torch.randn(3, 8, 4)
+    seen: dict[int, int] = {}
+
+    def see(tensor: Tensor) -> Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        kept, _ = model(x)
+    shown = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _saved([model(x)[0]])}
+    assert kept.requires_grad
+    assert sum(shown.values()) == sum(seen.values())
 
 
 def sleep(*_: object) -> None:

@@ -10,7 +10,7 @@ next layer is run: so a model can be measured whose activations and gradients th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter, thread_time
@@ -84,15 +84,7 @@ class Sweep:
         counted: set[str] = set()
 
         def measure(stage: Stage, got: Mapping[str, Any]) -> dict[str, Any]:
-            kept: dict[int, int] = {}
-
-            def keep(tensor: Tensor) -> Tensor:
-                kept[_place(tensor)] = tensor.untyped_storage().nbytes()
-                # Detached, because a layer that keeps what it has made would hold itself for ever.
-                return tensor.detach()
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                gave, _ = self._forward(stage, _received(got))
+            kept, gave = self._kept(stage, got)
             before = model | {_place(got[name]) for name in counted & got.keys()}
             saved.append(sum(size for place, size in kept.items() if place not in before))
             held = {**got, **gave}
@@ -129,6 +121,23 @@ class Sweep:
         roots = [value for value in gave.values() if isinstance(value, Tensor) and value.requires_grad]
         return gave, roots
 
+    def _kept(self, stage: Stage, got: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
+        """Returns the bytes that autograd keeps for a layer, by their place in memory, and what the layer gives."""
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[_place(tensor)] = tensor.untyped_storage().nbytes()
+            # Detached, because a layer that keeps what it has made would hold itself for ever.
+            return tensor.detach()
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                return kept, self._forward(stage, _received(got))[0]
+        except RuntimeError:
+            # torch.func.grad lets nobody look on; what else went wrong goes wrong again.
+            gave, roots = self._forward(stage, _received(got))
+            return {_place(tensor): tensor.untyped_storage().nbytes() for tensor in _saved(roots)}, gave
+
     def _backward(self, stage: Stage, roots: Sequence[Tensor]) -> None:
         if roots:
             with stage.accumulation.going_on():
@@ -160,6 +169,20 @@ def typical(sweeps: Sequence[Sequence[Pass]]) -> list[float]:
 def _between(began: tuple[float, float], ended: tuple[float, float]) -> Pass:
     busy = ended[1] - began[1]
     return Pass(busy, max(0.0, ended[0] - began[0] - busy))
+
+
+def _saved(roots: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields what the nodes of a graph keep, as far as they show it."""
+    nodes = {root.grad_fn for root in roots}
+    left = list(nodes)
+    while left:
+        node: Any = left.pop()
+        shown = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+        for kept in (*shown, getattr(node, "saved_tensors", ())):
+            yield from (each for each in (kept if isinstance(kept, tuple) else (kept,)) if isinstance(each, Tensor))
+        further = {following for following, _ in node.next_functions if following is not None} - nodes
+        nodes |= further
+        left += further
 
 
 def _place(tensor: Tensor) -> int:
