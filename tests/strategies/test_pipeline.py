@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import headrace as hr
 from headrace.engine.local import LocalEngine
@@ -19,25 +19,10 @@ from headrace.errors import PeerLost
 from headrace.policies.schedule import SCHEDULES
 from strategies.contract_models import MODELS, VARIANTS, Case, dense
 from strategies.contract_runs import Saved, distance, drive
+from strategies.hosts_models import Deep
 
 COUNT, BATCH, ROUNDS = 19, 8, 3
 """The last batch has three examples."""
-
-
-class Deep(nn.Module):
-    """Eight layers; a value of the first goes to the last and past all between, one of the third to the sixth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(7))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        values = []
-        for index, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x)) + (values[2] if index == 5 else 0)
-            values.append(x)
-        return self.head(torch.cat([values[0], x], 1))
 
 
 DEEP = Case(Deep)

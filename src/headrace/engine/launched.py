@@ -22,7 +22,7 @@ from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.machine import cores, host_name
-from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.order import Engine, Order, Progress, first_loss
 from headrace.engine.relay import Relay
 from headrace.engine.rendezvous import MEET_S, gather, launched_store, own_address
 from headrace.engine.server import serve
@@ -260,7 +260,8 @@ class LaunchedEngine(Engine):
                 if isinstance(error, PeerLost) and (part := order.plan.part_of(error.rank)):
                     raise PeerLost(error.rank, error.host, error.cause, part) from error.__cause__
                 raise
-        progress(Progress(page.beats[group.rank][1], page.losses[group.rank][0], page.beats[group.rank][2]))
+        examples = sum(beat[2] for beat in page.beats)
+        progress(Progress(page.beats[group.rank][1], first_loss(page.losses), examples))
         return interrupts.status(page)
 
     def close(self) -> None:
