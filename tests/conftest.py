@@ -15,7 +15,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("headrace", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("headrace")
 
-LONGEST = ("test_elastic.py", "test_audit.py", "test_add_a_strategy.py", "test_docs.py", "test_contract.py")
+LONGEST = (
+    "test_elastic.py",
+    "test_compile.py",
+    "test_audit.py",
+    "test_add_a_strategy.py",
+    "test_docs.py",
+    "test_contract.py",
+)
 """Files of minutes, of which none must be the last."""
 
 
