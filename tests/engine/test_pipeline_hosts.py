@@ -127,6 +127,14 @@ def test_replicas_inside_a_host_and_across_hosts_are_one_device(
         assert distance(load_file(tmp_path / case / "model.safetensors"), alone(case).tensors) <= 1e-9
 
 
+def test_pipelines_over_hosts_that_average_are_workers_that_average(start: Start, tmp_path: Path) -> None:
+    outer = "parameter_averaging(workers=2, period=3)"
+    how = f"hybrid(outer='{outer}', inner='pipeline(stages=2, micro_batches=2)')"
+    ran(start, [("run", "deep", how, {})], (0, 1, 0, 1))
+    whole = train(job(CASES["deep"]), hr.ParameterAveraging(workers=2, period=3))
+    assert distance(load_file(tmp_path / "run" / "model.safetensors"), whole.tensors) <= 1e-9
+
+
 @pytest.mark.parametrize(
     ("deed", "victim", "code", "reason"),
     [
