@@ -113,12 +113,11 @@ def every_stage(traced: Traced, batch: Batch, loss: Callable[..., Tensor], round
     figures: dict[Bounds, list[float]] = {bounds: [] for bounds in sweeps}
     for round_ in range(rounds + 1):
         for bounds, (sweep, index) in sweeps.items():
-            forward, backward = sweep.run()
+            seconds = [forward.busy_s + backward.busy_s for forward, backward in sweep.run()]
             if round_:
                 # Every sweep does the whole model, so its length is that of the machine's drift.
-                totals.append(sum(forward) + sum(backward))
-                figures[bounds].append((forward[index] + backward[index]) / totals[-1])
-    traced.module.zero_grad()
+                totals.append(sum(seconds))
+                figures[bounds].append(seconds[index] / totals[-1])
     return {bounds: statistics.median(shares) * statistics.median(totals) for bounds, shares in figures.items()}
 
 
