@@ -10,7 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import alternate, ratio, report
 from on_hosts import hosts, run
-from one_rank import BATCH, SIZES, Alex
+from one_rank import Alex
+from rank_on_host import BATCH, SIZES
 
 HERE = Path(__file__).parent
 REPLICAS, DEVICES = 2, 2

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import alternate, ratio, report
 from on_hosts import hosts, run
-from one_rank import BATCH, SIZES
+from rank_on_host import BATCH, SIZES
 
 HERE = Path(__file__).parent
 HOSTS = 2

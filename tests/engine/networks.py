@@ -5,14 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from engine.ranks import Ended, launcher, run_ranks
+from headrace.engine.nursery import Nursery
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "hosts"
 MASTER = "10.97.0.1"
+
+Start = Callable[..., Ended]
 
 
 def hosts_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +47,20 @@ def network(hosts: int, *options: str, kind: str = "t") -> Iterator[str]:
 def at(network: str, host: int) -> dict[str, str]:
     """The environment of a process that is to be on a host."""
     return {"HEADRACE_HOST": f"host-{host}", "NETWORK_NAMESPACE": f"/run/netns/{network}-{host}"}
+
+
+def starts(nursery: Nursery, network: str, script: Path, folder: Path) -> Start:
+    """Returns `start(*arguments, on=(0, 1), awaited=None)`: a rank of a script on each of these hosts.
+
+    All end by themselves; so many are waited for first.
+    """
+
+    def start(*arguments: str, on: Sequence[int] = (0, 1), awaited: int | None = None) -> Ended:
+        said = launcher(len(on), MASTER)
+        environments = [{**one, **at(network, host)} for one, host in zip(said, on, strict=True)]
+        return run_ranks(nursery, folder, script, arguments, environments, awaited or len(on))
+
+    return start
 
 
 def go_there() -> None:

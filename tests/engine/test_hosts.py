@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import headrace as hr
-from engine.networks import MASTER, at, hosts_script, network
-from engine.ranks import TESTS, Ended, launcher, run_ranks, total
+from engine.networks import Start, hosts_script, network, starts
+from engine.ranks import TESTS, total
 from engine.victims import INPUTS, TARGETS, make_job, split_model
 from headrace.engine.nursery import Nursery
 
@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.net]
 
 SCRIPT = TESTS / "engine" / "hosts_script.py"
 NOTICED_S = 5.0
-
-Start = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +31,7 @@ def hosts() -> Iterator[str]:
 
 @pytest.fixture
 def start(nursery: Nursery, hosts: str, tmp_path: Path) -> Start:
-    """Returns `start(*arguments, on=(0, 1), awaited=None)`: a rank on each of these hosts; all end by themselves."""
-
-    def start(*arguments: str, on: Sequence[int] = (0, 1), awaited: int | None = None) -> Ended:
-        environments = [{**said, **at(hosts, host)} for said, host in zip(launcher(len(on), MASTER), on, strict=True)]
-        return run_ranks(nursery, tmp_path, SCRIPT, arguments, environments, awaited or len(on))
-
-    return start
+    return starts(nursery, hosts, SCRIPT, tmp_path)
 
 
 def on_one(workers: int, **changes: object) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 import headrace as hr
-from engine.networks import MASTER, at, network
+from engine.networks import MASTER, Start, at, network, starts
 from engine.ranks import TESTS, Ended, launcher, run_ranks
 from headrace.engine.nursery import Nursery
 from strategies.contract_runs import Outcome, distance, train
@@ -23,8 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.net]
 
 SCRIPT = TESTS / "engine" / "pipeline_hosts_script.py"
 NOTICED_S = 2.0
-
-Start = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +34,7 @@ def hosts() -> Iterator[str]:
 
 @pytest.fixture
 def start(nursery: Nursery, hosts: str, tmp_path: Path) -> Start:
-    """Returns `start(*arguments, on=(0, 1), awaited=None)`: a rank on each of these hosts; all end by themselves."""
-
-    def start(*arguments: str, on: Sequence[int] = (0, 1), awaited: int | None = None) -> Ended:
-        environments = [{**said, **at(hosts, host)} for said, host in zip(launcher(len(on), MASTER), on, strict=True)]
-        return run_ranks(nursery, tmp_path, SCRIPT, arguments, environments, awaited or len(on))
-
-    return start
+    return starts(nursery, hosts, SCRIPT, tmp_path)
 
 
 def ran(start: Start, runs: Sequence[tuple[str, str, str, dict[str, Any]]], on: Sequence[int]) -> Ended:
