@@ -17,10 +17,22 @@ from headrace.errors import UnfitMachine
 from headrace.planner import measure
 from headrace.replica.whole_model import Objective
 from headrace.strategies.strategy import Profiling
+from pipelining.zoo import Greedy
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
+
+
+def job_of(model: Any) -> hr.Job:
+    return hr.Job(
+        model=model,
+        loss=squared,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=(torch.randn(20, 4), torch.randn(20, 1)),
+        global_batch_size=10,
+        epochs=1,
+    )
 
 
 def test_a_micro_batch_of_the_jobs_data_is_measured_and_the_model_left_alone() -> None:
@@ -46,18 +58,6 @@ def test_a_micro_batch_of_the_jobs_data_is_measured_and_the_model_left_alone() -
     assert every.layers[0].crossing_bytes == 20 * 8 * 2
 
 
-class Greedy(torch.autograd.Function):
-    """Wants a petabyte for its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient + torch.empty(1 << 50).sum()
-
-
 class Big(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -68,14 +68,7 @@ class Big(nn.Module):
 
 
 def test_what_there_is_no_memory_to_measure_says_so() -> None:
-    job = hr.Job(
-        model=Big,
-        loss=squared,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=(torch.randn(20, 4), torch.randn(20, 1)),
-        global_batch_size=10,
-        epochs=1,
-    )
+    job = job_of(Big)
     with pytest.raises(UnfitMachine, match=r"no memory to measure the layers of Big, .* a micro-batch of 5 examples: "):
         measure(job, Big(), Objective(squared), Profiling(examples=5), "cpu")
 
@@ -90,14 +83,7 @@ class Keeps(nn.Linear):
 
 def test_what_a_forward_keeps_is_gone_when_it_has_been_measured() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Keeps(4, 1))
-    job = hr.Job(
-        model=model,
-        loss=squared,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=(torch.randn(20, 4), torch.randn(20, 1)),
-        global_batch_size=10,
-        epochs=1,
-    )
+    job = job_of(model)
     measure(job, model, Objective(squared), Profiling(examples=5), "cpu")
     assert copy.deepcopy(model)[1].last is None
 

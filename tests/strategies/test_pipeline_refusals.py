@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.errors import JobError, UnfitMachine, UsageError
+from pipelining.zoo import Greedy
 from strategies.contract_models import MODELS, Case
 from strategies.contract_runs import train
 from strategies.test_pipeline import job
@@ -144,18 +145,6 @@ def test_a_stage_that_runs_out_of_memory_says_what_it_held() -> None:
         UnfitMachine, match=rf"stage 1 ran out of memory in the forward of micro-batch 0, {HELD} .* use more"
     ):
         train(job(Case(hungry)), hr.Pipeline(2, 4, partition=[1, 2]), loop=starve)
-
-
-class Greedy(torch.autograd.Function):
-    """Wants a petabyte for its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient + torch.empty(1 << 50).sum()
 
 
 class Starving(nn.Module):
