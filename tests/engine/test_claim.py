@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -134,6 +134,22 @@ def test_a_directory_that_must_not_be_written_to(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     with pytest.raises(UnfitMachine, match=r"cannot write to the run directory .*: Permission denied; name another"):
         Claim(tmp_path, continues=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    message = "cannot write to the run directory .*: No space left on device; name another"
+    disk = tmp_path / "disk"
+    with mounted(disk, "size=1m"):
+        Claim(disk, continues=False).close()
+        (disk / "lock").unlink()
+        with suppress(OSError), open(disk / "others", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        assert shutil.disk_usage(disk).free == 0
+        with pytest.raises(UnfitMachine, match=message):
+            Claim(disk, continues=False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")

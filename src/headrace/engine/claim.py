@@ -48,26 +48,35 @@ class Claim:
                 pass
             self.lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UnfitMachine(
-                f"cannot write to the run directory {directory}: {error.strerror}; name another"
-            ) from error
+            raise _unwritable(directory, error) from error
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self.lock)
             raise _living(directory) from None
         try:
-            os.ftruncate(self.lock, 0)
-            os.pwrite(self.lock, str(os.getpid()).encode(), 0)
+            self._sign(directory)
             _require_space(directory, needed_bytes)
             self.attempt_s = _mend(directory)
         except BaseException:
             self.close()
             raise
 
+    def _sign(self, directory: Path) -> None:
+        """Says who holds it."""
+        try:
+            os.ftruncate(self.lock, 0)
+            os.pwrite(self.lock, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            raise _unwritable(directory, error) from error
+
     def close(self) -> None:
         """Lets go of it, as far as this process is concerned."""
         os.close(self.lock)
+
+
+def _unwritable(directory: Path, error: OSError) -> UnfitMachine:
+    return UnfitMachine(f"cannot write to the run directory {directory}: {error.strerror}; name another")
 
 
 def _require_space(directory: Path, needed_bytes: int) -> None:
