@@ -13,7 +13,7 @@ __all__ = ["RULES"]
 
 FLOORS = (
     {"spec", "errors"},
-    {"policies", "comm", "tasks", "metrics", "trees"},
+    {"policies", "comm", "tasks", "memory", "metrics", "trees"},
     {"replica", "data", "models", "checkpoint"},
     {"ps", "pipelining", "splitting"},
     {"strategies"},
@@ -22,7 +22,7 @@ FLOORS = (
     {"cli", "serving", ""},
 )
 FLOOR = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
-LOOSE = {"tasks", "metrics", "trees", "trainer", "run", "comparison", "profiling", "script", "supervision"}
+LOOSE = {"tasks", "memory", "metrics", "trees", "trainer", "run", "comparison", "profiling", "script", "supervision"}
 """Files that stand in no folder: those of one floor are one room."""
 SIDEWAYS = {("data", "headrace.replica.compute")}
 """Room and module: the loader makes the `Share` that the compute takes."""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data import Loader, Pipeline, Source, from_arrays
+from headrace.data import Loader, Pipeline, Source, from_arrays, running
 from headrace.data.ahead import Ahead
 from headrace.data.budget import Budget
 from headrace.data.reader import Read
@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 def ahead(
     read: Callable[[int], Read], parts: Iterator[int], readers: int = 2, most: int | None = None, limit: int = 1 << 30
 ) -> Ahead[int]:
-    made = Ahead(parts, read, lambda _: 8, lambda part, found: None, most, limit)
+    made = Ahead(parts, read, lambda _: 8, lambda part, found: None, lambda nbytes: None, most, limit)
     made.set_readers(readers)
     return made
 
@@ -216,11 +216,27 @@ def test_batches_of_very_different_sizes_stay_within_the_memory_limit(told: bool
     assert source.alive == 0
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_threads_share_their_memory_only_where_batches_are_large(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned: list[int] = []
+    monkeypatch.setattr(running, "tune", lambda option, value: tuned.append(value))
+    small, large = [1 << 10] * 40, [1 << 10] * 4 + [1 << 20] * 36
+    for sizes in (small, large):
+        source = Pipeline(Sized(sizes, told)).map(lambda example: example, parallel=2)
+        # Four examples of 1 kB and what they are made from: 12 kB; of 1 MB: 12 MB, more than half of a sixteenth.
+        for _ in Loader(source.prefetch(memory_limit=100 << 20), 0, 4, (1,), 0).rounds(0, 10):
+            pass
+        # What nobody tells beforehand is judged by the first batch.
+        assert bool(tuned) == (sizes == large and told)
+
+
 MEMORY = """
 import sys
 import numpy as np, torch, headrace as hr
 
 sizes = [int(size) for size in 10 ** np.random.default_rng(3).uniform(3, 7.3, 400)]
+if sys.argv[3] == "the small first":
+    sizes.sort()
 
 class Sized(hr.data.Source):
     identity = ""
@@ -233,7 +249,9 @@ def memory(name):
     line, = (line for line in open("/proc/self/status") if line.startswith(name))
     return 1024 * int(line.split()[1])
 
-pipeline = hr.data.Pipeline(Sized()).shuffle().map(lambda example: example, parallel=int(sys.argv[1]))
+pipeline = hr.data.Pipeline(Sized()).map(lambda example: example, parallel=int(sys.argv[1]))
+if sys.argv[3] == "shuffled":
+    pipeline = pipeline.shuffle()
 loader = hr.data.Loader(pipeline.prefetch(50, memory_limit=int(sys.argv[2])), 0, 4, (1,), 0)
 open("/proc/self/clear_refs", "w").write("5")
 before = memory("VmRSS")
@@ -243,9 +261,10 @@ print(memory("VmHWM") - before)
 
 
 @pytest.mark.slow
-def test_the_process_stays_within_the_memory_limit_too() -> None:
+@pytest.mark.parametrize("order", ["shuffled", "the small first"])
+def test_the_process_stays_within_the_memory_limit_too(order: str) -> None:
     limit = 200 << 20
-    command = [sys.executable, "-c", MEMORY, "4", str(limit)]
+    command = [sys.executable, "-c", MEMORY, "4", str(limit), order]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert limit / 4 < int(done.stdout) < 1.1 * limit
 

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.data import Loader, from_arrays
+from headrace.data import Loader, from_arrays, running
 from headrace.data.processes import Readers
 from headrace.data.reader import Read
+from headrace.data.running import Means
 from headrace.errors import DataError, RunFailed, UsageError
 
 DEADLINE_S = 60.0
@@ -27,7 +30,7 @@ NONE = torch.zeros(0, dtype=torch.int64)
 
 def sent(batch: Any) -> Any:
     """Returns a batch as it comes from another process."""
-    readers = Readers(lambda epoch, places: Read(batch, 3, ("example 1: gone",), (0.25, 0.5)), 1)
+    readers = Readers(lambda epoch, places: Read(batch, 3, ("example 1: gone",), (0.25, 0.5)), 1, DEADLINE_S)
     try:
         read = readers.read(0, NONE)
     finally:
@@ -67,7 +70,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 
 def test_each_reads_what_it_is_asked_for() -> None:
-    readers = Readers(lambda epoch, places: Read((places * 2, epoch, os.getpid()), len(places), (), ()), 2)
+    readers = Readers(lambda epoch, places: Read((places * 2, epoch, os.getpid()), len(places), (), ()), 2, DEADLINE_S)
     try:
         found = [readers.read(epoch, torch.arange(epoch)) for epoch in range(6)]
     finally:
@@ -75,6 +78,50 @@ def test_each_reads_what_it_is_asked_for() -> None:
     assert [read.batch[0].tolist() for read in found] == [list(range(0, 2 * epoch, 2)) for epoch in range(6)]
     assert [read.batch[1] for read in found] == list(range(6))
     assert len({read.batch[2] for read in found}) == 2
+
+
+def busy(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def stands_still_elsewhere() -> Callable[[Any], Any]:
+    """Returns a transform that waits in a fork for what only the process it comes from would do."""
+    worker = os.getpid()
+
+    def wait(example: tuple[Tensor]) -> Tensor:
+        busy(0.002)
+        if os.getpid() != worker:
+            threading.Event().wait()
+        return example[0]
+
+    return wait
+
+
+def test_a_process_that_stands_still_is_told_apart_from_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    computing = Readers(lambda epoch, places: (busy(1.5), Read(places, 1, (), ()))[1], 1, 0.5)
+    try:
+        assert computing.read(0, torch.arange(1)).examples == 1
+    finally:
+        computing.close()
+    monkeypatch.setattr(running, "_PATIENCE_S", 0.2)
+    pipeline = from_arrays(torch.arange(100)).map(stands_still_elsewhere(), parallel="processes")
+    with pytest.raises(RunFailed, match=r"neither answered nor computed for 0\.2 s; it may wait for threads"):
+        list(Loader(pipeline, 0, 10, (1,), 0).rounds(0, 10))
+
+
+def test_where_processes_that_nobody_asked_for_stand_still_threads_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_UNASKED_PATIENCE_S", 0.2)
+    said: list[str] = []
+    pipeline = from_arrays(torch.arange(400)).map(stands_still_elsewhere())
+    found: list[int] = []
+    for share in Loader(pipeline, 0, 4, (1,), 0, means=Means(cores=2, training=1, say=said.append)).rounds():
+        found += share.batch.tolist()
+        if any("stood still" in line for line in said):
+            break
+    assert found == [place % 400 for place in range(len(found))]
+    assert said[-1] == "data: 1 thread reads ahead (at most 2): processes stood still, as forks of threads may"
 
 
 def halved(example: tuple[Tensor]) -> Tensor:

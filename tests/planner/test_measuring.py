@@ -109,7 +109,12 @@ width, examples = 64, 4096
 model = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(width, width), nn.Tanh())))
 data = (torch.randn(examples, width), torch.zeros(examples, width))
 job = hr.Job(
-    model=model, loss=squared, optimizer=partial(torch.optim.SGD, lr=0.1), data=data, global_batch_size=examples, epochs=1
+    model=model,
+    loss=squared,
+    optimizer=partial(torch.optim.SGD, lr=0.1),
+    data=data,
+    global_batch_size=examples,
+    epochs=1,
 )
 # Once with little, so that what the first use allocates for good has been.
 measure(job, model, Objective(squared), Profiling(examples=64, threads=1), "cpu")

@@ -54,6 +54,7 @@ class Ahead(Generic[Part]):
         read: reads a part; several threads call it at the same time.
         estimate: about how many bytes it takes to read a part; None where nobody knows.
         measured: told what a part took, in bytes, when it has been read.
+        freed: told how many bytes nobody holds any more, of each batch.
         most: batches that may wait or be read; None for a few more than there are readers.
         memory_limit: bytes.
 
@@ -70,6 +71,7 @@ class Ahead(Generic[Part]):
         read: Callable[[Part], Read],
         estimate: Callable[[Part], int | None],
         measured: Callable[[Part, int], None],
+        freed: Callable[[int], None],
         most: int | None,
         memory_limit: int,
     ) -> None:
@@ -80,6 +82,7 @@ class Ahead(Generic[Part]):
         self._parts = parts
         self._estimate = estimate
         self._measured = measured
+        self._freed = freed
         self._most = most
         self._next: Part | None = None
         self._jobs: deque[_Job[Part]] = deque()
@@ -131,7 +134,9 @@ class Ahead(Generic[Part]):
         """
         # Whoever asks for a batch holds the one before until it has this one.
         while len(self._held) > 1:
-            self.budget.release(self._held.popleft())
+            nbytes = self._held.popleft()
+            self._freed(nbytes)
+            self.budget.release(nbytes)
         if self.readers:
             self.fill()
         began = perf_counter()

@@ -70,6 +70,10 @@ class Ways:
     free: int
     most: int
 
+    def without(self, kind: str) -> Ways:
+        """Returns the others."""
+        return replace(self, kinds=tuple(each for each in self.kinds if each != kind))
+
     def first(self, read_s: float) -> Way:
         """Returns what to begin with.
 
@@ -163,6 +167,14 @@ class Tuner:
             self._begin(now, waited_s)
         return self.way
 
+    def leave_out(self, kind: str) -> Way:
+        """Returns how it should be read where one kind of reading does not work."""
+        self._ways, self._untried = self._ways.without(kind), None
+        if self.current.parallel == kind:
+            self.current = Way(self._ways.kinds[0], self.current.readers)
+        self._change(self.current)
+        return self.current
+
     def _begin(self, now: float, waited_s: float) -> None:
         self._batches, self._began, self._waited_before = 0, now, waited_s
         self._read_s = self._computing_s = 0.0
@@ -195,7 +207,7 @@ class Tuner:
         self._known[before] = self._rate
         self._told(tried, self._rate, rate)
         if tried.parallel == before.parallel == "threads" and rate > _NEARLY_TWICE * self._rate:
-            self._ways = replace(self._ways, kinds=tuple(kind for kind in self._ways.kinds if kind != "processes"))
+            self._ways = self._ways.without("processes")
         self._rate = rate
         self._untried = [each for each in self._beside() if each != before]
 

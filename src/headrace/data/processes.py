@@ -17,12 +17,14 @@ import itertools
 import json
 import os
 import random
+import select
 import signal
 import socket
 import struct
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -34,7 +36,7 @@ from headrace.comm.segment import Segment
 from headrace.data.reader import Read
 from headrace.errors import DataError, HeadraceError, RunFailed, UnfitMachine, UsageError
 
-__all__ = ["Readers"]
+__all__ = ["Readers", "Stalled"]
 
 _ALIGN = 64
 _REQUEST = struct.Struct("<qq")
@@ -44,15 +46,21 @@ _FORKS = itertools.count(1)
 _ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (DataError, UnfitMachine, UsageError)}
 
 
+class Stalled(Exception):
+    """A reading process neither answers nor computes."""
+
+
 class Readers:
     """Reading processes. Any number of threads may read at the same time, each by a process of its own.
 
     Args:
         read: what each does: takes an epoch and the places of the examples, `(examples,)` int64.
         count: how many processes.
+        patience_s: how long a process that reads may do nothing.
     """
 
-    def __init__(self, read: Callable[[int, Tensor], Read], count: int) -> None:
+    def __init__(self, read: Callable[[int, Tensor], Read], count: int, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._processes: dict[int, socket.socket] = {}
         self._idle: SimpleQueue[int] = SimpleQueue()
         self._running = True
@@ -72,12 +80,16 @@ class Readers:
         Raises:
             DataError: an example cannot be had; its cause is the other process's traceback.
             RunFailed: the process was lost.
+            Stalled: it does nothing.
             UnfitMachine: there is no memory left to share.
             UsageError: the batch is not made of what can be shared.
         """
         pid = self._idle.get()
         try:
-            return _ask(self._processes[pid], epoch, places)
+            channel = self._processes[pid]
+            channel.sendall(_REQUEST.pack(epoch, len(places)) + places.numpy().tobytes())
+            self._await(pid, channel)
+            return _answer(channel)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise RunFailed(
                 f"a process that reads the data (pid {pid}) was lost; if the machine ran out of memory, use fewer: "
@@ -103,6 +115,19 @@ class Readers:
             channel.close()
         self._processes.clear()
 
+    def _await(self, pid: int, channel: socket.socket) -> None:
+        """Waits for an answer, however long a process computes for it."""
+        before = -1
+        while not select.select([channel], [], [], self._patience_s)[0]:
+            ticks = _ticks(pid)
+            if ticks == before:
+                raise Stalled(
+                    f"a process that reads the data (pid {pid}) has neither answered nor computed for "
+                    f"{self._patience_s:g} s; it may wait for threads that a library had before the fork, tokenizers "
+                    "where TOKENIZERS_PARALLELISM is true: let it have none, or say map(..., parallel='threads')"
+                )
+            before = ticks
+
     def _fork(self, read: Callable[[int, Tensor], Read]) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair()
         worker = os.getpid()
@@ -116,6 +141,12 @@ class Readers:
             _become_reader(worker, theirs, [ours, *self._processes.values()], read)
         theirs.close()
         return pid, ours
+
+
+def _ticks(pid: int) -> int:
+    """Returns the processor time that a process has had, in the system's ticks."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)
 
 
 def _become_reader(
@@ -187,8 +218,7 @@ def _send(channel: socket.socket, reply: dict[str, Any], segment: Segment | None
     channel.sendall(text)
 
 
-def _ask(channel: socket.socket, epoch: int, places: Tensor) -> Read:
-    channel.sendall(_REQUEST.pack(epoch, len(places)) + places.numpy().tobytes())
+def _answer(channel: socket.socket) -> Read:
     head, descriptors, _, _ = socket.recv_fds(channel, _REPLY.size, 1)
     if not head:
         raise EOFError

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 
 import torch
@@ -17,18 +16,24 @@ from torch import Tensor
 from headrace.data.ahead import Ahead
 from headrace.data.choosing import Tuner, Way, Ways
 from headrace.data.pipeline import Pipeline, visited
-from headrace.data.processes import Readers
+from headrace.data.processes import Readers, Stalled
 from headrace.data.reader import Read, Reader
 from headrace.data.source import ArraySource, DatasetSource
 from headrace.data.steps import Cache, Into, Map
+from headrace.errors import RunFailed
+from headrace.memory import MOST_ARENAS, give_back, tune
 
 __all__ = ["Means", "Part", "Running"]
 
 Part = tuple[int, Tensor, int]
 """What one worker reads for a round: the epoch, the indices, the length of the global batch."""
 
-_MOST_ARENAS = -8
-"""What `mallopt` calls them: pieces of memory that threads take theirs from (malloc.h)."""
+_LITTLE = 1 / 16
+"""Of the memory limit: what the readers' threads may keep for themselves."""
+_PATIENCE_S, _UNASKED_PATIENCE_S = 120.0, 10.0
+"""How long a process that reads may do nothing: one that the user has asked for, and one that is tried."""
+_SOME = 64
+"""Examples whose sizes are asked for, to know what is to come."""
 _LOOKS = 3
 """Batches that are looked at before it is read ahead, those that take no time."""
 _SLOW_S = 0.002
@@ -74,6 +79,8 @@ class Running:
         self.parallel = "inline" if self._by_itself else self._reading.parallel
         self._best: Way | None = None
         self._said = ""
+        self._little = math.inf
+        self._stalled = False
         self.ahead: Ahead[Part] | None = None
 
     @property
@@ -107,11 +114,17 @@ class Running:
         return self._reader.read(part[0], part[1])
 
     def _run_ahead(self, parts: Iterator[Part]) -> Generator[tuple[Part, Read], None, None]:
-        reading = self._reading
-        ahead = Ahead(parts, self.read, self._sizes.estimate, self._sizes.measured, reading.ahead, reading.memory_limit)
+        reading, sizes = self._reading, self._sizes
+        first = next(parts, None)
+        if first is None:
+            return
+        sizes.examples = len(first[1])
+        parts = chain([first], parts)
+        ahead = Ahead(
+            parts, self.read, sizes.estimate, sizes.measured, self._freed, reading.ahead, reading.memory_limit
+        )
         processes: list[Readers] = []
         self.ahead = ahead
-        _take_memory_from_one_place()
         try:
             ways = self._ways()
             self._best = self._best or (yield from self._begin(ahead, ways))
@@ -124,7 +137,11 @@ class Running:
                 # It must not be kept until the next one is there.
                 del found
                 before = way
-                if not reading.count:
+                if self._stalled:
+                    self._stalled = False
+                    way = self._best = tuner.leave_out("processes")
+                    self._say(way, "processes stood still, as forks of threads may")
+                elif not reading.count:
                     way = tuner.look(perf_counter(), ahead.waited_s, read_s, read_s - waiting_s)
                 if way != before:
                     self._adopt(way, ahead, processes)
@@ -139,6 +156,13 @@ class Running:
     def _begin(self, ahead: Ahead[Part], ways: Ways) -> Generator[tuple[Part, Read], None, Way]:
         """Yields what is read to find out what to begin with, and returns that."""
         if "inline" not in ways.kinds:
+            if "threads" in ways.kinds:
+                # How large a batch is says where the other threads take their memory from.
+                self._share_memory(1)
+                ahead.set_readers(1)
+                if (found := ahead.take()) is not None:
+                    yield found
+                del found
             return Way(ways.kinds[0], self._reading.count or ways.free)
         least = math.inf
         # The first one may be slow because it is the first.
@@ -165,8 +189,27 @@ class Running:
             _close(processes)
             if way.parallel == "processes":
                 ahead.read = self._start(processes)
+        if way.parallel == "threads":
+            self._share_memory(way.readers)
         ahead.set_readers(way.readers)
         self.parallel = way.parallel
+
+    def _share_memory(self, readers: int) -> None:
+        """Lets threads that begin now take memory from where all do, if what each would keep for itself is much.
+
+        A thread keeps what its largest batch took. Where that is little it has a place of its own, since threads that
+        take their memory from one place wait for each other: text is encoded at half the speed then.
+        """
+        self._little = self._reading.memory_limit * _LITTLE / max(readers, self._cores)
+        if self._sizes.expected() > self._little:
+            tune(MOST_ARENAS, 1)
+            give_back()
+            self._little = math.inf
+
+    def _freed(self, nbytes: int) -> None:
+        """Gives back what a batch took, if it is larger than was expected."""
+        if nbytes > self._little:
+            give_back()
 
     def _tell(self, way: Way, before: float, now: float) -> None:
         self._best = way
@@ -210,21 +253,20 @@ class Running:
     def _start(self, processes: list[Readers]) -> Callable[[Part], Read]:
         # All that there may be, at once: the sooner this process is forked, the less of it is copied.
         count = self._reading.count or max(2, self._cores)
-        readers = processes[0] if processes else Readers(self._reader.read, count)
-        processes[:] = [readers]
-        return lambda part: readers.read(part[0], part[1])
+        unasked = self._reading.parallel == "auto"
+        readers = Readers(self._reader.read, count, _UNASKED_PATIENCE_S if unasked else _PATIENCE_S)
+        processes.append(readers)
 
+        def read(part: Part) -> Read:
+            try:
+                return readers.read(part[0], part[1])
+            except Stalled as stalled:
+                if not unasked:
+                    raise RunFailed(str(stalled)) from stalled
+                self._stalled = True
+                return self.read(part)
 
-@functools.cache
-def _take_memory_from_one_place() -> None:
-    """Lets new threads take memory from where all do.
-
-    Else each keeps for itself what its largest batch took, and the process has more than the batches that are there.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Not every C library has it.
-    if mallopt is not None:
-        mallopt(_MOST_ARENAS, 1)
+        return read
 
 
 def _close(processes: list[Readers]) -> None:
@@ -237,6 +279,9 @@ class _Sizes:
     """What batches take while they are read, in bytes, judged by those that have been read.
 
     Several threads may call it at the same time.
+
+    Attributes:
+        examples: of a batch.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -246,29 +291,45 @@ class _Sizes:
         written_in_place = isinstance(last, Map) and isinstance(last.function, Into)
         # Else its examples are there, too, when they are put together.
         self._copies = 1 if written_in_place or not pipeline.steps else 2
+        self.examples = 0
         self._largest: int | None = None
         self._ratio: float | None = None
         self._lock = threading.Lock()
 
     def estimate(self, part: Part) -> int | None:
         """Returns about how many bytes it takes to read a part; None before the first has been read."""
-        source = self._source_bytes(part)
+        source = self._source_bytes(part[1].tolist())
         with self._lock:
-            if source is not None and self._ratio is not None:
-                return source + int(self._copies * self._ratio * source)
-            return None if self._largest is None else self._copies * self._largest
+            return self._estimate(source)
+
+    def expected(self) -> int:
+        """Returns about what the largest batch will take, judged by those that were read and by some examples."""
+        some = range(0, len(self._visited), max(1, len(self._visited) // _SOME))
+        told = [self._source_bytes([place]) for place in some]
+        known = [size for size in told if size is not None]
+        with self._lock:
+            if len(known) < len(told):
+                return self._estimate(None) or 0
+            source = self.examples * max(known)
+            # Before there is a batch to judge by, it is taken to be as large as what it is made from.
+            return self._estimate(source) or (1 + self._copies) * source
 
     def measured(self, part: Part, found: int) -> None:
         """Takes up how many bytes the batch of a part has."""
-        source = self._source_bytes(part)
+        source = self._source_bytes(part[1].tolist())
         with self._lock:
             self._largest = max(self._largest or 0, found)
             if source:
                 self._ratio = max(self._ratio or 0.0, found / source)
 
-    def _source_bytes(self, part: Part) -> int | None:
+    def _estimate(self, source: int | None) -> int | None:
+        if source is not None and self._ratio is not None:
+            return source + int(self._copies * self._ratio * source)
+        return None if self._largest is None else self._copies * self._largest
+
+    def _source_bytes(self, places: list[int]) -> int | None:
         total = 0
-        for place in part[1].tolist():
+        for place in places:
             size = self._source.nbytes(self._visited[place % len(self._visited)])
             if size is None:
                 return None

@@ -6,7 +6,6 @@ command that has done nothing yet but import it can be forked, which saves that:
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -16,6 +15,8 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from time import monotonic
+
+from headrace.memory import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, tune
 
 __all__ = ["Child", "begin", "fork"]
 
@@ -32,8 +33,7 @@ _ENVIRONMENT = {
     # A library that starts threads while it is imported could not be forked.
     "OPENBLAS_NUM_THREADS": "1",
 }
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-"""What `mallopt` calls them (malloc.h)."""
+_TUNED = ((MMAP_THRESHOLD, _KEPT_BYTES), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, _SPARE_BYTES))
 
 
 class Child(ABC):
@@ -112,7 +112,9 @@ def _become_zygote(channel: socket.socket) -> None:
         os.closerange(3, kept)
         os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
         os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-        _keep_memory()
+        # What the environment does for a program that begins.
+        for option, value in _TUNED:
+            tune(option, value)
         from headrace.engine import zygote
 
         zygote.main(channel.detach())
@@ -121,16 +123,6 @@ def _become_zygote(channel: socket.socket) -> None:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def _keep_memory() -> None:
-    """Does what the environment does for a program that begins."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Not every C library has it.
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_TOP_PAD, _SPARE_BYTES)
 
 
 class _Program(Child):

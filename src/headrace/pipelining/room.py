@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from headrace.errors import UnfitMachine
+from headrace.memory import resident_bytes
 
 __all__ = ["out_of_memory", "room"]
 
@@ -31,7 +30,7 @@ def room(where: str, held: Callable[[], str], remedy: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+        resident = resident_bytes()
         raise UnfitMachine(
             f"{where}, when the process held {resident:,} bytes, {held()}: {str(error) or 'no more memory'}; {remedy}"
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UnfitMachine
+from headrace.memory import give_back
 from headrace.pipelining.room import out_of_memory
 from headrace.planner.profile import Measured, profile
 from headrace.replica.whole_model import Objective
@@ -55,10 +55,8 @@ def measure(job: Job, module: nn.Module, objective: Objective, wish: Profiling, 
             f"{wish.examples} examples: {error}; use more micro-batches, or a machine with more memory"
         ) from error
     finally:
-        # glibc would keep what was freed, in a launcher that needs no more of it.
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim:
-            trim(0)
+        # Else it would be kept, in a launcher that needs no more of it.
+        give_back()
 
 
 def _first(job: Job, examples: int) -> Any:

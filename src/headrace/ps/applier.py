@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from headrace.memory import give_back
 from headrace.ps.form import Form
 from headrace.ps.tensors import like
 from headrace.replica.exchange import StatePiece
@@ -160,7 +160,9 @@ class Applier:
                 self._parameters[shard].grad = None
             if not self._begun.issuperset(shards):
                 self._begun.update(shards)
-                _trim()
+                # An optimizer makes its state in a shard's first step, between tensors that are gone after it. They
+                # leave holes that the next shard's state just does not fit into, as many as there are shards.
+                give_back()
         for shard in shards:
             self._done[shard] += share * steps
         self._advance(int(min(self._done) + _EXACTLY))
@@ -287,17 +289,6 @@ class Applier:
         while self._round < done:
             self._updater.skip(self._round)
             self._round += 1
-
-
-def _trim() -> None:
-    """Gives free memory back.
-
-    An optimizer makes its state in a shard's first step, between tensors that are gone after it. They leave holes that
-    the next shard's state just does not fit into, as many as there are shards.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def _ghost(parameter: ParameterSpec) -> nn.Parameter:
