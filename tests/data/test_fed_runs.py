@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 import headrace as hr
+from belongings import belongings, left_since
 from headrace import errors
 from headrace.data import Pipeline
 from headrace.engine.threads import ThreadEngine
@@ -45,30 +44,23 @@ def trained(pipeline: Pipeline, strategy: Any, folder: Path, **options: Any) -> 
     return hr.fit(job, strategy, run_dir=folder, **options)
 
 
-def left_over() -> list[str]:
-    """Returns the processes below this one that read data, and its threads that do."""
-    threads = [thread.name for thread in threading.enumerate() if thread.name == "headrace-data"]
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return threads + [f"process {child}" for child in children]
-
-
 @pytest.mark.parametrize("strategy", [hr.OneDevice(), hr.Mirrored(workers=2)])
 def test_training_is_the_same_whoever_reads(strategy: Any, tmp_path: Path) -> None:
-    before = left_over()
+    before = belongings()
     runs = {
         str(way): trained(data().map(noisy, parallel=way), strategy, tmp_path / str(way))
         for way in ("inline", 2, "processes", "auto")
     }
     losses = {way: run.metrics["loss"] for way, run in runs.items()}
     assert len(set(losses.values())) == 1, losses
-    assert left_over() == before
+    assert left_since(before) == {}
     said = [event.text for event in runs["auto"].events if event.kind == "notice" and "data:" in event.text]
     assert said
     assert all("a batch takes" in text for text in said)
 
 
 def test_workers_as_threads_read_ahead_too(tmp_path: Path) -> None:
-    before = left_over()
+    before = belongings()
     losses = {
         trained(data().map(noisy, parallel=way), hr.Mirrored(workers=2), tmp_path / way, engine=ThreadEngine()).metrics[
             "loss"
@@ -76,7 +68,7 @@ def test_workers_as_threads_read_ahead_too(tmp_path: Path) -> None:
         for way in ("inline", "threads", "processes", "auto")
     }
     assert len(losses) == 1
-    assert left_over() == before
+    assert left_since(before) == {}
 
 
 def broken(example: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from belongings import belongings, left_since
 from engine.lasting import lasting_job
 from headrace.engine.local import LocalEngine
 from headrace.engine.order import Engine
@@ -23,7 +24,6 @@ from headrace.ps.client import Client
 from headrace.spec.event import Evaluated, Saved, Stepped
 from strategies.contract_models import COUNTS, MODELS
 from strategies.contract_runs import train
-from strategies.test_contract import belongings
 
 INTERVALS = [(2, 3), (5, 4), (1, 1), (9, 20)]
 
@@ -137,7 +137,7 @@ def test_an_error_in_the_background_reaches_the_caller(
         patch.setattr(Client, name, fails)
         with pytest.raises(WorkerFailed, match="Planted: no such luck"):
             train(without_fences(40), hr.Downpour(workers, fetch_every=1, push_every=1))
-    assert belongings() == before
+    assert left_since(before) == {}
 
 
 def explode_at_once(worker: hr.Worker) -> None:
@@ -162,7 +162,7 @@ def test_nothing_is_left_of_what_was_under_way(engine: type[Engine], tmp_path: P
                     run_dir=tmp_path / "runs",
                 )
             (tmp_path / "runs").rename(tmp_path / f"run-{number}")
-    assert belongings() == before
+    assert left_since(before) == {}
 
 
 def stopped_at(at: int, worker: hr.Worker) -> None:

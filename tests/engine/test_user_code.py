@@ -151,7 +151,7 @@ def test_nothing_grows_over_many_runs(engine: LocalEngine) -> None:
             with pytest.raises(WorkerFailed):
                 hr.fit(make_job(model=faulty(victims.fail)), PAIR, engine=engine)
     # Fewer there may be: what an earlier test has left, or the first run's last thread on its way out.
-    assert until(lambda: files() <= before and threading.active_count() <= threads, 1), (
+    assert until(lambda: files() <= before and threading.active_count() <= threads, 10), (
         f"{before} files and {threads} threads before, {files()} and {threading.enumerate()} after"
     )
     # Other tests at the same time may have some there for a moment.

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from belongings import belongings, left_since
 from headrace.engine.local import LocalEngine
 from headrace.errors import JobError, WorkerFailed
 from headrace.replica.compilation import Graph
 from strategies.contract_models import COUNTS, MODELS, VARIANTS, Case, dense
 from strategies.contract_runs import distance, drive, train
-from strategies.test_contract import DOUBLE, ROWS, assert_equal, belongings, on_one_device
+from strategies.test_contract import DOUBLE, ROWS, assert_equal, on_one_device
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,8 +66,7 @@ def test_in_processes_too_and_none_is_left(name: str, workers: int) -> None:
     before = belongings()
     with LocalEngine() as engine:
         outcome = train(compiled(case).job(COUNTS["uneven"]), ROWS[name].make(workers), engine)
-    after = belongings()
-    assert all(after[what] == before[what] for what in ("threads", "children", "descriptors"))
+    assert left_since(before) == {}
     assert_equal(outcome, on_one_device(case, "uneven", torch.float64, None), DOUBLE)
 
 

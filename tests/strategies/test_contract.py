@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import os
 import re
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ import pytest
 import torch
 
 import headrace as hr
+from belongings import belongings, left_since
 from headrace.data import Loader, as_pipeline
 from headrace.engine.local import LocalEngine
 from headrace.engine.order import Engine
@@ -333,20 +331,6 @@ def test_an_error_in_a_process_reaches_the_caller(
     assert_tells(fail(name, workers, tmp_path, processes), workers)
 
 
-def belongings() -> dict[str, object]:
-    """Returns what this process holds of the machine."""
-    gc.collect()
-    tasks = Path("/proc/self/task").iterdir()
-    return {
-        "threads": set(threading.enumerate()),
-        "children": {child for task in tasks for child in (task / "children").read_text().split()},
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        # Python's and torch's own belong to tests that run beside this one; we give ours no such names.
-        "named shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "torch_"))},
-        "mapped shared memory": Path("/proc/self/maps").read_text().count("memfd:headrace"),
-    }
-
-
 def which(name: str) -> str:
     """Returns the model that gives a strategy the most to do; BatchNorm is global under the synchronous ones alone."""
     return "cnn" if STRATEGIES[name].synchronous else "mlp"
@@ -358,7 +342,7 @@ def test_threads_leave_nothing_behind(name: str, workers: int, tmp_path: Path) -
     before = belongings()
     train(MODELS[which(name)].job(COUNTS["tiny"]), ROWS[name].make(workers))
     fail(name, workers, tmp_path, hr.ThreadEngine())
-    assert belongings() == before
+    assert left_since(before) == {}
 
 
 @pytest.mark.slow
@@ -369,4 +353,4 @@ def test_processes_leave_nothing_behind(name: str, tmp_path: Path) -> None:
     with LocalEngine() as engine:
         train(MODELS[which(name)].job(COUNTS["tiny"]), ROWS[name].make(workers), engine)
         fail(name, workers, tmp_path, engine)
-    assert belongings() == before
+    assert left_since(before) == {}
