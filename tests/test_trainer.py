@@ -96,7 +96,7 @@ def test_a_failure_is_told_too() -> None:
 def test_the_end_of_the_time(tmp_path: Path) -> None:
     began = time.monotonic()
     run = hr.fit(long_job(), hr.Mirrored(2), engine=THREADS, seconds=0.2)
-    assert 0.2 < time.monotonic() - began < 5
+    assert 0.2 < time.monotonic() - began < 60
     assert run.status == "ok"
     (steps,) = {event.steps for event in run.events if event.kind == "worker_ended"}  # type: ignore[attr-defined]
     assert steps > 1

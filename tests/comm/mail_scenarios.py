@@ -71,7 +71,7 @@ def exchange_everything(host: SharedMemory, page: ControlPage, store: str) -> li
 
 
 def get_ahead(host: SharedMemory, page: ControlPage, store: str) -> list[int]:
-    """Rank 1 sends as much as it can to rank 2, which reads nothing for a while; returns how many fit, then arrive."""
+    """Rank 1 sends to rank 2, which reads nothing before the other waits; returns how many fit, and how many came."""
     group = between_hosts(host, None, store, HOSTS)
     mailboxes = Mailboxes([Route(1, 2, 2)], group)
     found = [0, 0]
@@ -79,13 +79,10 @@ def get_ahead(host: SharedMemory, page: ControlPage, store: str) -> list[int]:
         content = torch.zeros(LARGE, dtype=torch.uint8)
         for number in range(40):
             content.fill_(number)
-            began = monotonic()
             mailboxes.outboxes[0].send(b"", [content])
-            if not found[1] and monotonic() - began > 0.5:
-                found[0] = number
-                found[1] = 1
+            page.save_after = number + 1
     elif host.rank == 2:
-        time.sleep(2)
+        found[0] = stands_still(page)
         for number in range(40):
             _, data = mailboxes.inboxes[0].receive(read)
             found[1] += bool((data[:LARGE] == number).all())
@@ -93,6 +90,16 @@ def get_ahead(host: SharedMemory, page: ControlPage, store: str) -> list[int]:
     mailboxes.close()
     group.close()
     return found
+
+
+def stands_still(page: ControlPage) -> int:
+    """Returns what `page.save_after` is, some time after it has last been more than before."""
+    last, since = 0, monotonic()
+    while last < 2 or monotonic() - since < 0.5:
+        if page.save_after > last:
+            last, since = page.save_after, monotonic()
+        time.sleep(0.01)
+    return last
 
 
 def wait_for_mail(host: SharedMemory, page: ControlPage, store: str, how: str, sends: bool) -> list[object]:
@@ -123,4 +130,4 @@ def wait_for_mail(host: SharedMemory, page: ControlPage, store: str, how: str, s
         host.barrier()
     mailboxes.close()
     group.close()
-    return [said, took < 2.0]
+    return [said, took < 15.0]

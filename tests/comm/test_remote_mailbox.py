@@ -16,8 +16,8 @@ def test_tensors_of_every_kind_come_as_they_were_sent_in_memory_and_between_host
 
 
 def test_a_sender_gets_as_far_ahead_as_there_is_room_and_no_further(play: Play, tmp_path: Path) -> None:
-    nobody, (ahead, waited), (_, came) = play("get_ahead", 3, store=str(tmp_path / "store"))
-    assert (nobody, waited, came) == ([0, 0], 1, 40)
+    _, _, (ahead, came) = play("get_ahead", 3, store=str(tmp_path / "store"))
+    assert came == 40
     # Two at either end, and what lies in the buffers of both machines' TCP: less than 16 MB.
     assert 2 <= ahead <= 2 + 2 + 4
 

@@ -152,15 +152,18 @@ def without_random(path: Path) -> str:
 
 
 def paced(number: int, at: int, launcher: int, worker: hr.Worker) -> None:
-    """Rank 0 sends its launcher a signal after round `at`; nobody is faster than signals."""
+    """Rank 0 sends its launcher a signal after round `at`, and does not go on before that has come."""
     for batch in worker.batches():
         worker.step(batch)
         if worker.evaluation_due:
             worker.evaluate()
-        time.sleep(0.03)
         if worker.round == at and worker.rank == 0 and number:
             os.kill(launcher, number)
-            time.sleep(0.1)
+            deadline = time.monotonic() + 30
+            # Who has lost its launcher is ended here; who is asked to end is told by the page.
+            while not worker._page.stop:
+                assert time.monotonic() < deadline, "no signal"
+                time.sleep(0.001)
 
 
 def main() -> None:

@@ -189,11 +189,11 @@ def test_a_run_that_lives_is_left_alone(tmp_path: Path) -> None:
         workers = [pid for child in below(process.pid) for pid in below(child)]
         assert len(workers) == 2
         os.kill(workers[1], signal.SIGSTOP)
-        assert until(lambda: state(workers[1]) == "T", 5)
+        assert until(lambda: state(workers[1]) == "T", 30)
         process.kill()
         process.wait()
     # It ends as the others do: by the signal that the end of its parent is.
-    assert until(lambda: all(state(pid) in ("", "Z") for pid in workers), 10)
+    assert until(lambda: all(state(pid) in ("", "Z") for pid in workers), 30)
     run = hr.fit(lasting_job("plain", steps=files_of(run_dir)[0] + 5, epochs=None), hr.Mirrored(2), run_dir=run_dir,
                  resume=True, engine=hr.ThreadEngine(), checkpoints=OFTEN)  # fmt: skip
     assert run.status == "ok"

@@ -13,13 +13,12 @@ import torch
 import headrace as hr
 from engine.networks import Start, hosts_script, network, starts
 from engine.ranks import TESTS, total
-from engine.victims import INPUTS, TARGETS, make_job, split_model
+from engine.victims import INPUTS, NOTICED_S, TARGETS, make_job, split_model
 from headrace.engine.nursery import Nursery
 
 pytestmark = [pytest.mark.slow, pytest.mark.net]
 
 SCRIPT = TESTS / "engine" / "hosts_script.py"
-NOTICED_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +139,7 @@ def test_what_cannot_be_on_several_hosts(start: Start, deed: str, error: str, me
     ],
 )
 def test_a_rank_that_is_lost(start: Start, deed: str, victim: int, code: int | None, reason: str) -> None:
-    ended = start(deed, str(victim), str(time.monotonic() + 20), on=(0, 1, 2), awaited=2 if code is None else 3)
+    ended = start(deed, str(victim), str(time.monotonic() + 200), on=(0, 1, 2), awaited=2 if code is None else 3)
     others = [rank for rank in range(3) if rank != victim]
     assert ended.codes == {**dict.fromkeys(others, 4), **({} if code is None else {victim: code})}, ended.logs
     heard = [ended.one(other, "error") for other in others]

@@ -65,7 +65,7 @@ def test_two_end_it_at_once(any_engine: Engine) -> None:
     _, on_event = press(2)
     with pytest.raises(KeyboardInterrupt):
         hr.fit(long_job(), hr.Mirrored(2), engine=any_engine, on_event=on_event)
-    assert until(lambda: not any(each.name.startswith("rank-") for each in threading.enumerate()), 5)
+    assert until(lambda: not any(each.name.startswith("rank-") for each in threading.enumerate()), 30)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert hr.fit(make_job(), hr.Mirrored(2), engine=any_engine).status == "ok"
 
@@ -78,7 +78,7 @@ def test_a_callback_that_raises_ends_the_run(any_engine: Engine) -> None:
 
     with pytest.raises(ZeroDivisionError, match="in the callback"):
         hr.fit(long_job(), hr.Mirrored(2), engine=any_engine, on_event=on_event)
-    assert until(lambda: not any(each.name.startswith("rank-") for each in threading.enumerate()), 5)
+    assert until(lambda: not any(each.name.startswith("rank-") for each in threading.enumerate()), 30)
     assert hr.fit(make_job(), hr.Mirrored(2), engine=any_engine).status == "ok"
 
 

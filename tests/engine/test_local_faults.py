@@ -18,14 +18,13 @@ import torch
 import headrace as hr
 from engine import victims
 from engine.conftest import below, until, zygotes
-from engine.victims import faulty, long_job, make_job, planted_at
+from engine.victims import NOTICED_S, faulty, long_job, make_job, planted_at
 from headrace.engine.local import LocalEngine
 from headrace.errors import PeerLost, RunFailed, UnfitMachine, WorkerFailed
 from headrace.spec.event import Event
 
 pytestmark = pytest.mark.slow
 
-NOTICED_S = 2.0
 TIMEOUT_S = 1.0
 """The least there is."""
 PAIR = hr.Mirrored(2)
@@ -141,7 +140,7 @@ def test_a_frozen_worker_is_lost(
     engine: LocalEngine, tmp_path: Path, model: Callable[[], torch.nn.Module], victim: int | None
 ) -> None:
     error, seconds = lost(engine, make_job(model=model), tmp_path)
-    assert TIMEOUT_S - 0.1 < seconds < TIMEOUT_S + 1
+    assert TIMEOUT_S - 0.1 < seconds < NOTICED_S
     assert victim in (error.rank, None)
     assert "gave no sign of life for 1.0 s" in str(error)
 
@@ -199,4 +198,4 @@ def test_a_zygote_that_is_stopped_while_a_worker_dies() -> None:
 
         with pytest.raises(RunFailed):
             hr.fit(long_job(), PAIR, engine=engine, on_event=stop, timeout_s=TIMEOUT_S)
-        assert until(lambda: below(zygote) == [], 5)
+        assert until(lambda: below(zygote) == [], 30)

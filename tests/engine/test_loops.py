@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import headrace as hr
+from engine.victims import NOTICED_S
 from headrace.engine.local import LocalEngine
 from headrace.engine.order import Engine
 from headrace.errors import HeadraceError
@@ -107,7 +108,7 @@ def test_who_leaves_a_replica_that_several_hold_is_named_with_its_stage(
 
         with pytest.raises(HeadraceError, match=f"rank {leaver}") as caught:
             hr.launch(early, job, strategy, engine=engine)
-        assert monotonic() - float(left.read_text()) < 2
+        assert monotonic() - float(left.read_text()) < NOTICED_S
         message = str(caught.value)
         if how == "return":
             ended = re.search(rf"rank {leaver}( \(.*?\))? ended after 2 rounds", message)

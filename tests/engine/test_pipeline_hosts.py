@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import headrace as hr
 from engine.networks import MASTER, Start, at, network, starts
 from engine.ranks import TESTS, Ended, launcher, run_ranks
+from engine.victims import NOTICED_S
 from headrace.engine.nursery import Nursery
 from strategies.contract_runs import Outcome, distance, train
 from strategies.hosts_models import CASES, FEATURES, MICRO_BATCH, job
@@ -22,7 +23,6 @@ from strategies.hosts_models import CASES, FEATURES, MICRO_BATCH, job
 pytestmark = [pytest.mark.slow, pytest.mark.net]
 
 SCRIPT = TESTS / "engine" / "pipeline_hosts_script.py"
-NOTICED_S = 2.0
 
 
 @pytest.fixture(scope="module")

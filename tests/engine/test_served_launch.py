@@ -10,7 +10,7 @@ import pytest
 
 import headrace as hr
 from engine.ranks import TESTS, Ended, launcher, run_ranks
-from engine.victims import make_job, split_model
+from engine.victims import NOTICED_S, make_job, split_model
 from headrace.engine.nursery import Nursery
 
 pytestmark = pytest.mark.slow
@@ -18,9 +18,6 @@ pytestmark = pytest.mark.slow
 SCRIPT = TESTS / "engine" / "served_script.py"
 WORLD = 3
 SERVER = 2
-NOTICED_S = 4.0
-"""A worker asks its launcher's others for two seconds before it blames the link."""
-
 
 Start = Callable[..., Ended]
 

@@ -37,9 +37,9 @@ def process_of(rank: int, among: list[int]) -> int:
 
 def check_left(process: subprocess.Popen[str], children: list[int], run_dir: Path, code: int) -> int:
     """Looks at what a run that was asked to end has left; returns its rounds."""
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == code, said
-    assert until(lambda: all(state(pid) == "" for pid in children), 2)
+    assert until(lambda: all(state(pid) == "" for pid in children), 30)
     assert CheckpointFolder(run_dir / "checkpoints").latest()[1] == ()
     assert not list((run_dir / "checkpoints").glob("*.part"))
     rounds, _ = files_of(run_dir)

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from engine.test_elastic import BATCH, EXAMPLES, check_counts, counting_job, eve
 from headrace.checkpoint.storage import LocalStorage
 from headrace.engine.local import LocalEngine
 from headrace.errors import PeerLost
-from headrace.spec.event import Event, Notice, RunStarted, ServerStarted, SnapshotTaken
+from headrace.spec.event import Event, Notice, RunStarted, ServerStarted, SnapshotTaken, Stepped, WorkerStarted
 
 pytestmark = pytest.mark.slow
 
@@ -33,25 +33,31 @@ def long_job() -> hr.Job:
 
 
 class Killer:
-    """Kills one of a strategy's servers when each has taken some snapshots."""
+    """Kills a rank when each server has taken some snapshots of what workers have trained: they begin later."""
 
-    def __init__(self, strategy: hr.Strategy, which: int = 0, snapshots: int = 4) -> None:
-        servers: int = getattr(strategy, "servers")  # noqa: B009  (of both kinds)
-        self._rank: int = getattr(strategy, "workers") + which % servers  # noqa: B009
-        self._snapshots = snapshots
+    def __init__(self, victim: int, servers: Sequence[int], snapshots: int = 4) -> None:
+        self._victim = victim
+        self._left = dict.fromkeys(servers, snapshots)
         self._pids: dict[int, int] = {}
-        self._taken: dict[int, int] = {}
+        self._steps = 0
         self.done = False
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, ServerStarted):
+        if isinstance(event, ServerStarted | WorkerStarted):
             self._pids[event.rank] = event.pid
-            self._taken[event.rank] = 0
-        elif isinstance(event, SnapshotTaken):
-            self._taken[event.rank] += 1
-            if min(self._taken.values()) >= self._snapshots and not self.done:
+        self._steps += isinstance(event, Stepped)
+        if isinstance(event, SnapshotTaken) and self._steps >= 20:
+            self._left[event.rank] -= 1
+            if max(self._left.values()) <= 0 and not self.done:
                 self.done = True
-                os.kill(self._pids[self._rank], signal.SIGKILL)
+                os.kill(self._pids[self._victim], signal.SIGKILL)
+
+
+def killer_of(strategy: hr.Strategy, which: int = 0) -> Killer:
+    """Kills one of a strategy's servers."""
+    workers: int = getattr(strategy, "workers")  # noqa: B009  (of both kinds)
+    servers = range(workers, workers + getattr(strategy, "servers"))  # noqa: B009
+    return Killer(servers[which % len(servers)], servers)
 
 
 @every_strategy
@@ -60,7 +66,7 @@ def test_a_run_goes_on_from_snapshots_and_no_example_is_lost_or_doubled(
 ) -> None:
     strategy = make()
     for attempt in range(2):
-        killer = Killer(strategy, attempt)
+        killer = killer_of(strategy, attempt)
         with pytest.raises(PeerLost, match="goes on from the servers' last snapshots"):
             hr.fit(
                 long_job(),
@@ -84,7 +90,7 @@ def test_a_run_goes_on_from_snapshots_and_no_example_is_lost_or_doubled(
 
 def killed(engine: LocalEngine, run_dir: Path, strategy: hr.Strategy) -> None:
     with pytest.raises(PeerLost):
-        hr.fit(long_job(), strategy, engine=engine, on_event=Killer(strategy), run_dir=run_dir, checkpoints=OFTEN)
+        hr.fit(long_job(), strategy, engine=engine, on_event=killer_of(strategy), run_dir=run_dir, checkpoints=OFTEN)
 
 
 def notices(run: hr.Run) -> str:

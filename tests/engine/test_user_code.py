@@ -105,7 +105,7 @@ def test_its_processes_go_with_a_worker_that_fails(
         hr.fit(make_job(model=faulty(start, None)), PAIR, engine=engine, timeout_s=1)
     sleepers = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
     assert len(sleepers) == 2
-    assert until(lambda: all(state(pid) in ("", "Z") for pid in sleepers), 5)
+    assert until(lambda: all(state(pid) in ("", "Z") for pid in sleepers), 30)
 
 
 class Examples(Dataset[tuple[Tensor, Tensor]]):

@@ -16,6 +16,10 @@ from torch.utils.data import Dataset
 
 import headrace as hr
 
+NOTICED_S = 8.0
+"""Whoever ends is noticed by its end, which takes 0.1 s, beside other programs some of them. By its silence it would be
+after 10 s, if nothing else is said."""
+
 EXAMPLES = 64
 INPUTS = torch.randn(EXAMPLES, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = INPUTS.sum(1, keepdim=True) + 0.1

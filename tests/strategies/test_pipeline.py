@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import headrace as hr
+from engine.victims import NOTICED_S
 from headrace.engine.local import LocalEngine
 from headrace.errors import PeerLost
 from headrace.policies.schedule import SCHEDULES
@@ -120,7 +121,7 @@ def die_in_the_third_round(told: Path, worker: hr.Worker) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_that_dies_ends_the_run_within_two_seconds_and_it_goes_on_with_fewer(tmp_path: Path) -> None:
+def test_a_stage_that_dies_ends_the_run_at_once_and_it_goes_on_with_fewer(tmp_path: Path) -> None:
     told, run_dir = tmp_path / "told", tmp_path / "run"
     checkpoints = hr.Checkpoints(every_steps=1)
     three = dataclasses.replace(job(DEEP), epochs=2)
@@ -128,7 +129,7 @@ def test_a_stage_that_dies_ends_the_run_within_two_seconds_and_it_goes_on_with_f
         begin = partial(hr.launch, partial(die_in_the_third_round, told), three, hr.Pipeline(3, 4))
         with pytest.raises(PeerLost) as lost:
             begin(device="cpu", run_dir=run_dir, engine=engine, checkpoints=checkpoints)
-        assert time.monotonic() - float(told.read_text()) < 2.0
+        assert time.monotonic() - float(told.read_text()) < NOTICED_S
         assert "rank 2 (stage 2 of 3)" in str(lost.value)
         assert "SIGKILL" in str(lost.value)
         resumed = hr.fit(three, hr.Pipeline(2, 4), device="cpu", run_dir=run_dir, engine=engine, resume=True)
