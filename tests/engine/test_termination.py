@@ -91,7 +91,7 @@ def finished(run_dir: Path, workers: int) -> int:
 
 def check_left(process: subprocess.Popen[str], children: list[int], run_dir: Path, workers: int) -> None:
     """Looks at what a command that was asked to end has left."""
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 143, said
     assert "terminated (SIGTERM)" in said
     assert until(lambda: all(state(pid) == "" for pid in children), 30)
@@ -133,7 +133,7 @@ def test_before_it_has_begun(tmp_path: Path, after_s: float) -> None:
         time.sleep(after_s)
         children = below(process.pid)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     # Before Python has come to our first line, the system ends it.
     assert process.returncode in (143, -signal.SIGTERM)
     # Nobody goes on importing for it. When those who have ended are reaped is the system's business.
@@ -151,13 +151,13 @@ def test_while_it_restores(tmp_path: Path) -> None:
         folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
         assert until(lambda: len(folder.steps()) > 1, 60)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     before = files_of(tmp_path / "run")[0]
     with command(tmp_path, "--resume") as process:
         launcher = tmp_path / "run" / "events" / "launcher.jsonl"
         assert until(lambda: launcher.read_text().count('"run_started"') == 2, 60)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     assert process.returncode == 143
     assert files_of(tmp_path / "run")[0] >= before, "what was restored is not lost"
 
@@ -183,7 +183,7 @@ def test_to_a_worker_alone(tmp_path: Path) -> None:
         children = below(process.pid)
         workers = [pid for child in children for pid in below(child)]
         os.kill(workers[1], signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     assert process.returncode == 130
     assert until(lambda: all(state(pid) == "" for pid in children), 30)
     assert files_of(tmp_path / "run")[0] == finished(tmp_path / "run", 2)
@@ -219,7 +219,7 @@ print(run.status, came)
 @pytest.mark.parametrize("handler", ["own", "none"])
 def test_a_script_keeps_its_own_answer(tmp_path: Path, handler: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, handler, tmp_path / "run"], env=environment(), text=True,
-                          capture_output=True, timeout=60)  # fmt: skip
+                          capture_output=True, timeout=120)  # fmt: skip
     if handler == "own":
         assert (done.returncode, done.stdout) == (0, "ok [1]\n"), done.stderr
         assert files_of(tmp_path / "run")[0] == ROUNDS
@@ -234,7 +234,7 @@ def test_the_launcher_dies_and_the_run_goes_on(engine: LocalEngine, tmp_path: Pa
     script = [sys.executable, "-m", "engine.lasting", "lstm", "mirrored"]
     for resume, number, at, code in (("new", 9, 9, -9), ("resume", 15, 11, -15)):
         arguments = [*script, str(tmp_path / "a"), resume, str(number), str(at)]
-        done = subprocess.run(arguments, env=environment(), text=True, capture_output=True, timeout=60)
+        done = subprocess.run(arguments, env=environment(), text=True, capture_output=True, timeout=120)
         assert done.returncode == code, done.stderr
     run = hr.fit(
         lasting_job("lstm"), hr.Mirrored(2), run_dir=tmp_path / "a", engine=engine, checkpoints=OFTEN, resume=True
@@ -272,7 +272,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
             pair.append(subprocess.Popen(arguments, env=names, text=True, stdout=subprocess.DEVNULL,
                                          stderr=subprocess.PIPE))  # fmt: skip
         started.extend(pair)
-        said = [process.communicate(timeout=60)[1] for process in pair]
+        said = [process.communicate(timeout=120)[1] for process in pair]
         return [(process.returncode, text) for process, text in zip(pair, said, strict=True)]
 
     yield start
@@ -388,7 +388,7 @@ def test_json_says_what_happened(tmp_path: Path) -> None:
     with command(tmp_path, "--json") as process:
         assert until((tmp_path / "rank-0.log").exists, 60)
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=120)
     assert process.returncode == 143
     error = json.loads(out)["error"]
     assert (error["message"], error["exit_code"]) == ("terminated (SIGTERM)", 143)

@@ -96,10 +96,13 @@ def _blob_in(descriptor: int, most: int, shared: bool) -> memoryview:
         segment = Segment.received(descriptor, length)
         segment.close()
         return segment.memory
-    with os.fdopen(descriptor, "rb") as file:
-        # Which only memory has: a pipe, or a file of a slow disk, could be waited for.
+    try:
+        # Which only memory has: a folder could not be read, a pipe or a file of a slow disk could be waited for.
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if length > most:
             raise ValueError(f"a blob of {length:,} bytes came, at most {most:,} may")
-        file.seek(0)
-        return memoryview(file.read(length))
+        with open(descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            return memoryview(file.read(length))
+    finally:
+        os.close(descriptor)
