@@ -8,12 +8,15 @@ from pathlib import Path
 
 __all__ = ["MMAP_THRESHOLD", "MOST_ARENAS", "TOP_PAD", "TRIM_THRESHOLD", "give_back", "resident_bytes", "tune"]
 
-# What `mallopt` calls them (malloc.h).
+# Numbers of `mallopt` (malloc.h).
 TRIM_THRESHOLD = -1
+"""Of bytes that are free at the heap's end, and kept."""
 TOP_PAD = -2
+"""Of bytes that the heap grows by beyond what is asked for."""
 MMAP_THRESHOLD = -3
+"""Of bytes from which on a piece is mapped by itself."""
 MOST_ARENAS = -8
-"""Pieces of memory that threads take theirs from."""
+"""Of pieces of memory that threads take theirs from."""
 
 # Not every C library has them.
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
