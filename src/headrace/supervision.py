@@ -30,6 +30,7 @@ from headrace.engine.process import LAST_WORDS, log_path
 from headrace.errors import PeerLost, RunFailed, UsageError
 from headrace.policies.split import split
 from headrace.ps.snapshots import SnapshotSet
+from headrace.report.disk import Disk
 from headrace.report.events import LogTail, Tail
 from headrace.report.servers import imbalance
 from headrace.report.show import Show
@@ -154,10 +155,12 @@ def _follow(
 
     served: dict[int, Served] = {}
     log = LogTail(log_path(order.run_dir, 0), until=LAST_WORDS, new_only=True)
+    disk = Disk(order.run_dir, show.line)
 
     def follow(progress: Progress | None = None) -> None:
         if progress:
             show.update(progress.step, progress.loss, progress.examples)
+        disk.look()
         for line in log.read():
             show.line(line)
         for event in tail.read():
