@@ -30,18 +30,27 @@ pytestmark = pytest.mark.slow
 EXAMPLES = 96
 BATCH = 16
 EPOCHS = 30
+HURRIED = 15
 MARK = "HEADRACE_TEST_MARK"
 
 
 class Counter(nn.Module):
-    """Its parameters count how often each example was trained on, if the learning rate is the batch."""
+    """Its parameters count how often each example was trained on, if the learning rate is the batch.
 
-    def __init__(self) -> None:
+    Args:
+        awaited: a file. From the epoch `HURRIED` on, a batch takes half a second until it is there: so few epochs
+            outlast what shall happen meanwhile, and are over soon after it.
+    """
+
+    def __init__(self, awaited: Path | None = None) -> None:
         super().__init__()
+        self._awaited = awaited
         halves = (nn.Parameter(torch.zeros(EXAMPLES // 2, dtype=torch.float64)) for _ in range(2))
         self.low, self.high = halves
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if self._awaited is not None and self.count.mean() > HURRIED:
+            until(self._awaited.exists, 0.5)
         return -inputs @ self.count
 
     @property
@@ -95,10 +104,12 @@ class Hand:
     Args:
         deeds: by step: rank and signal.
         after: steps count from when this rank has started.
+        done: the file to make after the last deed.
     """
 
-    def __init__(self, deeds: dict[int, tuple[int, int]], after: int = 0) -> None:
+    def __init__(self, deeds: dict[int, tuple[int, int]], after: int = 0, done: Path | None = None) -> None:
         self._after = after
+        self._done = done
         self.lost: list[Lost] = []
         self._deeds = dict(deeds)
         self.pids: dict[int, int] = {}
@@ -114,6 +125,8 @@ class Hand:
             for step in [step for step in self._deeds if step <= self._steps]:
                 rank, number = self._deeds.pop(step)
                 os.kill(self.pids[rank], number)
+            if self._done is not None and not self._deeds:
+                self._done.touch()
 
 
 @dataclass(frozen=True)
@@ -141,21 +154,26 @@ every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=list(S
 
 @every_strategy
 def test_killed_workers_are_replaced_and_no_example_is_lost_or_doubled(
-    engine: LocalEngine, make: Callable[..., hr.Strategy]
+    engine: LocalEngine, make: Callable[..., hr.Strategy], tmp_path: Path
 ) -> None:
-    hand = Hand({100: (1, signal.SIGKILL), 600: (0, signal.SIGKILL)})
-    check_counts(hr.fit(counting_job(120), make(), engine=engine, on_event=hand), 120)
+    done = tmp_path / "done"
+    hand = Hand({30: (1, signal.SIGKILL), 80: (0, signal.SIGKILL)}, done=done)
+    job = counting_job(40, model=functools.partial(Counter, done))
+    check_counts(hr.fit(job, make(), engine=engine, on_event=hand), 40)
     assert sorted(lost.lost for lost in hand.lost) == [0, 1]
     assert all("SIGKILL" in lost.cause for lost in hand.lost)
     assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
 
 
 @every_strategy
-def test_a_killed_server_with_a_backup_is_followed_by_it(engine: LocalEngine, make: Callable[..., hr.Strategy]) -> None:
-    strategy = make(backups=1)
+def test_a_killed_server_with_a_backup_is_followed_by_it(
+    engine: LocalEngine, make: Callable[..., hr.Strategy], tmp_path: Path
+) -> None:
+    strategy, done = make(backups=1), tmp_path / "done"
     servers = getattr(strategy, "servers")  # noqa: B009  (of both kinds)
-    hand = Hand({300: (3, signal.SIGKILL)}, after=3 + servers)
-    check_counts(hr.fit(counting_job(150), strategy, engine=engine, on_event=hand), 150)
+    hand = Hand({60: (3, signal.SIGKILL)}, after=3 + servers, done=done)
+    job = counting_job(40, model=functools.partial(Counter, done))
+    check_counts(hr.fit(job, strategy, engine=engine, on_event=hand), 40)
     assert [lost.lost for lost in hand.lost] == [3]
     assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
 
@@ -206,20 +224,26 @@ def test_checkpoints_go_on_when_a_worker_dies(engine: LocalEngine, tmp_path: Pat
 def test_a_worker_that_dies_while_all_save_before_their_first_round(
     engine: LocalEngine, victim: int, delay_s: float, tmp_path: Path
 ) -> None:
-    hand = Hand({}, after=victim)
-    timer = threading.Timer(delay_s, lambda: os.kill(hand.pids[victim], signal.SIGKILL))
+    hand, done = Hand({}, after=victim), tmp_path / "done"
+
+    def kill() -> None:
+        os.kill(hand.pids[victim], signal.SIGKILL)
+        done.touch()
+
+    timer = threading.Timer(delay_s, kill)
 
     def follow(event: Event) -> None:
         hand(event)
         if isinstance(event, WorkerStarted) and event.rank == victim and not timer.ident:
             timer.start()
 
-    run = hr.fit(counting_job(100), hr.ParameterServer(2), engine=engine, on_event=follow, run_dir=tmp_path)
-    check_counts(run, 100)
+    job = counting_job(25, model=functools.partial(Counter, done))
+    run = hr.fit(job, hr.ParameterServer(2), engine=engine, on_event=follow, run_dir=tmp_path / "run")
+    check_counts(run, 25)
     assert [lost.lost for lost in hand.lost] == [victim]
-    newest, damaged = CheckpointFolder(tmp_path / "checkpoints").latest()
+    newest, damaged = CheckpointFolder(tmp_path / "run" / "checkpoints").latest()
     assert newest is not None
-    assert (newest.step, damaged) == (100 * EXAMPLES // BATCH, ())
+    assert (newest.step, damaged) == (25 * EXAMPLES // BATCH, ())
 
 
 class Doomed(Counter):
@@ -247,13 +271,16 @@ def test_workers_join_and_leave_a_run_that_goes_on(engine: LocalEngine, tmp_path
         said.append(ask_for_workers(tmp_path / "run", -2, 60))
         with pytest.raises(UsageError, match="a run has 1 to"):
             ask_for_workers(tmp_path / "run", -1, 60)
+        done.touch()
 
+    done = tmp_path / "done"
     thread = threading.Thread(target=staff)
     thread.start()
+    job = counting_job(150, model=functools.partial(Counter, done))
     with LocalEngine() as fresh:
-        run = hr.fit(counting_job(2000), hr.ParameterServer(2), engine=fresh, run_dir=tmp_path / "run")
+        run = hr.fit(job, hr.ParameterServer(2), engine=fresh, run_dir=tmp_path / "run")
     thread.join()
-    check_counts(run, 2000)
+    check_counts(run, 150)
     assert [line.split(":")[0] for line in said] == ["3 workers from now on", "1 worker from now on"]
     ended = [event.rank for event in run.events if isinstance(event, WorkerEnded)]
     assert ended == [1, 3, 0] or ended == [3, 1, 0]
