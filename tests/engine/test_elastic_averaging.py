@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import headrace as hr
 from engine.conftest import until
-from engine.test_elastic import Counted, Hand, check_counts, counting_job
+from engine.test_elastic import Counted, Counter, Hand, check_counts, counting_job
 from headrace.engine.local import LocalEngine
 from headrace.engine.staffing import ask_for_workers
 from headrace.spec.event import WorkerEnded
 
 pytestmark = pytest.mark.slow
 
-EPOCHS = 150
+EPOCHS = 40
 
 
 @pytest.mark.parametrize(("wait", "servers"), [(2, 1), (0.2, 1), (2, 2), (0.2, 2)])
 def test_killed_workers_are_replaced_and_no_example_is_lost_or_doubled(
-    engine: LocalEngine, wait: float, servers: int
+    engine: LocalEngine, wait: float, servers: int, tmp_path: Path
 ) -> None:
-    hand = Hand({100: (1, signal.SIGKILL), 300: (0, signal.SIGKILL)})
-    check_counts(
-        hr.fit(counting_job(EPOCHS), Counted(3, wait=wait, servers=servers), engine=engine, on_event=hand), EPOCHS
-    )
+    hand = Hand({30: (1, signal.SIGKILL), 80: (0, signal.SIGKILL)}, done=tmp_path / "done")
+    job = counting_job(EPOCHS, model=partial(Counter, tmp_path / "done"))
+    check_counts(hr.fit(job, Counted(3, wait=wait, servers=servers), engine=engine, on_event=hand), EPOCHS)
     assert sorted(lost.lost for lost in hand.lost) == [0, 1]
 
 
-def test_a_killed_server_with_a_backup_is_followed_by_it(engine: LocalEngine) -> None:
-    hand = Hand({150: (3, signal.SIGKILL)}, after=4)
-    check_counts(hr.fit(counting_job(EPOCHS), Counted(3, wait=0.2, backups=1), engine=engine, on_event=hand), EPOCHS)
+def test_a_killed_server_with_a_backup_is_followed_by_it(engine: LocalEngine, tmp_path: Path) -> None:
+    hand = Hand({60: (3, signal.SIGKILL)}, after=4, done=tmp_path / "done")
+    job = counting_job(EPOCHS, model=partial(Counter, tmp_path / "done"))
+    check_counts(hr.fit(job, Counted(3, wait=0.2, backups=1), engine=engine, on_event=hand), EPOCHS)
     assert [lost.lost for lost in hand.lost] == [3]
 
 
@@ -45,12 +46,15 @@ def test_workers_join_and_leave_a_run_that_waits_for_all(tmp_path: Path) -> None
         said.append(ask_for_workers(tmp_path / "run", 1, 60))
         assert until(lambda: (tmp_path / "run" / "events" / "rank-3.jsonl").exists(), 60)
         said.append(ask_for_workers(tmp_path / "run", -2, 60))
+        done.touch()
 
+    done = tmp_path / "done"
     thread = threading.Thread(target=staff)
     thread.start()
     with LocalEngine() as fresh:
-        run = hr.fit(counting_job(600), Counted(2), engine=fresh, run_dir=tmp_path / "run")
+        job = counting_job(100, model=partial(Counter, done))
+        run = hr.fit(job, Counted(2), engine=fresh, run_dir=tmp_path / "run")
     thread.join()
-    check_counts(run, 600)
+    check_counts(run, 100)
     assert [line.split(":")[0] for line in said] == ["3 workers from now on", "1 worker from now on"]
     assert sorted(event.rank for event in run.events if isinstance(event, WorkerEnded)) == [0, 1, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 
 import pytest
@@ -163,7 +164,9 @@ def test_a_pull_may_ask_for_a_version_that_is_still_to_come() -> None:
     assert told(shard, Settle(version=9), Settle(version=5), Pull(0)) == [Reply(0, 9)]
 
 
-# Histories: 17 regimes x 10 x 20 = 3,400 here, 78,200 more in the slow tests.
+# Histories: 17 regimes x 10 x 20 = 3,400 here, 17,000 more in the slow tests, and as many as one likes.
+
+MANY = int(os.environ.get("HEADRACE_HISTORIES", "1000"))
 
 
 @pytest.mark.parametrize("chunk", range(10))
@@ -183,14 +186,14 @@ def test_random_histories_in_which_workers_are_lost(regime: str, chunk: int) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("regime", PEACE)
 def test_many_random_histories(regime: str) -> None:
-    for seed in range(1_000, 5_600):
+    for seed in range(1_000, 1_000 + MANY):
         check(PEACE, regime, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("regime", DEATHS)
 def test_many_random_histories_in_which_workers_are_lost(regime: str) -> None:
-    for seed in range(1_000, 5_600):
+    for seed in range(1_000, 1_000 + MANY):
         check(DEATHS, regime, seed)
 
 
