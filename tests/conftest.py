@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -14,6 +16,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples on every run, and no deadline: neighbours on a busy machine are not the test's fault.
 settings.register_profile("headrace", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("headrace")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_waiting_for_the_disk(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test writes must outlive processes, not a power cut; to wait for that takes longer than a small run.
+
+    Checkpoints' own tests, and all workers that are processes, do wait.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "checkpoint" not in request.path.parts:
+            patch.setattr(os, "fsync", lambda _: None)
+        yield
+
 
 LONGEST = (
     "test_elastic.py",
