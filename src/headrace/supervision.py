@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import sys
 import tempfile
@@ -11,19 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from typing import Any
-
-import torch
 
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.attempt import Going, begin
 from headrace.engine.interrupts import TERMINATED
 from headrace.engine.journal import Journal
 from headrace.engine.launched import LaunchedEngine
-from headrace.engine.machine import can_paint
+from headrace.engine.machine import can_paint, versions
 from headrace.engine.order import SNAPSHOTS, Attempt, Engine, Order, Progress, Resumption
 from headrace.engine.preparation import Prepared
 from headrace.engine.process import LAST_WORDS, log_path
@@ -228,7 +224,7 @@ def _started(order: Order, prepared: Prepared) -> RunStarted:
         examples_per_epoch=prepared.examples,
         started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
         plan=to_plain(order.plan),
-        versions={"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()},
+        versions=versions(),
         clock_s=order.started,
         resumed_step=resume.done if resume else 0,
         resumed_leases=resume.snapshots.committed if resume and resume.snapshots else (),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.cluster import Cluster, Host
 
-__all__ = ["can_paint", "check_shared_memory", "cores", "detect", "host_name", "require_linux"]
+__all__ = ["can_paint", "check_shared_memory", "cores", "detect", "host_name", "require_linux", "versions"]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -65,6 +68,14 @@ def detect(device: str, ranks: int | None = None) -> Cluster:
         )
     host = Host(host_name(), cores(), available_bytes(), found)
     return Cluster((host,), ranks, "cuda" if found else "cpu")
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """Returns the versions of "headrace", "torch" and "python"; finding ours reads files, for milliseconds."""
+    import torch
+
+    return {"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()}
 
 
 def can_paint(stream: TextIO) -> bool:

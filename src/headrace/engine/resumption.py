@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from headrace.checkpoint import Checkpoint, CheckpointFolder
+from headrace.engine.machine import versions
 from headrace.engine.order import Resumption
 from headrace.engine.preparation import Prepared
 from headrace.engine.snapshot import making_sense
@@ -53,7 +52,7 @@ def describe_run(job: Job, prepared: Prepared, plan: Plan) -> dict[str, Any]:
             for field in fields(job.options)
             if field.name != "schedule"
         },
-        "versions": {"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": dict(versions()),
     }
 
 
