@@ -47,5 +47,5 @@ def test_saving_copies_pieces_and_loading_takes_the_state_once(tmp_path: Path) -
     to_save, to_load, count = map(float, done.stdout.split())
     assert count == 2
     # Some chunks of 4 MB, which differ from run to run by how many the allocator keeps; one copied tensor is 0.5.
-    assert to_save < 0.2
+    assert to_save < 0.35
     assert to_load < 0.1, "more than a state of the same size had taken"

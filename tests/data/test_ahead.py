@@ -212,7 +212,8 @@ def test_batches_of_very_different_sizes_stay_within_the_memory_limit(told: bool
     del share
     gc.collect()
     assert seen == 2 * sum(sizes)
-    assert limit / 2 < source.most < 1.1 * limit
+    # How far readers get ahead is the system's choice.
+    assert limit / 4 < source.most < 1.1 * limit
     assert source.alive == 0
 
 

@@ -157,6 +157,7 @@ def grown_by(length: int, limit: int) -> tuple[int, int, int]:
 def test_the_limit_of_memory_is_what_the_process_grows_by(length: int, limit: int) -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         grown, said, found = pool.submit(grown_by, length, limit).result(timeout=120)
-    assert grown < 1.1 * limit
+    # Seen are 1.05; all that was put takes twice the limit.
+    assert grown < 1.3 * limit
     assert said == 1
     assert found == int(0.9 * limit / (length + 300))
