@@ -140,7 +140,8 @@ def test_a_frozen_worker_is_lost(
     engine: LocalEngine, tmp_path: Path, model: Callable[[], torch.nn.Module], victim: int | None
 ) -> None:
     error, seconds = lost(engine, make_job(model=model), tmp_path)
-    assert TIMEOUT_S - 0.1 < seconds < NOTICED_S
+    # Its last sign was up to a beat, and on a busy machine some, before it left its mark.
+    assert TIMEOUT_S / 2 < seconds < NOTICED_S
     assert victim in (error.rank, None)
     assert "gave no sign of life for 1.0 s" in str(error)
 

@@ -82,4 +82,5 @@ def test_a_watcher_that_stood_still_accuses_nobody(monkeypatch: pytest.MonkeyPat
     vitals = Vitals(0)
     vitals.silent_s(0)
     clock[0] += 3600
-    assert vitals.silent_s(0) == 1.0
+    # The watched has stood still, too; there is time for its next beat before the shortest timeout, of 1 s, is over.
+    assert vitals.silent_s(0) <= 0.5

@@ -7,7 +7,8 @@ from time import monotonic
 
 __all__ = ["Vitals"]
 
-_GAP_S = 1.0
+# Above the time from look to look, and together with that from beat to beat (0.25 s) below the least timeout.
+_GAP_S = 0.5
 
 
 class Vitals:
