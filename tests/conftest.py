@@ -6,6 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -43,5 +44,7 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lets long files begin first, so that whoever runs several at a time is done with all at about the same time."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: (item.path.name not in LONGEST, -slow[item.path], item.path))
+    effort: Counter[Path] = Counter()
+    for item in items:
+        effort[item.path] += 10 if item.get_closest_marker("slow") else 1
+    items.sort(key=lambda item: (item.path.name not in LONGEST, -effort[item.path], item.path))
