@@ -25,6 +25,7 @@ TUNED = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
 

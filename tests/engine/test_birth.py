@@ -29,11 +29,14 @@ print(json.dumps({
     "command": open(f"{place}/cmdline").read().split(chr(0))[:4],
     "session": os.getsid(child.pid) == child.pid,
     "targets": targets,
+    "large": any(" hg" in line for line in open(f"{place}/smaps") if line.startswith("VmFlags")),
 }))
 ours.close()
 print(child.wait(20), child.poll())
 stop.set()
 """
+
+_MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def born(*arguments: str) -> tuple[dict[str, object], str]:
@@ -69,3 +72,12 @@ def test_a_process_with_threads_is_not_forked() -> None:
     assert command[1:] == ["-P", "-m", "headrace.engine.zygote"]
     assert Path(command[0]).name.startswith("python")
     assert last == "0 0"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not _MODE.exists() or "[madvise]" not in _MODE.read_text(), reason="large pages are not for those who ask here"
+)
+@pytest.mark.parametrize("arguments", [(), ("threads",)], ids=["fork", "program"])
+def test_asks_for_large_pages(arguments: tuple[str, ...]) -> None:
+    assert born(*arguments)[0]["large"] is True
