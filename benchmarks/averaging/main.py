@@ -16,6 +16,7 @@ import headrace as hr
 from headrace.engine.local import LocalEngine
 
 CEILING = "ceiling: 2 unconnected, tuned"
+FRESH = "the same, fresh batches"
 STRATEGIES = {
     "period 1": hr.ParameterAveraging(2, period=1),
     "period 16": hr.ParameterAveraging(2, period=16),
@@ -27,23 +28,38 @@ STRATEGIES = {
 }
 
 
+def fresh(seconds: float) -> float:
+    """Returns what the ceiling's loop makes when it takes other examples in every step."""
+    os.environ["FRESH"] = "1"
+    try:
+        return rival("ddp", "1", "mlp", str(seconds), copies=2, tuned=True)
+    finally:
+        del os.environ["FRESH"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
     arguments = parser.parse_args()
-    os.environ.pop("THREADS", None)
+    for name in ("THREADS", "FRESH"):
+        os.environ.pop(name, None)
     with LocalEngine() as engine:
         contestants = {
             CEILING: partial(rival, "ddp", "1", "mlp", str(arguments.seconds), copies=2, tuned=True),
+            FRESH: partial(fresh, arguments.seconds),
             **{
                 name: partial(throughput, "mlp", strategy, workers=2, seconds=arguments.seconds, engine=engine)
                 for name, strategy in STRATEGIES.items()
             },
         }
         figures = alternate(contestants, arguments.rounds)
-    ratios = {f"{name} / {of}": ratio(figures, name, of) for of in (CEILING, "unconnected") for name in STRATEGIES
-              if name != of}  # fmt: skip
+    ratios = {
+        f"{name} / {of}": ratio(figures, name, of)
+        for of in (CEILING, FRESH, "unconnected")
+        for name in STRATEGIES
+        if name != of
+    }
     report(Path(__file__).parent, "averaging", "examples/s", figures, ratios)
 
 

@@ -1,14 +1,17 @@
 """torch's DistributedDataParallel over gloo, one thread a process: `ddp.py WORKERS mlp|cnn SECONDS`; prints examples/s.
 
 With 1 worker it is the bare loop: two of them at once are the ceiling, one with all threads what a user of one
-machine would pick (`THREADS` and `BATCH` in the environment).
+machine would pick (`THREADS` and `BATCH` in the environment). With `FRESH` it takes other examples in every step, as
+training does, and not one batch again and again.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,6 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from workloads import EXAMPLES_A_WORKER, MODELS, examples
 
 
+def fresh(workload: str, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields batches of a data set in memory, in another order in every epoch."""
+    x, y = examples(workload, 4096)
+    while True:
+        for index in torch.randperm(len(x)).split(batch):
+            yield x.index_select(0, index), y.index_select(0, index)
+
+
 def train(rank: int, workers: int, workload: str, seconds: float, port: int) -> None:
     torch.set_num_threads(int(os.environ.get("THREADS", "1")))
     batch = int(os.environ.get("BATCH", str(EXAMPLES_A_WORKER)))
@@ -29,10 +40,11 @@ def train(rank: int, workers: int, workload: str, seconds: float, port: int) -> 
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=workers)
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = examples(workload, batch)
     loss = nn.CrossEntropyLoss()
+    batches = fresh(workload, batch) if "FRESH" in os.environ else itertools.repeat(examples(workload, batch))
 
     def step() -> None:
+        x, y = next(batches)
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()
