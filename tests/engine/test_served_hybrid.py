@@ -49,9 +49,9 @@ def test_whoever_is_killed_ends_the_run_with_its_name(
         killed.append(time.monotonic())
         os.kill(pids[victim], signal.SIGKILL)
 
-    job = long_job(model=two_layers)
+    job, on_event = long_job(model=two_layers), at_step(40, kill, ranks=6)
     with pytest.raises(PeerLost, match=rf"rank {victim} \({named}\) on .* killed by signal 9") as lost:
-        hr.fit(job, strategy, engine=engine, run_dir=tmp_path, checkpoints=EVERY_FOUR, on_event=at_step(40, kill))
+        hr.fit(job, strategy, engine=engine, run_dir=tmp_path, checkpoints=EVERY_FOUR, on_event=on_event)
     assert time.monotonic() - killed[0] < NOTICED_S
     assert "resume=True (--resume) goes on" in str(lost.value)
     # How far they had come when the signal did depends on what else the machine does.
@@ -66,7 +66,7 @@ def test_whoever_is_killed_ends_the_run_with_its_name(
 def test_whoever_is_asked_to_end_ends_all_with_what_was_trained(
     engine: LocalEngine, strategy: hr.Strategy, rank: int, tmp_path: Path
 ) -> None:
-    ask = at_step(20, lambda pids: os.kill(pids[rank], signal.SIGTERM))
+    ask = at_step(20, lambda pids: os.kill(pids[rank], signal.SIGTERM), ranks=6)
     job = long_job(model=two_layers, eval_data=None)
     assert_ended_in_order(hr.fit(job, strategy, engine=engine, run_dir=tmp_path, on_event=ask))
 
