@@ -20,6 +20,7 @@ from headrace.errors import RunFailed
 from headrace.metrics import weigh
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.spec.event import Averaged, Evaluated
+from headrace.strategies import parameter_averaging
 from strategies.contract_models import ADAM, COUNTS, MODELS, VARIANTS, Case, Convolutional, dense, images
 from strategies.contract_options import SCHEDULES
 from strategies.contract_runs import Saved, distance, drive, held, step, train, with_replicas
@@ -38,6 +39,12 @@ CASES: Mapping[str, Case] = {
     "tokens": VARIANTS["tokens"],
     "batch-norm": Case(Convolutional, images),
 }
+
+
+@pytest.fixture(params=["in place", "apart"])
+def places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets parameters lie where workers meet, and in memory of each worker's own."""
+    monkeypatch.setattr(parameter_averaging, "_RARELY", 1 if request.param == "apart" else 10**9)
 
 
 def meet(models: list[nn.Module], weights: list[float], outer: dict[str, Any]) -> None:
@@ -113,6 +120,7 @@ def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize(("workers", "period", "size"), [(2, 3, "uneven"), (3, 2, "tiny"), (3, 100, "uneven")])
 def test_local_steps_and_their_mean(case: str, workers: int, period: int, size: str) -> None:
@@ -121,6 +129,7 @@ def test_local_steps_and_their_mean(case: str, workers: int, period: int, size: 
     assert distance(floating(outcome.tensors), floating(by_hand(job, workers, period, MEAN))) <= 1e-12
 
 
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize(("workers", "period"), [(1, 2), (2, 3), (3, 2)])
 def test_diloco_is_sgd_with_nesterov_momentum_on_the_mean(workers: int, period: int) -> None:
     job = CASES["adam"].job(COUNTS["uneven"])
@@ -184,6 +193,7 @@ def test_with_momentum_too_where_the_state_is_averaged(optimizer: Callable[..., 
     assert (distance(apart.tensors, reference.tensors) > DOUBLE) == (size != "even")
 
 
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("strategy", [hr.LocalSGD(3, period=2), hr.DiLoCo(3, period=2), hr.EASGD(3, period=2),
                                       hr.ParameterAveraging(3, period=2, average_optimizer_state=True)])  # fmt: skip
 def test_by_a_wire_as_through_shared_memory(strategy: hr.ParameterAveraging) -> None:
@@ -287,6 +297,7 @@ def test_post_local_meets_after_every_round_first(tmp_path: Path) -> None:
     assert all(event.drift > 0 and event.why == "as asked for" for event in history(run))
 
 
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("strategy", [hr.LocalSGD(2, period=4), hr.DiLoCo(2, period=4), hr.EASGD(2, period=4)])
 def test_to_look_changes_nothing(strategy: hr.Strategy, tmp_path: Path) -> None:
     case = CASES["batch-norm"]
@@ -301,6 +312,7 @@ def test_to_look_changes_nothing(strategy: hr.Strategy, tmp_path: Path) -> None:
     assert runs[0].metrics == runs[1].metrics
 
 
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("strategy", [hr.LocalSGD(3, period=2), hr.DiLoCo(3, period=4), hr.EASGD(3, period=4),
                                       hr.LocalSGD(3, period=4, average_optimizer_state=True)])  # fmt: skip
 @pytest.mark.parametrize("case", ["mlp", "adam", "batch-norm"])
@@ -334,6 +346,7 @@ def spoil_in_round(spoilt: int, worker: hr.Worker) -> None:
                 next(worker.model.parameters()).fill_(float("nan"))
 
 
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("outer", [None, "nesterov", "elastic"])
 @pytest.mark.parametrize("average_state", [False, True])
 def test_who_has_lost_its_numbers_is_left_out_and_goes_on(

@@ -6,6 +6,8 @@ result into each of them:
     worker 0   │ steps on C0 ─┐            ┌─► part 0 of C0, C1 ◄─ mean of part 0 ─┐
                │              ├─ barrier ──┤                                       ├─ barrier ──► steps on C0
     worker 1   │ steps on C1 ─┘            └─► part 1 of C0, C1 ◄─ mean of part 1 ─┘
+
+Workers that meet rarely step on memory of their own, which may lie in large pages, and bring it there and back.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class Average(ABC):
     Attributes:
         layout: places of the tensors.
         own: this worker's copy, `(nbytes,)` uint8.
+        shown: where the others see it, if that is not where it is.
         kept: what the outer step keeps beside it, in the same form.
         lost: what this worker still owes the others, because it was lost on the way, in the same form.
         nbytes: that this rank adds to the host.
@@ -62,6 +65,7 @@ class Average(ABC):
 
     layout: FlatLayout
     own: Tensor
+    shown: Tensor | None = None
     kept: tuple[Tensor, ...]
     lost: tuple[Tensor, ...] = ()
     nbytes: int
@@ -75,6 +79,16 @@ class Average(ABC):
         """Lets what is kept begin with the copies, which are all alike."""
         for region in self.kept[:1]:
             region.copy_(self.own)
+
+    def publish(self) -> None:
+        """Brings this worker's copy where the others see it; before all ranks meet to combine them."""
+        if self.shown is not None:
+            self.shown.copy_(self.own)
+
+    def take(self) -> None:
+        """Brings it back; when they have met again."""
+        if self.shown is not None:
+            self.own.copy_(self.shown)
 
     @abstractmethod
     def combine(self, weights: Sequence[float], look: bool = False) -> Combined:
@@ -94,15 +108,18 @@ class HostAverage(Average):
         layout: places of the tensors; of floating-point types alone.
         host: the workers of this host.
         outer: what becomes of the copies.
+        apart: let this worker's copy lie in memory of its own between meetings.
     """
 
-    def __init__(self, layout: FlatLayout, host: SharedCollective, outer: OuterStep) -> None:
+    def __init__(self, layout: FlatLayout, host: SharedCollective, outer: OuterStep, apart: bool) -> None:
         self.layout = layout
         regions = host.share(layout.nbytes)
         self.own = regions[host.rank]
+        if apart:
+            self.own, self.shown = torch.zeros_like(self.own), self.own
         # One for all, of which each rank moves its part.
         self.kept = tuple(host.share(0 if host.rank else layout.nbytes)[0] for _ in range(outer.copies_kept))
-        self.nbytes = layout.nbytes * (1 + (0 if host.rank else outer.copies_kept))
+        self.nbytes = layout.nbytes * (1 + apart + (0 if host.rank else outer.copies_kept))
         parts = [span.part(host.rank, host.world) for span in layout.spans]
         self._copies = [[part.of(region) for region in regions] for part in parts]
         self._kept = [[part.of(region) for region in self.kept] for part in parts]

@@ -134,6 +134,7 @@ class Gathering(Meetings):
         began = perf_counter()
         if self._rest:
             self._rest.gather()
+        self._average.publish()
         finite = all_finite([*self._average.elements, *(self._rest.elements if self._rest else ())])
         weights, train_s, exchange_s = self._agree(done, finite, began - self._left)
         measured = self._average.combine(weights)
@@ -141,6 +142,7 @@ class Gathering(Meetings):
             self._rest.combine(weights)
         # The second meeting: all parts of all copies are written.
         *squares, norm = self._host.sum([*measured.squares, measured.norm])
+        self._average.take()
         if self._rest:
             self._rest.spread()
         if not finite:
@@ -173,9 +175,11 @@ class Gathering(Meetings):
         self._looked = perf_counter()
         if self._rounds or not self._habits.outer.agrees:
             self._saved = self._average.own.clone()
+            self._average.publish()
             finite = all_finite(self._average.elements)
             self._average.combine(self._agree(self._met + self._rounds, finite, 0.0)[0], look=True)
             self._host.barrier()
+            self._average.take()
 
     def own(self) -> tuple[StatePiece, ...]:
         pieces = [

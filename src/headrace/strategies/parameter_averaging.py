@@ -52,6 +52,9 @@ from headrace.strategies.strategy import (
 
 __all__ = ["EASGD", "DiLoCo", "LocalSGD", "ParameterAveraging"]
 
+_RARELY = 8
+"""Rounds from one meeting to the next for which it pays to bring the parameters there and back."""
+
 
 @dataclass(frozen=True)
 class ParameterAveraging(Strategy):
@@ -120,6 +123,10 @@ class ParameterAveraging(Strategy):
         )  # fmt: skip
 
     @property
+    def _apart(self) -> bool:
+        return isinstance(self.period, int) and self.period >= _RARELY
+
+    @property
     def _wish(self) -> int | AutoPeriod:
         return AutoPeriod() if isinstance(self.period, str) else self.period
 
@@ -145,8 +152,9 @@ class ParameterAveraging(Strategy):
         if self.via == "server":
             return self._service.plan(self.name, describe_options(self), self.workers, model, cluster)
         roles = worker_roles(self.name, self.workers, cluster, spread=True)
-        # Each worker: its copy, what autograd makes, a copy while the model is looked at; all together: what is kept.
-        copies = 3 * len(roles) + outer_step(self.outer).copies_kept
+        # Each worker: its copy, what autograd makes, a copy while the model is looked at, and where workers meet; all
+        # together: what is kept.
+        copies = (3 + self._apart) * len(roles) + outer_step(self.outer).copies_kept
         require_memory(self.name, copies * model.trainable_bytes, cluster)
         return Plan(
             strategy=self.name,
@@ -181,7 +189,9 @@ class ParameterAveraging(Strategy):
         broadcast(parts.module, parts.wire or parts.host)
         outer = outer_step(self.outer)
         habits = Habits(self._wish, outer, self.average_optimizer_state, self.post_local)
-        average = seated(parts.module, parts.model, parts.host, lambda layout: self._average(layout, parts, outer))
+        average = seated(
+            parts.module, parts.model, parts.host, lambda layout: self._average(layout, parts, outer, self._apart)
+        )
         local = LocalExchange(plan.segments, parts)
         rest = remainder(
             parts.module,
@@ -197,9 +207,9 @@ class ParameterAveraging(Strategy):
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
         return self._service.server(plan, rank, parts) if self.via == "server" else super().server(plan, rank, parts)
 
-    def _average(self, layout: FlatLayout, parts: Parts, outer: OuterStep) -> Average:
+    def _average(self, layout: FlatLayout, parts: Parts, outer: OuterStep, apart: bool = False) -> Average:
         if parts.wire is None:
-            return HostAverage(layout, parts.host, outer)
+            return HostAverage(layout, parts.host, outer, apart)
         if self.codec == "plain":
             return WireAverage(layout, parts.wire, parts.device, outer)
         return CodedAverage(layout, parts.wire, parts.device, outer, self.codec)
