@@ -99,6 +99,8 @@ def test_its_processes_go_with_a_worker_that_fails(
         sleeper = subprocess.Popen(["sleep", "60"])
         (tmp_path / f"{victims.rank()}.pid").write_text(str(sleeper.pid))
         if victims.rank() == 1:
+            # Else the other one would end before it has begun one.
+            assert until(lambda: any(file.stat().st_size for file in tmp_path.glob("0.pid")), 30)
             victims.fail() if number is None else os.kill(os.getpid(), number)
 
     with pytest.raises((PeerLost, WorkerFailed)):
