@@ -23,6 +23,7 @@ if __name__ == "__main__":
     seconds = str(arguments.seconds)
     contestants: dict[str, Callable[[], float]] = {
         OURS: partial(rival, "ours_input", "images", "auto", seconds),
+        "ceiling: 2 unconnected loops, our decoder": partial(rival, "bare_images", seconds, copies=2),
         "DataLoader, 2 workers": partial(rival, "dataloader_input", "images", "2", seconds),
         "DataLoader, 2 workers, our decoder": partial(rival, "dataloader_input", "decoder", "2", seconds),
     }
