@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,7 +123,11 @@ def test_where_processes_that_nobody_asked_for_stand_still_threads_read(monkeypa
         if any("stood still" in line for line in said):
             break
     assert found == [place % 400 for place in range(len(found))]
-    assert said[-1] == "data: 1 thread reads ahead (at most 2): processes stood still, as forks of threads may"
+    # One or two, by what was tried before.
+    assert re.fullmatch(
+        r"data: (1 thread reads|2 threads read) ahead \(at most 2\): processes stood still, as forks of threads may",
+        said[-1],
+    )
 
 
 def halved(example: tuple[Tensor]) -> Tensor:

@@ -257,14 +257,19 @@ class Running:
         readers = Readers(self._reader.read, count, _UNASKED_PATIENCE_S if unasked else _PATIENCE_S)
         processes.append(readers)
 
+        given_up = threading.Event()
+
         def read(part: Part) -> Read:
             try:
-                return readers.read(part[0], part[1])
+                # What was handed out before anybody knew is not waited for once more.
+                if not given_up.is_set():
+                    return readers.read(part[0], part[1])
             except Stalled as stalled:
                 if not unasked:
                     raise RunFailed(str(stalled)) from stalled
+                given_up.set()
                 self._stalled = True
-                return self.read(part)
+            return self.read(part)
 
         return read
 
