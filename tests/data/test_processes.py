@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import namedtuple
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from belongings import descriptors
-from headrace.data import Loader, from_arrays, running
+from headrace.data import Loader, from_arrays, processes, running
 from headrace.data.processes import Readers
 from headrace.data.reader import Read
 from headrace.data.running import Means
@@ -118,7 +121,8 @@ def test_where_processes_that_nobody_asked_for_stand_still_threads_read(monkeypa
     said: list[str] = []
     pipeline = from_arrays(torch.arange(400)).map(stands_still_elsewhere())
     found: list[int] = []
-    for share in Loader(pipeline, 0, 4, (1,), 0, means=Means(cores=2, training=1, say=said.append)).rounds():
+    loader = Loader(pipeline, 0, 4, (1,), 0, means=Means(cores=2, training=1, say=said.append))
+    for share in loader.rounds():
         found += share.batch.tolist()
         if any("stood still" in line for line in said):
             break
@@ -128,6 +132,11 @@ def test_where_processes_that_nobody_asked_for_stand_still_threads_read(monkeypa
         r"data: (1 thread reads|2 threads read) ahead \(at most 2\): processes stood still, as forks of threads may",
         said[-1],
     )
+    # Nor are they tried again.
+    forks: list[object] = []
+    monkeypatch.setattr(running, "Readers", lambda *made: forks.append(made))
+    assert sum(share.examples for share in loader.rounds(0, 100)) == 400
+    assert not forks
 
 
 def halved(example: tuple[Tensor]) -> Tensor:
@@ -165,6 +174,17 @@ def test_none_is_left_when_a_loop_ends_early() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    assert descriptors() <= before
+
+
+def test_half_an_answer_leaves_no_descriptor() -> None:
+    before = descriptors()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, tempfile.TemporaryFile() as file:
+        socket.send_fds(theirs, [struct.pack("<qq", 10, 10) + b"{"], [file.fileno()])
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(EOFError):
+            processes._answer(ours)
     assert descriptors() <= before
 
 

@@ -118,7 +118,10 @@ class Readers:
     def _await(self, pid: int, channel: socket.socket) -> None:
         """Waits for an answer, however long a process computes for it."""
         before = -1
-        while not select.select([channel], [], [], self._patience_s)[0]:
+        # Not select, which takes no descriptor beyond the 1024th.
+        answer = select.poll()
+        answer.register(channel, select.POLLIN)
+        while not answer.poll(1000 * self._patience_s):
             ticks = _ticks(pid)
             if ticks == before:
                 raise Stalled(
@@ -222,10 +225,16 @@ def _answer(channel: socket.socket) -> Read:
     head, descriptors, _, _ = socket.recv_fds(channel, _REPLY.size, 1)
     if not head:
         raise EOFError
-    head += _receive(channel, _REPLY.size - len(head))
-    length, size = _REPLY.unpack(head)
+    try:
+        head += _receive(channel, _REPLY.size - len(head))
+        length, size = _REPLY.unpack(head)
+        reply = json.loads(_receive(channel, length))
+    except (EOFError, ConnectionResetError):
+        # It was ended in the middle of its answer.
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
     segment = Segment.received(descriptors[0], size) if descriptors else None
-    reply = json.loads(_receive(channel, length))
     if "error" in reply:
         raise _ERRORS[reply["error"]](reply["message"]) from _InReader(reply["traceback"])
     batch = _rebuilt(reply["batch"], segment)

@@ -137,8 +137,7 @@ class Running:
                 # It must not be kept until the next one is there.
                 del found
                 before = way
-                if self._stalled:
-                    self._stalled = False
+                if self._stalled and way.parallel == "processes":
                     way = self._best = tuner.leave_out("processes")
                     self._say(way, "processes stood still, as forks of threads may")
                 elif not reading.count:
@@ -242,7 +241,7 @@ class Running:
         if parallel != "auto":
             return Ways((parallel,), self._free(), self._cores)
         # A process ends with the thread that started it; where workers are threads, none starts processes unasked.
-        may_fork = self._cores > 1 and threading.current_thread() is threading.main_thread()
+        may_fork = not self._stalled and self._cores > 1 and threading.current_thread() is threading.main_thread()
         # What a process keeps in its own memory, no other one finds there: each would have a cache of its own, and the
         # next epoch's examples would mostly be in another's.
         may_fork &= not any(isinstance(step, Cache) and not step.folder for step in self._pipeline.steps)
