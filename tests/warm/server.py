@@ -30,12 +30,14 @@ import types
 from pathlib import Path
 from typing import Any
 
+from headrace.memory import prefer_large_pages
+
 IMPORTED = ("torch._dynamo", "headrace.engine.process", "headrace.engine.zygote", "headrace.engine.local",
             "headrace.cli", "headrace.trainer", "headrace.comparison", "matplotlib.figure",
             "matplotlib.backends.backend_svg", "sklearn.datasets", "rich.progress")  # fmt: skip
 AT_LOAD = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "GLIBC_", "TORCH_", "LC_", "LANG", "PYTHON")
 """How variables begin that count when a library, or Python, begins; those below can be honoured later."""
-LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
+LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "GLIBC_TUNABLES"}
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 """Variables of glibc's memory, and what `mallopt` calls them (malloc.h)."""
 _BEGUN_WITH = dict(os.environ)
@@ -44,6 +46,7 @@ _added: dict[str, str] = {}
 _PYTHON = sys.executable
 _COERCED = {"LC_CTYPE": "C.UTF-8"} if os.environ.get("LC_CTYPE") == "C.UTF-8" else {}
 """What Python gives itself and its children where the locale is C (PEP 538)."""
+_LARGE_BYTES = 512 << 20
 _MESSAGE_BYTES, _DESCRIPTORS = 1 << 18, 250
 _HIGH = 512
 
@@ -192,6 +195,8 @@ def _prepare(order: dict[str, Any]) -> None:
     for name, parameter in MALLOC.items():
         if name in environment:
             mallopt(parameter, min(int(environment[name]), 2**31 - 1))
+    if "hugetlb=1" in environment.get("GLIBC_TUNABLES", ""):
+        prefer_large_pages(_LARGE_BYTES)
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     sys.stdout.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.engine import birth
 from warm.programs import ROOT, programs
 
 pytestmark = pytest.mark.slow
@@ -105,3 +106,11 @@ def test_what_a_program_starts_is_warm_and_hears_it() -> None:
     code = "import subprocess, sys; print(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
     process = start("-c", code, "import sys; sys.exit(5 if 'torch' in sys.modules else 6)")
     assert process.communicate(timeout=30)[0] == "5\n"
+
+
+def test_an_engine_is_warm() -> None:
+    """The fork server's environment must not send it to a cold Python, which imports torch again for every run."""
+    code = "import sys; sys.exit(5 if 'torch' in sys.modules else 6)"
+    process = start("-P", "-c", code, env={**birth.ENVIRONMENT, **ENVIRONMENT})
+    process.communicate(timeout=30)
+    assert process.returncode == 5

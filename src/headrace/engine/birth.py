@@ -18,14 +18,14 @@ from time import monotonic
 
 from headrace.memory import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
 
-__all__ = ["Child", "begin", "fork"]
+__all__ = ["ENVIRONMENT", "Child", "begin", "fork"]
 
 _LOOK_EVERY_S = 0.01
 
 _KEPT_BYTES = 1 << 30
 _SPARE_BYTES = 64 << 20
 _LARGE_BYTES = 512 << 20
-_ENVIRONMENT = {
+ENVIRONMENT = {
     # Memory that a step frees stays mapped, so that the next step does not fault it in again. glibc reads these
     # when a process begins; 2-18 % more throughput on CPU, for any training.
     "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BYTES),
@@ -75,7 +75,7 @@ def begin(channel: socket.socket) -> Child:
             # Safe path: what lies in the user's folder must not stand in for the libraries.
             [sys.executable, "-P", "-m", "headrace.engine.zygote", str(channel.fileno())],
             pass_fds=[channel.fileno()],
-            env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            env={**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
             stdin=subprocess.DEVNULL,
             # Keys pressed in the terminal are the launcher's to answer.
             start_new_session=True,
@@ -91,7 +91,7 @@ def fork(channel: socket.socket) -> Child:
     Args:
         channel: as in `begin`.
     """
-    os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
+    os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     from headrace.engine import zygote
 
     zygote.load()
