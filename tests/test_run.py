@@ -11,7 +11,7 @@ from torch import nn
 import headrace as hr
 from engine.victims import EXAMPLES, INPUTS, TARGETS, make_job
 from headrace.errors import RunFailed
-from headrace.run import Keeper, Run
+from headrace.run import Run, TemporaryRunDir
 
 CLASSES = (INPUTS.sum(1) > 0).long()
 
@@ -91,7 +91,7 @@ def test_it_shows_itself_in_a_line(run: Run) -> None:
 
 
 def test_a_keeper_keeps_as_long_as_it_is_kept(recwarn: pytest.WarningsRecorder) -> None:
-    keeper = Keeper()
+    keeper = TemporaryRunDir()
     path = keeper.path
     (path / "file").write_text("")
     del keeper

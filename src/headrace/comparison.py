@@ -15,7 +15,7 @@ from headrace.report.page import write_page
 from headrace.report.references import References, verdict
 from headrace.report.summary import Summary
 from headrace.report.table import comparison_plain, comparison_table
-from headrace.run import Keeper, Run
+from headrace.run import Run, TemporaryRunDir
 from headrace.spec.event import Event
 from headrace.spec.job import Job
 from headrace.strategies import OneDevice, Strategy, Unconnected, resolve
@@ -42,7 +42,7 @@ class Comparison:
     run_dir: Path
     page: Path
     # Goes with the comparison that was given no directory of its own.
-    _keeper: Keeper | None = field(default=None, repr=False)
+    _keeper: TemporaryRunDir | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -83,7 +83,7 @@ def compare(
     chosen = [resolve(strategy) for strategy in strategies]
     if not chosen:
         raise UsageError("nothing to compare: name at least one strategy")
-    keeper = Keeper() if run_dir is None else None
+    keeper = TemporaryRunDir() if run_dir is None else None
     directory = Path(keeper.path if keeper else run_dir or ".").absolute()
     if (directory / "comparison.json").exists():
         raise UsageError(f"{directory} holds a comparison already; name another run_dir, or delete it")

@@ -24,10 +24,10 @@ from headrace.spec.event import Event
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 
-__all__ = ["Keeper", "Run"]
+__all__ = ["Run", "TemporaryRunDir"]
 
 
-class Keeper:
+class TemporaryRunDir:
     """A temporary directory that goes with its holder.
 
     Without the warning of `tempfile.TemporaryDirectory`: a run is not closed, only forgotten.
@@ -56,7 +56,7 @@ class Run:
     status: str
     template: nn.Module = field(repr=False)
     # Goes with the run that was given no directory of its own.
-    _keeper: Keeper | None = field(default=None, repr=False)
+    _keeper: TemporaryRunDir | None = field(default=None, repr=False)
 
     @property
     def interrupted(self) -> bool:

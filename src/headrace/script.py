@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from headrace.comm.collective import SharedCollective
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
-from headrace.engine.launched import Group
+from headrace.engine.launched import LaunchedGroup
 from headrace.engine.machine import cores
 from headrace.engine.rendezvous import launched_ranks
 from headrace.engine.shares import counted
@@ -181,7 +181,7 @@ def _join(ranks: int, timeout_s: float) -> tuple[SharedCollective, int]:
     """Returns the processes, and how many of them are on this host."""
     if ranks == 1:
         return InProcess(Meeting(1), 0), 1
-    group = Group(timeout_s)
+    group = LaunchedGroup(timeout_s)
     atexit.register(group.close)
     return group.host, group.mates
 

@@ -15,13 +15,13 @@ from time import monotonic
 from typing import Any
 
 from headrace.checkpoint import CheckpointFolder
-from headrace.engine.attempt import Going, begin
+from headrace.engine.attempt import ResumeRequest, begin_attempt
 from headrace.engine.interrupts import TERMINATED
-from headrace.engine.journal import Journal
+from headrace.engine.journal import EventWriter
 from headrace.engine.launched import LaunchedEngine
 from headrace.engine.machine import can_paint, versions
-from headrace.engine.order import SNAPSHOTS, Attempt, Engine, Order, Progress, Resumption
-from headrace.engine.preparation import Prepared
+from headrace.engine.order import SNAPSHOTS, AttemptInfo, Engine, ResumePoint, RunProgress, RunSpec
+from headrace.engine.preparation import JobInfo
 from headrace.engine.process import LAST_WORDS, log_path
 from headrace.errors import PeerLost, RunFailed, UsageError
 from headrace.policies.split import split
@@ -40,7 +40,7 @@ OnEvent = Callable[[Event], None]
 """Is called with every event of a run."""
 
 
-def supervise(order: Order, prepared: Prepared, engine: Engine, going: Going, on_event: OnEvent | None) -> str:
+def supervise(order: RunSpec, prepared: JobInfo, engine: Engine, going: ResumeRequest, on_event: OnEvent | None) -> str:
     """Runs an order; returns how it ended: "ok", "interrupted" or "terminated".
 
     Args:
@@ -52,11 +52,13 @@ def supervise(order: Order, prepared: Prepared, engine: Engine, going: Going, on
     """
     if isinstance(engine, LaunchedEngine):
         return _together(order, prepared, engine, going, on_event)
-    with begin(order, prepared, going) as (begun, notices):
+    with begin_attempt(order, prepared, going) as (begun, notices):
         return _follow(begun, prepared, notices, engine, on_event)
 
 
-def _together(order: Order, prepared: Prepared, engine: LaunchedEngine, going: Going, on_event: OnEvent | None) -> str:
+def _together(
+    order: RunSpec, prepared: JobInfo, engine: LaunchedEngine, going: ResumeRequest, on_event: OnEvent | None
+) -> str:
     """Runs as one of the launcher's processes: rank 0 leads; those of one host write to one directory."""
     if engine.rank == 0:
         status = _lead(order, prepared, engine, going, on_event)
@@ -77,16 +79,16 @@ def _together(order: Order, prepared: Prepared, engine: LaunchedEngine, going: G
     return status
 
 
-def _joined(order: Order, engine: LaunchedEngine, told: Mapping[str, Any]) -> Order:
+def _joined(order: RunSpec, engine: LaunchedEngine, told: Mapping[str, Any]) -> RunSpec:
     """Returns the order as rank 0 has told it, with the directory and on the clock of this host."""
     resume = _resumption(told["resume"]) if told["resume"] else None
     run_dir, started = Path(told["run_dir"]), told["started"]
     if engine.leader != 0:
         run_dir, started = Path(engine.agree_at_home(str(order.run_dir))), monotonic() - told["passed_s"]
-    return replace(order, run_dir=run_dir, resume=resume, started=started, attempt=Attempt(told["began_s"]))
+    return replace(order, run_dir=run_dir, resume=resume, started=started, attempt=AttemptInfo(told["began_s"]))
 
 
-def _check_seen(order: Order, engine: LaunchedEngine, seen: bool) -> None:
+def _check_seen(order: RunSpec, engine: LaunchedEngine, seen: bool) -> None:
     if engine.all_agree(seen) or not (order.checkpoints or order.resume):
         return
     raise UsageError(
@@ -96,12 +98,12 @@ def _check_seen(order: Order, engine: LaunchedEngine, seen: bool) -> None:
 
 
 @contextmanager
-def _diary(order: Order, prepared: Prepared, engine: LaunchedEngine, seen: bool) -> Iterator[None]:
+def _diary(order: RunSpec, prepared: JobInfo, engine: LaunchedEngine, seen: bool) -> Iterator[None]:
     """Writes down begin and end of the run where a host has a directory of its own."""
     if seen or engine.rank != engine.leader:
         yield
         return
-    journal = Journal(order.run_dir, LAUNCHER, order.started)
+    journal = EventWriter(order.run_dir, LAUNCHER, order.started)
     status = "failed"
     try:
         journal.write(_started(order, prepared))
@@ -112,15 +114,17 @@ def _diary(order: Order, prepared: Prepared, engine: LaunchedEngine, seen: bool)
         journal.close()
 
 
-def _resumption(told: Mapping[str, Any]) -> Resumption:
+def _resumption(told: Mapping[str, Any]) -> ResumePoint:
     snapshots = from_plain(SnapshotSet, told["snapshots"]) if told["snapshots"] else None
-    return Resumption(Path(told["folder"]), told["step"], told["same"], told["reset_optimizer"], snapshots)
+    return ResumePoint(Path(told["folder"]), told["step"], told["same"], told["reset_optimizer"], snapshots)
 
 
-def _lead(order: Order, prepared: Prepared, engine: LaunchedEngine, going: Going, on_event: OnEvent | None) -> str:
+def _lead(
+    order: RunSpec, prepared: JobInfo, engine: LaunchedEngine, going: ResumeRequest, on_event: OnEvent | None
+) -> str:
     with ExitStack() as stack:
         try:
-            begun, notices = stack.enter_context(begin(order, prepared, going))
+            begun, notices = stack.enter_context(begin_attempt(order, prepared, going))
         except BaseException as error:
             engine.agree(json.dumps({"refused": str(error)}))
             raise
@@ -142,9 +146,9 @@ def _lead(order: Order, prepared: Prepared, engine: LaunchedEngine, going: Going
 
 
 def _follow(
-    order: Order, prepared: Prepared, notices: tuple[str, ...], engine: Engine, on_event: OnEvent | None
+    order: RunSpec, prepared: JobInfo, notices: tuple[str, ...], engine: Engine, on_event: OnEvent | None
 ) -> str:
-    journal = Journal(order.run_dir, LAUNCHER, order.started)
+    journal = EventWriter(order.run_dir, LAUNCHER, order.started)
     # Whoever wants no steps need not pay for reading them.
     tail = Tail(order.run_dir, skip=() if on_event else ("stepped",), new_only=True)
     show = Show(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
@@ -153,7 +157,7 @@ def _follow(
     log = LogTail(log_path(order.run_dir, 0), until=LAST_WORDS, new_only=True)
     disk = Disk(order.run_dir, show.line)
 
-    def follow(progress: Progress | None = None) -> None:
+    def follow(progress: RunProgress | None = None) -> None:
         if progress:
             show.update(progress.step, progress.loss, progress.examples)
         disk.look()
@@ -195,7 +199,7 @@ def _follow(
         show.close()
 
 
-def _way_on(order: Order) -> str:
+def _way_on(order: RunSpec) -> str:
     """Returns what to do when a process of a run was lost."""
     if order.checkpoints is None or not CheckpointFolder(order.run_dir / "checkpoints").steps():
         return ""
@@ -204,14 +208,14 @@ def _way_on(order: Order) -> str:
     return f"resume=True (--resume) goes on from {what}"
 
 
-def _rounds(order: Order, prepared: Prepared) -> int | None:
+def _rounds(order: RunSpec, prepared: JobInfo) -> int | None:
     job = order.job
     if order.train is not None or order.seconds is not None:
         return None
     return job.steps or (job.epochs or 0) * -(-prepared.examples // job.global_batch_size)
 
 
-def _started(order: Order, prepared: Prepared) -> RunStarted:
+def _started(order: RunSpec, prepared: JobInfo) -> RunStarted:
     role, resume = order.plan.roles[0], order.resume
     return RunStarted(
         rank=LAUNCHER,
@@ -231,7 +235,7 @@ def _started(order: Order, prepared: Prepared) -> RunStarted:
     )
 
 
-def _first_line(order: Order, prepared: Prepared) -> str:
+def _first_line(order: RunSpec, prepared: JobInfo) -> str:
     plan, role = order.plan, order.plan.roles[0]
     parts = split(order.job.global_batch_size, plan.shares)
     batch = " + ".join(map(str, parts)) if len(parts) <= 8 else f"{len(parts)} x {parts[-1]}..{parts[0]}"

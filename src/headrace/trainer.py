@@ -10,13 +10,13 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.data import as_pipeline
-from headrace.engine.attempt import Going
+from headrace.engine.attempt import ResumeRequest
 from headrace.engine.interrupts import TERMINATED
 from headrace.engine.launched import LaunchedEngine
 from headrace.engine.local import LocalEngine
 from headrace.engine.machine import detect
-from headrace.engine.order import Engine, Order
-from headrace.engine.preparation import Prepared, check_options, prepare
+from headrace.engine.order import Engine, RunSpec
+from headrace.engine.preparation import JobInfo, check_options, inspect_job
 from headrace.engine.rendezvous import join, launched_ranks, of_first, total_of_hosts
 from headrace.engine.resumption import describe_run
 from headrace.engine.termination import Terminated
@@ -24,7 +24,7 @@ from headrace.engine.work import objective_of
 from headrace.engine.worker import Worker
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
 from headrace.planner import Measured, measure
-from headrace.run import Keeper, Run
+from headrace.run import Run, TemporaryRunDir
 from headrace.spec.checkpoints import Checkpoints
 from headrace.spec.cluster import Cluster
 from headrace.spec.job import Job
@@ -79,7 +79,7 @@ def fit(
         UnfitMachine: the machine lacks something.
         RunFailed: a worker failed or was lost.
     """
-    wish = _Wish(device, run_dir, on_event, timeout_s, engine, seconds, checkpoints, resume, reset_optimizer)
+    wish = FitArguments(device, run_dir, on_event, timeout_s, engine, seconds, checkpoints, resume, reset_optimizer)
     return _told(job, None, strategy, wish)
 
 
@@ -109,12 +109,12 @@ def launch(
         job, strategy, device, run_dir, on_event, timeout_s, engine, checkpoints, resume, reset_optimizer: as for
             `fit`, with the same errors.
     """
-    wish = _Wish(device, run_dir, on_event, timeout_s, engine, None, checkpoints, resume, reset_optimizer)
+    wish = FitArguments(device, run_dir, on_event, timeout_s, engine, None, checkpoints, resume, reset_optimizer)
     return _told(job, train, strategy, wish)
 
 
 @dataclass(frozen=True)
-class _Wish:
+class FitArguments:
     """What the caller said beside job and strategy."""
 
     device: str
@@ -128,7 +128,7 @@ class _Wish:
     reset_optimizer: bool
 
 
-def _told(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, wish: _Wish) -> Run:
+def _told(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, wish: FitArguments) -> Run:
     try:
         return _run(job, train, strategy, wish)
     except HeadraceError as error:
@@ -136,7 +136,7 @@ def _told(job: Job, train: Callable[[Worker], None] | None, strategy: str | Stra
         raise error.with_traceback(None) from error.__cause__
 
 
-def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, wish: _Wish) -> Run:
+def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, wish: FitArguments) -> Run:
     timeout_s = wish.timeout_s
     if not (isinstance(timeout_s, int | float) and timeout_s >= _LEAST_TIMEOUT_S):
         raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
@@ -148,7 +148,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     chosen = resolve(strategy)
     ranks = launched_ranks() if wish.engine is None else None
     cluster = detect(wish.device, ranks)
-    prepared = prepare(job)
+    prepared = inspect_job(job)
     check_options(job.options, cluster.device)
     chosen.check(job.options)
     cluster = join(cluster)
@@ -158,13 +158,13 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     plan = chosen.plan(prepared.model, cluster)
     _check_split(job, prepared, plan)
     checkpoints = _checkpoints(job, chosen, wish)
-    keeper = Keeper() if wanted is None else None
+    keeper = TemporaryRunDir() if wanted is None else None
     directory = wanted or Path(keeper.path if keeper else ".")
     description = describe_run(job, prepared, plan) if checkpoints or wish.resume else {}
     own = None if wish.engine else (LaunchedEngine(timeout_s) if ranks else LocalEngine())
     running = own or wish.engine
     assert running is not None
-    order = Order(
+    order = RunSpec(
         job=job,
         train=train,
         strategy=chosen,
@@ -191,7 +191,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     return Run(job, plan, directory, status, prepared.module, keeper)
 
 
-def _profiled(job: Job, prepared: Prepared, strategy: Strategy, cluster: Cluster) -> Prepared:
+def _profiled(job: Job, prepared: JobInfo, strategy: Strategy, cluster: Cluster) -> JobInfo:
     """Looks at the model as the strategy wants it.
 
     Layers are measured where it cuts between them: by one process for all, which shall plan alike.
@@ -210,7 +210,7 @@ def _profiled(job: Job, prepared: Prepared, strategy: Strategy, cluster: Cluster
     return replace(prepared, model=model, notices=(*prepared.notices, *layers.notices))
 
 
-def _going(wish: _Wish) -> Going:
+def _going(wish: FitArguments) -> ResumeRequest:
     resume = wish.resume
     if not isinstance(resume, bool | str | Path):
         raise UsageError(f"resume is True, a run's directory or one checkpoint, got {resume!r:.60}")
@@ -218,10 +218,10 @@ def _going(wish: _Wish) -> Going:
         raise UsageError("resume needs the run_dir of the run that goes on")
     if wish.reset_optimizer and not resume:
         raise UsageError("reset_optimizer (--reset-optimizer) is for a run that goes on; say from what by resume")
-    return Going(resume if isinstance(resume, bool) else Path(resume).absolute(), wish.reset_optimizer)
+    return ResumeRequest(resume if isinstance(resume, bool) else Path(resume).absolute(), wish.reset_optimizer)
 
 
-def _checkpoints(job: Job, strategy: Strategy, wish: _Wish) -> Checkpoints | None:
+def _checkpoints(job: Job, strategy: Strategy, wish: FitArguments) -> Checkpoints | None:
     wanted = wish.checkpoints
     if wanted is None:
         wanted = wish.run_dir is not None and strategy.one_model
@@ -238,7 +238,7 @@ def _checkpoints(job: Job, strategy: Strategy, wish: _Wish) -> Checkpoints | Non
     return chosen
 
 
-def _check_split(job: Job, prepared: Prepared, plan: Plan) -> None:
+def _check_split(job: Job, prepared: JobInfo, plan: Plan) -> None:
     count = plan.replicas
     if job.global_batch_size < count:
         raise InfeasiblePlan(

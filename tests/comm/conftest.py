@@ -13,7 +13,7 @@ import pytest
 
 from headrace.comm.control import ControlPage
 from headrace.comm.segment import Segment
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 
 TESTS = Path(__file__).resolve().parent.parent
 SCRIPT = TESTS / "comm" / "rank_script.py"
@@ -22,14 +22,14 @@ Play = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
+def nursery() -> Iterator[ForkServer]:
+    nursery = ForkServer()
     yield nursery
     nursery.close()
 
 
 @pytest.fixture
-def play(nursery: Nursery, tmp_path: Path) -> Play:
+def play(nursery: ForkServer, tmp_path: Path) -> Play:
     """Returns `play(scenario, world, counter=0, **arguments)`: what every rank's part of a scenario returned."""
 
     def play(scenario: str, world: int, counter: int = 0, **arguments: object) -> list[Any]:

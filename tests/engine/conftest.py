@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.engine.local import LocalEngine
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +24,8 @@ def engine() -> Iterator[LocalEngine]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
+def nursery() -> Iterator[ForkServer]:
+    nursery = ForkServer()
     yield nursery
     nursery.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.ranks import Ended, launcher, run_ranks
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "hosts"
 MASTER = "10.97.0.1"
@@ -49,7 +49,7 @@ def at(network: str, host: int) -> dict[str, str]:
     return {"HEADRACE_HOST": f"host-{host}", "NETWORK_NAMESPACE": f"/run/netns/{network}-{host}"}
 
 
-def starts(nursery: Nursery, network: str, script: Path, folder: Path) -> Start:
+def starts(nursery: ForkServer, network: str, script: Path, folder: Path) -> Start:
     """Returns `start(*arguments, on=(0, 1), awaited=None)`: a rank of a script on each of these hosts.
 
     All end by themselves; so many are waited for first.

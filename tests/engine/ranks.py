@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -63,7 +63,7 @@ def launcher(world: int, address: str) -> list[dict[str, str]]:
 
 
 def run_ranks(
-    nursery: Nursery,
+    nursery: ForkServer,
     folder: Path,
     script: Path,
     arguments: Sequence[str],

@@ -16,7 +16,7 @@ from torch import nn
 import headrace as hr
 from engine.victims import EXAMPLES, INPUTS, TARGETS, make_job
 from headrace.comm import segment
-from headrace.engine.order import Engine, Order, Progress
+from headrace.engine.order import Engine, RunProgress, RunSpec
 from headrace.errors import (
     DataError,
     HeadraceError,
@@ -33,7 +33,7 @@ PAIR = hr.Mirrored(2)
 class Untouched(Engine):
     """Must never be asked to run anything."""
 
-    def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         raise AssertionError("a process would have started")
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ import headrace as hr
 from engine import lasting
 from engine.conftest import below, state, until
 from engine.lasting import OFTEN, files_of, lasting_job
-from headrace.engine.claim import Claim, refuse_living
-from headrace.engine.journal import Journal, events_path
+from headrace.engine.claim import RunDirLock, refuse_living
+from headrace.engine.journal import EventWriter, events_path
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.event import LAUNCHER, Notice, decode
 
@@ -29,7 +29,7 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 def write_events(run_dir: Path, rank: int = LAUNCHER) -> None:
-    journal = Journal(run_dir, rank, time.monotonic() - 7)
+    journal = EventWriter(run_dir, rank, time.monotonic() - 7)
     journal.write(Notice(rank, 7.5, "a line"))
     journal.close()
 
@@ -37,31 +37,31 @@ def write_events(run_dir: Path, rank: int = LAUNCHER) -> None:
 def test_a_new_directory_is_made_and_held(tmp_path: Path) -> None:
     run_dir = tmp_path / "deep" / "run"
     refuse_living(run_dir)
-    claim = Claim(run_dir, continues=False)
+    claim = RunDirLock(run_dir, continues=False)
     assert claim.attempt_s == 0.0
     message = (
         rf"/run is in use by a run that lives \(process {os.getpid()}\); wait for its end, end it, or name another"
     )
     for again in (
-        lambda: Claim(run_dir, continues=False),
-        lambda: Claim(run_dir, True),
+        lambda: RunDirLock(run_dir, continues=False),
+        lambda: RunDirLock(run_dir, True),
         lambda: refuse_living(run_dir),
     ):
         with pytest.raises(UsageError, match=message):
             again()
     claim.close()
     refuse_living(run_dir)
-    Claim(run_dir, continues=False).close()
+    RunDirLock(run_dir, continues=False).close()
 
 
 def test_a_lock_is_not_inherited_by_whatever_is_started(tmp_path: Path) -> None:
-    claim = Claim(tmp_path, continues=False)
+    claim = RunDirLock(tmp_path, continues=False)
     command = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False) as process:
         assert process.stdout is not None
         process.stdout.readline()  # it is itself now, and no copy of this process any more
         claim.close()
-        Claim(tmp_path, continues=False).close()
+        RunDirLock(tmp_path, continues=False).close()
         process.communicate(b"\n")
 
 
@@ -69,12 +69,12 @@ def test_a_directory_with_a_run_is_refused_to_a_new_one(tmp_path: Path) -> None:
     write_events(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UsageError, match=r"holds a run already; name another run_dir, or delete it; resume=True"):
-        Claim(tmp_path, continues=False)
+        RunDirLock(tmp_path, continues=False)
     assert sorted(tmp_path.rglob("*")) == before
-    claim = Claim(tmp_path, continues=True)
+    claim = RunDirLock(tmp_path, continues=True)
     assert claim.attempt_s == 7.5
     with pytest.raises(UsageError, match="is in use by a run that lives"):
-        Claim(tmp_path, continues=False)
+        RunDirLock(tmp_path, continues=False)
     claim.close()
 
 
@@ -85,7 +85,7 @@ def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
         file.write('{"kind":"notice","rank":1,"ti')
     whole = events_path(tmp_path, 0).read_text()
     events_path(tmp_path, 2).write_text('{"kind":"no')
-    Claim(tmp_path, continues=True).close()
+    RunDirLock(tmp_path, continues=True).close()
     assert events_path(tmp_path, 0).read_text() == whole
     (line,) = events_path(tmp_path, 1).read_text().splitlines()
     assert decode(line) == Notice(1, 7.5, "a line")
@@ -97,16 +97,16 @@ def test_too_little_space(tmp_path: Path) -> None:
     with pytest.raises(
         UnfitMachine, match=rf"a checkpoint takes about {10 * free:,} bytes and .* has [\d,]+ left; free"
     ):
-        Claim(tmp_path, continues=False, needed_bytes=10 * free)
-    Claim(tmp_path, continues=False).close()
+        RunDirLock(tmp_path, continues=False, needed_bytes=10 * free)
+    RunDirLock(tmp_path, continues=False).close()
 
 
 def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     with pytest.raises(UnfitMachine, match=r"cannot write to the run directory .*/a: Not a directory; name another"):
-        Claim(tmp_path / "a", continues=False)
+        RunDirLock(tmp_path / "a", continues=False)
     with pytest.raises(UnfitMachine, match=r"cannot write to the run directory .*/a/b: Not a directory"):
-        Claim(tmp_path / "a" / "b", continues=False)
+        RunDirLock(tmp_path / "a" / "b", continues=False)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def test_a_disk_that_is_read_only(tmp_path: Path) -> None:
 def test_a_directory_that_must_not_be_written_to(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     with pytest.raises(UnfitMachine, match=r"cannot write to the run directory .*: Permission denied; name another"):
-        Claim(tmp_path, continues=False)
+        RunDirLock(tmp_path, continues=False)
 
 
 @pytest.mark.slow
@@ -142,14 +142,14 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     message = "cannot write to the run directory .*: No space left on device; name another"
     disk = tmp_path / "disk"
     with mounted(disk, "size=1m"):
-        Claim(disk, continues=False).close()
+        RunDirLock(disk, continues=False).close()
         (disk / "lock").unlink()
         with suppress(OSError), open(disk / "others", "wb", buffering=0) as file:
             while file.write(bytes(4096)):
                 pass
         assert shutil.disk_usage(disk).free == 0
         with pytest.raises(UnfitMachine, match=message):
-            Claim(disk, continues=False)
+            RunDirLock(disk, continues=False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
@@ -200,7 +200,7 @@ def test_a_run_that_lives_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_outlives_its_launcher_still_holds_it(tmp_path: Path) -> None:
-    claim = Claim(tmp_path, continues=False)
+    claim = RunDirLock(tmp_path, continues=False)
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -212,7 +212,7 @@ def test_a_worker_that_outlives_its_launcher_still_holds_it(tmp_path: Path) -> N
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    Claim(tmp_path, continues=False).close()
+    RunDirLock(tmp_path, continues=False).close()
 
 
 def test_a_finished_run_lets_go(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from engine.lasting import DATA, lasting_job
-from headrace.engine.evaluation import Stopper
+from headrace.engine.evaluation import EarlyStopper
 from headrace.errors import UsageError
 from headrace.spec.event import Evaluated, Notice
 
@@ -22,12 +22,12 @@ STRATEGIES = (hr.OneDevice(), hr.Mirrored(2), hr.Mirrored(3), hr.CentralStorage(
 LOSS = hr.EarlyStopping(patience=2)
 
 
-def seen(stopper: Stopper, *losses: float, first: int = 1) -> list[str | None]:
+def seen(stopper: EarlyStopper, *losses: float, first: int = 1) -> list[str | None]:
     return [stopper.see({"loss": loss}, step) for step, loss in enumerate(losses, first)]
 
 
 def test_patience_counts_what_is_no_better() -> None:
-    stopper = Stopper(LOSS)
+    stopper = EarlyStopper(LOSS)
     assert seen(stopper, 3.0, 2.0, 2.0) == [None] * 3
     assert not stopper.over
     assert seen(stopper, 2.5, first=4) == [
@@ -37,21 +37,21 @@ def test_patience_counts_what_is_no_better() -> None:
 
 
 def test_patience_begins_anew_with_every_improvement() -> None:
-    stopper = Stopper(LOSS)
+    stopper = EarlyStopper(LOSS)
     assert seen(stopper, 3, 4, 2, 4, 1, 4, 0.5) == [None] * 7
     assert not stopper.over
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_whatever_is_no_number_is_no_improvement(value: float) -> None:
-    stopper = Stopper(LOSS)
+    stopper = EarlyStopper(LOSS)
     seen(stopper, value, value)
     assert stopper.over
     assert stopper.state() == {"best": None, "best_step": 0, "waited": 2, "follows": "min loss"}
 
 
 def test_more_is_better_where_it_says_so() -> None:
-    stopper = Stopper(hr.EarlyStopping("accuracy", patience=1, mode="max", min_delta=0.1))
+    stopper = EarlyStopper(hr.EarlyStopping("accuracy", patience=1, mode="max", min_delta=0.1))
     assert stopper.see({"accuracy": 0.5}, 1) is None
     assert stopper.see({"accuracy": 0.7}, 2) is None
     assert stopper.see({"accuracy": 0.79}, 3) == (
@@ -63,18 +63,18 @@ def test_a_metric_that_there_is_not() -> None:
     with pytest.raises(
         UsageError, match="early stopping follows 'recall', and the evaluation has loss, accuracy alone"
     ):
-        Stopper(hr.EarlyStopping("recall")).see({"loss": 1.0, "accuracy": 0.5}, 1)
+        EarlyStopper(hr.EarlyStopping("recall")).see({"loss": 1.0, "accuracy": 0.5}, 1)
 
 
 def test_without_a_wish_it_never_ends() -> None:
-    stopper = Stopper(None)
+    stopper = EarlyStopper(None)
     assert seen(stopper, *[1.0] * 100) == [None] * 100
     assert not stopper.over
 
 
 @pytest.mark.parametrize("losses", [[], [3.0], [3.0, 4.0], [math.nan], [1.0, 2.0, 3.0]])
 def test_a_state_is_taken_up_whole(losses: list[float]) -> None:
-    one, other = Stopper(LOSS), Stopper(LOSS)
+    one, other = EarlyStopper(LOSS), EarlyStopper(LOSS)
     seen(one, *losses)
     other.load(one.state())
     for stopper in (one, other):

@@ -14,7 +14,7 @@ import headrace as hr
 from engine.networks import Start, hosts_script, network, starts
 from engine.ranks import TESTS, total
 from engine.victims import INPUTS, NOTICED_S, TARGETS, make_job, split_model
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.net]
 
@@ -29,7 +29,7 @@ def hosts() -> Iterator[str]:
 
 
 @pytest.fixture
-def start(nursery: Nursery, hosts: str, tmp_path: Path) -> Start:
+def start(nursery: ForkServer, hosts: str, tmp_path: Path) -> Start:
     return starts(nursery, hosts, SCRIPT, tmp_path)
 
 

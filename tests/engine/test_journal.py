@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.journal import Journal, events_path
+from headrace.engine.journal import EventWriter, events_path
 from headrace.spec.event import Notice, Stepped, decode, encode
 
 ZERO_OR_MORE = st.integers(0, 2**53)
@@ -25,7 +25,7 @@ def test_a_step_is_written_as_its_event_would_be(
     weight: float, lease: int, times_s: list[float],
 ) -> None:  # fmt: skip
     folder = tmp_path_factory.mktemp("run")
-    journal = Journal(folder, rank, monotonic())
+    journal = EventWriter(folder, rank, monotonic())
     journal.stepped(step, epoch, examples, loss, weight, lease, *times_s)
     journal.close()
     (line,) = events_path(folder, rank).read_text().splitlines()
@@ -43,7 +43,7 @@ def test_a_step_is_written_as_its_event_would_be(
 
 
 def test_steps_come_before_what_is_written_after_them(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 3, monotonic())
+    journal = EventWriter(tmp_path, 3, monotonic())
     for step in range(5):
         journal.stepped(step, 0, 8, 0.5, 8.0, -1, 0.1, 0.2, 0.3, 0.4)
     assert events_path(tmp_path, 3).read_text() == "", "not a system call a step"

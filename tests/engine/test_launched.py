@@ -13,7 +13,7 @@ import pytest
 import headrace as hr
 from engine.ranks import TESTS, Ended, launcher, run_ranks
 from engine.victims import NOTICED_S, make_job, two_layers
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ Start = Callable[..., Ended]
 
 
 @pytest.fixture
-def start(nursery: Nursery, tmp_path: Path) -> Start:
+def start(nursery: ForkServer, tmp_path: Path) -> Start:
     """Returns `start(*arguments, awaited=2)`: two ranks of the script, of which so many end by themselves."""
 
     def start(*arguments: str, awaited: int = 2) -> Ended:

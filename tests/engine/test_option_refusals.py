@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import headrace as hr
-from headrace.engine.preparation import check_options, prepare
+from headrace.engine.preparation import check_options, inspect_job
 from headrace.errors import DataError, JobError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -32,7 +32,7 @@ def job(data: Any = None, model: Callable[[], nn.Module] | None = None, **option
 
 
 def prepared(**arguments: Any) -> None:
-    prepare(job(**arguments))
+    inspect_job(job(**arguments))
 
 
 def foreign(_: torch.optim.Optimizer) -> schedulers.LRScheduler:
@@ -96,9 +96,9 @@ class Packed(torch.utils.data.Dataset[Any]):
 def test_a_batch_that_cannot_be_cut_is_refused_where_it_must_be() -> None:
     loader = torch.utils.data.DataLoader(Packed(), batch_size=2, collate_fn=lambda rows: (torch.cat(rows), None))
     packed = {"data": loader, "model": lambda: nn.Sequential(nn.Linear(2, 1), Zero())}
-    prepare(whole(**packed))
+    inspect_job(whole(**packed))
     with pytest.raises(DataError, match=r"batch\[0\] is a tensor of shape \(6, 2\).*use accumulate=1"):
-        prepare(whole(**packed, accumulate=2))
+        inspect_job(whole(**packed, accumulate=2))
 
 
 class Zero(nn.Module):

@@ -16,7 +16,7 @@ import headrace as hr
 from engine.networks import MASTER, Start, at, network, starts
 from engine.ranks import TESTS, Ended, launcher, run_ranks
 from engine.victims import NOTICED_S
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 from strategies.contract_runs import Outcome, distance, train
 from strategies.hosts_models import CASES, FEATURES, MICRO_BATCH, job
 
@@ -33,7 +33,7 @@ def hosts() -> Iterator[str]:
 
 
 @pytest.fixture
-def start(nursery: Nursery, hosts: str, tmp_path: Path) -> Start:
+def start(nursery: ForkServer, hosts: str, tmp_path: Path) -> Start:
     return starts(nursery, hosts, SCRIPT, tmp_path)
 
 
@@ -175,7 +175,7 @@ def slow_hosts() -> Iterator[str]:
 
 
 def test_a_link_carries_what_crosses_the_cut_while_stages_compute(
-    nursery: Nursery, slow_hosts: str, tmp_path: Path
+    nursery: ForkServer, slow_hosts: str, tmp_path: Path
 ) -> None:
     environments = [{**said, **at(slow_hosts, rank)} for rank, said in enumerate(launcher(2, MASTER))]
     ended = run_ranks(nursery, tmp_path, SCRIPT, ["count"], environments, 2)

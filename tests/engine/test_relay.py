@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from engine.conftest import until
 from headrace.comm.control import ControlPage
 from headrace.comm.segment import Segment
-from headrace.engine.relay import Relay
+from headrace.engine.relay import HeartbeatRelay
 
 WITHIN_S = 10.0
 
@@ -50,10 +50,10 @@ def stores() -> list[BreakingStore]:
 
 
 @pytest.fixture
-def relays(pages: Pages, stores: list[BreakingStore]) -> Iterator[list[Relay]]:
+def relays(pages: Pages, stores: list[BreakingStore]) -> Iterator[list[HeartbeatRelay]]:
     with ThreadPoolExecutor(2) as pool:
         # Each waits for the other.
-        made = list(pool.map(lambda rank: Relay(stores[rank], "run", pages[rank], rank), range(2)))
+        made = list(pool.map(lambda rank: HeartbeatRelay(stores[rank], "run", pages[rank], rank), range(2)))
     yield made
     for relay in made:
         relay.close()
@@ -64,7 +64,7 @@ def soon(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-def test_what_one_writes_the_other_sees(pages: Pages, relays: list[Relay]) -> None:
+def test_what_one_writes_the_other_sees(pages: Pages, relays: list[HeartbeatRelay]) -> None:
     here, there = pages
     here.digests[0][:] = bytes(range(32))
     here.losses[0][0] = 0.25
@@ -85,7 +85,7 @@ def test_what_one_writes_the_other_sees(pages: Pages, relays: list[Relay]) -> No
 
 
 @pytest.mark.slow
-def test_a_wish_to_stop_and_the_first_loss_are_everybodys(pages: Pages, relays: list[Relay]) -> None:
+def test_a_wish_to_stop_and_the_first_loss_are_everybodys(pages: Pages, relays: list[HeartbeatRelay]) -> None:
     here, there = pages
     there.stop = 1
     soon(lambda: here.stop == 1)
@@ -96,7 +96,7 @@ def test_a_wish_to_stop_and_the_first_loss_are_everybodys(pages: Pages, relays: 
 
 @pytest.mark.slow
 def test_beats_go_on_and_a_store_that_is_gone_is_told(
-    pages: Pages, stores: list[BreakingStore], relays: list[Relay]
+    pages: Pages, stores: list[BreakingStore], relays: list[HeartbeatRelay]
 ) -> None:
     seen = pages[1].beats[0][0]
     soon(lambda: pages[1].beats[0][0] > seen + 1)
@@ -106,7 +106,7 @@ def test_beats_go_on_and_a_store_that_is_gone_is_told(
 
 
 @pytest.mark.slow
-def test_the_last_words_are_told_at_the_end(pages: Pages, relays: list[Relay]) -> None:
+def test_the_last_words_are_told_at_the_end(pages: Pages, relays: list[HeartbeatRelay]) -> None:
     pages[1].abort = 2
     relays[1].close()
     soon(lambda: pages[0].abort == 2)

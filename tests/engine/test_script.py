@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 from headrace.engine.script import launch_script
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ if rank == sys.argv[1]:
 class Lent:
     """A nursery that outlives its borrower."""
 
-    def __init__(self, nursery: Nursery) -> None:
+    def __init__(self, nursery: ForkServer) -> None:
         self.spawn, self.ended, self.kill = nursery.spawn, nursery.ended, nursery.kill
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Lent:
 
 
 @pytest.fixture(autouse=True)
-def _one_nursery(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_nursery(nursery: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.engine.script.Nursery", lambda: Lent(nursery))
 
 

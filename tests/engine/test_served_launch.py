@@ -11,7 +11,7 @@ import pytest
 import headrace as hr
 from engine.ranks import TESTS, Ended, launcher, run_ranks
 from engine.victims import NOTICED_S, make_job, split_model
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ Start = Callable[..., Ended]
 
 
 @pytest.fixture
-def start(nursery: Nursery, tmp_path: Path) -> Start:
+def start(nursery: ForkServer, tmp_path: Path) -> Start:
     """Returns `start(*arguments, awaited=3)`: three ranks of the script, of which so many end by themselves."""
 
     def start(*arguments: str, awaited: int = WORLD) -> Ended:
@@ -45,7 +45,7 @@ def test_the_last_rank_serves_and_every_rank_gets_the_run(start: Start) -> None:
         assert said[1]["total"] == ended.said[0][1]["total"]
 
 
-def test_replicas_of_two_ranks_and_their_servers(nursery: Nursery, tmp_path: Path) -> None:
+def test_replicas_of_two_ranks_and_their_servers(nursery: ForkServer, tmp_path: Path) -> None:
     ended = run_ranks(nursery, tmp_path, SCRIPT, ("replicas",), launcher(6, "127.0.0.1"), 6)
     assert ended.codes == dict.fromkeys(range(6), 0), ended.logs
     ours = hr.fit(make_job(model=split_model), engine=hr.ThreadEngine())

@@ -24,7 +24,7 @@ import torch
 
 from comm.ways import open_link
 from headrace.comm.faulty import Odds
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 from headrace.errors import Replaced
 from headrace.ps.client import Client
 from headrace.ps.form import Form, Piece
@@ -143,7 +143,7 @@ class _Counting:
         self.board = Board(world.folder, world.seats)
         self.board.go[0] = 1
         self.chance = random.Random(world.seed)
-        self.nursery = Nursery()
+        self.nursery = ForkServer()
         closing.callback(self.nursery.close)
         self.lifeline, held = os.pipe()
         closing.callback(os.close, self.lifeline)

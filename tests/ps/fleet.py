@@ -18,7 +18,7 @@ import torch
 
 from comm.ways import DEADLINE_S, open_link
 from headrace.comm.port import Link
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 from headrace.ps.client import Client
 from headrace.ps.replication import Authority, Down, Ready, Up
 from headrace.ps.session import Connection
@@ -38,7 +38,7 @@ class Fleet:
     folder: for logs.
     """
 
-    def __init__(self, nursery: Nursery, way: str, leases: int, folder: Path) -> None:
+    def __init__(self, nursery: ForkServer, way: str, leases: int, folder: Path) -> None:
         self.way, self.leases = way, leases
         self.authority = Authority()
         self.addresses: dict[int, str] = {}

@@ -11,7 +11,7 @@ import torch
 
 from comm.conftest import nursery  # noqa: F401
 from comm.ways import WAYS
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 from ps.fleet import Fleet, Pusher
 from ps.pairs import until
 
@@ -20,7 +20,7 @@ LEASES = 20_000
 
 
 @pytest.fixture(params=WAYS)
-def fleet(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:  # noqa: F811
+def fleet(request: pytest.FixtureRequest, nursery: ForkServer, tmp_path: Path) -> Iterator[Fleet]:  # noqa: F811
     fleet = Fleet(nursery, str(request.param), LEASES, tmp_path)
     try:
         for _ in range(2):

@@ -22,7 +22,7 @@ from comm.seats import together
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, as_pipeline
 from headrace.engine.order import Engine
-from headrace.engine.preparation import prepare
+from headrace.engine.preparation import inspect_job
 from headrace.pipelining import Traced, trace
 from headrace.replica.conditioning import Verdict
 from headrace.replica.exchange import Replica, StatePiece
@@ -265,7 +265,7 @@ def with_replicas(
 
     They begin with round `first`.
     """
-    prepared = prepare(job)
+    prepared = inspect_job(job)
     sample = next(Loader(as_pipeline(job.data)[0], job.seed, 2, (1,), 0, ordered=True).sweep(alone=True)).batch
     spec = prepared.model
     if strategy.profiling(job.global_batch_size, CLUSTER):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from time import perf_counter
 
-from headrace.engine.journal import Journal
+from headrace.engine.journal import EventWriter
 from headrace.replica.meetings import Meetings, Met
 from headrace.spec.averaged import Averaged
 
-__all__ = ["Apart", "heard"]
+__all__ = ["PeriodicLoop", "averaged_event"]
 
 
-class Apart:
+class PeriodicLoop:
     """Args:
     meetings: this worker's part in them.
     rank: of this worker.
     journal: of this process.
     """
 
-    def __init__(self, meetings: Meetings, rank: int, journal: Journal) -> None:
+    def __init__(self, meetings: Meetings, rank: int, journal: EventWriter) -> None:
         self.meetings = meetings
         self._rank = rank
         self._journal = journal
@@ -41,9 +41,11 @@ class Apart:
 
     def _tell(self, met: Met, done: int, began: float) -> None:
         if self._rank == 0:
-            self._journal.write(heard(0, self._journal.now(), done, replace(met, took_s=perf_counter() - began)))
+            self._journal.write(
+                averaged_event(0, self._journal.now(), done, replace(met, took_s=perf_counter() - began))
+            )
 
 
-def heard(rank: int, now: float, done: int, met: Met) -> Averaged:
+def averaged_event(rank: int, now: float, done: int, met: Met) -> Averaged:
     """Returns the event that tells of a meeting after so many rounds."""
     return Averaged(rank, now, done, met.rounds, met.period, met.why, met.drift, met.took_s, met.left_out, met.number)

@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.engine.claim import Claim, refuse_living
-from headrace.engine.order import SNAPSHOTS, Attempt, Order, Resumption
-from headrace.engine.preparation import Prepared
+from headrace.engine.claim import RunDirLock, refuse_living
+from headrace.engine.order import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
+from headrace.engine.preparation import JobInfo
 from headrace.engine.resumption import find, resumption
 from headrace.errors import CorruptCheckpoint
 from headrace.ps.snapshots import SnapshotSet, forget, newest
 
-__all__ = ["Going", "begin"]
+__all__ = ["ResumeRequest", "begin_attempt"]
 
 
 @dataclass(frozen=True)
-class Going:
+class ResumeRequest:
     """What a run goes on from.
 
     Attributes:
@@ -31,7 +31,7 @@ class Going:
 
 
 @contextmanager
-def begin(order: Order, prepared: Prepared, going: Going) -> Iterator[tuple[Order, tuple[str, ...]]]:
+def begin_attempt(order: RunSpec, prepared: JobInfo, going: ResumeRequest) -> Iterator[tuple[RunSpec, tuple[str, ...]]]:
     """Holds the run's directory; gives the order as this attempt carries it out, and lines for the user.
 
     Raises:
@@ -41,18 +41,18 @@ def begin(order: Order, prepared: Prepared, going: Going) -> Iterator[tuple[Orde
     """
     resume, notices = _resume(order, prepared, going) if going.resume else (None, ())
     continues = resume is not None and resume.folder.parent.resolve() == order.run_dir.resolve()
-    claim = Claim(order.run_dir, continues, _checkpoint_bytes(prepared) if order.checkpoints else 0)
+    claim = RunDirLock(order.run_dir, continues, _checkpoint_bytes(prepared) if order.checkpoints else 0)
     try:
         if continues:
             forget(order.run_dir / SNAPSHOTS, resume.snapshots.names if resume and resume.snapshots else ())
         began = order.started - claim.attempt_s
-        attempt = Attempt(claim.attempt_s, claim.lock)
+        attempt = AttemptInfo(claim.attempt_s, claim.lock)
         yield replace(order, resume=resume, started=began, attempt=attempt), notices
     finally:
         claim.close()
 
 
-def _resume(order: Order, prepared: Prepared, going: Going) -> tuple[Resumption, tuple[str, ...]]:
+def _resume(order: RunSpec, prepared: JobInfo, going: ResumeRequest) -> tuple[ResumePoint, tuple[str, ...]]:
     refuse_living(order.run_dir)
     checkpoint, wrong = find(order.run_dir, True if isinstance(going.resume, bool) else going.resume)
     resume, changes = resumption(checkpoint, order.description, prepared, going.reset_optimizer)
@@ -71,7 +71,7 @@ def _resume(order: Order, prepared: Prepared, going: Going) -> tuple[Resumption,
 
 
 def _snapshots(
-    order: Order, going: Going, resume: Resumption, rounds: int
+    order: RunSpec, going: ResumeRequest, resume: ResumePoint, rounds: int
 ) -> tuple[SnapshotSet | None, tuple[CorruptCheckpoint, ...]]:
     """Returns the servers' snapshots to go on from, if they are newer than the checkpoint, and which are damaged."""
     one = not isinstance(going.resume, bool) and resume.folder.parent.resolve() != Path(going.resume).resolve()
@@ -86,13 +86,13 @@ def _snapshots(
     return found, damaged
 
 
-def _newer(resume: Resumption) -> tuple[str]:
+def _newer(resume: ResumePoint) -> tuple[str]:
     found = resume.snapshots
     assert found is not None
     leases = sum(stop - first for first, stop in found.committed)
     return (f"the servers go on from snapshots: {found.done} rounds and {leases} portions of the next ones are done",)
 
 
-def _checkpoint_bytes(prepared: Prepared) -> int:
+def _checkpoint_bytes(prepared: JobInfo) -> int:
     """Returns about how much: the weights, and as much again for what an optimizer keeps."""
     return 2 * sum(parameter.bytes for parameter in prepared.model.parameters)

@@ -18,7 +18,7 @@ from time import monotonic
 
 from headrace.memory import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
 
-__all__ = ["ENVIRONMENT", "Child", "begin", "fork"]
+__all__ = ["ENVIRONMENT", "ChildProcess", "fork_fork_server", "start_fork_server"]
 
 _LOOK_EVERY_S = 0.01
 
@@ -40,7 +40,7 @@ ENVIRONMENT = {
 _TUNED = ((MMAP_THRESHOLD, _KEPT_BYTES), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, _SPARE_BYTES))
 
 
-class Child(ABC):
+class ChildProcess(ABC):
     """A process that this one has started, and nobody else waits for."""
 
     pid: int
@@ -63,7 +63,7 @@ class Child(ABC):
             os.kill(self.pid, signal.SIGKILL)
 
 
-def begin(channel: socket.socket) -> Child:
+def start_fork_server(channel: socket.socket) -> ChildProcess:
     """Starts a zygote as a program of its own.
 
     Args:
@@ -83,20 +83,20 @@ def begin(channel: socket.socket) -> Child:
     )
 
 
-def fork(channel: socket.socket) -> Child:
+def fork_fork_server(channel: socket.socket) -> ChildProcess:
     """Imports what a zygote has, and forks one; where this process has threads, starts a program of its own.
 
     To be called before anything of the user's is run: what it has left would be in every worker.
 
     Args:
-        channel: as in `begin`.
+        channel: as in `start_fork_server`.
     """
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     from headrace.engine import zygote
 
     zygote.load()
     if len(os.listdir("/proc/self/task")) > 1:
-        return begin(channel)
+        return start_fork_server(channel)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -130,7 +130,7 @@ def _become_zygote(channel: socket.socket) -> None:
         os._exit(code)
 
 
-class _Program(Child):
+class _Program(ChildProcess):
     """Args:
     process: that was started.
     """
@@ -149,7 +149,7 @@ class _Program(Child):
             raise TimeoutError(f"process {self.pid} has not ended in {timeout_s} s") from error
 
 
-class _Fork(Child):
+class _Fork(ChildProcess):
     """Args:
     pid: of a child of this process.
     """

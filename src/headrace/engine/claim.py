@@ -13,12 +13,12 @@ from headrace.engine.journal import events_path
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.event import LAUNCHER, decode
 
-__all__ = ["Claim", "refuse_living"]
+__all__ = ["RunDirLock", "refuse_living"]
 
 _LOCK = "lock"
 
 
-class Claim:
+class RunDirLock:
     """Holds a directory until `close`, or until this process and all that got `lock` have ended.
 
     Args:

@@ -7,17 +7,17 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from headrace.engine.nursery import Nursery
-from headrace.engine.order import Order
+from headrace.engine.nursery import ForkServer
+from headrace.engine.order import RunSpec
 
 if TYPE_CHECKING:
     # For the type alone: it imports torch, and an engine starts before that.
     from headrace.spec.plan import Role
 
-__all__ = ["Crew"]
+__all__ = ["ProcessLauncher"]
 
 
-class Crew:
+class ProcessLauncher:
     """Args:
     order: the run.
     nursery: that starts processes.
@@ -26,7 +26,7 @@ class Crew:
     lifeline: descriptor whose other end closes with the launcher.
     """
 
-    def __init__(self, order: Order, nursery: Nursery, control: int, seats: int, lifeline: int) -> None:
+    def __init__(self, order: RunSpec, nursery: ForkServer, control: int, seats: int, lifeline: int) -> None:
         # Not before, because it imports torch.
         from headrace.engine.process import log_path
         from headrace.engine.shipping import pack

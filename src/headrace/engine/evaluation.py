@@ -21,7 +21,7 @@ from headrace.spec.job import Job
 from headrace.spec.options import EarlyStopping
 from headrace.spec.share import Share
 
-__all__ = ["Evaluation", "Stopper", "average"]
+__all__ = ["EarlyStopper", "Evaluation", "average"]
 
 
 class Evaluation:
@@ -120,7 +120,7 @@ def average(buffers: list[Tensor], host: SharedCollective, weight: float = 1.0) 
         buffer.copy_(mean)
 
 
-class Stopper:
+class EarlyStopper:
     """Counts the evaluations that got no better.
 
     Args:

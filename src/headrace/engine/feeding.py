@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headrace.data.stages import Stages
-from headrace.engine.journal import Journal
+from headrace.engine.journal import EventWriter
 from headrace.spec.event import Notice
 
-__all__ = ["Feeding"]
+__all__ = ["InputReporter"]
 
 
-class Feeding:
+class InputReporter:
     """Writes down what a loader has counted, and tells the user what was left out, and what it has to say.
 
     Args:
@@ -20,7 +20,7 @@ class Feeding:
         journal: of this process.
     """
 
-    def __init__(self, rank: int, journal: Journal) -> None:
+    def __init__(self, rank: int, journal: EventWriter) -> None:
         self._rank = rank
         self._journal = journal
         self._said = 0

@@ -12,7 +12,7 @@ from time import monotonic
 from headrace.spec.event import Event, encode
 from headrace.spec.passed import Pass, Passed
 
-__all__ = ["Journal", "events_path"]
+__all__ = ["EventWriter", "events_path"]
 
 _FLUSH_EVERY_S = 0.25
 _PASSED_EVERY, _PASSED_AT = 50, 5
@@ -25,7 +25,7 @@ def events_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "events" / ("launcher.jsonl" if rank < 0 else f"rank-{rank}.jsonl")
 
 
-class Journal:
+class EventWriter:
     """Appends events to one file, a few times a second; on a disk that is full they wait until it is not.
 
     Args:

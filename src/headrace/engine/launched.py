@@ -22,16 +22,16 @@ from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.machine import cores, host_name
-from headrace.engine.order import Engine, Order, Progress, first_loss
-from headrace.engine.relay import Relay
+from headrace.engine.order import Engine, RunProgress, RunSpec, first_loss
+from headrace.engine.relay import HeartbeatRelay
 from headrace.engine.rendezvous import MEET_S, gather, launched_store, own_address
 from headrace.engine.server import serve
-from headrace.engine.vitals import Vitals
+from headrace.engine.vitals import LivenessProbe
 from headrace.engine.work import work
 from headrace.errors import PeerLost, RunFailed
 from headrace.policies.threads import threads_per_worker
 
-__all__ = ["Group", "LaunchedEngine"]
+__all__ = ["LaunchedEngine", "LaunchedGroup"]
 
 _BEAT_EVERY_S = 0.25
 
@@ -45,7 +45,7 @@ _groups = itertools.count()
 """A process may meet the same others again; every time needs words of its own in the store."""
 
 
-class Group:
+class LaunchedGroup:
     """The processes of one launcher: with shared memory between those of one host, else with collectives over TCP.
 
     Args:
@@ -63,9 +63,9 @@ class Group:
         self._timeout_s = timeout_s
         self._words = f"headrace/{next(_groups)}"
         self._agreed = 0
-        self._vitals: dict[int, Vitals] = {}
+        self._vitals: dict[int, LivenessProbe] = {}
         self._over = threading.Event()
-        self._relay: Relay | None = None
+        self._relay: HeartbeatRelay | None = None
         self._deadline = monotonic() + MEET_S
         self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
         one = len(set(self.hosts)) == 1
@@ -91,7 +91,7 @@ class Group:
         """The first rank of this host."""
         return self.hosts.index(self.hosts[self.rank])
 
-    def work(self, order: Order) -> None:
+    def work(self, order: RunSpec) -> None:
         """Does this rank's part of a run."""
         plan = order.plan
         workers = self.host
@@ -167,7 +167,7 @@ class Group:
             return connect(PrefixStore(f"{self._words}/gloo/{name}", store), rank, world, address, MEET_S)
 
         group = grow("all", self.rank, self.world)
-        self._relay = Relay(store.clone(), self._words, self.page, self.rank)
+        self._relay = HeartbeatRelay(store.clone(), self._words, self.page, self.rank)
         host = BetweenHosts(group, self.page, self.rank, self._check, self._accuse, grow)
         host.home = Home(tuple(self.hosts), address)
         return host
@@ -212,7 +212,7 @@ class Group:
             return 0.0
         here = self.hosts[rank] == self.hosts[self.rank]
         # Of a process on another host there is its beat alone.
-        vitals = self._vitals.setdefault(rank, Vitals(beat[3] if here else 0))
+        vitals = self._vitals.setdefault(rank, LivenessProbe(beat[3] if here else 0))
         if here and vitals.is_gone():
             raise PeerLost(rank, self.hosts[rank], f"process {beat[3]} has ended")
         return vitals.silent_s(beat[0])
@@ -230,7 +230,7 @@ class LaunchedEngine(Engine):
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._group = Group(timeout_s)
+        self._group = LaunchedGroup(timeout_s)
         self.rank = self._group.rank
         self.leader = self._group.leader
 
@@ -247,7 +247,7 @@ class LaunchedEngine(Engine):
         (agreeing,) = self._group.host.sum([float(opinion)])
         return agreeing == self._group.world
 
-    def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         group = self._group
         torch.set_num_threads(threads_per_worker(cores(), group.mates))
         page = group.page
@@ -261,7 +261,7 @@ class LaunchedEngine(Engine):
                     raise PeerLost(error.rank, error.host, error.cause, part) from error.__cause__
                 raise
         examples = sum(beat[2] for beat in page.beats)
-        progress(Progress(page.beats[group.rank][1], first_loss(page.losses), examples))
+        progress(RunProgress(page.beats[group.rank][1], first_loss(page.losses), examples))
         return interrupts.status(page)
 
     def close(self) -> None:

@@ -6,17 +6,17 @@ import sys
 
 from headrace.comm.collective import SharedCollective
 from headrace.data import Loader
-from headrace.engine.apart import heard
-from headrace.engine.journal import Journal
-from headrace.engine.order import Order
+from headrace.engine.apart import averaged_event
+from headrace.engine.journal import EventWriter
+from headrace.engine.order import RunSpec
 from headrace.errors import UsageError
 from headrace.replica.portions import Fence, Portion, Portions
 from headrace.spec.share import Share
 
-__all__ = ["Leased", "next_fence"]
+__all__ = ["LeasedLoop", "next_fence"]
 
 
-def next_fence(order: Order, rounds_per_epoch: int, done: int) -> int:
+def next_fence(order: RunSpec, rounds_per_epoch: int, done: int) -> int:
     """Returns the first round after `done` before which all workers must meet: to evaluate, to save, to end."""
     options, job = order.job.options, order.job
     rounds = job.steps or (job.epochs or 0) * rounds_per_epoch
@@ -35,7 +35,7 @@ def _after(done: int, every: int) -> int:
     return (done // every + 1) * every
 
 
-class Leased:
+class LeasedLoop:
     """Args:
     order: the run.
     portions: its leases.
@@ -52,12 +52,12 @@ class Leased:
 
     def __init__(
         self,
-        order: Order,
+        order: RunSpec,
         portions: Portions,
         loader: Loader,
         host: SharedCollective,
         fate: memoryview,
-        journal: Journal,
+        journal: EventWriter,
     ) -> None:
         self.fence = -1
         self.wanted_away = False
@@ -121,7 +121,7 @@ class Leased:
         self._held = False
         met, self._portions.meeting = self._portions.meeting, None
         if met is not None:
-            self._journal.write(heard(self._journal.rank, self._journal.now(), done, met))
+            self._journal.write(averaged_event(self._journal.rank, self._journal.now(), done, met))
         if self._portions.late:
             # What is left of it comes again with what is done.
             self._rest, self._portion = range(0), None

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from contextlib import closing
 from types import TracebackType
 
-from headrace.engine.birth import begin, fork
-from headrace.engine.crew import Crew
-from headrace.engine.nursery import Nursery
-from headrace.engine.order import Engine, Order, Progress
-from headrace.engine.watch import Watch
+from headrace.engine.birth import fork_fork_server, start_fork_server
+from headrace.engine.crew import ProcessLauncher
+from headrace.engine.nursery import ForkServer
+from headrace.engine.order import Engine, RunProgress, RunSpec
+from headrace.engine.watch import Monitor
 from headrace.errors import UsageError
 
 __all__ = ["LocalEngine"]
@@ -34,7 +34,7 @@ class LocalEngine(Engine):
     """
 
     def __init__(self, forks: bool = False) -> None:
-        self._nursery = Nursery(fork if forks else begin)
+        self._nursery = ForkServer(fork_fork_server if forks else start_fork_server)
         self._busy = threading.Lock()
 
     def __enter__(self) -> LocalEngine:
@@ -48,7 +48,7 @@ class LocalEngine(Engine):
     def close(self) -> None:
         self._nursery.close()
 
-    def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         if not self._busy.acquire(blocking=False):
             raise UsageError("this engine runs something already; wait for its end, or give each run an engine")
         try:
@@ -56,7 +56,7 @@ class LocalEngine(Engine):
         finally:
             self._busy.release()
 
-    def _run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+    def _run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         # Not before, because they import torch.
         from headrace.comm.control import ControlPage
         from headrace.comm.segment import Segment
@@ -65,7 +65,7 @@ class LocalEngine(Engine):
         if self._nursery.is_lost():
             # It went down with an earlier run, which has been told.
             self._nursery.close()
-            self._nursery = Nursery()
+            self._nursery = ForkServer()
         seats = len(order.plan.roles) + (_SPARE if order.strategy.elastic else 0)
         segment = Segment.create(ControlPage.nbytes(seats), "control")
         page = ControlPage(segment, seats)
@@ -73,11 +73,11 @@ class LocalEngine(Engine):
         try:
             with (
                 orderly_interrupts(page) as interrupts,
-                closing(Crew(order, self._nursery, segment.descriptor, seats, watched_end)) as crew,
+                closing(ProcessLauncher(order, self._nursery, segment.descriptor, seats, watched_end)) as crew,
             ):
                 for role in order.plan.roles:
                     crew.start(role)
-                Watch(order, page, self._nursery, crew, progress).follow()
+                Monitor(order, page, self._nursery, crew, progress).follow()
             return interrupts.status(page)
         finally:
             for descriptor in (watched_end, lifeline):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from headrace.comm.control import ControlPage
-from headrace.engine.journal import Journal
+from headrace.engine.journal import EventWriter
 from headrace.errors import NonFiniteLoss
 
-__all__ = ["Losses"]
+__all__ = ["LossReader"]
 
 _READ_EVERY_S = 0.25
 
@@ -20,7 +20,7 @@ _Head = tuple[int, int, int, float, int]
 """Step, epoch, examples, weight, lease."""
 
 
-class Losses:
+class LossReader:
     """Args:
     rank: of this worker.
     at_once: whether a loss is read where it is noted.
@@ -28,7 +28,7 @@ class Losses:
     journal: of this process.
     """
 
-    def __init__(self, rank: int, at_once: bool, page: ControlPage, journal: Journal) -> None:
+    def __init__(self, rank: int, at_once: bool, page: ControlPage, journal: EventWriter) -> None:
         self._rank = rank
         self._at_once = at_once
         self._page = page

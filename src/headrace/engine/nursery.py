@@ -13,33 +13,33 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from headrace.engine.birth import Child, begin
+from headrace.engine.birth import ChildProcess, start_fork_server
 from headrace.engine.termination import end_with, leave_alone
-from headrace.engine.vitals import Vitals
+from headrace.engine.vitals import LivenessProbe
 from headrace.errors import RunFailed, UnfitMachine, UsageError
 
-__all__ = ["Nursery"]
+__all__ = ["ForkServer"]
 
 _START_S = 120.0
 _CLOSE_S = 5.0
 _MESSAGE_BYTES = 64 * 1024
 
 
-class Nursery:
+class ForkServer:
     """One zygote, started at once. Use as a context, or `close` it.
 
     Args:
         start: starts it, with its end of the socket.
     """
 
-    def __init__(self, start: Callable[[socket.socket], Child] = begin) -> None:
+    def __init__(self, start: Callable[[socket.socket], ChildProcess] = start_fork_server) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = start(theirs)
         # While it imports it hears nothing.
         end_with(self._process.pid)
         self._socket = ours
-        self._vitals = Vitals(self._process.pid)
+        self._vitals = LivenessProbe(self._process.pid)
         self._stopped_at: float | None = None
         self._ready = False
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from headrace.ps.snapshots import SnapshotSet
     from headrace.strategies.strategy import Strategy
 
-__all__ = ["SNAPSHOTS", "Attempt", "Engine", "Order", "Progress", "Resumption", "first_loss"]
+__all__ = ["SNAPSHOTS", "AttemptInfo", "Engine", "ResumePoint", "RunProgress", "RunSpec", "first_loss"]
 
 SNAPSHOTS = "snapshots"
 """The folder in a run's directory that its servers' snapshots are in."""
 
 
 @dataclass(frozen=True)
-class Resumption:
+class ResumePoint:
     """What a run goes on from.
 
     Attributes:
@@ -56,7 +56,7 @@ class Resumption:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptInfo:
     """One of several at a run that was interrupted, in one directory.
 
     Attributes:
@@ -69,7 +69,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Order:
+class RunSpec:
     """One run.
 
     Attributes:
@@ -98,9 +98,9 @@ class Order:
     timeout_s: float
     seconds: float | None = None
     checkpoints: Checkpoints | None = None
-    resume: Resumption | None = None
+    resume: ResumePoint | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
-    attempt: Attempt = Attempt()
+    attempt: AttemptInfo = AttemptInfo()
 
     def deadline(self, replaces: bool) -> float:
         """Returns when the run is to end, on the host's monotonic clock.
@@ -119,7 +119,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run is.
 
     Attributes:
@@ -146,7 +146,7 @@ class Engine(ABC):
     """Starts the processes of a run and watches them."""
 
     @abstractmethod
-    def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         """Runs to the end; returns "ok" or "interrupted".
 
         Args:

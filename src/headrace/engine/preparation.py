@@ -24,7 +24,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.tasks import Task
 
-__all__ = ["Prepared", "check_options", "prepare"]
+__all__ = ["JobInfo", "check_options", "inspect_job"]
 
 _TRIED_EXAMPLES = 2
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class JobInfo:
     """A job that was looked at.
 
     Attributes:
@@ -50,7 +50,7 @@ class Prepared:
     notices: tuple[str, ...]
 
 
-def prepare(job: Job) -> Prepared:
+def inspect_job(job: Job) -> JobInfo:
     """Builds the job's model and runs it on two examples, with loss and metrics.
 
     Raises:
@@ -86,7 +86,7 @@ def prepare(job: Job) -> Prepared:
         kept = state_copies(job.optimizer, named) + (job.options.ema_decay is not None)
     # Each parameter, its gradient, and what an update keeps of it.
     spec = replace(describe(module, sliceable), copies=2 + kept)
-    return Prepared(module, spec, weighed, len(pipeline), notices)
+    return JobInfo(module, spec, weighed, len(pipeline), notices)
 
 
 def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tuple[str, ...]]:

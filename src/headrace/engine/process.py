@@ -22,11 +22,11 @@ from headrace.comm.control import ControlPage
 from headrace.comm.elastic import Elastic
 from headrace.comm.segment import Segment
 from headrace.comm.shared_memory import SharedMemory
-from headrace.engine.journal import Journal
-from headrace.engine.order import Order
+from headrace.engine.journal import EventWriter
+from headrace.engine.order import RunSpec
 from headrace.engine.server import serve
 from headrace.engine.shipping import unpack
-from headrace.engine.vitals import Vitals
+from headrace.engine.vitals import LivenessProbe
 from headrace.engine.work import user_traceback, work
 from headrace.errors import HeadraceError, JobError, PeerLost
 from headrace.spec.event import Failed
@@ -103,12 +103,12 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     return 0
 
 
-def _unpack(packed: bytes, memory: int, order: Mapping[str, Any]) -> Order:
+def _unpack(packed: bytes, memory: int, order: Mapping[str, Any]) -> RunSpec:
     try:
-        assignment: Order = unpack(packed, memory if order["data_bytes"] else -1, order["data_bytes"])
+        assignment: RunSpec = unpack(packed, memory if order["data_bytes"] else -1, order["data_bytes"])
     except Exception as error:
         # Only what was unpacked would say where the run's directory is; the log lies in it.
-        journal = Journal(Path(order["log"]).parents[1], order["spawn"], monotonic())
+        journal = EventWriter(Path(order["log"]).parents[1], order["spawn"], monotonic())
         cause = f"JobError: the job arrived but cannot be unpacked here: {type(error).__name__}: {error}"
         journal.write(Failed(order["spawn"], 0.0, 0, cause, user_traceback(error), JobError.exit_code))
         journal.close()
@@ -145,7 +145,7 @@ def _redirect(log: Path) -> None:
     os.close(nothing)
 
 
-def _checker(page: ControlPage, order: Order) -> Callable[[], None]:
+def _checker(page: ControlPage, order: RunSpec) -> Callable[[], None]:
     def check() -> None:
         if page.abort:
             rank = page.abort - 1
@@ -176,7 +176,7 @@ def _follow(lifeline: int, zygote: int) -> None:
 
 def _end(zygote: int, peers: Sequence[int] = ()) -> None:
     """Ends this process and all that it has started; for a zygote that is stopped it does the same to the others."""
-    if os.getppid() == zygote and Vitals(zygote).is_stopped():
+    if os.getppid() == zygote and LivenessProbe(zygote).is_stopped():
         for peer in peers:
             # The zygote has reaped nobody meanwhile, so these are still their ids.
             with contextlib.suppress(ProcessLookupError):

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
-from headrace.engine.journal import Journal
+from headrace.engine.journal import EventWriter
 from headrace.errors import NonFiniteGradient, NonFiniteLoss
 from headrace.replica.conditioning import Verdict
 from headrace.spec.event import NonFinite
 
-__all__ = ["MOST_IN_A_ROW", "Recovery"]
+__all__ = ["MOST_IN_A_ROW", "NonFiniteHandler"]
 
 MOST_IN_A_ROW = {"skip": 10, "rollback": 3}
 """After so many bad rounds without a good one between them, the run ends: it would go on for ever."""
 
 
-class Recovery:
+class NonFiniteHandler:
     """Args:
     action: "raise", "skip" or "rollback".
     module: whose buffers a bad forward pass may have spoilt.
@@ -39,7 +39,7 @@ class Recovery:
         module: nn.Module,
         host: SharedCollective,
         page: ControlPage,
-        journal: Journal,
+        journal: EventWriter,
         roll_back: Callable[[], None],
         place: int | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.comm.control import ControlPage
 
-__all__ = ["Relay"]
+__all__ = ["HeartbeatRelay"]
 
 _EVERY_S = 0.25
 _LINGER_S = 2.0
@@ -23,7 +23,7 @@ _MARKS = struct.Struct("<? 2q i 4q d q 3q 32s")
 """left, abort, stop, counter, beats, loss, end, saves, digest."""
 
 
-class Relay:
+class HeartbeatRelay:
     """A thread that tells what this process writes in its page, and writes there what the others tell.
 
     Args:

@@ -12,8 +12,8 @@ import torch
 
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.engine.machine import versions
-from headrace.engine.order import Resumption
-from headrace.engine.preparation import Prepared
+from headrace.engine.order import ResumePoint
+from headrace.engine.preparation import JobInfo
 from headrace.engine.snapshot import making_sense
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UsageError
 from headrace.replica.describe import parameters_and_buffers
@@ -30,7 +30,7 @@ _NEW_ONE = " (reset_optimizer=True takes the new one)"
 _CHECKPOINT = re.compile("step-[0-9]{8,18}")
 
 
-def describe_run(job: Job, prepared: Prepared, plan: Plan) -> dict[str, Any]:
+def describe_run(job: Job, prepared: JobInfo, plan: Plan) -> dict[str, Any]:
     """Returns what every checkpoint of a run says of it, as JSON values."""
     optimizer = build(job.optimizer, prepared.module.named_parameters())
     return {
@@ -88,8 +88,8 @@ def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint,
 
 
 def resumption(
-    checkpoint: Checkpoint, description: Mapping[str, Any], prepared: Prepared, reset_optimizer: bool
-) -> tuple[Resumption, tuple[str, ...]]:
+    checkpoint: Checkpoint, description: Mapping[str, Any], prepared: JobInfo, reset_optimizer: bool
+) -> tuple[ResumePoint, tuple[str, ...]]:
     """Returns how to go on from a checkpoint, and what the user has changed that may be changed.
 
     Raises:
@@ -106,7 +106,7 @@ def resumption(
         same = all(saved[key] == now[key] for key in ("strategy", "workers", "options"))
     if differences:
         raise CheckpointMismatch(checkpoint.path, tuple(differences))
-    return Resumption(checkpoint.path.parent, checkpoint.step, same, reset_optimizer), changes
+    return ResumePoint(checkpoint.path.parent, checkpoint.step, same, reset_optimizer), changes
 
 
 def _class(thing: object) -> str:
@@ -121,7 +121,7 @@ def _schedule(job: Job, optimizer: torch.optim.Optimizer) -> dict[str, Any] | No
     return {"class": _class(scheduler), "state": state, "every": job.options.schedule_every}
 
 
-def _model_differences(checkpoint: Checkpoint, prepared: Prepared) -> Iterator[str]:
+def _model_differences(checkpoint: Checkpoint, prepared: JobInfo) -> Iterator[str]:
     now = {
         name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in parameters_and_buffers(prepared.module)

@@ -24,8 +24,8 @@ from headrace.checkpoint import Checkpoint, CheckpointFolder, FileRecord
 from headrace.checkpoint.manifest import file_name
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
-from headrace.engine.journal import Journal
-from headrace.engine.order import Order
+from headrace.engine.journal import EventWriter
+from headrace.engine.order import RunSpec
 from headrace.errors import CorruptCheckpoint, RunFailed
 from headrace.spec.event import Event, Notice, Saved
 
@@ -65,7 +65,7 @@ class Saver:
         saved: rounds in the last one of this history; -1 if there is none.
     """
 
-    def __init__(self, order: Order, host: SharedCollective, page: ControlPage, journal: Journal) -> None:
+    def __init__(self, order: RunSpec, host: SharedCollective, page: ControlPage, journal: EventWriter) -> None:
         self.folder = CheckpointFolder(order.run_dir / "checkpoints")
         self._wish = order.checkpoints
         self._host = host

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.engine.machine import cores, host_name
-from headrace.engine.nursery import Nursery
+from headrace.engine.nursery import ForkServer
 from headrace.engine.process import log_path
 from headrace.errors import PeerLost
 from headrace.policies.threads import threads_per_worker
@@ -30,7 +30,7 @@ def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
     Rank 0's output goes on as it comes; the others' is kept and shown where they fail.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
-        nursery = Nursery()
+        nursery = ForkServer()
         held, lifeline = os.pipe()
         try:
             return _run(nursery, path, arguments, workers, Path(folder), held)
@@ -40,7 +40,7 @@ def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
             os.close(lifeline)
 
 
-def _run(nursery: Nursery, path: Path, arguments: Sequence[str], workers: int, folder: Path, held: int) -> int:
+def _run(nursery: ForkServer, path: Path, arguments: Sequence[str], workers: int, folder: Path, held: int) -> int:
     logs = [log_path(folder, rank) for rank in range(workers)]
     logs[0].parent.mkdir()
     for log in logs:

@@ -9,11 +9,11 @@ from headrace.data import Hosts, Pipeline
 from headrace.errors import UsageError
 from headrace.spec.plan import Plan, Role
 
-__all__ = ["Seat", "seat"]
+__all__ = ["DataAssignment", "assign_data"]
 
 
 @dataclass(frozen=True)
-class Seat:
+class DataAssignment:
     """What a `Loader` is told.
 
     Attributes:
@@ -27,7 +27,7 @@ class Seat:
     rank: int
 
 
-def seat(pipeline: Pipeline, plan: Plan, role: Role, host: SharedCollective) -> Seat:
+def assign_data(pipeline: Pipeline, plan: Plan, role: Role, host: SharedCollective) -> DataAssignment:
     """Finds a worker's; where hosts list examples of their own, all workers call it together.
 
     Raises:
@@ -38,7 +38,7 @@ def seat(pipeline: Pipeline, plan: Plan, role: Role, host: SharedCollective) -> 
     workers = [other for other in plan.roles if other.kind == "worker"]
     names = list(dict.fromkeys(worker.host for worker in workers))
     if pipeline.hosts is None or len(names) == 1:
-        return Seat(pipeline, shares, role.data_rank)
+        return DataAssignment(pipeline, shares, role.data_rank)
     if plan.servers:
         raise UsageError(
             f"{plan.strategy} hands any portion to any worker, and hr.data.local says that each of {len(names)} hosts "
@@ -52,4 +52,4 @@ def seat(pipeline: Pipeline, plan: Plan, role: Role, host: SharedCollective) -> 
     told[mine] = float(len(pipeline)) if role.rank == min(worker.rank for worker in near) else 0.0
     counts = tuple(map(int, host.sum(told)))
     known = replace(pipeline, hosts=Hosts(counts, mine))
-    return Seat(known, tuple(shares[mate] for mate in mates), mates.index(role.data_rank))
+    return DataAssignment(known, tuple(shares[mate] for mate in mates), mates.index(role.data_rank))

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from headrace.comm.control import ControlPage
 from headrace.data import as_pipeline
-from headrace.engine.journal import Journal
+from headrace.engine.journal import EventWriter
 from headrace.engine.leased import next_fence
-from headrace.engine.order import SNAPSHOTS, Order, Resumption
+from headrace.engine.order import SNAPSHOTS, ResumePoint, RunSpec
 from headrace.engine.succession import process_number
 from headrace.engine.work import user_traceback
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
@@ -32,7 +32,7 @@ T = TypeVar("T")
 _TELL_EVERY_S = 1.0
 
 
-def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None]) -> None:
+def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None]) -> None:
     """Holds a rank's shards until the workers have done their work.
 
     Any error is written down as a `Failed` event before it is raised.
@@ -43,7 +43,7 @@ def serve(order: Order, rank: int, page: ControlPage, check: Callable[[], None])
         page: the run's signals.
         check: raises where a process of the run was lost.
     """
-    journal = Journal(order.run_dir, rank, order.started)
+    journal = EventWriter(order.run_dir, rank, order.started)
     server, snapshots = None, None
     try:
         process = process_number(page, rank)
@@ -104,7 +104,7 @@ class _Snapshotting:
         rank: of this server.
     """
 
-    def __init__(self, snapshots: Snapshots, server: Server, journal: Journal, rank: int) -> None:
+    def __init__(self, snapshots: Snapshots, server: Server, journal: EventWriter, rank: int) -> None:
         self._snapshots = snapshots
         self._server = server
         self._journal = journal
@@ -139,7 +139,7 @@ def _by_rank(served: Served, plan: Plan) -> Served:
     return replace(served, staleness=named(served.staleness), waited_s=named(served.waited_s)) if ranks > 1 else served
 
 
-def _go_on(server: Server, resume: Resumption, found: SnapshotSet, place: int) -> None:
+def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) -> None:
     folder, name = resume.snapshots_folder, found.names[place]
     try:
         server.restore(read(folder, name), found.clocks)
@@ -155,7 +155,7 @@ def _follow_view(pairing: Pairing, page: ControlPage, server: int, process: int)
         pairing.view(View(epoch, primary, None if backup < 0 else backup), address)
 
 
-def _parts(order: Order) -> ServerParts:
+def _parts(order: RunSpec) -> ServerParts:
     job = order.job
     rounds_per_epoch = -(-len(as_pipeline(job.data)[0]) // job.global_batch_size)
     first = order.resume.done if order.resume else 0

@@ -29,7 +29,7 @@ from headrace.replica.update import PARAMETER
 from headrace.spec.plan import EVERY_WORKER, Plan
 
 __all__ = [
-    "Stored",
+    "LoadedCheckpoint",
     "local_buffers",
     "making_sense",
     "model_tensors",
@@ -128,7 +128,7 @@ def making_sense(path: Path) -> Iterator[None]:
         raise CorruptCheckpoint(path, f"its content makes no sense: {type(error).__name__}: {error}") from error
 
 
-class Stored:
+class LoadedCheckpoint:
     """What a checkpoint holds, read and verified.
 
     Args:

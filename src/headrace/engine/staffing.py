@@ -17,14 +17,14 @@ from time import monotonic, sleep
 
 from headrace.errors import UsageError
 
-__all__ = ["Staffing", "ask_for_workers"]
+__all__ = ["ScaleRequests", "ask_for_workers"]
 
 _LOOK_EVERY_S = 0.05
 _ANSWER_S = 15.0
 _LONGEST = 200
 
 
-class Staffing:
+class ScaleRequests:
     """The launcher's side.
 
     Args:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from headrace.comm.collective import SharedCollective
-from headrace.engine.evaluation import Stopper, average
-from headrace.engine.order import Order
+from headrace.engine.evaluation import EarlyStopper, average
+from headrace.engine.order import RunSpec
 from headrace.engine.snapshot import (
-    Stored,
+    LoadedCheckpoint,
     making_sense,
     model_tensors,
     own_pieces,
@@ -38,7 +38,13 @@ class WorkerState:
     """
 
     def __init__(
-        self, order: Order, rank: int, replica: Replica, host: SharedCollective, stopper: Stopper, rounds_per_epoch: int
+        self,
+        order: RunSpec,
+        rank: int,
+        replica: Replica,
+        host: SharedCollective,
+        stopper: EarlyStopper,
+        rounds_per_epoch: int,
     ) -> None:
         self._order = order
         self._rank = rank
@@ -78,7 +84,7 @@ class WorkerState:
         }
         return tensors, description
 
-    def load(self, stored: Stored) -> None:
+    def load(self, stored: LoadedCheckpoint) -> None:
         """Takes up what a checkpoint says of this worker."""
         resume = self._order.resume
         assert resume is not None
@@ -96,7 +102,7 @@ class WorkerState:
                 stored.load_buffers(self._model, self._rank, self._host.world)
                 restore_random_states(stored.random(self._rank), self._device)
 
-    def bring_back(self, stored: Stored) -> None:
+    def bring_back(self, stored: LoadedCheckpoint) -> None:
         """Makes everything what a checkpoint of this history says; the data goes on."""
         self._replica.exchange.load([*stored.pieces(), *stored.parameter_pieces()])
         stored.load_buffers(self._model, self._rank, self._host.world)

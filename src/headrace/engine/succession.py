@@ -7,7 +7,7 @@ from headrace.errors import PeerLost
 from headrace.ps.replication import Authority, Down, Lost, News, Ready, Up
 from headrace.spec.plan import Plan
 
-__all__ = ["Succession", "primary_address", "process_number"]
+__all__ = ["FailoverController", "primary_address", "process_number"]
 
 
 def process_number(page: ControlPage, rank: int) -> int:
@@ -29,7 +29,7 @@ def primary_address(page: ControlPage, plan: Plan, server: int) -> str:
     return page.addresses[primary % page.ranks].read() if epoch else ""
 
 
-class Succession:
+class FailoverController:
     """The launcher's side: it alone decides.
 
     Args:

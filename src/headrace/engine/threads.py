@@ -12,7 +12,7 @@ from headrace.comm.ends import Ends
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.comm.segment import Segment
 from headrace.engine.interrupts import orderly_interrupts
-from headrace.engine.order import Engine, Order, Progress, first_loss
+from headrace.engine.order import Engine, RunProgress, RunSpec, first_loss
 from headrace.engine.server import serve
 from headrace.engine.snapshot import random_states, restore_random_states
 from headrace.engine.work import work
@@ -30,7 +30,7 @@ class ThreadEngine(Engine):
     and dropout is not reproducible with more than one worker.
     """
 
-    def run(self, order: Order, progress: Callable[[Progress], None]) -> str:
+    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         ranks = len(order.plan.roles)
         segment = Segment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
@@ -59,7 +59,9 @@ class ThreadEngine(Engine):
                     for thread in threads:
                         thread.join(_LOOK_EVERY_S / ranks)
                     meeting.check_parted()
-                    progress(Progress(page.beats[0][1], first_loss(page.losses), sum(beat[2] for beat in page.beats)))
+                    progress(
+                        RunProgress(page.beats[0][1], first_loss(page.losses), sum(beat[2] for beat in page.beats))
+                    )
             except BaseException:
                 # Nobody can end a thread; it ends itself, after the step that it is in or at the next meeting.
                 page.stop = 1

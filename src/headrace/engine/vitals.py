@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from time import monotonic
 
-__all__ = ["Vitals"]
+__all__ = ["LivenessProbe"]
 
 # Above the time from look to look, and together with that from beat to beat (0.25 s) below the least timeout.
 _GAP_S = 0.5
 
 
-class Vitals:
+class LivenessProbe:
     """Watches one process for signs of life: its beat, or any processor time.
 
     A step may take as long as it takes: while the process computes it uses processor time, while it sleeps its

@@ -18,19 +18,19 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from headrace.engine.nursery import Nursery
-from headrace.engine.order import Order, Progress, first_loss
-from headrace.engine.staffing import Staffing
-from headrace.engine.vitals import Vitals
+from headrace.engine.nursery import ForkServer
+from headrace.engine.order import RunProgress, RunSpec, first_loss
+from headrace.engine.staffing import ScaleRequests
+from headrace.engine.vitals import LivenessProbe
 from headrace.errors import PeerLost, UsageError, WorkerFailed
 from headrace.spec.event import LAUNCHER, Failed, Lost, Notice, decode
 
 if TYPE_CHECKING:
     # For the types alone: they import torch.
     from headrace.comm.control import ControlPage
-    from headrace.engine.crew import Crew
+    from headrace.engine.crew import ProcessLauncher
 
-__all__ = ["Watch"]
+__all__ = ["Monitor"]
 
 _GRACE_S = 0.5
 _KILL_S = 2.0
@@ -56,7 +56,7 @@ class _Seat:
     cause: str = field(default="")
 
 
-class Watch:
+class Monitor:
     """Follows the processes of one run.
 
     Args:
@@ -68,26 +68,31 @@ class Watch:
     """
 
     def __init__(
-        self, order: Order, page: ControlPage, nursery: Nursery, crew: Crew, progress: Callable[[Progress], None]
+        self,
+        order: RunSpec,
+        page: ControlPage,
+        nursery: ForkServer,
+        crew: ProcessLauncher,
+        progress: Callable[[RunProgress], None],
     ) -> None:
         # Not before, because they import torch.
-        from headrace.engine.journal import Journal
-        from headrace.engine.succession import Succession
+        from headrace.engine.journal import EventWriter
+        from headrace.engine.succession import FailoverController
 
         self._order = order
         self._page = page
         self._nursery = nursery
         self._crew = crew
         self._progress = progress
-        self._journal = Journal(order.run_dir, LAUNCHER, order.started)
+        self._journal = EventWriter(order.run_dir, LAUNCHER, order.started)
         self._running = {role.rank for role in order.plan.roles}
-        self._vitals: dict[int, Vitals] = {}
+        self._vitals: dict[int, LivenessProbe] = {}
         self._left = set(order.plan.servers)
         self._ended_at = math.inf
         # Whose workers lease their data: another one does what was not done.
         self._workers = set(range(order.plan.workers) if order.plan.replaces else ())
-        self._staffing = Staffing(order.run_dir)
-        self._succession = Succession(order.plan, page)
+        self._staffing = ScaleRequests(order.run_dir)
+        self._succession = FailoverController(order.plan, page)
         ranks = (role.rank for role in order.plan.roles)
         self._seats = {rank: _Seat() for rank in ranks if rank in self._workers or rank in self._succession}
 
@@ -124,7 +129,7 @@ class Watch:
         self._nursery.check(self._order.timeout_s)
         page = self._page
         examples = sum(beat[2] for beat in page.beats)
-        self._progress(Progress(max(beat[1] for beat in page.beats), first_loss(page.losses), examples))
+        self._progress(RunProgress(max(beat[1] for beat in page.beats), first_loss(page.losses), examples))
         for rank in self._succession.look():
             self._seats[rank].in_vain = 0
         for rank in self._running:
@@ -137,7 +142,7 @@ class Watch:
         vitals = self._vitals.get(rank)
         if vitals is None or vitals.pid != beat[3]:
             # Until it has begun its id is 0, and then it must begin within the same time.
-            vitals = self._vitals[rank] = Vitals(beat[3])
+            vitals = self._vitals[rank] = LivenessProbe(beat[3])
         silent_s = vitals.silent_s(beat[0])
         if silent_s <= self._order.timeout_s:
             return

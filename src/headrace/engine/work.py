@@ -23,12 +23,12 @@ from headrace.comm.control import ControlPage
 from headrace.comm.in_process import InProcess, Meeting
 from headrace.data import Loader, Means, as_pipeline
 from headrace.engine.evaluation import Evaluation
-from headrace.engine.feeding import Feeding
-from headrace.engine.journal import Journal
+from headrace.engine.feeding import InputReporter
+from headrace.engine.journal import EventWriter
 from headrace.engine.machine import cores
-from headrace.engine.order import Order, Resumption
-from headrace.engine.seating import Seat, seat
-from headrace.engine.snapshot import Stored, making_sense, seed_random
+from headrace.engine.order import ResumePoint, RunSpec
+from headrace.engine.seating import DataAssignment, assign_data
+from headrace.engine.snapshot import LoadedCheckpoint, making_sense, seed_random
 from headrace.engine.succession import primary_address
 from headrace.engine.worker import Worker, train
 from headrace.errors import HeadraceError, PeerLost
@@ -51,7 +51,7 @@ _LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdl
 
 
 def work(
-    order: Order,
+    order: RunSpec,
     rank: int,
     host: SharedCollective,
     page: ControlPage,
@@ -68,7 +68,7 @@ def work(
         page: the run's signals.
         building: held while the model is built from the seed, where workers share one generator.
     """
-    journal = Journal(order.run_dir, rank, order.started)
+    journal = EventWriter(order.run_dir, rank, order.started)
     worker: Worker | None = None
     closing = ExitStack()
     try:
@@ -112,7 +112,7 @@ def work(
         journal.close()
 
 
-def _failed(rank: int, worker: Worker | None, journal: Journal, error: BaseException) -> Failed:
+def _failed(rank: int, worker: Worker | None, journal: EventWriter, error: BaseException) -> Failed:
     step = max(0, worker.round) if worker else 0
     # An error of ours says it all; what user code has raised below it is the user's to see.
     origin = error.__cause__ if isinstance(error, HeadraceError) else error
@@ -121,7 +121,7 @@ def _failed(rank: int, worker: Worker | None, journal: Journal, error: BaseExcep
     return Failed(rank, journal.now(), step, f"{type(error).__name__}: {error}", shown, code)
 
 
-def _leave_model(order: Order, rank: int, host: SharedCollective, compute: Compute) -> None:
+def _leave_model(order: RunSpec, rank: int, host: SharedCollective, compute: Compute) -> None:
     plan, roles = order.plan, order.plan.roles
     tensors = {name: tensor.cpu() for name, tensor in compute.whole_tensors(plan.leads(host.rank))}
     first = host.rank == 0
@@ -172,7 +172,7 @@ def _end_together(page: ControlPage, rank: int, worker: Worker, host: SharedColl
     worker.finish()
 
 
-def _seed(order: Order, rank: int, incarnation: int) -> None:
+def _seed(order: RunSpec, rank: int, incarnation: int) -> None:
     resume = order.resume
     if incarnation == 0 and (resume is None or resume.same):
         seed_random((order.job.seed << 16) + 1 + rank)
@@ -182,8 +182,8 @@ def _seed(order: Order, rank: int, incarnation: int) -> None:
         seed_random(hash((order.job.seed, rank, step, incarnation)) % 2**63)
 
 
-def _stored(resume: Resumption) -> Stored:
-    return Stored(CheckpointFolder(resume.folder).open(resume.step))
+def _stored(resume: ResumePoint) -> LoadedCheckpoint:
+    return LoadedCheckpoint(CheckpointFolder(resume.folder).open(resume.step))
 
 
 def build_module(job: Job) -> nn.Module:
@@ -200,7 +200,7 @@ def objective_of(job: Job, weighed: bool = False) -> Objective:
 
 
 def _parts(
-    order: Order,
+    order: RunSpec,
     role: Role,
     host: SharedCollective,
     module: nn.Module,
@@ -266,7 +266,7 @@ def _itself(host: SharedCollective) -> Callable[[], Collective]:
     return lambda: host
 
 
-def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]:
+def _connector(order: RunSpec, role: Role, world: int) -> Callable[[], Collective]:
     def connect() -> Collective:
         # Here, because importing torch.distributed costs what a CPU run need not pay.
         from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -279,23 +279,23 @@ def _connector(order: Order, role: Role, world: int) -> Callable[[], Collective]
     return connect
 
 
-def _fed(order: Order, role: Role, host: SharedCollective, journal: Journal) -> tuple[Loader, Feeding]:
-    feeding = Feeding(role.rank, journal)
+def _fed(order: RunSpec, role: Role, host: SharedCollective, journal: EventWriter) -> tuple[Loader, InputReporter]:
+    feeding = InputReporter(role.rank, journal)
     job, plan = order.job, order.plan
-    at = seat(as_pipeline(job.data)[0], plan, role, host)
+    at = assign_data(as_pipeline(job.data)[0], plan, role, host)
     means = replace(_means(plan, role), say=lambda line: journal.write(Notice(role.rank, journal.now(), line)))
     batch = job.global_batch_size
     return Loader(at.pipeline, job.seed, batch, at.shares, at.rank, means=means, tell=feeding.tell), feeding
 
 
 def _worker(
-    order: Order,
+    order: RunSpec,
     role: Role,
     replica: Replica,
     loader: Loader,
     host: SharedCollective,
     page: ControlPage,
-    journal: Journal,
+    journal: EventWriter,
 ) -> Worker:
     job, plan = order.job, order.plan
     means = _means(plan, role)
@@ -309,7 +309,11 @@ def _worker(
             each = plan.workers // plan.replicas
             parts = (1,) * (world // each)
             # Of leased portions anybody may come and go; evaluation is everybody's who is there.
-            at = Seat(eval_pipeline, parts, rank // each) if plan.servers else seat(eval_pipeline, plan, role, host)
+            at = (
+                DataAssignment(eval_pipeline, parts, rank // each)
+                if plan.servers
+                else assign_data(eval_pipeline, plan, role, host)
+            )
             batch = job.options.eval_batch_size
             size = batch * len(parts) if batch else max(job.global_batch_size, len(parts))
             return Loader(at.pipeline, job.seed, size, at.shares, at.rank, ordered=True, means=means)
@@ -324,7 +328,7 @@ def _means(plan: Plan, role: Role) -> Means:
     return Means(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)
 
 
-def _save(module: nn.Module, saved: Mapping[str, Tensor], order: Order, rank: int) -> None:
+def _save(module: nn.Module, saved: Mapping[str, Tensor], order: RunSpec, rank: int) -> None:
     from safetensors.torch import save_file
 
     # A tensor may have several names in the module's state, and has one in a checkpoint.
@@ -340,7 +344,7 @@ def _save(module: nn.Module, saved: Mapping[str, Tensor], order: Order, rank: in
 
 
 def _ended(
-    rank: int, worker: Worker, replica: Replica, host: SharedCollective, journal: Journal, parts: Parts
+    rank: int, worker: Worker, replica: Replica, host: SharedCollective, journal: EventWriter, parts: Parts
 ) -> WorkerEnded:
     parameter_bytes, optimizer_bytes = replica.exchange.memory()
     wire = parts.wire if "wire" in parts.__dict__ else None

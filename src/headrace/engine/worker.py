@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from headrace.comm.collective import SharedCollective
 from headrace.comm.control import ControlPage
 from headrace.data import Loader, delivered
-from headrace.engine.apart import Apart
-from headrace.engine.evaluation import Evaluation, Stopper, average
-from headrace.engine.journal import Journal
-from headrace.engine.leased import Leased
-from headrace.engine.losses import Losses
-from headrace.engine.order import Order
-from headrace.engine.recovery import Recovery
+from headrace.engine.apart import PeriodicLoop
+from headrace.engine.evaluation import EarlyStopper, Evaluation, average
+from headrace.engine.journal import EventWriter
+from headrace.engine.leased import LeasedLoop
+from headrace.engine.losses import LossReader
+from headrace.engine.order import RunSpec
+from headrace.engine.recovery import NonFiniteHandler
 from headrace.engine.saver import Saver
 from headrace.engine.shares import catch_up, counted
-from headrace.engine.snapshot import Stored
+from headrace.engine.snapshot import LoadedCheckpoint
 from headrace.engine.state import WorkerState
 from headrace.errors import UsageError
 from headrace.metrics import Mean
@@ -70,14 +70,14 @@ class Worker:
 
     def __init__(
         self,
-        order: Order,
+        order: RunSpec,
         rank: int,
         replica: Replica,
         loader: Loader,
         evaluation: Evaluation | None,
         host: SharedCollective,
         page: ControlPage,
-        journal: Journal,
+        journal: EventWriter,
     ) -> None:
         self.rank = rank
         self.world = host.world
@@ -87,7 +87,7 @@ class Worker:
         self.round = order.resume.done - 1 if order.resume else -1
         options = order.job.options
         at_once = self.device.type == "cpu" or options.on_nonfinite != "raise" or options.precision == "fp16"
-        self._losses = Losses(rank, at_once, page, journal)
+        self._losses = LossReader(rank, at_once, page, journal)
         self._order = order
         self._replica = replica
         self._loader = loader
@@ -99,15 +99,15 @@ class Worker:
         self._saver = Saver(order, host, page, journal)
         at_home = order.resume is not None and order.resume.folder == self._saver.folder.path
         self._over_before = at_home and self.round + 1 >= self.rounds
-        self._stopper = Stopper(options.early_stopping)
+        self._stopper = EarlyStopper(options.early_stopping)
         self._state = WorkerState(order, rank, replica, host, self._stopper, loader.rounds_per_epoch)
         fate = page.fates[rank]
-        self._leased = Leased(order, replica.portions, loader, host, fate, journal) if replica.portions else None
-        self._apart = Apart(replica.meetings, rank, journal) if replica.meetings else None
+        self._leased = LeasedLoop(order, replica.portions, loader, host, fate, journal) if replica.portions else None
+        self._apart = PeriodicLoop(replica.meetings, rank, journal) if replica.meetings else None
         self._replaces = page.fates[rank][0] > 0
         self._alone = self._leased is not None or self._apart is not None
         place = order.plan.role(rank).stage if self._alone else None
-        self._recovery = Recovery(options.on_nonfinite, self.model, host, page, journal, self._roll_back, place)
+        self._recovery = NonFiniteHandler(options.on_nonfinite, self.model, host, page, journal, self._roll_back, place)
         self._halted, self._agreed, self._open = False, False, bool(self._leased) and self.round + 1 < self.rounds
         self._share = Share(None, 0, 0, 0)
         self._computed: Computed | None = None
@@ -171,7 +171,7 @@ class Worker:
             self._losses.read()
             self._journal.flush()
 
-    def _portions(self, leased: Leased) -> Iterator[Any]:
+    def _portions(self, leased: LeasedLoop) -> Iterator[Any]:
         self._open = not self._stopper.over and self.round + 1 < self.rounds
         try:
             # Its own portion may be of the last round while others still do theirs: it is over at a fence.
@@ -283,7 +283,7 @@ class Worker:
             self._stopper.agree(self._host)
         return self._evaluation.run(self._weight)
 
-    def resume(self, stored: Stored) -> None:
+    def resume(self, stored: LoadedCheckpoint) -> None:
         """Takes up what a checkpoint says of this worker, when its replica stands."""
         self._state.load(stored)
 
@@ -337,7 +337,7 @@ class Worker:
         self._saver.wait()
         # Rank 0's has ended, and with it the checkpoint is there for all.
         self._host.barrier()
-        self._state.bring_back(Stored(self._saver.newest()))
+        self._state.bring_back(LoadedCheckpoint(self._saver.newest()))
 
     def _require_step(self) -> None:
         # Who leaves out a round does not meet the others in it, and would take their next meeting for another.
@@ -369,7 +369,7 @@ class Worker:
         self.world = self._host.world
         return True
 
-    def _ask_for_fence(self, leased: Leased) -> None:
+    def _ask_for_fence(self, leased: LeasedLoop) -> None:
         # Each of them, because nobody knows who lives long enough.
         if leased.fence < 0 and not self._halted:
             self._halted = bool(self._page.stop) or monotonic() > self._deadline or self._saver.overdue
