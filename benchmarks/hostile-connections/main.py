@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from comm.outside import greeting
 from headrace.comm.port import Slots
-from headrace.comm.remote_link import RemoteLink
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.remote_link import RemoteClientTransport
+from headrace.comm.remote_port import RemoteServerTransport
 
 SECRET = b"of the run that is attacked....."
 SLOTS = Slots([4 << 20])
@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / "results" / "connections.json"
 
 def serve(told: Connection, over: Event) -> None:
     """A port that answers every push with a pull."""
-    port = RemotePort(SLOTS, SLOTS, secret=SECRET)
+    port = RemoteServerTransport(SLOTS, SLOTS, secret=SECRET)
     told.send(port.address)
     while not over.is_set():
         for mail in port.receive(0.05):
@@ -61,7 +61,7 @@ def stand_in(told: Connection, over: Event) -> None:
 
 def work(address: str, rounds: multiprocessing.sharedctypes.Synchronized[int], over: Event) -> None:
     """A genuine link that pushes and pulls."""
-    link = RemoteLink(address, SLOTS, SLOTS, secret=SECRET)
+    link = RemoteClientTransport(address, SLOTS, SLOTS, secret=SECRET)
     while not over.is_set():
         link.send(b"push", [0])
         while link.receive(1.0) is None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from comm.hostile import ATTACKS, NOTHING, SLOTS, Attacker, record
 from comm.outside import AT_ONCE, STRANGERS, Strangers
 from headrace.comm import remote_port
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.remote_port import RemoteServerTransport
 
 SECRET, OTHER = b"of the run that is attacked.....", b"of some other run..............."
 FRESH_EVERY = 200
@@ -38,7 +38,7 @@ def main() -> int:
     sent: Counter[str] = Counter()
     taken: Counter[str] = Counter()
     strange = record(OTHER)
-    port = RemotePort(SLOTS, SLOTS, secret=SECRET)
+    port = RemoteServerTransport(SLOTS, SLOTS, secret=SECRET)
 
     def report() -> None:
         document = {

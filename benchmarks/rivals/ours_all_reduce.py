@@ -9,13 +9,13 @@ import time
 import torch
 
 from headrace.comm.control import ControlPage
-from headrace.comm.segment import Segment
-from headrace.comm.shared_memory import SharedMemory
+from headrace.comm.segment import SharedSegment
+from headrace.comm.shared_memory import SharedMemoryGroup
 
 
-def run(rank: int, workers: int, elements: int, segment: Segment) -> None:
+def run(rank: int, workers: int, elements: int, segment: SharedSegment) -> None:
     torch.set_num_threads(1)
-    group = SharedMemory(ControlPage(segment, workers), rank, lambda: None)
+    group = SharedMemoryGroup(ControlPage(segment, workers), rank, lambda: None)
     tensor = torch.ones(elements)
     repeats = 2000 if elements < 1_000_000 else 10
     for _ in range(3):
@@ -30,10 +30,10 @@ def run(rank: int, workers: int, elements: int, segment: Segment) -> None:
     group.barrier()
 
 
-def wait_idle(rank: int, workers: int, segment: Segment) -> None:
+def wait_idle(rank: int, workers: int, segment: SharedSegment) -> None:
     """Everybody waits a second for the last rank; prints the share of a core that waiting took."""
     torch.set_num_threads(1)
-    group = SharedMemory(ControlPage(segment, workers), rank, lambda: None)
+    group = SharedMemoryGroup(ControlPage(segment, workers), rank, lambda: None)
     for _ in range(3):
         group.barrier()
     if rank == workers - 1:
@@ -47,7 +47,7 @@ def wait_idle(rank: int, workers: int, segment: Segment) -> None:
 
 if __name__ == "__main__":
     count, length = int(sys.argv[1]), int(sys.argv[2])
-    page = Segment.create(ControlPage.nbytes(count), "control")
+    page = SharedSegment.create(ControlPage.nbytes(count), "control")
     mine = 0
     children = []
     for other in range(1, count):

@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 
-from headrace.comm.local_link import LocalLink
-from headrace.comm.local_port import LocalPort
-from headrace.comm.remote_link import RemoteLink
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.local_link import LocalClientTransport
+from headrace.comm.local_port import LocalServerTransport
+from headrace.comm.remote_link import RemoteClientTransport
+from headrace.comm.remote_port import RemoteServerTransport
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps.applier import Applier
 from headrace.ps.client import Client, Connection
@@ -50,7 +50,11 @@ def serve(
 ) -> None:
     """Opens a server's port, writes its address to `door`, and serves until the end or the parent's."""
     torch.set_num_threads(1)
-    port = RemotePort(form.slots, form.slots, secret=SECRET) if tcp else LocalPort(form.slots, form.slots)
+    port = (
+        RemoteServerTransport(form.slots, form.slots, secret=SECRET)
+        if tcp
+        else LocalServerTransport(form.slots, form.slots)
+    )
     applier = Applier(form, factory, [ParameterSpec("weight", (elements,))])
     server = Server(port, form, applier, [Shard(range(workers), Anytime(), Each()) for _ in form.pieces])
     parent = os.getppid()
@@ -83,9 +87,9 @@ def join(address: str, form: Form, parameters: torch.Tensor, worker: int) -> Con
     """Returns a worker's connection to the server of these parameters."""
     slots = form.slots
     link = (
-        LocalLink(address, slots, slots)
+        LocalClientTransport(address, slots, slots)
         if address.startswith("local:")
-        else RemoteLink(address, slots, slots, secret=SECRET)
+        else RemoteClientTransport(address, slots, slots, secret=SECRET)
     )
     return Connection(link, form, cut(form, parameters))
 

@@ -19,11 +19,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from workloads import EXAMPLES_A_WORKER, MODELS, examples
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.comm.control import ControlPage
-from headrace.comm.distributed import Distributed
-from headrace.comm.segment import Segment
-from headrace.comm.shared_memory import SharedMemory
+from headrace.comm.distributed import TorchDistributed
+from headrace.comm.segment import SharedSegment
+from headrace.comm.shared_memory import SharedMemoryGroup
 from headrace.replica.describe import describe
 from headrace.replica.gradients import Presence
 from headrace.replica.layout import FlatLayout
@@ -32,24 +32,24 @@ from headrace.replica.reduction import HostReduction, OverlappedReduction, Reduc
 WORKERS = 2
 
 
-def make_reduction(way: str, module: nn.Module, host: SharedCollective, store: str) -> Reduction:
+def make_reduction(way: str, module: nn.Module, host: ProcessGroup, store: str) -> Reduction:
     """Returns what sums the gradients."""
     layout = FlatLayout(describe(module).trainable)
     presence = Presence(host, len(list(module.parameters())))
     if not way.startswith("gloo"):
         return HostReduction(layout, presence, host)
-    wire = Distributed(torch.distributed.FileStore(store, WORKERS), host.rank, WORKERS, "cpu", 60.0)
+    wire = TorchDistributed(torch.distributed.FileStore(store, WORKERS), host.rank, WORKERS, "cpu", 60.0)
     if way == "gloo-overlap":
         return OverlappedReduction(layout, presence, wire, module)
     return WireReduction(layout, presence, wire, torch.device("cpu"))
 
 
-def run(rank: int, workload: str, way: str, seconds: float, page: Segment, store: str) -> None:
+def run(rank: int, workload: str, way: str, seconds: float, page: SharedSegment, store: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = MODELS[workload][0]()
     parameters = list(module.parameters())
-    host = SharedMemory(ControlPage(page, WORKERS), rank, lambda: None)
+    host = SharedMemoryGroup(ControlPage(page, WORKERS), rank, lambda: None)
     reduction = make_reduction(way, module, host, store)
     loss = nn.CrossEntropyLoss()
     x, y = examples(workload, EXAMPLES_A_WORKER)
@@ -86,7 +86,7 @@ def run(rank: int, workload: str, way: str, seconds: float, page: Segment, store
 
 if __name__ == "__main__":
     name, how, length = sys.argv[1], sys.argv[2], float(sys.argv[3])
-    segment = Segment.create(ControlPage.nbytes(WORKERS), "control")
+    segment = SharedSegment.create(ControlPage.nbytes(WORKERS), "control")
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         run(int(child == 0), name, how, length, segment, f"{folder}/store")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from headrace.comm.collective import SharedCollective
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.collective import ProcessGroup
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.launched import LaunchedGroup
 from headrace.engine.machine import cores
@@ -90,7 +90,7 @@ class ShareLoader:
         host: the processes.
     """
 
-    def __init__(self, loader: DataLoader[Any], host: SharedCollective) -> None:
+    def __init__(self, loader: DataLoader[Any], host: ProcessGroup) -> None:
         if loader.batch_size is None:
             raise UsageError("the loader has no batch_size, so there is no global batch to split; give it one")
         pipeline, _ = as_pipeline(loader)
@@ -123,7 +123,7 @@ class _Synchronizer:
     because the weights of the processes sum to 1.
     """
 
-    def __init__(self, model: nn.Module, host: SharedCollective, shares: ShareLoader) -> None:
+    def __init__(self, model: nn.Module, host: ProcessGroup, shares: ShareLoader) -> None:
         spec = describe(model)
         layout = FlatLayout(spec.trainable)
         self._host = host
@@ -162,7 +162,7 @@ class _Synchronizer:
             parameter.grad = None if index in missing else view.clone()
 
 
-def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, host: SharedCollective) -> None:
+def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, host: ProcessGroup) -> None:
     """Keeps one copy of the parameters; each process updates, and holds optimizer state for, those it owns."""
     spec = describe(model)
     seat(model, *one_copy(model, spec, host))
@@ -177,10 +177,10 @@ def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, host: 
     optimizer.register_step_post_hook(lambda *_: host.barrier())
 
 
-def _join(ranks: int, timeout_s: float) -> tuple[SharedCollective, int]:
+def _join(ranks: int, timeout_s: float) -> tuple[ProcessGroup, int]:
     """Returns the processes, and how many of them are on this host."""
     if ranks == 1:
-        return InProcess(Meeting(1), 0), 1
+        return ThreadCollective(ThreadGroup(1), 0), 1
     group = LaunchedGroup(timeout_s)
     atexit.register(group.close)
     return group.host, group.mates

@@ -18,9 +18,9 @@ from engine.victims import faulty, make_job
 from headrace.cli import run
 from headrace.cli.checks import Verdict, examine
 from headrace.cli.listening import Listener, listeners
-from headrace.comm.local_port import LocalPort
+from headrace.comm.local_port import LocalServerTransport
 from headrace.comm.port import Slots
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.remote_port import RemoteServerTransport
 from headrace.engine.local import LocalEngine
 
 SLOTS = Slots([8])
@@ -38,13 +38,13 @@ def before() -> list[Listener]:
 
 
 @pytest.fixture
-def local() -> Iterator[LocalPort]:
-    port = LocalPort(SLOTS, SLOTS)
+def local() -> Iterator[LocalServerTransport]:
+    port = LocalServerTransport(SLOTS, SLOTS)
     yield port
     port.close()
 
 
-def test_a_server_of_this_machine_is_found(before: list[Listener], local: LocalPort) -> None:
+def test_a_server_of_this_machine_is_found(before: list[Listener], local: LocalServerTransport) -> None:
     assert own(before) == [Listener(os.getpid(), local.address, True, False)]
 
 
@@ -59,7 +59,7 @@ def test_a_server_of_this_machine_is_found(before: list[Listener], local: LocalP
 def test_a_server_of_the_network_is_found_and_encrypts(
     before: list[Listener], address: str, shown: str, loopback: bool
 ) -> None:
-    port = RemotePort(SLOTS, SLOTS, address=address, secret=SECRET)
+    port = RemoteServerTransport(SLOTS, SLOTS, address=address, secret=SECRET)
     (found,) = own(before)
     assert re.fullmatch(shown, found.address)
     assert (found.loopback, found.encrypted) == (loopback, True)
@@ -68,7 +68,9 @@ def test_a_server_of_the_network_is_found_and_encrypts(
 
 
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("0.0.0.0", False), ("::", False)])
-def test_what_does_not_encrypt_is_found(before: list[Listener], local: LocalPort, host: str, loopback: bool) -> None:
+def test_what_does_not_encrypt_is_found(
+    before: list[Listener], local: LocalServerTransport, host: str, loopback: bool
+) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family):
         (found,) = [each for each in own(before) if each.address.startswith("tcp")]
@@ -111,10 +113,10 @@ def test_what_only_a_few_reach_is_none(
 
 @pytest.mark.slow
 def test_it_fits_into_eighty_columns(
-    local: LocalPort, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    local: LocalServerTransport, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    port = RemotePort(SLOTS, SLOTS)
+    port = RemoteServerTransport(SLOTS, SLOTS)
     run(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     port.close()

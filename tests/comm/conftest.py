@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.comm.control import ControlPage
-from headrace.comm.segment import Segment
+from headrace.comm.segment import SharedSegment
 from headrace.engine.nursery import ForkServer
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ def play(nursery: ForkServer, tmp_path: Path) -> Play:
     """Returns `play(scenario, world, counter=0, **arguments)`: what every rank's part of a scenario returned."""
 
     def play(scenario: str, world: int, counter: int = 0, **arguments: object) -> list[Any]:
-        segment = Segment.create(ControlPage.nbytes(world), "control")
+        segment = SharedSegment.create(ControlPage.nbytes(world), "control")
         page = ControlPage(segment, world)
         for own in page.counters:
             own[0] = counter

@@ -11,9 +11,9 @@ from typing import Any
 import zmq
 
 from comm.middle import FIRST, Middle, frame
-from headrace.comm.pieces import Letter, Sort, letter, numbered
-from headrace.comm.port import Layout, Slots
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.pieces import FrameKind, Letter, letter, numbered
+from headrace.comm.port import Slots, TransportLayout
+from headrace.comm.remote_port import RemoteServerTransport
 from headrace.comm.zeromq import Keys
 
 __all__ = ["ATTACKS", "LETTERS", "NOTHING", "SLOTS", "Attacker", "record"]
@@ -40,8 +40,8 @@ _DEADLINE_S = 30.0
 
 def genuine() -> list[Letter]:
     """Returns what a link says: its hello, then messages that are all different."""
-    messages = [numbered(letter(Sort.LAST, b"genuine %d" % number), 1 + number) for number in range(LETTERS)]
-    return [letter(Sort.HELLO, Layout(SLOTS, SLOTS).hello()), *messages]
+    messages = [numbered(letter(FrameKind.LAST, b"genuine %d" % number), 1 + number) for number in range(LETTERS)]
+    return [letter(FrameKind.HELLO, TransportLayout(SLOTS, SLOTS).hello()), *messages]
 
 
 class Attacker:
@@ -54,7 +54,9 @@ class Attacker:
         quiet_s: after this time the link ends, if the port has not ended it.
     """
 
-    def __init__(self, port: RemotePort, strange: Sequence[bytes], rng: random.Random, quiet_s: float = 1.0) -> None:
+    def __init__(
+        self, port: RemoteServerTransport, strange: Sequence[bytes], rng: random.Random, quiet_s: float = 1.0
+    ) -> None:
         self._port = port
         self._strange = list(strange)
         self._rng = rng
@@ -159,7 +161,7 @@ class Attacker:
 
 def record(secret: bytes) -> list[bytes]:
     """Returns the frames that a link of a run with this secret sends."""
-    port = RemotePort(SLOTS, SLOTS, secret=secret)
+    port = RemoteServerTransport(SLOTS, SLOTS, secret=secret)
     attacker = Attacker(port, [], random.Random(0))
     middle = attacker._middle
     worker = attacker._context.socket(zmq.DEALER)

@@ -14,7 +14,7 @@ from comm.scenarios import DTYPES, between_hosts, digest, lengths, made
 from headrace.comm.control import ControlPage
 from headrace.comm.mailbox import places
 from headrace.comm.mailboxes import Mailboxes, Route
-from headrace.comm.shared_memory import SharedMemory
+from headrace.comm.shared_memory import SharedMemoryGroup
 from headrace.errors import PeerLost, UsageError
 
 __all__ = ["exchange_everything", "get_ahead", "wait_for_mail"]
@@ -30,7 +30,7 @@ def read(note: bytes, data: Tensor) -> tuple[bytes, Tensor]:
     return note, data.clone()
 
 
-def exchange_everything(host: SharedMemory, page: ControlPage, store: str) -> list[str]:
+def exchange_everything(host: SharedMemoryGroup, page: ControlPage, store: str) -> list[str]:
     """Sends tensors of every type and length around, several at a time; returns what did not come as it was sent."""
     group = between_hosts(host, None, store, HOSTS)
     # The first time opens what makes keys, for good.
@@ -70,7 +70,7 @@ def exchange_everything(host: SharedMemory, page: ControlPage, store: str) -> li
     return wrong
 
 
-def get_ahead(host: SharedMemory, page: ControlPage, store: str) -> list[int]:
+def get_ahead(host: SharedMemoryGroup, page: ControlPage, store: str) -> list[int]:
     """Rank 1 sends to rank 2, which reads nothing before the other waits; returns how many fit, and how many came."""
     group = between_hosts(host, None, store, HOSTS)
     mailboxes = Mailboxes([Route(1, 2, 2)], group)
@@ -102,7 +102,7 @@ def stands_still(page: ControlPage) -> int:
     return last
 
 
-def wait_for_mail(host: SharedMemory, page: ControlPage, store: str, how: str, sends: bool) -> list[object]:
+def wait_for_mail(host: SharedMemoryGroup, page: ControlPage, store: str, how: str, sends: bool) -> list[object]:
     """Rank 2 goes; returns what rank 1, which sends to it or receives from it, hears, and how soon."""
     own = page if how == "ended" else None
     group = between_hosts(host, own, store, HOSTS)

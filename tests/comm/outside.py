@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from comm.middle import frame
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.remote_port import RemoteServerTransport
 
 __all__ = ["STRANGERS", "Strangers", "greeting"]
 
@@ -30,7 +30,9 @@ class Strangers:
     rng: decides.
     """
 
-    def __init__(self, port: RemotePort, recorded: Sequence[bytes], strange: Sequence[bytes], rng: random.Random):
+    def __init__(
+        self, port: RemoteServerTransport, recorded: Sequence[bytes], strange: Sequence[bytes], rng: random.Random
+    ):
         self._port = port
         self._recorded, self._strange = list(recorded), list(strange)
         self._rng = rng

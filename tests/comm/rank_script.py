@@ -11,20 +11,20 @@ from pathlib import Path
 
 from comm import mail_scenarios, scenarios
 from headrace.comm.control import ControlPage
-from headrace.comm.segment import Segment
-from headrace.comm.shared_memory import SharedMemory
+from headrace.comm.segment import SharedSegment
+from headrace.comm.shared_memory import SharedMemoryGroup
 from headrace.errors import PeerLost
 
 
 def main() -> None:
     scenario, rank, world, pid, descriptor, result, arguments = sys.argv[1:]
-    page = ControlPage(Segment.open(int(pid), int(descriptor), ControlPage.nbytes(int(world))), int(world))
+    page = ControlPage(SharedSegment.open(int(pid), int(descriptor), ControlPage.nbytes(int(world))), int(world))
 
     def check() -> None:
         if page.abort:
             raise PeerLost(page.abort - 1, "this host", "the test says so")
 
-    host = SharedMemory(page, int(rank), check)
+    host = SharedMemoryGroup(page, int(rank), check)
     act = getattr(mail_scenarios if scenario in mail_scenarios.__all__ else scenarios, scenario)
     returned = act(host, page, **json.loads(arguments))
     host.close()

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
 
-from headrace.comm.between_hosts import BetweenHosts, connect
-from headrace.comm.collective import Home
+from headrace.comm.between_hosts import MultiHostGroup, connect
+from headrace.comm.collective import HostMap
 from headrace.comm.control import ControlPage
-from headrace.comm.distributed import Distributed
-from headrace.comm.segment import Segment
-from headrace.comm.shared_memory import SharedMemory
+from headrace.comm.distributed import TorchDistributed
+from headrace.comm.segment import SharedSegment
+from headrace.comm.shared_memory import SharedMemoryGroup
 from headrace.errors import PeerLost, UsageError
 from headrace.replica.conditioning import squared_norm
 from headrace.replica.describe import describe
@@ -57,7 +57,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def sum_everything(host: SharedMemory, page: ControlPage) -> list[str]:
+def sum_everything(host: SharedMemoryGroup, page: ControlPage) -> list[str]:
     """Returns where the sum is not, bit for bit, that of all ranks in rank order."""
     wrong = []
     for dtype in DTYPES:
@@ -73,7 +73,7 @@ def sum_everything(host: SharedMemory, page: ControlPage) -> list[str]:
     return wrong
 
 
-def spread_everything(host: SharedMemory, page: ControlPage) -> list[str]:
+def spread_everything(host: SharedMemoryGroup, page: ControlPage) -> list[str]:
     """Returns where a broadcast has not brought rank 0's bits."""
     wrong = []
     for dtype in DTYPES:
@@ -90,12 +90,12 @@ def spread_everything(host: SharedMemory, page: ControlPage) -> list[str]:
     return wrong
 
 
-def add_numbers(host: SharedMemory, page: ControlPage, counts: list[int]) -> list[list[float]]:
+def add_numbers(host: SharedMemoryGroup, page: ControlPage, counts: list[int]) -> list[list[float]]:
     """Returns the sums of 0.1 * (rank + 1) + index, for several numbers of numbers."""
     return [host.sum([0.1 * (host.rank + 1) + index for index in range(count)]) for count in counts]
 
 
-def share_regions(host: SharedMemory, page: ControlPage, sizes: list[int]) -> list[list[int]]:
+def share_regions(host: SharedMemoryGroup, page: ControlPage, sizes: list[int]) -> list[list[int]]:
     """Returns the sizes, the sums before and the sums after everybody wrote its rank + 1 into its own region."""
     regions = host.share(sizes[host.rank])
     before = [int(region.sum()) for region in regions]
@@ -107,7 +107,7 @@ def share_regions(host: SharedMemory, page: ControlPage, sizes: list[int]) -> li
     return [[len(region) for region in regions], before, after]
 
 
-def storm(host: SharedMemory, page: ControlPage, meetings: int) -> list[int]:
+def storm(host: SharedMemoryGroup, page: ControlPage, meetings: int) -> list[int]:
     """Meets again and again, late by chance; returns the meetings after which somebody's word was not the right one."""
     regions = [region.view(torch.int64).numpy() for region in host.share(16)]
     chance = random.Random(host.rank)
@@ -124,7 +124,7 @@ def storm(host: SharedMemory, page: ControlPage, meetings: int) -> list[int]:
     return wrong
 
 
-def everything_by_turns(host: SharedMemory, page: ControlPage, turns: int) -> list[str]:
+def everything_by_turns(host: SharedMemoryGroup, page: ControlPage, turns: int) -> list[str]:
     """Sums of numbers and tensors, broadcasts, regions and barriers in a random order; returns what went wrong."""
     chance = random.Random(5)
     wrong = []
@@ -153,7 +153,7 @@ def everything_by_turns(host: SharedMemory, page: ControlPage, turns: int) -> li
     return wrong
 
 
-def wait_for_somebody_lost(host: SharedMemory, page: ControlPage) -> list[object]:
+def wait_for_somebody_lost(host: SharedMemoryGroup, page: ControlPage) -> list[object]:
     """The last rank stays away and says that rank 1 is lost; returns who was lost, and whether it was told at once."""
     if host.rank == host.world - 1:
         page.abort = 2
@@ -166,28 +166,30 @@ def wait_for_somebody_lost(host: SharedMemory, page: ControlPage) -> list[object
     return [-1, False]
 
 
-def wire_of(host: SharedMemory, store: str) -> Distributed:
-    return Distributed(FileStore(store, host.world), host.rank, host.world, "cpu", timeout_s=60.0)
+def wire_of(host: SharedMemoryGroup, store: str) -> TorchDistributed:
+    return TorchDistributed(FileStore(store, host.world), host.rank, host.world, "cpu", timeout_s=60.0)
 
 
-def between_hosts(host: SharedMemory, page: ControlPage | None, store: str, hosts: Sequence[str] = ()) -> BetweenHosts:
+def between_hosts(
+    host: SharedMemoryGroup, page: ControlPage | None, store: str, hosts: Sequence[str] = ()
+) -> MultiHostGroup:
     """Connects the ranks as if each were on a host of its own; with a page of its own if none is given."""
 
     def accuse(error: Exception, suspect: int | None) -> NoReturn:
         raise PeerLost(1 - host.rank if suspect is None else suspect, "the other host", str(error))
 
     group = connect(FileStore(store, host.world), host.rank, host.world, "127.0.0.1", timeout_s=60.0)
-    own = page or ControlPage(Segment.create(ControlPage.nbytes(host.world), "control"), host.world)
+    own = page or ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
 
     def grow(name: str, rank: int, world: int) -> ProcessGroupGloo:
         return connect(PrefixStore(name, FileStore(store, host.world)), rank, world, "127.0.0.1", timeout_s=60.0)
 
-    made = BetweenHosts(group, own, host.rank, host.check, accuse, grow)
-    made.home = Home(tuple(hosts or map(str, range(host.world))), "127.0.0.1")
+    made = MultiHostGroup(group, own, host.rank, host.check, accuse, grow)
+    made.home = HostMap(tuple(hosts or map(str, range(host.world))), "127.0.0.1")
     return made
 
 
-def use_the_wire(host: SharedMemory, page: ControlPage, store: str, apart: bool = False) -> list[str]:
+def use_the_wire(host: SharedMemoryGroup, page: ControlPage, store: str, apart: bool = False) -> list[str]:
     """Returns which verb of torch.distributed gave the wrong result."""
     wire = between_hosts(host, None, store) if apart else wire_of(host, store)
     wrong = []
@@ -219,9 +221,11 @@ def use_the_wire(host: SharedMemory, page: ControlPage, store: str, apart: bool 
     return wrong
 
 
-def meet_between_hosts(host: SharedMemory, page: ControlPage, store: str, missing: list[list[int]]) -> list[object]:
+def meet_between_hosts(
+    host: SharedMemoryGroup, page: ControlPage, store: str, missing: list[list[int]]
+) -> list[object]:
     """Returns what rank 0 has decided before each meeting, and which of three gradients nobody has."""
-    own = ControlPage(Segment.create(ControlPage.nbytes(host.world), "control"), host.world)
+    own = ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
     wire = between_hosts(host, own, store)
     presence = Presence(wire, 3)
     found: list[object] = []
@@ -234,7 +238,7 @@ def meet_between_hosts(host: SharedMemory, page: ControlPage, store: str, missin
     return found
 
 
-def give_and_take(host: SharedMemory, page: ControlPage) -> list[str]:
+def give_and_take(host: SharedMemoryGroup, page: ControlPage) -> list[str]:
     """Returns which lengths did not come as they were given, to all or to one."""
     wrong = []
     for length in lengths(1):
@@ -248,9 +252,9 @@ def give_and_take(host: SharedMemory, page: ControlPage) -> list[str]:
     return wrong
 
 
-def meet_in_groups(host: SharedMemory, page: ControlPage, store: str) -> list[object]:
+def meet_in_groups(host: SharedMemoryGroup, page: ControlPage, store: str) -> list[object]:
     """Four ranks meet in rows and in columns of a square; returns sums of their ranks, and what they have heard."""
-    own = ControlPage(Segment.create(ControlPage.nbytes(host.world), "control"), host.world)
+    own = ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
     whole = between_hosts(host, own, store) if store else host
     row, column = host.rank // 2 * 2, host.rank % 2
     across, down = whole.subgroup([row, row + 1]), whole.subgroup([column, column + 2])
@@ -277,7 +281,7 @@ def meet_in_groups(host: SharedMemory, page: ControlPage, store: str) -> list[ob
     return [*sums, moved]
 
 
-def part_between_hosts(host: SharedMemory, page: ControlPage, store: str, how: str) -> str:
+def part_between_hosts(host: SharedMemoryGroup, page: ControlPage, store: str, how: str) -> str:
     """Returns what rank 0 hears in a meeting to which rank 1 does not come."""
     wire = between_hosts(host, page, store)
     wire.barrier()
@@ -302,7 +306,7 @@ def part_between_hosts(host: SharedMemory, page: ControlPage, store: str, how: s
     return said
 
 
-def reduce_both_ways(host: SharedMemory, page: ControlPage, store: str) -> list[str]:
+def reduce_both_ways(host: SharedMemoryGroup, page: ControlPage, store: str) -> list[str]:
     """Returns where a sum through shared memory is not the one by torch.distributed."""
     wire = wire_of(host, store)
     modules = nn.ModuleList([nn.Linear(30, 7), nn.Linear(7, 5).double(), nn.Linear(5, 1, bias=False)])

@@ -6,25 +6,25 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.errors import PeerLost
 
 T = TypeVar("T")
 
 
-def together(world: int, act: Callable[[InProcess], T]) -> list[T]:
+def together(world: int, act: Callable[[ThreadCollective], T]) -> list[T]:
     """Runs `act` once a rank, at the same time; returns what they returned, by rank.
 
     Raises:
         Exception: what the first of them raised by itself.
     """
-    meeting = Meeting(world)
+    meeting = ThreadGroup(world)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
     def body(rank: int) -> None:
         try:
-            results[rank] = act(InProcess(meeting, rank))
+            results[rank] = act(ThreadCollective(meeting, rank))
         except BaseException as error:
             errors[rank] = error
             meeting.abort(rank)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.comm.control import ControlPage
-from headrace.comm.elastic import Elastic, MemberLost
-from headrace.comm.segment import Segment
+from headrace.comm.elastic import ElasticGroup, MemberLost
+from headrace.comm.segment import SharedSegment
 from headrace.errors import UsageError
 
 ACTS = 40
@@ -20,7 +20,7 @@ class Gone(Exception):
     """This thread plays a process that was killed."""
 
 
-class Mortal(Elastic):
+class Mortal(ElasticGroup):
     """Ends in the middle of some meeting, before or after it has said that it has come."""
 
     def __init__(self, page: ControlPage, place: int, world: int, dies_in: int, late: bool) -> None:
@@ -42,7 +42,7 @@ def lives(seed: int) -> list[list[tuple[float, ...]]]:
     """Lets some members die among many acts; returns what each of those who live saw of every act."""
     chance = random.Random(seed)
     world = chance.randint(2, 5)
-    segment = Segment.create(ControlPage.nbytes(world), "control")
+    segment = SharedSegment.create(ControlPage.nbytes(world), "control")
     page = ControlPage(segment, world)
     dying = chance.sample(range(world), chance.randint(1, world - 1))
     seen: dict[int, list[tuple[float, ...]]] = {}
@@ -87,9 +87,9 @@ def test_those_who_live_see_the_same(seed: int) -> None:
         assert (count, places) == (world, summed), "whoever counts has counted everywhere"
 
 
-def pair() -> tuple[ControlPage, Elastic]:
-    page = ControlPage(Segment.create(ControlPage.nbytes(2), "control"), 2)
-    return page, Elastic(page, 0, [(0, 0), (1, 0)], lambda: None)
+def pair() -> tuple[ControlPage, ElasticGroup]:
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(2), "control"), 2)
+    return page, ElasticGroup(page, 0, [(0, 0), (1, 0)], lambda: None)
 
 
 def test_a_member_that_never_comes_is_named() -> None:

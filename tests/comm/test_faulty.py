@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from headrace.comm.faulty import Faults, FaultyLink, Odds
-from headrace.comm.port import Link
+from headrace.comm.port import ClientTransport
 
 NOTHING = memoryview(b"")
 
 
-class Echo(Link):
+class Echo(ClientTransport):
     """Sends everything back."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from headrace.comm.gate import Gate
+from headrace.comm.gate import AcceptLimiter
 
 DEADLINE_S = 60.0
 
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 def test_too_many_wait_outside_and_who_is_in_notices_nothing(family: socket.AddressFamily, where: str) -> None:
     with socket.create_server((where, 0), family=family, backlog=100) as listener:
         address = listener.getsockname()
-        gate = Gate(listener.fileno(), a_second=20.0, at_once=10.0)
+        gate = AcceptLimiter(listener.fileno(), a_second=20.0, at_once=10.0)
         inside = []
         for _ in range(11):
             inside.append((socket.create_connection(address[:2], timeout=DEADLINE_S), listener.accept()[0]))
@@ -43,7 +43,7 @@ def test_too_many_wait_outside_and_who_is_in_notices_nothing(family: socket.Addr
 
 def test_as_many_as_may_come_come() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        gate = Gate(listener.fileno(), a_second=1.0, at_once=10.0)
+        gate = AcceptLimiter(listener.fileno(), a_second=1.0, at_once=10.0)
         for _ in range(10):
             gate.came()
         gate.look()

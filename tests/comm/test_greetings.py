@@ -16,10 +16,10 @@ from comm.test_local_port import caller
 from comm.ways import DEADLINE_S, SECRET, WAYS, join, mail_of, next_of, open_link, open_port
 from headrace.comm import local_port
 from headrace.comm import port as seam
-from headrace.comm.local_link import LocalLink
-from headrace.comm.local_port import LocalPort
-from headrace.comm.port import Layout, Link, Port, Slots
-from headrace.comm.remote_link import RemoteLink
+from headrace.comm.local_link import LocalClientTransport
+from headrace.comm.local_port import LocalServerTransport
+from headrace.comm.port import ClientTransport, ServerTransport, Slots, TransportLayout
+from headrace.comm.remote_link import RemoteClientTransport
 
 SLOTS = Slots([8])
 
@@ -30,20 +30,20 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def port(way: str) -> Iterator[Port]:
+def port(way: str) -> Iterator[ServerTransport]:
     port = open_port(way, SLOTS, SLOTS)
     yield port
     port.close()
 
 
 @pytest.fixture
-def local() -> Iterator[LocalPort]:
-    port = LocalPort(SLOTS, SLOTS)
+def local() -> Iterator[LocalServerTransport]:
+    port = LocalServerTransport(SLOTS, SLOTS)
     yield port
     port.close()
 
 
-def still_served(port: Port, link: Link) -> None:
+def still_served(port: ServerTransport, link: ClientTransport) -> None:
     link.send(b"here")
     (mail,) = mail_of(port, 1)
     port.send(mail.peer, b"there")
@@ -53,11 +53,11 @@ def still_served(port: Port, link: Link) -> None:
 
 @pytest.mark.parametrize("theirs", [0, 2, (1 << 32) - 1])
 def test_another_protocol_is_named_with_both_numbers(
-    port: Port, way: str, theirs: int, monkeypatch: pytest.MonkeyPatch
+    port: ServerTransport, way: str, theirs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hello = Layout(SLOTS, SLOTS).hello()
+    hello = TransportLayout(SLOTS, SLOTS).hello()
     other = hello[:8] + theirs.to_bytes(4, "little") + hello[12:]
-    monkeypatch.setattr(Layout, "hello", lambda layout: other)
+    monkeypatch.setattr(TransportLayout, "hello", lambda layout: other)
     expected = f"the server speaks protocol {seam.PROTOCOL} and the worker {theirs}; install the same headrace on both"
     with pytest.raises(ConnectionError, match=expected) as caught:
         join(port, lambda: open_link(way, port.address, SLOTS, SLOTS))
@@ -67,9 +67,11 @@ def test_another_protocol_is_named_with_both_numbers(
     still_served(port, join(port, lambda: open_link(way, port.address, SLOTS, SLOTS)))
 
 
-def test_a_hello_of_a_longer_protocol_is_still_named(port: Port, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hello_of_a_longer_protocol_is_still_named(
+    port: ServerTransport, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever a later one adds comes behind its number."""
-    monkeypatch.setattr(Layout, "hello", lambda layout: b"headrace" + (9).to_bytes(4, "little") + bytes(500))
+    monkeypatch.setattr(TransportLayout, "hello", lambda layout: b"headrace" + (9).to_bytes(4, "little") + bytes(500))
     with pytest.raises(ConnectionError, match="protocol 1 and the worker 9"):
         join(port, lambda: open_link(way, port.address, SLOTS, SLOTS))
 
@@ -79,21 +81,23 @@ def test_an_address_of_this_host_that_does_not_answer_is_named() -> None:
         silent.bind("\0headrace-silent")
         silent.listen()
         with pytest.raises(ConnectionError, match=r"server at local:headrace-silent: no answer for 0\.2 s"):
-            LocalLink("local:headrace-silent", SLOTS, SLOTS, hello_s=0.2)
+            LocalClientTransport("local:headrace-silent", SLOTS, SLOTS, hello_s=0.2)
     with pytest.raises(ConnectionError, match=r"server at local:headrace-silent: .*refused"):
-        LocalLink("local:headrace-silent", SLOTS, SLOTS)
+        LocalClientTransport("local:headrace-silent", SLOTS, SLOTS)
 
 
 def test_an_address_of_the_network_that_does_not_answer_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=rf"no link to the server at {address}: no answer for 0\.2 s"):
-            RemoteLink(address, SLOTS, SLOTS, secret=SECRET, hello_s=0.2)
+            RemoteClientTransport(address, SLOTS, SLOTS, secret=SECRET, hello_s=0.2)
     with pytest.raises(ConnectionError, match=rf"no link to the server at {address}: nobody listens there"):
-        RemoteLink(address, SLOTS, SLOTS, secret=SECRET)
+        RemoteClientTransport(address, SLOTS, SLOTS, secret=SECRET)
 
 
-def test_of_many_of_this_host_who_say_nothing_the_oldest_go(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_of_this_host_who_say_nothing_the_oldest_go(
+    local: LocalServerTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_port, "_HALF_OPEN", 3)
     link = join(local, lambda: open_link("local", local.address, SLOTS, SLOTS))
     strangers = [caller(local) for _ in range(10)]
@@ -107,7 +111,9 @@ def test_of_many_of_this_host_who_say_nothing_the_oldest_go(local: LocalPort, mo
         each.close()
 
 
-def test_who_never_says_hello_on_this_host_is_shown_out(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_never_says_hello_on_this_host_is_shown_out(
+    local: LocalServerTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_port, "_HELLO_S", 0.1)
     with caller(local) as stranger:
         deadline = monotonic() + DEADLINE_S
@@ -120,7 +126,7 @@ def test_who_never_says_hello_on_this_host_is_shown_out(local: LocalPort, monkey
 
 
 def test_more_links_of_this_host_than_there_may_be_are_refused(
-    local: LocalPort, monkeypatch: pytest.MonkeyPatch
+    local: LocalServerTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = join(local, lambda: open_link("local", local.address, SLOTS, SLOTS))
     monkeypatch.setattr(local_port, "_MOST_LINKS", 1)
@@ -131,7 +137,7 @@ def test_more_links_of_this_host_than_there_may_be_are_refused(
 
 @pytest.mark.parametrize("sort", ["pipe", "file", "folder", "long", "socket"])
 @pytest.mark.parametrize("greeted", [False, True])
-def test_what_is_no_memory_is_not_taken_for_it(local: LocalPort, sort: str, greeted: bool) -> None:
+def test_what_is_no_memory_is_not_taken_for_it(local: LocalServerTransport, sort: str, greeted: bool) -> None:
     """And its descriptor is not kept."""
     link = join(local, lambda: open_link("local", local.address, SLOTS, SLOTS))
     with caller(local) as stranger:
@@ -139,7 +145,7 @@ def test_what_is_no_memory_is_not_taken_for_it(local: LocalPort, sort: str, gree
             good = os.memfd_create("good", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(good, SLOTS.nbytes)
             fcntl.fcntl(good, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            socket.send_fds(stranger, [Layout(SLOTS, SLOTS).hello()], [good])
+            socket.send_fds(stranger, [TransportLayout(SLOTS, SLOTS).hello()], [good])
             os.close(good)
             assert join(local, lambda: stranger.recv(1 << 16))
         before = descriptors()
@@ -150,7 +156,7 @@ def test_what_is_no_memory_is_not_taken_for_it(local: LocalPort, sort: str, gree
             "long": lambda: _long_memory(local._layout.blob_bytes + 1),
             "socket": lambda: socket.socket().detach(),
         }[sort]()
-        socket.send_fds(stranger, [b"blob" if greeted else Layout(SLOTS, SLOTS).hello()], [opened])
+        socket.send_fds(stranger, [b"blob" if greeted else TransportLayout(SLOTS, SLOTS).hello()], [opened])
         os.close(opened)
         heard: list[bytes] = []
         deadline = monotonic() + DEADLINE_S

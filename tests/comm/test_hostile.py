@@ -15,9 +15,9 @@ from comm.outside import STRANGERS, Strangers, greeting
 from comm.test_remote_port import greeted, hello, link, port, raw, still_served, whole
 from comm.ways import DEADLINE_S, SECRET, mail_of
 from headrace.comm import door, remote_port
-from headrace.comm.door import Line, wire_bytes
-from headrace.comm.pieces import Sort
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.door import Connection, wire_bytes
+from headrace.comm.pieces import FrameKind
+from headrace.comm.remote_port import RemoteServerTransport
 
 __all__ = ["link", "port", "raw"]
 
@@ -25,10 +25,10 @@ TRIALS = 12
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[RemotePort]:
+def small() -> Iterator[RemoteServerTransport]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_port, "_FAREWELL_S", 0.05)
-        port = RemotePort(SLOTS, SLOTS, secret=SECRET)
+        port = RemoteServerTransport(SLOTS, SLOTS, secret=SECRET)
         yield port
         port.close()
 
@@ -40,7 +40,7 @@ def strange() -> list[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [NOTHING, *ATTACKS])
-def test_what_is_changed_on_its_way_is_not_heard(small: RemotePort, strange: list[bytes], kind: str) -> None:
+def test_what_is_changed_on_its_way_is_not_heard(small: RemoteServerTransport, strange: list[bytes], kind: str) -> None:
     attacker = Attacker(small, strange, random.Random(kind))
     wrong = [attacker.attack(kind) for _ in range(TRIALS)]
     attacker.close()
@@ -49,12 +49,12 @@ def test_what_is_changed_on_its_way_is_not_heard(small: RemotePort, strange: lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_strangers_are_not_heard(small: RemotePort, strange: list[bytes], kind: str) -> None:
+def test_strangers_are_not_heard(small: RemoteServerTransport, strange: list[bytes], kind: str) -> None:
     strangers = Strangers(small, record(SECRET), strange, random.Random(kind))
     assert strangers.attack(kind) == []
 
 
-def until(port: RemotePort, count: int) -> list[Line]:
+def until(port: RemoteServerTransport, count: int) -> list[Connection]:
     """Serves the port until so many lines are left; returns them."""
     deadline = monotonic() + DEADLINE_S
     while len(lines := list(port._door._lines.values())) > count:
@@ -63,14 +63,16 @@ def until(port: RemotePort, count: int) -> list[Line]:
     return lines
 
 
-def call(port: RemotePort, said: bytes = b"") -> socket.socket:
+def call(port: RemoteServerTransport, said: bytes = b"") -> socket.socket:
     host, _, number = port.address.removeprefix("tcp://").rpartition(":")
     made = socket.create_connection((host, int(number)))
     made.sendall(said)
     return made
 
 
-def test_of_many_who_say_nothing_the_oldest_go(port: RemotePort, link: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_who_say_nothing_the_oldest_go(
+    port: RemoteServerTransport, link: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(door, "_HALF_OPEN", 3)
     strangers = [call(port, greeting()[:20]) for _ in range(10)]
     until(port, 4)
@@ -83,7 +85,7 @@ def test_of_many_who_say_nothing_the_oldest_go(port: RemotePort, link: object, m
         each.close()
 
 
-def test_strangers_are_seen_while_nobody_serves(port: RemotePort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_seen_while_nobody_serves(port: RemoteServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the middle of a long step, and before the first link."""
     monkeypatch.setattr(door, "_HALF_OPEN", 3)
     strangers = [call(port) for _ in range(10)]
@@ -96,7 +98,7 @@ def test_strangers_are_seen_while_nobody_serves(port: RemotePort, monkeypatch: p
 
 
 def test_who_never_says_hello_is_shown_out(
-    port: RemotePort, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
+    port: RemoteServerTransport, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "_HELLO_S", 0.2)
     silent = [call(port), call(port, greeting()), raw()]  # type: ignore[operator]
@@ -106,7 +108,7 @@ def test_who_never_says_hello_is_shown_out(
         each.close()
 
 
-def test_who_says_too_much_before_hello_is_shown_out(port: RemotePort, link: object) -> None:
+def test_who_says_too_much_before_hello_is_shown_out(port: RemoteServerTransport, link: object) -> None:
     with call(port, greeting() + b"\4\xff") as stranger, call(port, greeting()) as other:
         # The head of a frame of 128 kB, which is allowed, and a part of it, which is not.
         other.sendall(b"\2" + (1 << 17).to_bytes(8, "big") + bytes(1 << 16))
@@ -118,7 +120,7 @@ def test_who_says_too_much_before_hello_is_shown_out(port: RemotePort, link: obj
 
 
 @pytest.mark.parametrize("length", [1 << 17, 1 << 20, 1 << 62])
-def test_a_frame_of_a_stranger_is_no_longer_than_a_part(port: RemotePort, link: object, length: int) -> None:
+def test_a_frame_of_a_stranger_is_no_longer_than_a_part(port: RemoteServerTransport, link: object, length: int) -> None:
     with call(port, greeting() + b"\6" + (length + 2048).to_bytes(8, "big")) as stranger:
         stranger.settimeout(DEADLINE_S)
         while stranger.recv(100):
@@ -127,7 +129,7 @@ def test_a_frame_of_a_stranger_is_no_longer_than_a_part(port: RemotePort, link: 
 
 
 def test_a_message_that_hardly_ends_is_cut_off(
-    port: RemotePort, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
+    port: RemoteServerTransport, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By somebody who holds the secret: ZeroMQ keeps all of it until it ends, and tells nobody."""
     brought: list[int] = []
@@ -150,14 +152,14 @@ def test_a_message_that_hardly_ends_is_cut_off(
     still_served(port, link)  # type: ignore[arg-type]
 
 
-def test_a_letter_of_too_many_parts_is_not_kept(port: RemotePort, link: object, raw: object) -> None:
+def test_a_letter_of_too_many_parts_is_not_kept(port: RemoteServerTransport, link: object, raw: object) -> None:
     broken = greeted(port, raw)  # type: ignore[arg-type]
     broken.send_multipart([*whole(number=1), *[b"x"] * 100_000])
     assert [mail.message for mail in mail_of(port, 1)] == [b""]
     still_served(port, link)  # type: ignore[arg-type]
 
 
-def test_what_a_line_has_brought_is_counted_to_the_byte(port: RemotePort, raw: object) -> None:
+def test_what_a_line_has_brought_is_counted_to_the_byte(port: RemoteServerTransport, raw: object) -> None:
     """Or links that live for long would be cut off at last."""
     made = greeted(port, raw)  # type: ignore[arg-type]
     (line,) = port._door._lines.values()
@@ -170,12 +172,12 @@ def test_what_a_line_has_brought_is_counted_to_the_byte(port: RemotePort, raw: o
 
 
 @pytest.mark.parametrize("length", [0, 1, 222, 223, 100_000])
-def test_the_length_of_a_frame_on_the_wire_is_known(port: RemotePort, raw: object, length: int) -> None:
+def test_the_length_of_a_frame_on_the_wire_is_known(port: RemoteServerTransport, raw: object, length: int) -> None:
     assert wire_bytes(length) == length + 33 + (2 if length + 33 < 256 else 9)
 
 
 def test_more_links_than_there_may_be_are_refused(
-    port: RemotePort, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
+    port: RemoteServerTransport, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_port, "_MOST_LINKS", 1)
     other = raw()  # type: ignore[operator]
@@ -185,6 +187,6 @@ def test_more_links_than_there_may_be_are_refused(
         assert monotonic() < deadline
         port.receive(0.01)
     head, why = other.recv_multipart()
-    assert head[1] == Sort.FAREWELL
+    assert head[1] == FrameKind.FAREWELL
     assert why == b"the server has 1 links already, which is the most"
     still_served(port, link)  # type: ignore[arg-type]

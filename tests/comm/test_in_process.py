@@ -7,7 +7,7 @@ import torch
 
 from comm.scenarios import DTYPES, digest, made
 from comm.seats import together
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.errors import PeerLost
 
 WORLDS = [1, 2, 5]
@@ -16,7 +16,7 @@ WORLDS = [1, 2, 5]
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sum_has_the_same_bits_on_every_rank_in_rank_order(world: int, dtype: torch.dtype) -> None:
-    def act(host: InProcess) -> str:
+    def act(host: ThreadCollective) -> str:
         tensor = made(37, dtype, seed=host.rank)
         host.all_reduce(tensor)
         return digest(tensor)
@@ -29,7 +29,7 @@ def test_a_sum_has_the_same_bits_on_every_rank_in_rank_order(world: int, dtype: 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_everybody_gets_what_everybody_has_and_what_it_is_given(world: int) -> None:
-    def act(host: InProcess) -> tuple[list[list[int]], list[list[int]]]:
+    def act(host: ThreadCollective) -> tuple[list[list[int]], list[list[int]]]:
         own = torch.tensor([200 + host.rank, 7], dtype=torch.uint8)
         pieces = torch.tensor([[host.rank, to, 255] for to in range(world)], dtype=torch.uint8)
         return host.gather(own).tolist(), host.trade(pieces).tolist()
@@ -41,7 +41,7 @@ def test_everybody_gets_what_everybody_has_and_what_it_is_given(world: int) -> N
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_broadcast_brings_the_bits_of_rank_0(world: int) -> None:
-    def act(host: InProcess) -> str:
+    def act(host: ThreadCollective) -> str:
         tensor = made(300, torch.float32, seed=host.rank)
         host.broadcast(tensor)
         return digest(tensor)
@@ -59,7 +59,7 @@ def test_numbers_are_added_in_rank_order(world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_everybody_sees_what_everybody_shares(world: int) -> None:
-    def act(host: InProcess) -> list[int]:
+    def act(host: ThreadCollective) -> list[int]:
         regions = host.share(10 * host.rank)
         regions[host.rank].fill_(1)
         host.barrier()
@@ -70,7 +70,7 @@ def test_everybody_sees_what_everybody_shares(world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_verbs_follow_each_other_without_mixing(world: int) -> None:
-    def act(host: InProcess) -> list[int]:
+    def act(host: ThreadCollective) -> list[int]:
         wrong = []
         for turn in range(300):
             tensor = torch.full((3,), float(turn + host.rank))
@@ -84,7 +84,7 @@ def test_verbs_follow_each_other_without_mixing(world: int) -> None:
 
 
 def test_groups_of_ranks_act_by_themselves() -> None:
-    def act(host: InProcess) -> list[list[float]]:
+    def act(host: ThreadCollective) -> list[list[float]]:
         row, column = host.rank // 2 * 2, host.rank % 2
         groups = (host.subgroup([row, row + 1]), host.subgroup([column, column + 2]), host)
         return [[*group.sum([host.rank]), group.rank, group.world] for group in groups]
@@ -94,7 +94,7 @@ def test_groups_of_ranks_act_by_themselves() -> None:
 
 
 def test_one_that_fails_ends_the_waits_of_groups_it_does_not_belong_to() -> None:
-    def act(host: InProcess) -> None:
+    def act(host: ThreadCollective) -> None:
         group = host.subgroup([host.rank // 2 * 2, host.rank // 2 * 2 + 1])
         if host.rank == 3:
             raise KeyError("mine")
@@ -108,15 +108,15 @@ def test_one_that_fails_ends_the_waits_of_groups_it_does_not_belong_to() -> None
 
 
 def test_waits_end_with_the_name_of_the_thread_that_failed() -> None:
-    meeting = Meeting(3)
+    meeting = ThreadGroup(3)
     meeting.abort(2)
     meeting.abort(1)  # a consequence, not the cause
     with pytest.raises(PeerLost, match="rank 2"):
-        InProcess(meeting, 0).barrier()
+        ThreadCollective(meeting, 0).barrier()
 
 
 def test_one_that_fails_lets_the_others_go() -> None:
-    def act(host: InProcess) -> None:
+    def act(host: ThreadCollective) -> None:
         if host.rank == 1:
             raise KeyError("mine")
         host.barrier()

@@ -9,49 +9,51 @@ from collections.abc import Iterator
 import pytest
 
 from comm.ways import join, mail_of, next_of, open_link
-from headrace.comm.local_link import LocalLink
-from headrace.comm.local_port import LocalPort
-from headrace.comm.port import Layout, Link, Mail, Slots
+from headrace.comm.local_link import LocalClientTransport
+from headrace.comm.local_port import LocalServerTransport
+from headrace.comm.port import ClientTransport, ReceivedMessage, Slots, TransportLayout
 
 SLOTS = Slots([8])
 
 
 @pytest.fixture
-def port() -> Iterator[LocalPort]:
-    port = LocalPort(SLOTS, SLOTS)
+def port() -> Iterator[LocalServerTransport]:
+    port = LocalServerTransport(SLOTS, SLOTS)
     yield port
     port.close()
 
 
 @pytest.fixture
-def link(port: LocalPort) -> Iterator[Link]:
+def link(port: LocalServerTransport) -> Iterator[ClientTransport]:
     link = join(port, lambda: open_link("local", port.address, SLOTS, SLOTS))
     yield link
     link.close()
 
 
-def caller(port: LocalPort) -> socket.socket:
+def caller(port: LocalServerTransport) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(30)
     made.connect("\0" + port.address.removeprefix("local:"))
     return made
 
 
-def still_served(port: LocalPort, link: Link) -> None:
+def still_served(port: LocalServerTransport, link: ClientTransport) -> None:
     link.send(b"here")
     (mail,) = mail_of(port, 1)
     port.send(mail.peer, b"there")
     assert next_of(link)[0] == b"there"
 
 
-def test_another_users_server_is_refused(port: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_server_is_refused(port: LocalServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: own + 1)
     with pytest.raises(ConnectionError, match="belongs to another user"):
-        LocalLink(port.address, SLOTS, SLOTS)
+        LocalClientTransport(port.address, SLOTS, SLOTS)
 
 
-def test_another_users_worker_is_refused(port: LocalPort, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_worker_is_refused(
+    port: LocalServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = os.getuid()
     with caller(port) as stranger:
         monkeypatch.setattr(os, "getuid", lambda: own + 1)
@@ -60,8 +62,8 @@ def test_another_users_worker_is_refused(port: LocalPort, link: Link, monkeypatc
     still_served(port, link)
 
 
-@pytest.mark.parametrize("said", [b"x", Layout(SLOTS, SLOTS).hello(), bytes(70_000)])
-def test_who_shares_no_memory_harms_nobody(port: LocalPort, link: Link, said: bytes) -> None:
+@pytest.mark.parametrize("said", [b"x", TransportLayout(SLOTS, SLOTS).hello(), bytes(70_000)])
+def test_who_shares_no_memory_harms_nobody(port: LocalServerTransport, link: ClientTransport, said: bytes) -> None:
     with caller(port) as stranger:
         stranger.send(said)
         for _ in range(3):
@@ -70,11 +72,11 @@ def test_who_shares_no_memory_harms_nobody(port: LocalPort, link: Link, said: by
     still_served(port, link)
 
 
-def test_memory_that_may_shrink_is_refused(port: LocalPort, link: Link) -> None:
+def test_memory_that_may_shrink_is_refused(port: LocalServerTransport, link: ClientTransport) -> None:
     memory = os.memfd_create("shrinks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, SLOTS.nbytes)
     with caller(port) as stranger:
-        socket.send_fds(stranger, [Layout(SLOTS, SLOTS).hello()], [memory])
+        socket.send_fds(stranger, [TransportLayout(SLOTS, SLOTS).hello()], [memory])
         for _ in range(3):
             assert port.receive(0.05) == []
         assert b"for good" in stranger.recv(1000)
@@ -82,13 +84,15 @@ def test_memory_that_may_shrink_is_refused(port: LocalPort, link: Link) -> None:
     still_served(port, link)
 
 
-def test_who_asks_and_does_not_read_is_cut_off(port: LocalPort, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_and_does_not_read_is_cut_off(
+    port: LocalServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headrace.comm.local_port._OWED_BYTES", 100_000)
     other = join(port, lambda: open_link("local", port.address, SLOTS, SLOTS))
     other.send(b"ask")
     (mail,) = mail_of(port, 1)
     for _ in range(1_000):
         port.send(mail.peer, bytes(1_000))
-    assert mail_of(port, 1) == [Mail(mail.peer, b"")]
+    assert mail_of(port, 1) == [ReceivedMessage(mail.peer, b"")]
     still_served(port, link)
     other.close()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.comm import pieces
-from headrace.comm.pieces import Collector, Sort, cut, letter, sort_of
+from headrace.comm.pieces import FrameKind, Reassembler, cut, letter, sort_of
 
 SMALL = 16
 
@@ -31,14 +31,14 @@ def content(slot: int, length: int) -> bytearray:
 @pytest.mark.slow
 @given(lengths=LENGTHS, blob=st.binary(max_size=50), message=st.binary(min_size=1, max_size=20))
 def test_what_is_cut_is_put_together_again(lengths: list[int], blob: bytes, message: bytes) -> None:
-    collector = Collector(lengths, 50)
+    collector = Reassembler(lengths, 50)
     slots = list(enumerate(lengths))
     for turn in range(2):
         letters = list(cut(message, slots, lambda slot: (slot + 5, memoryview(content(slot, lengths[slot]))), blob))
         for parts in letters:
             assert sum(len(payload) for payload in parts[2:]) <= SMALL
             assert len(parts) <= 5
-        assert [sort_of(parts) for parts in letters] == [Sort.PART] * (len(letters) - 1) + [Sort.LAST], turn
+        assert [sort_of(parts) for parts in letters] == [FrameKind.PART] * (len(letters) - 1) + [FrameKind.LAST], turn
         # As they come from a socket: each part a piece of memory of its own.
         came = [collector.add([memoryview(bytearray(part)) for part in parts]) for parts in letters]
         assert came[:-1] == [None] * (len(letters) - 1)
@@ -66,7 +66,7 @@ def test_a_slot_is_looked_at_when_its_letter_is_made() -> None:
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
 def test_noise_is_refused_or_harmless(parts: list[bytes]) -> None:
-    collector = Collector([8, 40], 50)
+    collector = Reassembler([8, 40], 50)
     try:
         delivery = collector.add([memoryview(bytearray(part)) for part in parts])
     except ValueError:
@@ -77,29 +77,29 @@ def test_noise_is_refused_or_harmless(parts: list[bytes]) -> None:
 def test_pieces_of_different_versions_are_refused() -> None:
     first, *_ = cut(b"m", [(0, 20)], lambda slot: (1, memoryview(bytearray(20))))
     *_, second = cut(b"m", [(0, 20)], lambda slot: (2, memoryview(bytearray(20))))
-    collector = Collector([20], 0)
+    collector = Reassembler([20], 0)
     assert collector.add([memoryview(bytearray(part)) for part in first]) is None
     with pytest.raises(ValueError, match="pieces of versions 1 and 2"):
         collector.add([memoryview(bytearray(part)) for part in second])
 
 
 def test_an_unfinished_slot_is_refused() -> None:
-    collector = Collector([20], 0)
+    collector = Reassembler([20], 0)
     first, *_ = cut(b"m", [(0, 20)], lambda slot: (1, memoryview(bytearray(20))))
     assert collector.add([memoryview(bytearray(part)) for part in first]) is None
     with pytest.raises(ValueError, match="slot 0 came with 16 bytes only"):
-        collector.add([memoryview(part) for part in letter(Sort.LAST, b"m")])
+        collector.add([memoryview(part) for part in letter(FrameKind.LAST, b"m")])
 
 
 def test_a_blob_is_not_longer_than_it_may_be() -> None:
     (parts,) = cut(b"m", [], lambda slot: (0, memoryview(b"")), b"12345")
     with pytest.raises(ValueError, match="the longest that may come has 4"):
-        Collector([], 4).add([memoryview(part) for part in parts])
+        Reassembler([], 4).add([memoryview(part) for part in parts])
 
 
 def test_an_empty_slot_has_a_place() -> None:
     (parts,) = cut(b"m", [(0, 0)], lambda slot: (3, memoryview(b"")))
-    delivery = Collector([0], 0).add([memoryview(part) for part in parts])
+    delivery = Reassembler([0], 0).add([memoryview(part) for part in parts])
     assert delivery is not None
     assert delivery.slots[0][0] == 3
     assert delivery.slots[0][1].shape == torch.Size([0])

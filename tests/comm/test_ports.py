@@ -18,7 +18,7 @@ import torch
 from belongings import belongings, left_since
 from comm.ways import DEADLINE_S, WAYS, filled, join, mail_of, next_of, open_link, open_port
 from engine.conftest import until
-from headrace.comm.port import Link, Mail, Port, Slots
+from headrace.comm.port import ClientTransport, ReceivedMessage, ServerTransport, Slots
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = (4, 0, 1, 100_000, (1 << 20) + 7, 2 << 20, 64)
@@ -37,9 +37,9 @@ class Pair:
         self.way = way
         self.slots = slots
         self.port = open_port(way, *slots)
-        self.links: list[Link] = []
+        self.links: list[ClientTransport] = []
 
-    def link(self) -> Link:
+    def link(self) -> ClientTransport:
         link = join(self.port, lambda: open_link(self.way, self.port.address, *self.slots))
         self.links.append(link)
         return link
@@ -57,7 +57,7 @@ def small(way: str) -> Iterator[Pair]:
     pair.close()
 
 
-def serve(port: Port, mail: Mail) -> None:
+def serve(port: ServerTransport, mail: ReceivedMessage) -> None:
     """Makes what a link has pushed the parameters, and sends them all."""
     every = range(len(LENGTHS))
     with port.changing(every):
@@ -190,7 +190,7 @@ def test_no_read_is_torn(way: str) -> None:
                 if mail.message:
                     pair.port.send(mail.peer, b"all", [0, 1])
 
-    def read(link: Link) -> None:
+    def read(link: ClientTransport) -> None:
         try:
             seen = [0, 0]
             for _ in range(10):
@@ -224,7 +224,7 @@ def test_what_a_link_said_before_it_went_comes_first(small: Pair) -> None:
     link.send(b"push", [0])
     link.send(b"leave")
     link.close()
-    mail: list[Mail] = []
+    mail: list[ReceivedMessage] = []
     deadline = monotonic() + DEADLINE_S
     while len(mail) < 3:
         assert monotonic() < deadline
@@ -361,7 +361,7 @@ def test_a_link_that_is_killed_is_reported(small: Pair) -> None:
         small.port.send(mail.peer, b"here")
         process.send_signal(signal.SIGKILL)
         began = monotonic()
-        assert mail_of(small.port, 1) == [Mail(mail.peer, b"")]
+        assert mail_of(small.port, 1) == [ReceivedMessage(mail.peer, b"")]
         assert monotonic() - began < 10
 
 

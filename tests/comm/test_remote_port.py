@@ -16,10 +16,10 @@ import zmq
 from comm.test_ports import start
 from comm.ways import DEADLINE_S, SECRET, join, mail_of, next_of, open_link
 from headrace.comm import zeromq
-from headrace.comm.pieces import PART_BYTES, Sort, letter, numbered
-from headrace.comm.port import Layout, Link, Mail, Slots
-from headrace.comm.remote_link import RemoteLink
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.pieces import PART_BYTES, FrameKind, letter, numbered
+from headrace.comm.port import ClientTransport, ReceivedMessage, Slots, TransportLayout
+from headrace.comm.remote_link import RemoteClientTransport
+from headrace.comm.remote_port import RemoteServerTransport
 from headrace.comm.zeromq import Keys, is_loopback
 from headrace.errors import UsageError
 
@@ -31,21 +31,21 @@ Raw = Callable[[], "zmq.Socket[bytes]"]
 
 
 @pytest.fixture
-def port() -> Iterator[RemotePort]:
-    port = RemotePort(SLOTS, SLOTS, secret=SECRET)
+def port() -> Iterator[RemoteServerTransport]:
+    port = RemoteServerTransport(SLOTS, SLOTS, secret=SECRET)
     yield port
     port.close()
 
 
 @pytest.fixture
-def link(port: RemotePort) -> Iterator[Link]:
+def link(port: RemoteServerTransport) -> Iterator[ClientTransport]:
     link = join(port, lambda: open_link("remote", port.address, SLOTS, SLOTS))
     yield link
     link.close()
 
 
 @pytest.fixture
-def raw(port: RemotePort) -> Iterator[Raw]:
+def raw(port: RemoteServerTransport) -> Iterator[Raw]:
     """Returns what makes a socket that holds the secret and keeps no rules."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     made: list[zmq.Socket[bytes]] = []
@@ -66,18 +66,18 @@ def raw(port: RemotePort) -> Iterator[Raw]:
 
 
 def hello() -> list[bytes | memoryview]:
-    return letter(Sort.HELLO, Layout(SLOTS, SLOTS).hello())
+    return letter(FrameKind.HELLO, TransportLayout(SLOTS, SLOTS).hello())
 
 
-def greeted(port: RemotePort, raw: Raw) -> zmq.Socket[bytes]:
+def greeted(port: RemoteServerTransport, raw: Raw) -> zmq.Socket[bytes]:
     """Returns a socket that the port takes for a link."""
     made = raw()
     made.send_multipart(hello())
-    assert join(port, lambda: made.poll(int(1000 * DEADLINE_S)) and made.recv_multipart()) == letter(Sort.WELCOME)
+    assert join(port, lambda: made.poll(int(1000 * DEADLINE_S)) and made.recv_multipart()) == letter(FrameKind.WELCOME)
     return made
 
 
-def still_served(port: RemotePort, link: Link) -> None:
+def still_served(port: RemoteServerTransport, link: ClientTransport) -> None:
     """Checks that a link and its port hear each other, and the port nobody else."""
     link.send(b"here")
     (mail,) = mail_of(port, 1)
@@ -86,7 +86,7 @@ def still_served(port: RemotePort, link: Link) -> None:
     assert join(port, lambda: next_of(link))[0] == b"there"
 
 
-def cut_off(port: RemotePort, lines: int) -> None:
+def cut_off(port: RemoteServerTransport, lines: int) -> None:
     """Serves the port until so many connections are left."""
     deadline = monotonic() + DEADLINE_S
     while len(port._door._lines) > lines:
@@ -96,14 +96,14 @@ def cut_off(port: RemotePort, lines: int) -> None:
 
 def test_only_loopback_needs_no_secret_given() -> None:
     with pytest.raises(UsageError, match=r"tcp://0\.0\.0\.0:0 can be reached from other machines.*token_bytes"):
-        RemotePort(SLOTS, SLOTS, address="tcp://0.0.0.0:0")
-    ports = [RemotePort(SLOTS, SLOTS), RemotePort(SLOTS, SLOTS)]
+        RemoteServerTransport(SLOTS, SLOTS, address="tcp://0.0.0.0:0")
+    ports = [RemoteServerTransport(SLOTS, SLOTS), RemoteServerTransport(SLOTS, SLOTS)]
     assert len({port.secret for port in ports}) == 2
     assert {len(port.secret) for port in ports} == {32}
     for port in ports:
         assert port.address.startswith("tcp://127.0.0.1:")
         port.close()
-    everywhere = RemotePort(SLOTS, SLOTS, address="tcp://0.0.0.0:0", secret=SECRET)
+    everywhere = RemoteServerTransport(SLOTS, SLOTS, address="tcp://0.0.0.0:0", secret=SECRET)
     everywhere.close()
 
 
@@ -119,24 +119,24 @@ def test_what_may_not_be_loopback_is_not(address: str) -> None:
     assert not is_loopback(address)
 
 
-def test_wrong_arguments_are_named(port: RemotePort) -> None:
+def test_wrong_arguments_are_named(port: RemoteServerTransport) -> None:
     with pytest.raises(UsageError, match=r"has 5 bytes, which can be guessed.*token_bytes"):
-        RemotePort(SLOTS, SLOTS, secret=b"12345")
+        RemoteServerTransport(SLOTS, SLOTS, secret=b"12345")
     with pytest.raises(UsageError, match=r"cannot listen on tcp://127.0.0.1:\d+: Address already in use"):
-        RemotePort(SLOTS, SLOTS, address=port.address)
+        RemoteServerTransport(SLOTS, SLOTS, address=port.address)
     for address in ("local:x", "tcp://127.0.0.1", "tcp://127.0.0.1:port"):
         with pytest.raises(UsageError, match="is no address of a server"):
-            RemoteLink(address, SLOTS, SLOTS, secret=SECRET)
+            RemoteClientTransport(address, SLOTS, SLOTS, secret=SECRET)
 
 
-def test_a_link_with_another_secret_is_refused(port: RemotePort, link: Link) -> None:
+def test_a_link_with_another_secret_is_refused(port: RemoteServerTransport, link: ClientTransport) -> None:
     with pytest.raises(ConnectionError, match="another secret"):
-        join(port, lambda: RemoteLink(port.address, SLOTS, SLOTS, secret=OTHER))
+        join(port, lambda: RemoteClientTransport(port.address, SLOTS, SLOTS, secret=OTHER))
     still_served(port, link)
 
 
 def test_whoever_knows_the_server_alone_is_refused(
-    port: RemotePort, link: Link, monkeypatch: pytest.MonkeyPatch
+    port: RemoteServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the servers' public key, and a key pair of its own."""
 
@@ -146,14 +146,16 @@ def test_whoever_knows_the_server_alone_is_refused(
 
     monkeypatch.setattr(Keys, "present", present)
     with pytest.raises(ConnectionError, match="does not let this worker's key in"):
-        join(port, lambda: RemoteLink(port.address, SLOTS, SLOTS, secret=SECRET))
+        join(port, lambda: RemoteClientTransport(port.address, SLOTS, SLOTS, secret=SECRET))
     still_served(port, link)
 
 
-def test_whoever_does_not_encrypt_is_refused(port: RemotePort, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_does_not_encrypt_is_refused(
+    port: RemoteServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Keys, "present", lambda keys, worker: None)
     with pytest.raises(ConnectionError, match="no server of headrace"):
-        join(port, lambda: RemoteLink(port.address, SLOTS, SLOTS, secret=SECRET))
+        join(port, lambda: RemoteClientTransport(port.address, SLOTS, SLOTS, secret=SECRET))
     still_served(port, link)
 
 
@@ -163,13 +165,15 @@ def test_a_link_speaks_to_no_other_server() -> None:
     server = context.socket(zmq.ROUTER)
     number = server.bind_to_random_port("tcp://127.0.0.1")
     with pytest.raises(ConnectionError, match="no server of headrace"):
-        RemoteLink(f"tcp://127.0.0.1:{number}", SLOTS, SLOTS, secret=SECRET)
+        RemoteClientTransport(f"tcp://127.0.0.1:{number}", SLOTS, SLOTS, secret=SECRET)
     server.close(0)
     context.term()
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f", bytes(100_000)])
-def test_who_does_not_speak_zeromq_harms_nobody(port: RemotePort, link: Link, said: bytes) -> None:
+def test_who_does_not_speak_zeromq_harms_nobody(
+    port: RemoteServerTransport, link: ClientTransport, said: bytes
+) -> None:
     host, _, number = port.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(number))) as stranger:
         stranger.sendall(said)
@@ -181,7 +185,9 @@ def entry(slot: int, start: int, version: int = 0) -> bytes:
     return slot.to_bytes(4, "little", signed=True) + start.to_bytes(8, "little") + version.to_bytes(8, "little")
 
 
-def whole(*payloads: tuple[bytes, bytes], sort: int = Sort.LAST, message: bytes = b"m", number: int = 1) -> list[bytes]:
+def whole(
+    *payloads: tuple[bytes, bytes], sort: int = FrameKind.LAST, message: bytes = b"m", number: int = 1
+) -> list[bytes]:
     head = bytes([1, sort]) + len(payloads).to_bytes(2, "little") + number.to_bytes(4, "little")
     return [head + b"".join(place for place, _ in payloads), message, *(content for _, content in payloads)]
 
@@ -193,7 +199,7 @@ HOSTILE = {
     "another form": [b"\7\4\0\0\0\0\0\0", b"m"],
     "an unknown sort": [b"\1\x63\0\0\0\0\0\0", b"m"],
     "hello again": hello(),
-    "welcome": letter(Sort.WELCOME),
+    "welcome": letter(FrameKind.WELCOME),
     "no message": whole(message=b""),
     "a message too long": whole(message=bytes(60_001)),
     "payloads without parts": [b"\1\4\2\0\0\0\0\0" + entry(0, 0) * 2, b"m"],
@@ -214,10 +220,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("parts", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_worker_that_breaks_the_rules_harms_itself_alone(
-    port: RemotePort, link: Link, raw: Raw, parts: list[bytes]
+    port: RemoteServerTransport, link: ClientTransport, raw: Raw, parts: list[bytes]
 ) -> None:
     broken = greeted(port, raw)
-    broken.send_multipart(numbered(letter(Sort.PART), 1))
+    broken.send_multipart(numbered(letter(FrameKind.PART), 1))
     broken.send_multipart(numbered(parts, 2) if len(parts[0]) >= 8 else parts)
     (end,) = mail_of(port, 1)
     assert end.message == b""
@@ -225,7 +231,9 @@ def test_a_worker_that_breaks_the_rules_harms_itself_alone(
 
 
 @pytest.mark.parametrize("number", [0, 2, (1 << 32) - 1])
-def test_a_letter_out_of_its_turn_ends_the_link(port: RemotePort, link: Link, raw: Raw, number: int) -> None:
+def test_a_letter_out_of_its_turn_ends_the_link(
+    port: RemoteServerTransport, link: ClientTransport, raw: Raw, number: int
+) -> None:
     """One was lost, or came twice, though every one of them is genuine."""
     broken = greeted(port, raw)
     broken.send_multipart(whole(number=number))
@@ -234,7 +242,7 @@ def test_a_letter_out_of_its_turn_ends_the_link(port: RemotePort, link: Link, ra
     still_served(port, link)
 
 
-def test_a_link_that_misses_a_letter_ends(port: RemotePort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_misses_a_letter_ends(port: RemoteServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     link = join(port, lambda: open_link("remote", port.address, SLOTS, SLOTS))
     link.send(b"here")
     (mail,) = mail_of(port, 1)
@@ -245,9 +253,9 @@ def test_a_link_that_misses_a_letter_ends(port: RemotePort, monkeypatch: pytest.
     link.close()
 
 
-@pytest.mark.parametrize("parts", [[b"x"], letter(Sort.LAST, b"m"), letter(Sort.HELLO, b"headrace")])
+@pytest.mark.parametrize("parts", [[b"x"], letter(FrameKind.LAST, b"m"), letter(FrameKind.HELLO, b"headrace")])
 def test_who_does_not_begin_with_its_layout_is_never_heard(
-    port: RemotePort, link: Link, raw: Raw, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
+    port: RemoteServerTransport, link: ClientTransport, raw: Raw, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.comm.remote_port._FAREWELL_S", 0.05)
     for _ in range(3):
@@ -261,16 +269,16 @@ def test_who_does_not_begin_with_its_layout_is_never_heard(
     still_served(port, link)
 
 
-def test_half_of_a_push_is_none(port: RemotePort, link: Link, raw: Raw) -> None:
+def test_half_of_a_push_is_none(port: RemoteServerTransport, link: ClientTransport, raw: Raw) -> None:
     broken = greeted(port, raw)
-    broken.send_multipart(whole((entry(1, 0), bytes(PART_BYTES)), sort=Sort.PART, message=b""))
+    broken.send_multipart(whole((entry(1, 0), bytes(PART_BYTES)), sort=FrameKind.PART, message=b""))
     still_served(port, link)
     broken.close()
     assert [mail.message for mail in mail_of(port, 1)] == [b""]
     still_served(port, link)
 
 
-def test_what_was_not_pushed_is_not_there(port: RemotePort, link: Link) -> None:
+def test_what_was_not_pushed_is_not_there(port: RemoteServerTransport, link: ClientTransport) -> None:
     link.push_slot(0).fill_(1)
     link.send(b"push", [0])
     (mail,) = mail_of(port, 1)
@@ -282,7 +290,7 @@ def test_what_was_not_pushed_is_not_there(port: RemotePort, link: Link) -> None:
         port.pushed(mail.peer, 0)
 
 
-def test_an_update_does_not_change_what_is_on_its_way(port: RemotePort, link: Link) -> None:
+def test_an_update_does_not_change_what_is_on_its_way(port: RemoteServerTransport, link: ClientTransport) -> None:
     link.send(b"pull")
     (mail,) = mail_of(port, 1)
     place, seen = torch.empty(8, dtype=torch.uint8), []
@@ -300,7 +308,7 @@ def test_an_update_does_not_change_what_is_on_its_way(port: RemotePort, link: Li
 
 
 def test_who_asks_and_does_not_read_is_cut_off(
-    port: RemotePort, link: Link, raw: Raw, monkeypatch: pytest.MonkeyPatch
+    port: RemoteServerTransport, link: ClientTransport, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.comm.remote_port._OWED_BYTES", 1 << 20)
     broken = raw()
@@ -313,11 +321,11 @@ def test_who_asks_and_does_not_read_is_cut_off(
         port.send(mail.peer, b"answer", blob=bytes(1 << 18))
         port.send(mail.peer, b"answer", [0, 1])
         assert peer.owed <= 2 << 20
-    assert mail_of(port, 1) == [Mail(mail.peer, b"")]
+    assert mail_of(port, 1) == [ReceivedMessage(mail.peer, b"")]
     still_served(port, link)
 
 
-def test_a_flood_does_not_drown_others(port: RemotePort, link: Link, raw: Raw) -> None:
+def test_a_flood_does_not_drown_others(port: RemoteServerTransport, link: ClientTransport, raw: Raw) -> None:
     stop = threading.Event()
 
     def flood() -> None:
@@ -349,11 +357,11 @@ def test_a_host_that_falls_silent_is_gone(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(zeromq, "_BEAT_MS", 200)
     monkeypatch.setattr(zeromq, "_SILENCE_MS", 1_000)
     small = Slots([8])
-    port = RemotePort(small, small, secret=SECRET)
+    port = RemoteServerTransport(small, small, secret=SECRET)
     process: subprocess.Popen[str]
     with start("link", "remote", port.address) as process:
         (mail,) = mail_of(port, 1)
         process.send_signal(signal.SIGSTOP)
-        assert mail_of(port, 1) == [Mail(mail.peer, b"")]
+        assert mail_of(port, 1) == [ReceivedMessage(mail.peer, b"")]
         process.kill()
     port.close()

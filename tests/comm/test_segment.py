@@ -15,16 +15,16 @@ import torch
 from belongings import descriptors
 from headrace.comm import segment as module
 from headrace.comm.control import NUMBERS, ControlPage
-from headrace.comm.segment import Segment, available_bytes
+from headrace.comm.segment import SharedSegment, available_bytes
 from headrace.errors import UnfitMachine
 
 NOBODY = 65534
 
 
 def test_a_segment_is_zeroed_and_seen_by_everybody_who_opens_it() -> None:
-    own = Segment.create(1_000, "test")
+    own = SharedSegment.create(1_000, "test")
     assert own.tensor().tolist() == [0] * 1_000
-    other = Segment.open(os.getpid(), own.descriptor, 1_000)
+    other = SharedSegment.open(os.getpid(), own.descriptor, 1_000)
     own.tensor(torch.int32, start=8, count=3).copy_(torch.tensor([1, 2, 3]))
     assert other.tensor(torch.int32, start=8, count=3).tolist() == [1, 2, 3]
     own.close()
@@ -34,14 +34,14 @@ def test_a_segment_is_zeroed_and_seen_by_everybody_who_opens_it() -> None:
 
 
 def test_a_segment_has_no_name() -> None:
-    own = Segment.create(4_096, "test")
+    own = SharedSegment.create(4_096, "test")
     assert not any("headrace" in name for name in os.listdir("/dev/shm"))
     assert "memfd:headrace-test" in Path("/proc/self/maps").read_text()
     own.close()
 
 
 def test_a_segment_is_its_owners_alone() -> None:
-    own = Segment.create(4_096, "test")
+    own = SharedSegment.create(4_096, "test")
     assert stat.S_IMODE(os.fstat(own.descriptor).st_mode) == 0o600
     assert not os.get_inheritable(own.descriptor)
     own.close()
@@ -49,7 +49,7 @@ def test_a_segment_is_its_owners_alone() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_another_user_cannot_open_a_segment() -> None:
-    own = Segment.create(4_096, "test")
+    own = SharedSegment.create(4_096, "test")
     path = f"/proc/{os.getpid()}/fd/{own.descriptor}"
     reading = ["head", "-c", "1", path]
     assert subprocess.run(reading, capture_output=True, check=False).returncode == 0
@@ -63,10 +63,10 @@ def test_more_than_the_machine_has_left_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "available_bytes", lambda: 4_095)
     before = descriptors()
     with pytest.raises(UnfitMachine, match=r"rank-1 segment needs 4,096 bytes .* has 4,095 left; use fewer workers"):
-        Segment.create(4_096, "rank-1")
+        SharedSegment.create(4_096, "rank-1")
     assert descriptors() <= before
     monkeypatch.setattr(module, "available_bytes", lambda: 4_096)
-    Segment.create(4_096, "rank-1").close()
+    SharedSegment.create(4_096, "rank-1").close()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
@@ -77,7 +77,7 @@ def test_memory_that_the_system_refuses_is_an_error_here(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     before = descriptors()
     with pytest.raises(UnfitMachine, match=rf"needs 4,096 bytes .*\({os.strerror(number)}\).*limit on this container"):
-        Segment.create(4_096, "test")
+        SharedSegment.create(4_096, "test")
     assert descriptors() <= before
 
 
@@ -88,16 +88,16 @@ def test_another_error_of_the_system_is_not_about_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     before = descriptors()
     with pytest.raises(OSError, match="no"):
-        Segment.create(4_096, "test")
+        SharedSegment.create(4_096, "test")
     assert descriptors() <= before
 
 
 def test_a_segment_that_is_not_there_is_refused_with_its_process() -> None:
-    own = Segment.create(4_096, "test")
+    own = SharedSegment.create(4_096, "test")
     gone = own.descriptor
     own.close()
     with pytest.raises(UnfitMachine, match=rf"process {os.getpid()} \(/proc/{os.getpid()}/fd/{gone}: .*one user"):
-        Segment.open(os.getpid(), gone, 4_096)
+        SharedSegment.open(os.getpid(), gone, 4_096)
 
 
 def test_a_machine_says_how_much_it_has_left() -> None:
@@ -107,10 +107,10 @@ def test_a_machine_says_how_much_it_has_left() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_fields_of_a_control_page_do_not_overlap(ranks: int) -> None:
-    segment = Segment.create(ControlPage.nbytes(ranks), "control")
+    segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
     page, other = (
         ControlPage(segment, ranks),
-        ControlPage(Segment.open(os.getpid(), segment.descriptor, segment.nbytes), ranks),
+        ControlPage(SharedSegment.open(os.getpid(), segment.descriptor, segment.nbytes), ranks),
     )
     fields = [
         (view, index)
@@ -136,7 +136,7 @@ def test_the_fields_of_a_control_page_do_not_overlap(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_counter_has_a_cache_line_and_its_address(ranks: int) -> None:
-    page = ControlPage(Segment.create(ControlPage.nbytes(ranks), "control"), ranks)
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(ranks), "control"), ranks)
     addresses = [page.counter_address(rank) for rank in range(ranks)]
     assert len({address // 64 for address in addresses}) == ranks
     assert all(address % 4 == 0 for address in addresses)

@@ -11,8 +11,8 @@ from belongings import descriptors
 from comm.conftest import Play
 from comm.scenarios import DTYPES, digest, lengths, made
 from headrace.comm.control import ControlPage
-from headrace.comm.segment import Segment
-from headrace.comm.shared_memory import SharedMemory
+from headrace.comm.segment import SharedSegment
+from headrace.comm.shared_memory import SharedMemoryGroup
 
 WORLDS = [2, 3, 4]
 LAST = 2**31 - 1
@@ -85,11 +85,11 @@ def test_a_wait_for_somebody_who_is_lost_ends(play: Play, world: int) -> None:
     assert play("wait_for_somebody_lost", world) == [[1, True]] * world
 
 
-def alone() -> SharedMemory:
-    segment = Segment.create(ControlPage.nbytes(1), "control")
+def alone() -> SharedMemoryGroup:
+    segment = SharedSegment.create(ControlPage.nbytes(1), "control")
     page = ControlPage(segment, 1)
     segment.close()
-    return SharedMemory(page, 0, lambda: None)
+    return SharedMemoryGroup(page, 0, lambda: None)
 
 
 def test_a_group_of_one_is_left_as_it_is() -> None:

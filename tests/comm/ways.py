@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import torch
 
-from headrace.comm.local_link import LocalLink
-from headrace.comm.local_port import LocalPort
-from headrace.comm.port import Link, Mail, Port, Slots
-from headrace.comm.remote_link import RemoteLink
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.local_link import LocalClientTransport
+from headrace.comm.local_port import LocalServerTransport
+from headrace.comm.port import ClientTransport, ReceivedMessage, ServerTransport, Slots
+from headrace.comm.remote_link import RemoteClientTransport
+from headrace.comm.remote_port import RemoteServerTransport
 
 T = TypeVar("T")
 
@@ -22,17 +22,21 @@ WAYS = ("local", "remote")
 DEADLINE_S = 60.0
 
 
-def open_port(way: str, *slots: Slots | None) -> Port:
+def open_port(way: str, *slots: Slots | None) -> ServerTransport:
     """Opens a port for parameters, pushes and replies."""
-    return LocalPort(*slots) if way == "local" else RemotePort(*slots, secret=SECRET)
+    return LocalServerTransport(*slots) if way == "local" else RemoteServerTransport(*slots, secret=SECRET)
 
 
-def open_link(way: str, address: str, *slots: Slots | None) -> Link:
+def open_link(way: str, address: str, *slots: Slots | None) -> ClientTransport:
     """Opens a link while somebody else serves the port."""
-    return LocalLink(address, *slots) if way == "local" else RemoteLink(address, *slots, secret=SECRET)
+    return (
+        LocalClientTransport(address, *slots)
+        if way == "local"
+        else RemoteClientTransport(address, *slots, secret=SECRET)
+    )
 
 
-def join(port: Port, act: Callable[[], T]) -> T:
+def join(port: ServerTransport, act: Callable[[], T]) -> T:
     """Returns what `act` returns, in another thread, while this one serves the port; no mail may come meanwhile."""
     results: list[T] = []
     errors: list[BaseException] = []
@@ -53,9 +57,9 @@ def join(port: Port, act: Callable[[], T]) -> T:
     return results[0]
 
 
-def mail_of(port: Port, count: int) -> list[Mail]:
+def mail_of(port: ServerTransport, count: int) -> list[ReceivedMessage]:
     """Returns the next `count` pieces of mail."""
-    mail: list[Mail] = []
+    mail: list[ReceivedMessage] = []
     deadline = monotonic() + DEADLINE_S
     while len(mail) < count:
         assert monotonic() < deadline, f"{len(mail)} of {count} came"
@@ -64,7 +68,7 @@ def mail_of(port: Port, count: int) -> list[Mail]:
     return mail
 
 
-def next_of(link: Link) -> tuple[bytes, memoryview]:
+def next_of(link: ClientTransport) -> tuple[bytes, memoryview]:
     """Returns a link's next message and blob."""
     received = link.receive(DEADLINE_S)
     assert received is not None

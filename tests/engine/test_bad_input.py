@@ -229,7 +229,7 @@ def test_a_machine_too_small_for_the_exchange(monkeypatch: pytest.MonkeyPatch) -
 def test_memory_that_goes_before_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "available_bytes", lambda: 100)
     with pytest.raises(UnfitMachine, match="needs 4,096 bytes of shared memory and the machine has 100 left"):
-        segment.Segment.create(4096, "probe")
+        segment.SharedSegment.create(4096, "probe")
 
 
 @pytest.mark.parametrize("where", ["file", "file/below", "proc"])

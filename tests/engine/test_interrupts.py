@@ -14,7 +14,7 @@ import headrace as hr
 from engine.conftest import until
 from engine.victims import EXAMPLES, INPUTS, TARGETS, long_job, make_job
 from headrace.comm.control import ControlPage
-from headrace.comm.segment import Segment
+from headrace.comm.segment import SharedSegment
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.local import LocalEngine
 from headrace.engine.order import Engine
@@ -92,7 +92,7 @@ def test_from_a_thread_other_than_main(any_engine: Engine) -> None:
 
 
 def test_somebody_elses_answer_to_sigint_stays() -> None:
-    page = ControlPage(Segment.create(ControlPage.nbytes(1), "control"), 1)
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(1), "control"), 1)
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:

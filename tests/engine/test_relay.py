@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from engine.conftest import until
 from headrace.comm.control import ControlPage
-from headrace.comm.segment import Segment
+from headrace.comm.segment import SharedSegment
 from headrace.engine.relay import HeartbeatRelay
 
 WITHIN_S = 10.0
@@ -39,7 +39,7 @@ Pages = list[ControlPage]
 
 @pytest.fixture
 def pages() -> Pages:
-    segments = [Segment.create(ControlPage.nbytes(2), "control") for _ in range(2)]
+    segments = [SharedSegment.create(ControlPage.nbytes(2), "control") for _ in range(2)]
     return [ControlPage(segment, 2) for segment in segments]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.data import Hosts, from_arrays, local
 from headrace.engine.seating import DataAssignment, assign_data
 from headrace.errors import UsageError
@@ -26,11 +26,11 @@ def plan_on(hosts: tuple[str, ...], shares: tuple[int, ...], servers: int = 0) -
 
 
 def seats(plan: Plan, counts: dict[str, int]) -> list[DataAssignment]:
-    meeting = Meeting(plan.workers)
+    meeting = ThreadGroup(plan.workers)
 
     def find(role: Role) -> DataAssignment:
         pipeline = local(from_arrays(torch.arange(counts[role.host])))
-        return assign_data(pipeline, plan, role, InProcess(meeting, role.rank))
+        return assign_data(pipeline, plan, role, ThreadCollective(meeting, role.rank))
 
     with ThreadPoolExecutor(plan.workers) as pool:
         return list(pool.map(find, plan.roles[: plan.workers]))
@@ -47,19 +47,23 @@ def test_on_one_host_all_workers_share_all_data() -> None:
     plan = plan_on(("a", "a"), (1, 3))
     data = local(from_arrays(torch.arange(9)))
     # Nobody is asked: there is nobody to meet.
-    assert assign_data(data, plan, plan.roles[1], InProcess(Meeting(2), 1)) == DataAssignment(data, (1, 3), 1)
+    assert assign_data(data, plan, plan.roles[1], ThreadCollective(ThreadGroup(2), 1)) == DataAssignment(
+        data, (1, 3), 1
+    )
 
 
 def test_data_that_every_host_lists_is_everybodys() -> None:
     plan = plan_on(("a", "b"), (1, 3))
     data = from_arrays(torch.arange(9))
-    assert assign_data(data, plan, plan.roles[1], InProcess(Meeting(2), 1)) == DataAssignment(data, (1, 3), 1)
+    assert assign_data(data, plan, plan.roles[1], ThreadCollective(ThreadGroup(2), 1)) == DataAssignment(
+        data, (1, 3), 1
+    )
 
 
 def test_leased_portions_are_of_data_that_every_host_has() -> None:
     plan = replace(plan_on(("a", "b"), (1, 1), servers=1), strategy="parameter_server")
     with pytest.raises(UsageError, match=r"parameter_server hands any portion to any worker.*of 2 hosts"):
-        assign_data(local(from_arrays(torch.arange(9))), plan, plan.roles[0], InProcess(Meeting(2), 0))
+        assign_data(local(from_arrays(torch.arange(9))), plan, plan.roles[0], ThreadCollective(ThreadGroup(2), 0))
 
 
 def test_a_run_on_one_host_is_the_same() -> None:

@@ -21,7 +21,7 @@ from engine.lasting import OFTEN, ROUNDS, STRATEGIES, files_of, lasting_job, lef
 from engine.ranks import free_port
 from headrace.checkpoint import CheckpointFolder
 from headrace.comm.control import ControlPage
-from headrace.comm.segment import Segment
+from headrace.comm.segment import SharedSegment
 from headrace.engine import termination
 from headrace.engine.interrupts import ECHO_S, TERMINATED, orderly_interrupts
 from headrace.engine.local import LocalEngine
@@ -303,7 +303,7 @@ def test_ranks_that_have_nothing_to_resume(ranks: Ranks) -> None:
 
 @pytest.fixture
 def page() -> Iterator[ControlPage]:
-    page = ControlPage(Segment.create(ControlPage.nbytes(1), "control"), 1)
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(1), "control"), 1)
     yield page
     page.segment.close()
 

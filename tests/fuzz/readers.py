@@ -16,8 +16,8 @@ from safetensors import deserialize
 from fuzz.reference import Refused, read_letters, read_message
 from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import BYTES, NAMES
-from headrace.comm.pieces import Collector, expect
-from headrace.comm.port import Layout, Slots
+from headrace.comm.pieces import Reassembler, expect
+from headrace.comm.port import Slots, TransportLayout
 from headrace.ps import log, snapshot
 from headrace.ps.form import Form, Piece
 from headrace.ps.messages import Kind, decode, encode
@@ -28,7 +28,7 @@ __all__ = ["BLOB_BYTES", "LAYOUT", "LENGTHS", "READERS", "join_letters", "split_
 
 LENGTHS = (8, 40, 0, 300)
 BLOB_BYTES = 50
-LAYOUT = Layout(Slots(LENGTHS), Slots((4, 20, 0, 150)), Slots((2, 10, 0, 75)))
+LAYOUT = TransportLayout(Slots(LENGTHS), Slots((4, 20, 0, 150)), Slots((2, 10, 0, 75)))
 FORM = Form([Piece("weight", 0, (2, 3)), Piece("weight", 6, (4,)), Piece("bias", 0, (), "float64")])
 HEADER_BYTES = 4096
 """Of the data behind a header that is read."""
@@ -58,7 +58,7 @@ def split_letters(data: bytes) -> list[list[bytes]]:
 
 def read_frames(data: bytes) -> None:
     """What a link sends after its hello."""
-    collector = Collector(LENGTHS, BLOB_BYTES)
+    collector = Reassembler(LENGTHS, BLOB_BYTES)
     reference = read_letters(LENGTHS, BLOB_BYTES)
     next(reference)
     for parts in split_letters(data):

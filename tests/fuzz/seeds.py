@@ -14,8 +14,8 @@ from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import Entry
 from headrace.checkpoint.manifest import FileRecord, Manifest
 from headrace.comm import pieces
-from headrace.comm.pieces import Sort, cut, letter, numbered
-from headrace.comm.port import Mail
+from headrace.comm.pieces import FrameKind, cut, letter, numbered
+from headrace.comm.port import ReceivedMessage
 from headrace.ps import log, snapshot
 from headrace.ps.applier import ApplierState
 from headrace.ps.coordinator import AskedState, CoordinatorState
@@ -43,14 +43,14 @@ def _frames() -> Iterator[bytes]:
         yield join_letters([[bytes(part) for part in parts] for parts in letters])
     entry = pieces._ENTRY.pack
     halves = [
-        [pieces._HEAD.pack(1, Sort.PART, 1, 0) + entry(1, 0, 5), b"", bytes(30)],
-        [pieces._HEAD.pack(1, Sort.LAST, 2, 1) + entry(1, 30, 5) + entry(-1, 0, 0), b"m", bytes(10), b"blob"],
+        [pieces._HEAD.pack(1, FrameKind.PART, 1, 0) + entry(1, 0, 5), b"", bytes(30)],
+        [pieces._HEAD.pack(1, FrameKind.LAST, 2, 1) + entry(1, 30, 5) + entry(-1, 0, 0), b"m", bytes(10), b"blob"],
     ]
     yield join_letters(halves)
     yield join_letters(halves * 2)
     for length in (60_000, 60_001):
-        yield join_letters([[bytes(part) for part in numbered(letter(Sort.LAST, bytes(length)), 1)]])
-    for sort in Sort:
+        yield join_letters([[bytes(part) for part in numbered(letter(FrameKind.LAST, bytes(length)), 1)]])
+    for sort in FrameKind:
         yield join_letters([[bytes(part) for part in letter(sort, b"m")]])
 
 
@@ -96,7 +96,9 @@ def _manifests() -> Iterator[bytes]:
 
 def _logs() -> Iterator[bytes]:
     push = encode(Message(Kind.PUSH, 0, 1, 5, 1.0, 0.5, (1, 1), 1, 9))
-    piece = Piece(Mail(3, push), {slot: torch.full((LENGTHS[slot],), slot, dtype=torch.uint8) for slot in (0, 1)})
+    piece = Piece(
+        ReceivedMessage(3, push), {slot: torch.full((LENGTHS[slot],), slot, dtype=torch.uint8) for slot in (0, 1)}
+    )
     for payload in Payload:
         message = log.encode_piece(2, 7, piece, payload)
         packed = log.pack(LENGTHS, piece.pushed) if payload == Payload.CARRIED else b""

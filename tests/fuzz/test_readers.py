@@ -15,7 +15,7 @@ from fuzz.main import CORPUS, MOST_KEPT, MOST_S, NAMES
 from fuzz.readers import READERS
 from fuzz.seeds import seeds
 from headrace.checkpoint import manifest
-from headrace.comm.pieces import Collector
+from headrace.comm.pieces import Reassembler
 from headrace.ps import messages
 from headrace.ps.messages import Kind, Message
 
@@ -78,7 +78,7 @@ def test_a_reader_that_lets_too_much_in_is_noticed(monkeypatch: pytest.MonkeyPat
 def test_a_reader_that_keeps_too_much_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "BLOB_BYTES", 10_000)
     kept = readers.BLOB_BYTES
-    monkeypatch.setattr(Collector, "_extend_blob", lambda self, start, content: self._blob.extend(bytes(2 * kept)))
+    monkeypatch.setattr(Reassembler, "_extend_blob", lambda self, start, content: self._blob.extend(bytes(2 * kept)))
     (content,) = [each for each in seeds("frames") if each.count(b"blob") == 1 and b"message" in each]
     with pytest.raises(AssertionError):
         readers.read_frames(content)

@@ -12,8 +12,8 @@ from torch import nn
 
 import headrace as hr
 from headrace import errors
-from headrace.comm.distributed import Distributed
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.distributed import TorchDistributed
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.engine import machine
 from headrace.engine.local import LocalEngine
 from headrace.replica.describe import describe
@@ -105,10 +105,10 @@ def test_nan_on_a_gpu_names_the_step(job: hr.Job, engine: LocalEngine) -> None:
 def test_gradients_through_nccl(tmp_path: Path, overlap: bool) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 7)).cuda()
-    wire = Distributed(torch.distributed.FileStore(str(tmp_path / "store"), 1), 0, 1, "cuda:0", 30.0)
+    wire = TorchDistributed(torch.distributed.FileStore(str(tmp_path / "store"), 1), 0, 1, "cuda:0", 30.0)
     try:
         layout = FlatLayout(describe(module).trainable)
-        presence = Presence(InProcess(Meeting(1), 0), 4)
+        presence = Presence(ThreadCollective(ThreadGroup(1), 0), 4)
         reduction = (
             OverlappedReduction(layout, presence, wire, module)
             if overlap

@@ -16,7 +16,7 @@ import torch
 
 from comm.ways import open_link, open_port
 from headrace.comm.faulty import Faults, FaultyLink, Odds
-from headrace.comm.port import Link
+from headrace.comm.port import ClientTransport
 from headrace.errors import Replaced
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps.applier import Applier
@@ -113,7 +113,7 @@ def main() -> None:
     board.pids[seat] = os.getpid()
     faults = Faults(1000 * world["seed"] + seat, odds, odds)
 
-    def reach(server: int) -> Link:
+    def reach(server: int) -> ClientTransport:
         # Read anew each time: another server may go on in the place of the first.
         address = address_file(folder, server).read_text()
         return FaultyLink(open_link(way, address, form.slots, form.push_slots), faults)

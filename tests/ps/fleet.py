@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from comm.ways import DEADLINE_S, open_link
-from headrace.comm.port import Link
+from headrace.comm.port import ClientTransport
 from headrace.engine.nursery import ForkServer
 from headrace.ps.client import Client
 from headrace.ps.replication import Authority, Down, Ready, Up
@@ -83,7 +83,7 @@ class Fleet:
         os.kill(self.pids[number], how)
         return at
 
-    def link(self) -> Link:
+    def link(self) -> ClientTransport:
         """Opens a link to the primary."""
         view, form = self.authority.view, fleet_form(self.leases)
         if view is None or view.primary not in self.addresses:

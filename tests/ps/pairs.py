@@ -11,8 +11,8 @@ from time import monotonic, sleep
 from typing import Any
 
 from comm.ways import DEADLINE_S, open_link, open_port
-from headrace.comm.port import Mail, Port, Slots
-from headrace.comm.segment import Segment
+from headrace.comm.port import ReceivedMessage, ServerTransport, Slots
+from headrace.comm.segment import SharedSegment
 from headrace.ps.log import pushed_by
 from headrace.ps.pairing import Pairing
 from headrace.ps.replication import View
@@ -40,7 +40,7 @@ class Scribe:
         book: link, message, blob, and what was pushed.
     """
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: ServerTransport) -> None:
         self.port = port
         self.book: list[tuple[int, str, str, list[str]]] = []
 
@@ -48,14 +48,14 @@ class Scribe:
         for mail in self.port.receive(timeout_s):
             self.deal(mail)
 
-    def deal(self, mail: Mail) -> None:
+    def deal(self, mail: ReceivedMessage) -> None:
         pushed = [digest(self.port.pushed(mail.peer, slot).numpy()) for slot in pushed_by(mail.message)]
         self.book.append((mail.peer, mail.message.hex(), digest(mail.blob), pushed))
         self.port.send(mail.peer, str(len(self.book)).encode())
 
-    def share(self) -> Segment:
+    def share(self) -> SharedSegment:
         content = json.dumps(self.book).encode()
-        segment = Segment.create(len(content), "book")
+        segment = SharedSegment.create(len(content), "book")
         segment.memory[:] = content
         return segment
 

@@ -12,11 +12,11 @@ import torch
 
 from comm.ways import SECRET
 from headrace.comm.faulty import Faults, FaultyLink
-from headrace.comm.local_link import LocalLink
-from headrace.comm.local_port import LocalPort
-from headrace.comm.port import Link, Port
-from headrace.comm.remote_link import RemoteLink
-from headrace.comm.remote_port import RemotePort
+from headrace.comm.local_link import LocalClientTransport
+from headrace.comm.local_port import LocalServerTransport
+from headrace.comm.port import ClientTransport, ServerTransport
+from headrace.comm.remote_link import RemoteClientTransport
+from headrace.comm.remote_port import RemoteServerTransport
 from headrace.policies.staleness import Anytime, Combination, Each
 from headrace.ps.applier import Applier
 from headrace.ps.client import Client
@@ -57,7 +57,9 @@ class Stand:
     ) -> None:
         self.form = Form([Piece("weight", 0, (WIDTH,))], codec)
         slots = (self.form.slots, self.form.push_slots, self.form.reply_slots)
-        self.port: Port = LocalPort(*slots) if way == "local" else RemotePort(*slots, secret=SECRET)
+        self.port: ServerTransport = (
+            LocalServerTransport(*slots) if way == "local" else RemoteServerTransport(*slots, secret=SECRET)
+        )
         applier = Applier(self.form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
         machines = [Shard(range(workers), Anytime(), combination or Each())]
         self.server = Server(
@@ -79,13 +81,13 @@ class Stand:
             while not self._between.empty():
                 self._between.get()()
 
-    def link(self) -> Link:
+    def link(self) -> ClientTransport:
         """Opens a link to it."""
         slots = (self.form.slots, self.form.push_slots, self.form.reply_slots)
-        link: Link = (
-            LocalLink(self.port.address, *slots)
+        link: ClientTransport = (
+            LocalClientTransport(self.port.address, *slots)
             if self._way == "local"
-            else RemoteLink(self.port.address, *slots, secret=SECRET)
+            else RemoteClientTransport(self.port.address, *slots, secret=SECRET)
         )
         return FaultyLink(link, self._faults) if self._faults else link
 

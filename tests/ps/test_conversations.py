@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from headrace.comm.port import Mail, Port
+from headrace.comm.port import ReceivedMessage, ServerTransport
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps import shard as module
 from headrace.ps.applier import Applier
@@ -39,14 +39,14 @@ WIDTH = 8
 FORM = Form([Piece("count", 0, (WIDTH,))])
 
 
-class Wire(Port):
+class Wire(ServerTransport):
     """A port whose links are lists: what is sent to them lies there until somebody takes it."""
 
     def __init__(self) -> None:
         self.moved_bytes, self.address = 0, "here"
         self.region = torch.zeros(FORM.slots.nbytes, dtype=torch.uint8)
         self.gradients: dict[int, Tensor] = {}
-        self.mail: deque[Mail] = deque()
+        self.mail: deque[ReceivedMessage] = deque()
         self.sent: dict[int, deque[tuple[Message, bytes]]] = {}
         self.numbers = count()
 
@@ -65,7 +65,7 @@ class Wire(Port):
     def show(self, slot: int, version: int) -> None:
         """Nobody looks."""
 
-    def receive(self, timeout_s: float) -> list[Mail]:
+    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
         mail, self.mail = list(self.mail), deque()
         return mail
 
@@ -146,7 +146,7 @@ class Conversations(RuleBasedStateMachine):
             self.link(worker)
 
     def deliver(self, peer: int, message: Message, blob: bytes = b"") -> None:
-        self.wire.mail.append(Mail(peer, encode(message), memoryview(blob)))
+        self.wire.mail.append(ReceivedMessage(peer, encode(message), memoryview(blob)))
         self.server.turn(0.0)
 
     def link(self, worker: Worker) -> None:
@@ -198,7 +198,7 @@ class Conversations(RuleBasedStateMachine):
         self.wire.drop(worker.peer)
         if told:
             # Else the new link comes before the end of the old one is heard of.
-            self.wire.mail.append(Mail(worker.peer, b""))
+            self.wire.mail.append(ReceivedMessage(worker.peer, b""))
             self.server.turn(0.0)
         self.link(worker)
         if worker.question is not None:
@@ -219,7 +219,7 @@ class Conversations(RuleBasedStateMachine):
     def says_something_from_the_grave(self) -> None:
         peer, message = self.old.pop()
         before = self.counts()
-        self.wire.mail.append(Mail(peer, message))
+        self.wire.mail.append(ReceivedMessage(peer, message))
         self.server.turn(0.0)
         assert torch.equal(self.counts(), before)
 

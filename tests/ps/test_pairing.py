@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from comm.ways import DEADLINE_S, WAYS, filled, next_of, open_link
-from headrace.comm.port import LARGEST_MESSAGE, Link, Slots
+from headrace.comm.port import LARGEST_MESSAGE, ClientTransport, Slots
 from headrace.ps.messages import Kind, Message, encode
 from headrace.ps.replication import View
 from ps.pairs import Group, Scribe, digest, until
@@ -28,14 +28,14 @@ def group(way: str) -> Iterator[Group]:
         yield group
 
 
-def push(link: Link, slots: tuple[int, ...], seed: int) -> None:
+def push(link: ClientTransport, slots: tuple[int, ...], seed: int) -> None:
     for slot in slots:
         link.push_slot(slot).copy_(filled(SLOTS.lengths[slot], seed + slot))
     numbers = tuple(0 if slot in slots else ~0 for slot in range(len(SLOTS)))
     link.send(encode(Message(Kind.PUSH, 0, 1, seed, 1.0, 1.0, numbers)), slots)
 
 
-def answered(link: Link) -> int:
+def answered(link: ClientTransport) -> int:
     message, _ = next_of(link)
     return int(message)
 
@@ -44,7 +44,7 @@ def book_of(group: Group, number: int) -> list[tuple[int, str, str, list[str]]]:
     return list(group.runners[number].server.book)
 
 
-def opened(way: str, group: Group, number: int) -> Link:
+def opened(way: str, group: Group, number: int) -> ClientTransport:
     return open_link(way, group.runners[number].address, SLOTS, SLOTS)
 
 

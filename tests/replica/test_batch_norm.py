@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from comm.seats import together
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.replica.batch_norm import GlobalBatchNorm, averaged_buffers, synchronise_batch_norm
 
 SPLITS = [(7,), (4, 3), (5, 1, 1), (6, 0, 1), (0, 7)]
@@ -82,7 +82,7 @@ def made(kind: type[_BatchNorm], channels: int, dtype: torch.dtype, **options: A
 def shared(layer: _BatchNorm, inputs: list[tuple[Tensor, Tensor]], split: tuple[int, ...]) -> list[Passed]:
     """Passes every worker's part of the inputs through its copy of the layer, all at the same time."""
 
-    def act(host: InProcess) -> Passed:
+    def act(host: ThreadCollective) -> Passed:
         low = sum(split[: host.rank])
         high = low + split[host.rank]
         return passed(GlobalBatchNorm(copy.deepcopy(layer), host), [(x[low:high], g[low:high]) for x, g in inputs])
@@ -127,7 +127,7 @@ def test_any_split_is_normalised_as_one_batch(
 def test_evaluation_asks_nobody() -> None:
     """A worker whose share of an evaluation batch is empty does not evaluate it."""
 
-    def act(host: InProcess) -> Tensor | None:
+    def act(host: ThreadCollective) -> Tensor | None:
         layer = GlobalBatchNorm(nn.BatchNorm1d(3, track_running_stats=False), host).eval()
         return layer(torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])) if host.rank == 0 else None
 
@@ -170,8 +170,8 @@ class Tree(nn.Module):
         self.layer = nn.LayerNorm(3)
 
 
-def alone() -> InProcess:
-    return InProcess(Meeting(1), 0)
+def alone() -> ThreadCollective:
+    return ThreadCollective(ThreadGroup(1), 0)
 
 
 def test_every_layer_is_replaced_under_every_name_it_has() -> None:

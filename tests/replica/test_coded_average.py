@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from comm.seats import together
-from headrace.comm.in_process import InProcess
+from headrace.comm.in_process import ThreadCollective
 from headrace.replica.coded_average import CodedAverage
 from headrace.replica.layout import FlatLayout
 from headrace.replica.outer import Mean
@@ -28,7 +28,7 @@ def parts(region: Tensor) -> list[Tensor]:
     return [span.of(region) for span in LAYOUT.spans]
 
 
-def meet(codec: str, weights: list[float], host: InProcess) -> CodedAverage:
+def meet(codec: str, weights: list[float], host: ThreadCollective) -> CodedAverage:
     average = CodedAverage(LAYOUT, host, torch.device("cpu"), Mean(), codec)
     average.begin()
     for move in moves(host.rank):
@@ -65,7 +65,7 @@ def test_bf16_is_near_without_owing_anything(weights: list[float]) -> None:
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_whoever_is_left_out_is_given_the_mean_and_owes_nothing(codec: str) -> None:
-    def act(host: InProcess) -> Tensor:
+    def act(host: ThreadCollective) -> Tensor:
         average = CodedAverage(LAYOUT, host, torch.device("cpu"), Mean(), codec)
         average.begin()
         average.elements[0].fill_(float("nan") if host.rank == 1 else 1.0)

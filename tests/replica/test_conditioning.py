@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from comm.seats import together
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.replica.conditioning import (
     HEALTHY,
     Conditioner,
@@ -70,7 +70,7 @@ def conditioned(options: Options, gradients: list[Tensor], finite: tuple[bool, .
     """Lets every rank hold its part of each gradient."""
     world = len(finite)
 
-    def act(host: InProcess) -> Verdict:
+    def act(host: ThreadCollective) -> Verdict:
         own = [tensor.view(-1).tensor_split(world)[host.rank] for tensor in gradients]
         return Conditioner(options, host).condition(own, own, finite[host.rank])
 
@@ -114,4 +114,6 @@ LOOKING = [Options(clip_value=1.0), Options(clip_norm=1.0), Options(on_nonfinite
 
 
 def condition_late(options: Options, gradients: list[Tensor]) -> Verdict:
-    return Conditioner(options, InProcess(Meeting(1), 0), immediate=False).condition(gradients, gradients, True)
+    return Conditioner(options, ThreadCollective(ThreadGroup(1), 0), immediate=False).condition(
+        gradients, gradients, True
+    )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from comm.seats import together
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.replica.gradients import FlatGradients, Presence, assign
 from headrace.replica.layout import FlatLayout
 from headrace.spec.model import ParameterSpec
@@ -36,7 +36,7 @@ def test_missing_is_what_nobody_has(rounds: list[list[list[bool] | None]]) -> No
     """A round says for each worker which of three gradients it has, or None where its share is empty."""
     world = len(rounds[0])
 
-    def act(host: InProcess) -> list[tuple[int, ...]]:
+    def act(host: ThreadCollective) -> list[tuple[int, ...]]:
         presence = Presence(host, 3)
         found = []
         for has in rounds:
@@ -58,7 +58,7 @@ def test_missing_is_what_nobody_has(rounds: list[list[list[bool] | None]]) -> No
 def flat() -> tuple[FlatGradients, tuple[Tensor, ...], Presence]:
     layout = FlatLayout(SPECS)
     region = torch.full((layout.nbytes,), 255, dtype=torch.uint8)
-    presence = Presence(InProcess(Meeting(1), 0), len(SPECS))
+    presence = Presence(ThreadCollective(ThreadGroup(1), 0), len(SPECS))
     return FlatGradients(layout, region, presence), layout.views(region), presence
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.seats import together
-from headrace.comm.in_process import InProcess
+from headrace.comm.in_process import ThreadCollective
 from headrace.metrics import Mean
 from headrace.replica.batch_norm import synchronise_batch_norm
 from headrace.replica.whole_model import Objective, WholeModel
@@ -82,7 +82,7 @@ def test_contributions_add_up_to_the_gradient_of_the_global_mean(cuts: tuple[int
 
     modules = [module() for _ in cuts[1:]]
 
-    def act(host: InProcess) -> tuple[list[Tensor | None], float | None, float]:
+    def act(host: ThreadCollective) -> tuple[list[Tensor | None], float | None, float]:
         sink = Kept()
         share = part(cuts[host.rank], cuts[host.rank + 1])
         computed = WholeModel(modules[host.rank], Objective(loss, weighed=weighed), sink, host.sum).run(share)
@@ -163,7 +163,7 @@ def test_layers_that_talk_do_so_on_an_empty_share_too(weighed: bool) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(x) * self.few if len(x) < 3 else self.norm(x)
 
-    def act(host: InProcess) -> tuple[int, list[Tensor | None]]:
+    def act(host: ThreadCollective) -> tuple[int, list[Tensor | None]]:
         model, sink = Normed(), Kept()
         assert synchronise_batch_norm(model, host)
         loss: Callable[..., Any] = weighted if weighed else F.mse_loss

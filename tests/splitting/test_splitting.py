@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.seats import together
-from headrace.comm.in_process import InProcess
+from headrace.comm.in_process import ThreadCollective
 from headrace.errors import UnknownName, UsageError
 from headrace.replica.piece import StatePiece
 from headrace.splitting import Split, split
@@ -171,7 +171,7 @@ def test_a_split_model_is_the_whole_one(name: str, world: int) -> None:
     torch.manual_seed(0)
     whole, x = case.make().double(), case.data()
 
-    def act(group: InProcess) -> tuple[Split, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
+    def act(group: ThreadCollective) -> tuple[Split, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
         model = copy.deepcopy(whole)
         made = separately(group, lambda: split(model, case.rules, group))
         output, gradient = differentiated(model, x)
@@ -202,7 +202,7 @@ def test_torch_s_encoder_layers_use_split_attention_in_evaluation_too() -> None:
     whole, x = encoder().double().eval(), sequences()
     padded = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 5])
 
-    def act(group: InProcess) -> Tensor:
+    def act(group: ThreadCollective) -> Tensor:
         model = copy.deepcopy(whole)
         separately(group, lambda: split(model, "auto", group))
         with torch.no_grad():
@@ -215,7 +215,7 @@ def test_torch_s_encoder_layers_use_split_attention_in_evaluation_too() -> None:
         assert_close(output[~padded], expected[~padded])
 
 
-def separately(group: InProcess, act: Callable[[], Any]) -> Any:
+def separately(group: ThreadCollective, act: Callable[[], Any]) -> Any:
     """Does what no other thread may run a model beside."""
     group.barrier()
     try:
@@ -237,7 +237,7 @@ def assert_close(one: Tensor, other: Tensor) -> None:
 def test_a_pair_needs_one_sum_forward_and_one_backward() -> None:
     x = vectors()
 
-    def act(group: InProcess) -> list[int]:
+    def act(group: ThreadCollective) -> list[int]:
         model = Gated().double()
         separately(group, lambda: split(model, "auto", group))
         counted = Counting(group)
@@ -253,7 +253,7 @@ def test_a_pair_needs_one_sum_forward_and_one_backward() -> None:
 class Counting:
     """Counts a group's sums of tensors."""
 
-    def __init__(self, group: InProcess) -> None:
+    def __init__(self, group: ThreadCollective) -> None:
         self._group = group
         self.sums = 0
 
@@ -271,7 +271,7 @@ class Counting:
 
 
 def test_each_rank_keeps_its_part_alone() -> None:
-    def act(group: InProcess) -> list[tuple[int, ...]]:
+    def act(group: ThreadCollective) -> list[tuple[int, ...]]:
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
         separately(group, lambda: split(model, "auto", group))
         return [tuple(parameter.shape) for parameter in model.parameters()]
@@ -288,7 +288,7 @@ def test_looking_at_a_model_does_not_change_it() -> None:
 def test_pieces_of_wholes_and_of_parts_are_made_of_each_other() -> None:
     whole = torch.arange(24.0)
 
-    def act(group: InProcess) -> tuple[list[StatePiece], list[StatePiece]]:
+    def act(group: ThreadCollective) -> tuple[list[StatePiece], list[StatePiece]]:
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
         made = separately(group, lambda: split(model, "auto", group))
         # As three owners have saved it, and a count of steps.
@@ -322,7 +322,7 @@ def test_pieces_of_wholes_and_of_parts_are_made_of_each_other() -> None:
 def test_what_cannot_be_split_is_refused_with_the_numbers(
     model: nn.Module, rules: Rules, kind: type[Exception], words: str
 ) -> None:
-    def act(group: InProcess) -> None:
+    def act(group: ThreadCollective) -> None:
         separately(group, lambda: split(copy.deepcopy(model), rules, group))
 
     with pytest.raises(kind, match=words):
@@ -344,7 +344,7 @@ class Mean(nn.Module):
     ],
 )
 def test_what_has_no_parts_of_a_batch_is_refused(model: nn.Module, words: str) -> None:
-    def act(group: InProcess) -> None:
+    def act(group: ThreadCollective) -> None:
         mine = copy.deepcopy(model)
         separately(group, lambda: split(mine, {"0": "batch"}, group))
         mine(torch.randn(6, 4))

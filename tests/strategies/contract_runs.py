@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import headrace as hr
 from comm.seats import together
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.order import Engine
 from headrace.engine.preparation import inspect_job
@@ -275,23 +275,23 @@ def with_replicas(
     assert job.loss is not None
     objective = Objective(job.loss, weighed=prepared.weighed)
 
-    meeting = Meeting(workers)
+    meeting = ThreadGroup(workers)
 
-    def body(host: InProcess) -> T:
+    def body(host: ThreadCollective) -> T:
         try:
             return build(host)
         except BaseException:
             meeting.abort(host.rank)
             raise
 
-    def build(host: InProcess) -> T:
+    def build(host: ThreadCollective) -> T:
         module = copy.deepcopy(job.model)
         assert isinstance(module, torch.nn.Module)
         if saved:
             module.load_state_dict(dict(saved.tensors))
         for tensor in (*module.parameters(), *module.buffers()) if estranged and host.rank else ():
             tensor.data.fill_(1)
-        connect = (lambda: InProcess(meeting, host.rank)) if wired else None
+        connect = (lambda: ThreadCollective(meeting, host.rank)) if wired else None
         place = plan.role(host.rank).data_rank
         loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, plan.shares, place)
         epoch = loader.rounds_per_epoch

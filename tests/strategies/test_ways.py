@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.comm.remote_link import RemoteLink
+from headrace.comm.remote_link import RemoteClientTransport
 from headrace.errors import UnknownName
 from headrace.spec.event import Served
 
@@ -65,7 +65,7 @@ def test_a_model_of_more_pushes_than_may_be_on_their_way(workers: int, servers: 
     run, alone = (train(each, model=wide, epochs=1) for each in (strategy, hr.OneDevice()))
     assert distance(run, alone) <= 1e-9
     last = {event.rank: event for event in run.events if isinstance(event, Served)}
-    assert min(len(event.shards) for event in last.values()) > RemoteLink.window
+    assert min(len(event.shards) for event in last.values()) > RemoteClientTransport.window
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from headrace.comm import futex
 from headrace.comm.control import ControlPage
-from headrace.comm.ends import Ends
+from headrace.comm.ends import FinishedRanks
 from headrace.comm.spin import Spin
 
 __all__ = ["Barrier", "reached"]
@@ -28,7 +28,7 @@ class Barrier:
         ends: whose loop has ended.
     """
 
-    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], ends: Ends) -> None:
+    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], ends: FinishedRanks) -> None:
         self._rank = rank
         self._ends = ends
         self._counters = page.counters

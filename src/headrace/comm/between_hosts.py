@@ -27,11 +27,11 @@ from torch._C._distributed_c10d import (
 )
 
 from headrace.comm.barrier import reached
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.comm.control import ControlPage
-from headrace.comm.ends import Ends
+from headrace.comm.ends import FinishedRanks
 
-__all__ = ["BetweenHosts", "connect"]
+__all__ = ["MultiHostGroup", "connect"]
 
 _SLICE = timedelta(milliseconds=50)
 
@@ -60,7 +60,7 @@ def connect(store: Store, rank: int, world: int, address: str, timeout_s: float)
     return ProcessGroupGloo(store, rank, world, options)
 
 
-class BetweenHosts(SharedCollective):
+class MultiHostGroup(ProcessGroup):
     """The processes of all hosts of a run.
 
     `sum` and `barrier` bring rank 0's `stop_after` and `save_after` into every page.
@@ -89,7 +89,7 @@ class BetweenHosts(SharedCollective):
         accuse: Accuse,
         grow: Grow | None = None,
         seats: Sequence[int] | None = None,
-        ends: Ends | None = None,
+        ends: FinishedRanks | None = None,
     ) -> None:
         self._seats = range(page.ranks) if seats is None else seats
         self._whole = seats is None
@@ -101,21 +101,21 @@ class BetweenHosts(SharedCollective):
         self._page = page
         self._check = check
         self._accuse = accuse
-        self.ends = ends or Ends(page.ends)
+        self.ends = ends or FinishedRanks(page.ends)
         self._peers = [peer for peer in range(self.world) if peer != self.rank]
         self._unfinished = 0
         self._grow = grow
-        self.groups: list[BetweenHosts] = []
+        self.groups: list[MultiHostGroup] = []
         self._seen_ended_s: dict[int, float] = {}
 
-    def subgroup(self, members: Sequence[int]) -> BetweenHosts:
+    def subgroup(self, members: Sequence[int]) -> MultiHostGroup:
         if self._grow is None:
             raise NotImplementedError("a group in a group has no groups in it")
         name = f"{len(self.groups)}/{'-'.join(map(str, members))}"
         connected = self._grow(name, list(members).index(self.rank), len(members))
         seats = [self._seats[member] for member in members]
         ends = self.ends.among(members)
-        group = BetweenHosts(connected, self._page, self._seat, self._check, self._accuse, None, seats, ends)
+        group = MultiHostGroup(connected, self._page, self._seat, self._check, self._accuse, None, seats, ends)
         if self.home:
             group.home = replace(self.home, hosts=tuple(self.home.hosts[member] for member in members))
         self.groups.append(group)

@@ -10,15 +10,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headrace.comm.ends import Ends
+from headrace.comm.ends import FinishedRanks
 
 _Result = TypeVar("_Result")
 
-__all__ = ["Collective", "Home", "SharedCollective"]
+__all__ = ["Collective", "HostMap", "ProcessGroup"]
 
 
 @dataclass(frozen=True)
-class Home:
+class HostMap:
     """Where the ranks of a group are that are on several hosts.
 
     Attributes:
@@ -80,7 +80,7 @@ class Collective(ABC):
         """Gives back what the group holds of the machine."""
 
 
-class SharedCollective(Collective):
+class ProcessGroup(Collective):
     """The processes of a run, who meet.
 
     Attributes:
@@ -91,11 +91,11 @@ class SharedCollective(Collective):
     """
 
     one_memory: bool = True
-    ends: Ends
-    home: Home | None = None
-    groups: Sequence[SharedCollective] = ()
+    ends: FinishedRanks
+    home: HostMap | None = None
+    groups: Sequence[ProcessGroup] = ()
 
-    def subgroup(self, members: Sequence[int]) -> SharedCollective:
+    def subgroup(self, members: Sequence[int]) -> ProcessGroup:
         """Returns a group of some of the ranks, which acts by itself and is closed with this one.
 
         Every rank calls it at the same time, and belongs to one of the groups that are named.

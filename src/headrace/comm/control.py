@@ -21,9 +21,9 @@ from __future__ import annotations
 import ctypes
 
 from headrace.comm import futex
-from headrace.comm.segment import Segment
+from headrace.comm.segment import SharedSegment
 
-__all__ = ["NUMBERS", "Address", "ControlPage", "Seats"]
+__all__ = ["NUMBERS", "Address", "ControlPage", "ServerView"]
 
 NUMBERS = 4096
 """How many numbers one sum may hold."""
@@ -64,7 +64,7 @@ class Address:
         return bytes(self._place[1 : 1 + self._place[0]]).decode()
 
 
-class Seats:
+class ServerView:
     """Who is what of a server: written by one process, and read whole by others.
 
     Args:
@@ -116,7 +116,7 @@ class ControlPage:
         numbers: by rank, two float64 views of length `NUMBERS`.
     """
 
-    def __init__(self, segment: Segment, ranks: int) -> None:
+    def __init__(self, segment: SharedSegment, ranks: int) -> None:
         self.segment = segment
         self.ranks = ranks
         memory = segment.memory
@@ -131,7 +131,7 @@ class ControlPage:
         self.saves = [memory[block + _SAVED : block + _SAVED + 24].cast("q") for block in blocks]
         self.digests = [memory[block + _SAVED + 24 : block + _SAVED + 56] for block in blocks]
         self.fates = [memory[block + _FATE : block + _FATE + 24].cast("q") for block in blocks]
-        self.views = [Seats(memory[block + _FATE + 24 : block + _FATE + 48].cast("q")) for block in blocks]
+        self.views = [ServerView(memory[block + _FATE + 24 : block + _FATE + 48].cast("q")) for block in blocks]
         self.addresses = [Address(memory[block + _ADDRESS : block + _NUMBERS]) for block in blocks]
         half = NUMBERS * 8
         self.numbers = [

@@ -13,13 +13,13 @@ from torch._C._distributed_c10d import Store
 
 from headrace.comm.collective import Collective
 
-__all__ = ["BACKENDS", "Distributed"]
+__all__ = ["BACKENDS", "TorchDistributed"]
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist"}
 """Which backend of torch.distributed carries a device's tensors."""
 
 
-class Distributed(Collective):
+class TorchDistributed(Collective):
     """A process group of torch.distributed.
 
     Args:

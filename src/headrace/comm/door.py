@@ -27,10 +27,10 @@ from time import monotonic
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from headrace.comm.gate import Gate
+from headrace.comm.gate import AcceptLimiter
 from headrace.comm.zeromq import Keys, waits, watch
 
-__all__ = ["Door", "Line", "wire_bytes"]
+__all__ = ["Connection", "ConnectionGuard", "wire_bytes"]
 
 _ZAP = "inproc://zeromq.zap.01"
 _WATCHED = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -59,7 +59,7 @@ _RECEIVED_AT = 128
 
 
 @dataclass(eq=False)
-class Line:
+class Connection:
     """A connection.
 
     Attributes:
@@ -75,7 +75,7 @@ class Line:
     greeted: bool = False
 
 
-class Door:
+class ConnectionGuard:
     """One socket's connections; what it offers belongs to the socket's thread, and a thread of its own looks out.
 
     Args:
@@ -93,10 +93,10 @@ class Door:
         self._watched = socket
         self._monitor = watch(socket, _WATCHED)
         keys.guard(socket)
-        self._gate: Gate | None = None
-        self._lines: dict[int, Line] = {}
-        self._half_open: dict[Line, None] = {}
-        self._ended: list[Line] = []
+        self._gate: AcceptLimiter | None = None
+        self._lines: dict[int, Connection] = {}
+        self._half_open: dict[Connection, None] = {}
+        self._ended: list[Connection] = []
         self._lock = threading.Lock()
         self._over = False
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -104,19 +104,19 @@ class Door:
         self._thread = threading.Thread(target=self._look_out, name="headrace-door", daemon=True)
         self._thread.start()
 
-    def line(self, descriptor: int) -> Line | None:
+    def line(self, descriptor: int) -> Connection | None:
         """Returns the connection that has a descriptor now."""
         with self._lock:
             self._hear()
             return self._lines.get(descriptor)
 
-    def greet(self, line: Line) -> None:
+    def greet(self, line: Connection) -> None:
         """Is told that a connection has said hello."""
         with self._lock:
             line.greeted = True
             self._half_open.pop(line, None)
 
-    def ended(self) -> list[Line]:
+    def ended(self) -> list[Connection]:
         """Returns the connections that have ended since the last time."""
         if not self._ended:
             return []
@@ -125,7 +125,7 @@ class Door:
             os.eventfd_read(self.bell)
         return ended
 
-    def cut_off(self, line: Line) -> None:
+    def cut_off(self, line: Connection) -> None:
         """Breaks a connection; ZeroMQ itself has no word for it."""
         with self._lock:
             self._cut_off(line)
@@ -186,12 +186,12 @@ class Door:
             event = parse_monitor_message(self._monitor.recv_multipart())
             descriptor = event["value"]
             if event["event"] == zmq.EVENT_LISTENING:
-                self._gate = Gate(descriptor, _A_SECOND, _AT_ONCE)
+                self._gate = AcceptLimiter(descriptor, _A_SECOND, _AT_ONCE)
                 continue
             if event["event"] == zmq.EVENT_ACCEPTED:
                 assert self._gate is not None, "whoever is not there yet accepts nobody"
                 self._gate.came()
-                line = self._lines[descriptor] = Line(descriptor)
+                line = self._lines[descriptor] = Connection(descriptor)
                 self._half_open[line] = None
                 continue
             gone = self._lines.pop(descriptor, None)
@@ -200,7 +200,7 @@ class Door:
                 self._ended.append(gone)
                 os.eventfd_write(self.bell, 1)
 
-    def _cut_off(self, line: Line) -> None:
+    def _cut_off(self, line: Connection) -> None:
         # It counts no more, whenever its end is told.
         self._half_open.pop(line, None)
         with suppress(OSError), socket.socket(fileno=os.dup(line.descriptor)) as connection:

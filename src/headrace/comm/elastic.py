@@ -19,11 +19,11 @@ from torch import Tensor
 
 from headrace.comm import futex
 from headrace.comm.barrier import reached
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.comm.control import NUMBERS, ControlPage
-from headrace.comm.ends import Ends
+from headrace.comm.ends import FinishedRanks
 
-__all__ = ["Elastic", "MemberLost"]
+__all__ = ["ElasticGroup", "MemberLost"]
 
 _SLICE_S = 0.05
 _MEETINGS = 1 << 16
@@ -44,7 +44,7 @@ class MemberLost(Exception):
         self.rank = rank
 
 
-class Elastic(SharedCollective):
+class ElasticGroup(ProcessGroup):
     """Those of a host's workers who meet now.
 
     Args:
@@ -64,7 +64,7 @@ class Elastic(SharedCollective):
         self._page = page
         self._place = place
         self._check = check
-        self.ends = Ends(page.ends)
+        self.ends = FinishedRanks(page.ends)
         self._numbers = [[torch.frombuffer(half, dtype=torch.float64) for half in halves] for halves in page.numbers]
         self.regroup(members, 0)
 

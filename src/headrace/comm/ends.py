@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from headrace.errors import UsageError
 
-__all__ = ["Ends"]
+__all__ = ["FinishedRanks"]
 
 
-class Ends:
+class FinishedRanks:
     """Of the ranks of a group.
 
     Args:
@@ -24,9 +24,9 @@ class Ends:
         self._marks = marks
         self.names = names or [f"rank {rank}" for rank in range(len(marks))]
 
-    def among(self, members: Sequence[int]) -> Ends:
+    def among(self, members: Sequence[int]) -> FinishedRanks:
         """Returns those of some ranks, in order."""
-        return Ends([self._marks[member] for member in members], [self.names[member] for member in members])
+        return FinishedRanks([self._marks[member] for member in members], [self.names[member] for member in members])
 
     @property
     def ended(self) -> list[int]:

@@ -18,7 +18,7 @@ from time import monotonic
 
 from torch import Tensor
 
-from headrace.comm.port import Link
+from headrace.comm.port import ClientTransport
 
 __all__ = ["Faults", "FaultyLink", "Odds"]
 
@@ -84,7 +84,7 @@ class Faults:
         return self._random.random() < 0.5
 
 
-class FaultyLink(Link):
+class FaultyLink(ClientTransport):
     """A link to which things happen.
 
     Args:
@@ -92,7 +92,7 @@ class FaultyLink(Link):
         faults: perhaps of several links, one after the other.
     """
 
-    def __init__(self, link: Link, faults: Faults) -> None:
+    def __init__(self, link: ClientTransport, faults: Faults) -> None:
         self.window = link.window
         self._link = link
         self._faults = faults

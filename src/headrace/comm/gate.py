@@ -13,7 +13,7 @@ import socket
 import struct
 from time import monotonic
 
-__all__ = ["Gate"]
+__all__ = ["AcceptLimiter"]
 
 _ATTACH, _DETACH = 26, 27
 """SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux."""
@@ -31,7 +31,7 @@ _DROP_SYN = (
 )
 
 
-class Gate:
+class AcceptLimiter:
     """Belongs to one thread.
 
     Args:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headrace.comm.collective import SharedCollective
-from headrace.comm.ends import Ends
+from headrace.comm.collective import ProcessGroup
+from headrace.comm.ends import FinishedRanks
 from headrace.errors import PeerLost
 
-__all__ = ["InProcess", "Meeting"]
+__all__ = ["ThreadCollective", "ThreadGroup"]
 
 
-class Meeting:
+class ThreadGroup:
     """What the threads of a group share.
 
     Args:
@@ -23,13 +23,13 @@ class Meeting:
         ends: whose loop has ended; None where none does before the others.
     """
 
-    def __init__(self, world: int, ends: Ends | None = None) -> None:
+    def __init__(self, world: int, ends: FinishedRanks | None = None) -> None:
         self.world = world
-        self.ends = ends or Ends([(0,)] * world)
+        self.ends = ends or FinishedRanks([(0,)] * world)
         self.offers: list[object] = [None] * world
         self.barrier = threading.Barrier(world)
         self.lost = -1
-        self.inner: list[Meeting] = []
+        self.inner: list[ThreadGroup] = []
 
     def abort(self, rank: int) -> None:
         """Ends every wait, because `rank` has failed."""
@@ -50,7 +50,7 @@ class Meeting:
             meeting.check_parted()
 
 
-class InProcess(SharedCollective):
+class ThreadCollective(ProcessGroup):
     """One thread's seat in a meeting.
 
     Args:
@@ -58,23 +58,23 @@ class InProcess(SharedCollective):
         rank: this thread's.
     """
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.world = meeting.world
         self.moved_bytes = 0
         self.ends = meeting.ends
         self._meeting = meeting
-        self.groups: list[InProcess] = []
+        self.groups: list[ThreadCollective] = []
 
-    def subgroup(self, members: Sequence[int]) -> InProcess:
+    def subgroup(self, members: Sequence[int]) -> ThreadCollective:
         first = self.rank == members[0]
-        own = Meeting(len(members), self.ends.among(members)) if first else None
-        meeting: Meeting = self._exchange(own)[members[0]]
+        own = ThreadGroup(len(members), self.ends.among(members)) if first else None
+        meeting: ThreadGroup = self._exchange(own)[members[0]]
         if first:
             self._meeting.inner.append(meeting)
         # Whoever fails from here on ends it, too.
         self.barrier()
-        self.groups.append(InProcess(meeting, list(members).index(self.rank)))
+        self.groups.append(ThreadCollective(meeting, list(members).index(self.rank)))
         return self.groups[-1]
 
     def barrier(self) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from headrace.comm import futex
 from headrace.comm.local_wire import SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
-from headrace.comm.port import Layout, Link, Slots
-from headrace.comm.segment import Segment
+from headrace.comm.port import ClientTransport, Slots, TransportLayout
+from headrace.comm.segment import SharedSegment
 from headrace.comm.spin import Spin, look
 
-__all__ = ["LocalLink"]
+__all__ = ["LocalClientTransport"]
 
 _STALL_S = 60.0
 _WRITTEN_S = 30.0
@@ -25,7 +25,7 @@ _BLOB_BYTES = 1 << 32
 _NAP_S = 30e-6
 
 
-class LocalLink(Link):
+class LocalClientTransport(ClientTransport):
     """Args:
     address: of the port.
     parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
@@ -45,14 +45,14 @@ class LocalLink(Link):
         hello_s: float = 30.0,
     ) -> None:
         self.moved_bytes = 0
-        self._layout = Layout(parameters, pushes, replies)
-        self._own = [Segment.create(nbytes, "push") for nbytes in segment_bytes(self._layout)]
+        self._layout = TransportLayout(parameters, pushes, replies)
+        self._own = [SharedSegment.create(nbytes, "push") for nbytes in segment_bytes(self._layout)]
         self._regions = [segment.tensor() for segment in self._own]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.settimeout(hello_s)
         head = head_bytes(parameters)
         try:
-            self._shared = Segment.received(self._join(address), head + parameters.nbytes, writable=False)
+            self._shared = SharedSegment.received(self._join(address), head + parameters.nbytes, writable=False)
         except TimeoutError:
             self._free()
             raise ConnectionError(f"no link to the server at {address}: no answer for {hello_s:g} s") from None

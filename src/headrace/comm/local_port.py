@@ -27,11 +27,11 @@ from torch import Tensor
 
 from headrace.comm import futex
 from headrace.comm.local_wire import NOTHING, SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
-from headrace.comm.port import Blob, Layout, Mail, Port, Slots
-from headrace.comm.segment import Segment
+from headrace.comm.port import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
+from headrace.comm.segment import SharedSegment
 from headrace.comm.spin import Spin, look
 
-__all__ = ["LocalPort"]
+__all__ = ["LocalServerTransport"]
 
 _OWED_BYTES = 1 << 26
 """Messages and blobs that a link may leave unread, besides what the kernel holds."""
@@ -43,7 +43,7 @@ _HALF_OPEN = 64
 _HELLO_S = 10.0
 
 
-class LocalPort(Port):
+class LocalServerTransport(ServerTransport):
     """Args:
     parameters: places of the shards' parameters.
     pushes: places of what a link pushes.
@@ -54,9 +54,9 @@ class LocalPort(Port):
 
     def __init__(self, parameters: Slots, pushes: Slots, replies: Slots | None = None) -> None:
         self.moved_bytes = 0
-        self._layout = Layout(parameters, pushes, replies)
+        self._layout = TransportLayout(parameters, pushes, replies)
         head = head_bytes(parameters)
-        self._shared = Segment.create(head + parameters.nbytes, "parameters")
+        self._shared = SharedSegment.create(head + parameters.nbytes, "parameters")
         self._region = self._shared.tensor(start=head)
         self._words = self._shared.memory[: 8 * len(parameters)].cast("q")
         self._changing = _Changing(self._words)
@@ -79,7 +79,7 @@ class LocalPort(Port):
         self._half_open: dict[int, float] = {}
         self._pushed: dict[int, list[Tensor]] = {}
         self._replied: dict[int, Tensor] = {}
-        self._segments: dict[int, list[Segment]] = {}
+        self._segments: dict[int, list[SharedSegment]] = {}
 
     def parameters(self, slot: int) -> Tensor:
         return self._layout.parameters.of(self._region, slot)
@@ -91,11 +91,11 @@ class LocalPort(Port):
     def show(self, slot: int, version: int) -> None:
         self._words[slot] = version << 1 | self._words[slot] & 1
 
-    def receive(self, timeout_s: float) -> list[Mail]:
+    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
         # What a link has pushed before it went was needed until now.
         while self._gone:
             self.drop(self._gone.pop())
-        mail: list[Mail] = []
+        mail: list[ReceivedMessage] = []
         for descriptor, events in look(self._poll.poll, self._spin, timeout_s):
             peer = self._peers.get(descriptor)
             if peer is not None and events & select.EPOLLOUT:
@@ -133,7 +133,7 @@ class LocalPort(Port):
         self.moved_bytes += sum(lengths[slot] for slot in slots)
         unsent = self._unsent.setdefault(peer, deque())
         # Whoever owns a segment may let go of it before it is sent.
-        unsent.append((message, os.dup(blob.descriptor) if isinstance(blob, Segment) else blob))
+        unsent.append((message, os.dup(blob.descriptor) if isinstance(blob, SharedSegment) else blob))
         self._owed[peer] = self._owed.get(peer, 0) + _length(*unsent[-1])
         if len(unsent) == 1:
             self._flush(peer)
@@ -233,7 +233,7 @@ class LocalPort(Port):
                 raise ValueError(f"{len(descriptors)} pieces of memory came, not {len(lengths)}")
             segments = self._segments.setdefault(peer, [])
             while descriptors:
-                segments.append(Segment.received(descriptors.pop(0), lengths[len(segments)]))
+                segments.append(SharedSegment.received(descriptors.pop(0), lengths[len(segments)]))
         except (ValueError, OSError) as error:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -253,7 +253,7 @@ class LocalPort(Port):
         finally:
             os.close(readable)
 
-    def _receive_from(self, peer: int) -> list[Mail]:
+    def _receive_from(self, peer: int) -> list[ReceivedMessage]:
         try:
             message, blob = receive(self._sockets[peer], self._layout.blob_bytes)
         except (OSError, ValueError):
@@ -261,7 +261,7 @@ class LocalPort(Port):
         if not message:
             self._gone.append(peer)
         memory = self._segments[peer][0] if self._pushed[peer] else None
-        return [Mail(peer, message, blob, memory)]
+        return [ReceivedMessage(peer, message, blob, memory)]
 
 
 def _length(message: bytes, blob: bytes | bytearray | memoryview | int) -> int:

@@ -8,8 +8,8 @@ import socket
 import struct
 from array import array
 
-from headrace.comm.port import LARGEST_MESSAGE, Layout, Slots
-from headrace.comm.segment import Segment, is_sealed, memory_file
+from headrace.comm.port import LARGEST_MESSAGE, Slots, TransportLayout
+from headrace.comm.segment import SharedSegment, is_sealed, memory_file
 
 __all__ = ["NOTHING", "SPIN_S", "head_bytes", "receive", "segment_bytes", "send", "take", "user_of"]
 
@@ -28,7 +28,7 @@ def head_bytes(parameters: Slots) -> int:
     return -(-8 * len(parameters) // 64) * 64
 
 
-def segment_bytes(layout: Layout) -> list[int]:
+def segment_bytes(layout: TransportLayout) -> list[int]:
     """Returns the lengths of the pieces of memory that a link gives to the port."""
     return [slots.nbytes for slots in (layout.pushes, layout.replies) if slots]
 
@@ -61,7 +61,7 @@ def receive(connection: socket.socket, blob_bytes: int, shared: bool = False) ->
     Args:
         connection: to the other end.
         blob_bytes: the longest blob that may come.
-        shared: whether to take a blob that is a `Segment` as the shared memory that it is.
+        shared: whether to take a blob that is a `SharedSegment` as the shared memory that it is.
 
     Raises:
         ValueError: it sends what is too long, or something else than memory.
@@ -93,7 +93,7 @@ def _blob_in(descriptor: int, most: int, shared: bool) -> memoryview:
     """Returns what lies in the file that was sent. Read, not mapped, where its owner may still shorten it."""
     length = os.fstat(descriptor).st_size
     if shared and 0 < length <= most and is_sealed(descriptor):
-        segment = Segment.received(descriptor, length)
+        segment = SharedSegment.received(descriptor, length)
         segment.close()
         return segment.memory
     try:

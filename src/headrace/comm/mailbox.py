@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headrace.comm import futex
-from headrace.comm.segment import Segment
+from headrace.comm.segment import SharedSegment
 from headrace.comm.spin import Spin
 
 __all__ = ["Check", "Inbox", "Outbox", "Receiver", "Sender", "head_bytes", "places"]
@@ -110,16 +110,16 @@ class _Slot:
         self._kept = head
         self.full = memory[:4].cast("i")
         self.numbers = memory[8:].cast("q")
-        self.segment: Segment | None = None
+        self.segment: SharedSegment | None = None
         self.content = _NOTHING
 
     @property
-    def memory(self) -> Segment:
+    def memory(self) -> SharedSegment:
         """What holds the message."""
         assert self.segment is not None
         return self.segment
 
-    def hold(self, segment: Segment) -> None:
+    def hold(self, segment: SharedSegment) -> None:
         """Lets messages be in another piece of memory from now on."""
         self.close()
         self.segment, self.content = segment, segment.tensor()
@@ -202,7 +202,7 @@ class Sender(Outbox):
         if slot.segment is None or slot.segment.nbytes < end:
             # Whoever receives has opened the old one, for the slot is empty. A quarter more, because the next message
             # may be a little longer.
-            slot.hold(Segment.create(max(_LINE, end + end // 4), "mailbox"))
+            slot.hold(SharedSegment.create(max(_LINE, end + end // 4), "mailbox"))
             slot.numbers[3] += 1
             slot.numbers[0], slot.numbers[1] = os.getpid(), slot.memory.descriptor
             slot.numbers[2] = slot.memory.nbytes
@@ -236,7 +236,7 @@ class Receiver(Inbox):
         pid, descriptor, nbytes, generation, note_bytes, end = slot.numbers[:6]
         if generation != self._seen[index]:
             self._seen[index] = generation
-            slot.hold(Segment.open(pid, descriptor, nbytes))
+            slot.hold(SharedSegment.open(pid, descriptor, nbytes))
         (_, begin), _ = places([note_bytes, 0])
         result = read(bytes(slot.memory.memory[:note_bytes]), slot.content[begin:end])
         self.moved_bytes += end

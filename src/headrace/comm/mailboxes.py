@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 import zmq
 
-from headrace.comm.collective import Home, SharedCollective
+from headrace.comm.collective import HostMap, ProcessGroup
 from headrace.comm.mailbox import Inbox, Outbox, Receiver, Sender, head_bytes
 from headrace.comm.remote_mailbox import RemoteReceiver, RemoteSender
-from headrace.comm.segment import Segment
+from headrace.comm.segment import SharedSegment
 
 __all__ = ["Mailboxes", "Route"]
 
@@ -43,13 +43,13 @@ class Mailboxes:
         outboxes, inboxes: this rank's, by the index of their route.
     """
 
-    def __init__(self, routes: Sequence[Route], group: SharedCollective) -> None:
+    def __init__(self, routes: Sequence[Route], group: ProcessGroup) -> None:
         self.outboxes: dict[int, Outbox] = {}
         self.inboxes: dict[int, Inbox] = {}
         self._routes = [(index, route) for index, route in enumerate(routes) if route.source != route.target]
         self._group = group
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._segments: list[Segment] = []
+        self._segments: list[SharedSegment] = []
         try:
             if group.home is None:
                 self._in_one_memory()
@@ -90,17 +90,17 @@ class Mailboxes:
             elif route.target == group.rank:
                 self.inboxes[index] = Receiver(head, _check(group, route.source))
 
-    def _between_hosts(self, home: Home) -> None:
+    def _between_hosts(self, home: HostMap) -> None:
         """Whoever begins a mailbox tells where it is: in shared memory who sends, over the network who receives."""
         own, group = self._group.rank, self._group
         self._context = zmq.Context()
         remote: dict[int, RemoteReceiver | RemoteSender] = {}
-        heads: dict[int, Segment] = {}
+        heads: dict[int, SharedSegment] = {}
         told: dict[int, list[int | str]] = {}
         near = {index: home.hosts[route.source] == home.hosts[route.target] for index, route in self._routes}
         for index, route in self._routes:
             if near[index] and route.source == own:
-                heads[index] = self._kept(Segment.create(head_bytes(route.slots), "mailboxes"))
+                heads[index] = self._kept(SharedSegment.create(head_bytes(route.slots), "mailboxes"))
                 told[index] = [os.getpid(), heads[index].descriptor]
             elif not near[index] and route.target == own:
                 check = _check(group, route.source)
@@ -118,19 +118,19 @@ class Mailboxes:
                 self.outboxes[index] = Sender(heads[index].tensor(), _check(group, route.target))
             elif route.target == own and near[index]:
                 pid, descriptor = heard[route.source][str(index)]
-                head = self._kept(Segment.open(pid, descriptor, head_bytes(route.slots)))
+                head = self._kept(SharedSegment.open(pid, descriptor, head_bytes(route.slots)))
                 self.inboxes[index] = Receiver(head.tensor(), _check(group, route.source))
         for end in remote.values():
             end.meet()
         # Before that nobody lets go of what another has not opened.
         group.barrier()
 
-    def _kept(self, segment: Segment) -> Segment:
+    def _kept(self, segment: SharedSegment) -> SharedSegment:
         self._segments.append(segment)
         return segment
 
 
-def _check(group: SharedCollective, peer: int) -> Callable[..., None]:
+def _check(group: ProcessGroup, peer: int) -> Callable[..., None]:
     """Returns what raises where a rank is lost, or the loop of the one that is waited for has ended."""
 
     def check(came: Callable[[], bool], broken: str = "") -> None:
@@ -142,7 +142,7 @@ def _check(group: SharedCollective, peer: int) -> Callable[..., None]:
     return check
 
 
-def _told(own: dict[int, list[int | str]], group: SharedCollective) -> list[dict[str, list]]:  # type: ignore[type-arg]
+def _told(own: dict[int, list[int | str]], group: ProcessGroup) -> list[dict[str, list]]:  # type: ignore[type-arg]
     """Returns what every rank tells, by rank."""
     text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     lengths = group.sum([float(len(text)) if rank == group.rank else 0.0 for rank in range(group.world)])

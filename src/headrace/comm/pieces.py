@@ -24,10 +24,10 @@ __all__ = [
     "MOST_PARTS",
     "PART_BYTES",
     "PIECE_BYTES",
-    "Collector",
-    "Delivery",
+    "FrameKind",
     "Letter",
-    "Sort",
+    "Payload",
+    "Reassembler",
     "cut",
     "expect",
     "letter",
@@ -58,7 +58,7 @@ Letter = list[bytes | memoryview]
 """Head, message, payloads."""
 
 
-class Sort(IntEnum):
+class FrameKind(IntEnum):
     """What a letter is."""
 
     HELLO = 1
@@ -74,7 +74,7 @@ class Sort(IntEnum):
 
 
 @dataclass
-class Delivery:
+class Payload:
     """What has been sent at once, put together.
 
     Attributes:
@@ -88,7 +88,7 @@ class Delivery:
     blob: memoryview = _NOTHING
 
 
-def letter(sort: Sort, message: bytes = b"") -> Letter:
+def letter(sort: FrameKind, message: bytes = b"") -> Letter:
     """Returns a letter without payload."""
     return [_HEAD.pack(_FORM, sort, 0, 0), message]
 
@@ -110,7 +110,7 @@ def expect(parts: Sequence[bytes | memoryview], expected: int) -> None:
         raise ValueError(f"letter {number} came where {expected % _NUMBERS} was to come: some were lost on their way")
 
 
-def sort_of(parts: Sequence[bytes | memoryview]) -> Sort:
+def sort_of(parts: Sequence[bytes | memoryview]) -> FrameKind:
     """Returns what a letter is.
 
     Raises:
@@ -123,7 +123,7 @@ def sort_of(parts: Sequence[bytes | memoryview]) -> Sort:
         raise ValueError(f"a letter of form {form} with {len(parts)} parts says that it has {count} payloads")
     if len(parts[1]) > LARGEST_MESSAGE:
         raise ValueError(f"a message of {len(parts[1]):,} bytes is longer than {LARGEST_MESSAGE:,}")
-    return Sort(sort)
+    return FrameKind(sort)
 
 
 def cut(
@@ -152,7 +152,7 @@ def cut(
             # What fits into one letter is not begun in the one before.
             next_size, next_count = (size, 1) if start else (whole, -(-whole // PART_BYTES))
             if payloads and (held + next_size > PIECE_BYTES or len(payloads) + next_count > _PAYLOADS):
-                yield [_head(Sort.PART, entries), b"", *payloads]
+                yield [_head(FrameKind.PART, entries), b"", *payloads]
                 entries, payloads, held = [], Letter(), 0
             if not start:
                 version, content = (0, memoryview(blob)) if slot == _BLOB else take(slot)
@@ -160,10 +160,10 @@ def cut(
             payloads.append(content[start : start + size])
             held += size
             start += max(size, 1)
-    yield [_head(Sort.LAST, entries), message, *payloads]
+    yield [_head(FrameKind.LAST, entries), message, *payloads]
 
 
-class Collector:
+class Reassembler:
     """Puts the letters of one sender together; it holds no more than the slots and the longest blob.
 
     Args:
@@ -176,14 +176,14 @@ class Collector:
         self._blob_bytes = blob_bytes
         self._begin()
 
-    def add(self, parts: Sequence[memoryview]) -> Delivery | None:
+    def add(self, parts: Sequence[memoryview]) -> Payload | None:
         """Takes a letter, `PART` or `LAST`; returns what it completes.
 
         Raises:
             ValueError: it is no such letter, or does not follow the one before.
         """
         sort = sort_of(parts)
-        if sort not in (Sort.PART, Sort.LAST):
+        if sort not in (FrameKind.PART, FrameKind.LAST):
             raise ValueError(f"a letter is {sort.name}, and only {Sort.PART.name} and {Sort.LAST.name} hold payload")
         entries = _ENTRY.iter_unpack(parts[0][_HEAD.size :])
         for (slot, start, version), content in zip(entries, parts[2:], strict=True):
@@ -191,12 +191,12 @@ class Collector:
                 self._extend_blob(start, content)
             else:
                 self._put(slot, start, version, content)
-        if sort == Sort.PART:
+        if sort == FrameKind.PART:
             return None
         unfinished = [slot for slot, filled in self._filled.items() if filled != self._lengths[slot]]
         if unfinished:
             raise ValueError(f"slot {unfinished[0]} came with {self._filled[unfinished[0]]:,} bytes only")
-        delivery = Delivery(bytes(parts[1]), self._slots, memoryview(self._blob))
+        delivery = Payload(bytes(parts[1]), self._slots, memoryview(self._blob))
         self._begin()
         return delivery
 
@@ -238,5 +238,5 @@ class Collector:
             self._filled[slot] = start + size
 
 
-def _head(sort: Sort, entries: Sequence[tuple[int, int, int]]) -> bytes:
+def _head(sort: FrameKind, entries: Sequence[tuple[int, int, int]]) -> bytes:
     return _HEAD.pack(_FORM, sort, len(entries), 0) + b"".join([_ENTRY.pack(*entry) for entry in entries])

@@ -1,6 +1,6 @@
 """Both ends of the way between a worker and a server: the seam that every transport implements.
 
-A `Link` is a worker's end, a `Port` the server's, for any number of links. Three kinds of things go over it: messages
+A `ClientTransport` is a worker's end, a `ServerTransport` the server's, for any number of links. Three kinds of things go over it: messages
 of a few hundred bytes; slots, whose place and length both ends know beforehand (gradients one way, parameters the
 other); and blobs, rare and of any length. Messages of one link arrive in the order in which they were sent.
 """
@@ -15,14 +15,23 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from headrace.comm.segment import Segment
+from headrace.comm.segment import SharedSegment
 
-__all__ = ["LARGEST_MESSAGE", "PROTOCOL", "Blob", "Layout", "Link", "Mail", "Port", "Slots"]
+__all__ = [
+    "LARGEST_MESSAGE",
+    "PROTOCOL",
+    "Blob",
+    "ClientTransport",
+    "ReceivedMessage",
+    "ServerTransport",
+    "Slots",
+    "TransportLayout",
+]
 
 PROTOCOL = 1
 """Which way of speaking this is; to be raised with every change of what goes over a link."""
 
-Blob = bytes | bytearray | memoryview | Segment
+Blob = bytes | bytearray | memoryview | SharedSegment
 """What is sent along with a message; on one host a segment is shared, not copied, and must stay as it is."""
 
 LARGEST_MESSAGE = 60_000
@@ -39,7 +48,7 @@ _NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True)
-class Mail:
+class ReceivedMessage:
     """What a port has received.
 
     Attributes:
@@ -52,7 +61,7 @@ class Mail:
     peer: int
     message: bytes
     blob: memoryview = _NOTHING
-    memory: Segment | None = field(default=None, compare=False)
+    memory: SharedSegment | None = field(default=None, compare=False)
 
 
 class Slots:
@@ -88,7 +97,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TransportLayout:
     """What both ends of a link must have alike.
 
     Attributes:
@@ -118,7 +127,7 @@ class Layout:
         factor, least = _BLOBS
         return factor * max(self.parameters.lengths, default=0) + least
 
-    def fit(self, hello: bytes) -> Layout:
+    def fit(self, hello: bytes) -> TransportLayout:
         """Returns the layout of a link that says this: the same, perhaps without pushes.
 
         Raises:
@@ -148,7 +157,7 @@ def _words(numbers: Sequence[int]) -> str:
     return f"{shards} shards of {nbytes:,} bytes, pushed in {pushed:,} and pulled in {replied or nbytes:,}"
 
 
-class Port(ABC):
+class ServerTransport(ABC):
     """A server's end of all its links.
 
     Attributes:
@@ -175,7 +184,7 @@ class Port(ABC):
         """Says which version a shard's parameters are; inside `changing` where they have changed."""
 
     @abstractmethod
-    def receive(self, timeout_s: float) -> list[Mail]:
+    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
         """Returns all mail that is there; waits for some, but not longer than `timeout_s`."""
 
     @abstractmethod
@@ -215,7 +224,7 @@ class Port(ABC):
         """Ends all links; frees what they shared."""
 
 
-class Link(ABC):
+class ClientTransport(ABC):
     """A worker's end.
 
     Attributes:

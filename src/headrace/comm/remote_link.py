@@ -11,11 +11,11 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
-from headrace.comm.pieces import Collector, Delivery, Letter, Sort, cut, expect, letter, numbered, sort_of
-from headrace.comm.port import Layout, Link, Slots
+from headrace.comm.pieces import FrameKind, Letter, Payload, Reassembler, cut, expect, letter, numbered, sort_of
+from headrace.comm.port import ClientTransport, Slots, TransportLayout
 from headrace.comm.zeromq import Keys, connect, make_socket, waits, watch
 
-__all__ = ["RemoteLink"]
+__all__ = ["RemoteClientTransport"]
 
 _STALL_S = 60.0
 _FAREWELL_MS = 2_000
@@ -33,7 +33,7 @@ _ENDS = {
 }
 
 
-class RemoteLink(Link):
+class RemoteClientTransport(ClientTransport):
     """It belongs to one thread.
 
     Args:
@@ -61,11 +61,11 @@ class RemoteLink(Link):
     ) -> None:
         self.moved_bytes = 0
         self._address = address
-        self._layout = Layout(parameters, pushes, replies)
+        self._layout = TransportLayout(parameters, pushes, replies)
         self._region = torch.zeros(pushes.nbytes, dtype=torch.uint8)
         self._content = self._region.numpy().data
-        self._collector = Collector(self._layout.pulled.lengths, _BLOB_BYTES)
-        self._arrived: deque[Delivery] = deque()
+        self._collector = Reassembler(self._layout.pulled.lengths, _BLOB_BYTES)
+        self._arrived: deque[Payload] = deque()
         self._pulled: dict[int, tuple[int, Tensor]] = {}
         self._versions = [-1] * len(parameters)
         self._sent, self._heard = 0, 0
@@ -80,7 +80,7 @@ class RemoteLink(Link):
         self._poll.register(self._monitor, zmq.POLLIN)
         try:
             connect(self._socket, address)
-            self._put(letter(Sort.HELLO, self._layout.hello()))
+            self._put(letter(FrameKind.HELLO, self._layout.hello()))
             self._await_welcome(hello_s)
         except BaseException:
             self._free(0)
@@ -187,9 +187,9 @@ class RemoteLink(Link):
         sort = sort_of(parts)
         expect(parts, self._heard)
         self._heard += 1
-        if sort == Sort.WELCOME:
+        if sort == FrameKind.WELCOME:
             self._welcome = True
-        elif sort == Sort.FAREWELL:
+        elif sort == FrameKind.FAREWELL:
             self._end = self._end or bytes(parts[1]).decode(errors="replace") or "it has ended the link"
         else:
             delivery = self._collector.add(parts)

@@ -18,7 +18,7 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
-from headrace.comm.gate import Gate
+from headrace.comm.gate import AcceptLimiter
 from headrace.comm.mailbox import Inbox, Outbox, places
 from headrace.comm.pieces import PART_BYTES
 from headrace.comm.zeromq import connect, listen, make_socket, waits, watch
@@ -173,7 +173,7 @@ class RemoteReceiver(Inbox):
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], slots: int, check: Check, host: str) -> None:
         self.moved_bytes = 0
         self._line = _Line(context, zmq.PULL, slots, zmq.EVENT_LISTENING | zmq.EVENT_DISCONNECTED, check)
-        self._gate: Gate | None = None
+        self._gate: AcceptLimiter | None = None
         self._peer = -1
         self._gone: set[int] = set()
         socket = self._line.socket
@@ -219,7 +219,7 @@ class RemoteReceiver(Inbox):
     def _ended(self) -> str:
         for event, descriptor in self._line.news():
             if event == zmq.EVENT_LISTENING:
-                self._gate = Gate(descriptor, a_second=0, at_once=0)
+                self._gate = AcceptLimiter(descriptor, a_second=0, at_once=0)
             else:
                 # Strangers come and go, too.
                 self._gone.add(descriptor)

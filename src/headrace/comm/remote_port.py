@@ -20,26 +20,26 @@ import torch
 import zmq
 from torch import Tensor
 
-from headrace.comm.door import Door, Line, wire_bytes
+from headrace.comm.door import Connection, ConnectionGuard, wire_bytes
 from headrace.comm.pieces import (
     MOST_PARTS,
     PIECE_BYTES,
-    Collector,
-    Delivery,
+    FrameKind,
     Letter,
-    Sort,
+    Payload,
+    Reassembler,
     cut,
     expect,
     letter,
     numbered,
     sort_of,
 )
-from headrace.comm.port import Blob, Layout, Mail, Port, Slots
-from headrace.comm.segment import Segment, memory_file
+from headrace.comm.port import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
+from headrace.comm.segment import SharedSegment, memory_file
 from headrace.comm.zeromq import Keys, is_loopback, listen, make_socket, waits
 from headrace.errors import UsageError
 
-__all__ = ["RemotePort"]
+__all__ = ["RemoteServerTransport"]
 
 _AGAIN_S = 0.005
 _FAREWELL_S = 2.0
@@ -57,7 +57,7 @@ class _Peer:
     """A link, as its port sees it.
 
     Attributes:
-        number: in `Mail`.
+        number: in `ReceivedMessage`.
         routing: what the socket calls it.
         line: its connection.
         collector: of what it sends.
@@ -71,8 +71,8 @@ class _Peer:
 
     number: int
     routing: bytes
-    line: Line
-    collector: Collector
+    line: Connection
+    collector: Reassembler
     pushed: dict[int, Tensor] = field(default_factory=dict)
     replies: dict[int, Tensor] = field(default_factory=dict)
     letters: deque[tuple[int, Iterator[Letter]]] = field(default_factory=deque)
@@ -81,7 +81,7 @@ class _Peer:
     heard: int = 0
     until: float | None = None
 
-    def hear(self, parts: Sequence[memoryview]) -> Delivery | None:
+    def hear(self, parts: Sequence[memoryview]) -> Payload | None:
         """Takes a letter; returns what it completes.
 
         Raises:
@@ -98,11 +98,11 @@ class _Peer:
         self.owed = 0
 
 
-class RemotePort(Port):
+class RemoteServerTransport(ServerTransport):
     """It belongs to one thread: what it sends is copied in `send` and `receive`, never while anybody writes to it.
 
     Args:
-        parameters, pushes, replies: as in `Layout`.
+        parameters, pushes, replies: as in `TransportLayout`.
         address: "tcp://host:port" of this machine to listen on; port 0 takes a free one.
         secret: the run's; on loopback a new one is made if there is none.
 
@@ -129,19 +129,19 @@ class RemotePort(Port):
         self.secret = secret if secret is not None else secrets.token_bytes(32)
         keys = Keys(self.secret)
         self.moved_bytes = 0
-        self._layout = Layout(parameters, pushes, replies)
+        self._layout = TransportLayout(parameters, pushes, replies)
         self._region = torch.zeros(parameters.nbytes, dtype=torch.uint8)
         self._content = self._region.numpy().data
         self._versions = [0] * len(parameters)
         self._numbers = count()
         self._peers: dict[int, _Peer] = {}
         self._routes: dict[bytes, _Peer] = {}
-        self._lines: dict[Line, _Peer] = {}
+        self._lines: dict[Connection, _Peer] = {}
         self._told: list[_Peer] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._socket.router_mandatory = True
-        self._door = Door(self._socket, keys)
+        self._door = ConnectionGuard(self._socket, keys)
         # What tells others, as `headrace doctor`, whose process this is.
         self._mark = memory_file("port")
         self._poll = epoll()
@@ -162,7 +162,7 @@ class RemotePort(Port):
     def show(self, slot: int, version: int) -> None:
         self._versions[slot] = version
 
-    def receive(self, timeout_s: float) -> list[Mail]:
+    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
         for peer in self._told:
             self._remove(peer)
         self._told = []
@@ -173,7 +173,7 @@ class RemotePort(Port):
             waiting = self._flush_all()
             # Last, because all that they have sent came before they went. What it was is needed until it is dealt with.
             self._told = self._part(ended)
-            mail += [Mail(peer.number, b"") for peer in self._told]
+            mail += [ReceivedMessage(peer.number, b"") for peer in self._told]
             left = deadline - monotonic()
             if mail or left <= 0:
                 return mail
@@ -202,7 +202,7 @@ class RemotePort(Port):
     def send(
         self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
     ) -> None:
-        blob = blob.memory if isinstance(blob, Segment) else blob
+        blob = blob.memory if isinstance(blob, SharedSegment) else blob
         to = self._peers.get(peer)
         if to is None or to.until is not None:
             return
@@ -218,7 +218,7 @@ class RemotePort(Port):
     def drop(self, peer: int) -> None:
         to = self._peers.get(peer)
         if to is not None and to.until is None:
-            self._write(to, iter([letter(Sort.FAREWELL)]), 0)
+            self._write(to, iter([letter(FrameKind.FAREWELL)]), 0)
             to.until = monotonic() + _FAREWELL_S
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class RemotePort(Port):
             self._context.term()
             os.close(self._mark)
 
-    def _part(self, ended: Sequence[Line]) -> list[_Peer]:
+    def _part(self, ended: Sequence[Connection]) -> list[_Peer]:
         """Lets go of links whose lines have ended; returns those whose end is news."""
         news = []
         for line in ended:
@@ -255,9 +255,9 @@ class RemotePort(Port):
         del self._routes[peer.routing]
         del self._lines[peer.line]
 
-    def _read(self) -> list[Mail]:
+    def _read(self) -> list[ReceivedMessage]:
         """Takes what is there, but not for ever, even if it comes faster than it is taken."""
-        mail: list[Mail] = []
+        mail: list[ReceivedMessage] = []
         for _ in range(_TURN_LETTERS * (len(self._peers) + 1)):
             try:
                 routing = self._socket.recv(zmq.NOBLOCK, copy=False)
@@ -280,7 +280,7 @@ class RemotePort(Port):
                 parts.append(part.buffer)
         return parts
 
-    def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[Mail]:
+    def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[ReceivedMessage]:
         peer.line.taken += sum(wire_bytes(len(part)) for part in parts)
         try:
             delivery = peer.hear(parts)
@@ -291,10 +291,10 @@ class RemotePort(Port):
         except ValueError:
             # Whoever cannot speak properly harms itself alone.
             self.drop(peer.number)
-            return [Mail(peer.number, b"")]
+            return [ReceivedMessage(peer.number, b"")]
         peer.pushed.update({slot: content for slot, (_, content) in delivery.slots.items()})
         self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in delivery.slots)
-        return [Mail(peer.number, delivery.message, delivery.blob)]
+        return [ReceivedMessage(peer.number, delivery.message, delivery.blob)]
 
     def _greet(self, routing: zmq.Frame, parts: Sequence[memoryview]) -> None:
         """Takes in a new link, if it is laid out as this port."""
@@ -303,21 +303,21 @@ class RemotePort(Port):
             return
         line.taken += sum(wire_bytes(len(part)) for part in parts)
         self._door.greet(line)
-        collector = Collector(self._layout.pushes.lengths, self._layout.blob_bytes)
+        collector = Reassembler(self._layout.pushes.lengths, self._layout.blob_bytes)
         peer = _Peer(next(self._numbers), routing.bytes, line, collector)
         self._peers[peer.number] = self._routes[peer.routing] = self._lines[line] = peer
         try:
-            if sort_of(parts) != Sort.HELLO:
+            if sort_of(parts) != FrameKind.HELLO:
                 raise ValueError("a link begins with its layout")
             expect(parts, 0)
             if len(self._peers) > _MOST_LINKS:
                 raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
             self._layout.fit(bytes(parts[1]))
         except ValueError as error:
-            self._write(peer, iter([letter(Sort.FAREWELL, str(error).encode())]), 0)
+            self._write(peer, iter([letter(FrameKind.FAREWELL, str(error).encode())]), 0)
             peer.until = monotonic() + _FAREWELL_S
         else:
-            self._write(peer, iter([letter(Sort.WELCOME)]), 0)
+            self._write(peer, iter([letter(FrameKind.WELCOME)]), 0)
 
     def _taker(self, peer: _Peer, slots: Sequence[int]) -> Callable[[int], tuple[int, memoryview]]:
         if self._layout.replies is not None:
@@ -364,6 +364,6 @@ class RemotePort(Port):
             parts = next(letters)
             self._socket.send_multipart(numbered(parts, peer.sent))
             peer.sent += 1
-            if sort_of(parts) != Sort.PART:
+            if sort_of(parts) != FrameKind.PART:
                 peer.letters.popleft()
                 peer.owed -= owed

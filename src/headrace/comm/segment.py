@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.errors import UnfitMachine
 
-__all__ = ["Segment", "available_bytes", "is_sealed", "memory_file"]
+__all__ = ["SharedSegment", "available_bytes", "is_sealed", "memory_file"]
 
 
 def memory_file(label: str) -> int:
@@ -47,7 +47,7 @@ def is_sealed(descriptor: int) -> bool:
         return False  # a kind of file that has no seals
 
 
-class Segment:
+class SharedSegment:
     """One mapped piece of shared memory.
 
     Args:
@@ -64,7 +64,7 @@ class Segment:
         self.memory = memoryview(self._map)
 
     @classmethod
-    def create(cls, nbytes: int, label: str) -> Segment:
+    def create(cls, nbytes: int, label: str) -> SharedSegment:
         """Makes a zeroed segment; `label` shows in /proc/<pid>/maps.
 
         Raises:
@@ -94,7 +94,7 @@ class Segment:
             ) from error
 
     @classmethod
-    def open(cls, pid: int, descriptor: int, nbytes: int) -> Segment:
+    def open(cls, pid: int, descriptor: int, nbytes: int) -> SharedSegment:
         """Maps a segment that a process of the same user holds.
 
         Raises:
@@ -110,7 +110,7 @@ class Segment:
             ) from error
 
     @classmethod
-    def received(cls, descriptor: int, nbytes: int, writable: bool = True) -> Segment:
+    def received(cls, descriptor: int, nbytes: int, writable: bool = True) -> SharedSegment:
         """Maps a segment whose descriptor somebody has sent, if nobody can make it shorter.
 
         Raises:

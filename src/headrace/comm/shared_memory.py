@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from headrace.comm.barrier import Barrier
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.comm.control import NUMBERS, ControlPage
-from headrace.comm.ends import Ends
-from headrace.comm.segment import Segment
+from headrace.comm.ends import FinishedRanks
+from headrace.comm.segment import SharedSegment
 
-__all__ = ["SharedMemory"]
+__all__ = ["SharedMemoryGroup"]
 
 _SLOT_BYTES_OF_TWO = 384 * 1024
 """Two slots of each of two ranks stay in the cache of a core."""
@@ -36,7 +36,7 @@ _SLOT_BYTES_OF_MORE = 2 * 1024 * 1024
 _DIRECT_BYTES = 16 * 1024
 
 
-class SharedMemory(SharedCollective):
+class SharedMemoryGroup(ProcessGroup):
     """The group of a host's processes.
 
     Args:
@@ -46,34 +46,36 @@ class SharedMemory(SharedCollective):
         ends: whose loop has ended; None where the page tells it.
     """
 
-    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], ends: Ends | None = None) -> None:
+    def __init__(
+        self, page: ControlPage, rank: int, check: Callable[[], None], ends: FinishedRanks | None = None
+    ) -> None:
         self.rank = rank
         self.world = page.ranks
         self.moved_bytes = 0
         self._page = page
-        self.ends = ends or Ends(page.ends)
+        self.ends = ends or FinishedRanks(page.ends)
         self._barrier = Barrier(page, rank, check, self.ends)
         self._check = check
-        self._segments: list[Segment] = []
+        self._segments: list[SharedSegment] = []
         self._turn = 0
         self._slot_bytes = _SLOT_BYTES_OF_TWO if self.world <= 2 else _SLOT_BYTES_OF_MORE
         self._slots: tuple[tuple[Tensor, Tensor], ...] | None = None
-        self.groups: list[SharedMemory] = []
+        self.groups: list[SharedMemoryGroup] = []
 
-    def subgroup(self, members: Sequence[int]) -> SharedMemory:
+    def subgroup(self, members: Sequence[int]) -> SharedMemoryGroup:
         offer, nbytes = self._page.offers[self.rank], ControlPage.nbytes(len(members))
-        own = Segment.create(nbytes, "group") if self.rank == members[0] else None
+        own = SharedSegment.create(nbytes, "group") if self.rank == members[0] else None
         if own:
             offer[0], offer[1], offer[2] = os.getpid(), own.descriptor, nbytes
         self.barrier()
         first = self._page.offers[members[0]]
-        segment = own or Segment.open(first[0], first[1], first[2])
+        segment = own or SharedSegment.open(first[0], first[1], first[2])
         self.barrier()
         self._segments.append(segment)
         page = ControlPage(segment, len(members))
         # Of a loop that has ended the run's page tells.
         own_ends = self.ends.among(members)
-        self.groups.append(SharedMemory(page, list(members).index(self.rank), self._check, own_ends))
+        self.groups.append(SharedMemoryGroup(page, list(members).index(self.rank), self._check, own_ends))
         return self.groups[-1]
 
     def barrier(self) -> None:
@@ -94,7 +96,7 @@ class SharedMemory(SharedCollective):
         return [sum(numbers[index] for numbers in every) for index in range(len(values))]
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
-        own = Segment.create(nbytes, f"rank-{self.rank}") if nbytes else None
+        own = SharedSegment.create(nbytes, f"rank-{self.rank}") if nbytes else None
         offer = self._page.offers[self.rank]
         offer[0], offer[1], offer[2] = os.getpid(), own.descriptor if own else -1, nbytes
         self.barrier()
@@ -103,7 +105,7 @@ class SharedMemory(SharedCollective):
             if not length:
                 regions.append(torch.empty(0, dtype=torch.uint8))
                 continue
-            segment = own if rank == self.rank and own else Segment.open(pid, descriptor, length)
+            segment = own if rank == self.rank and own else SharedSegment.open(pid, descriptor, length)
             self._segments.append(segment)
             regions.append(segment.tensor())
         self.barrier()

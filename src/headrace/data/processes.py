@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.comm.segment import Segment
+from headrace.comm.segment import SharedSegment
 from headrace.data.reader import Read
 from headrace.errors import DataError, HeadraceError, RunFailed, UnfitMachine, UsageError
 
@@ -210,7 +210,7 @@ def _theirs(error: Exception) -> str:
     return "".join(traceback.format_exception(error.__cause__ or error))
 
 
-def _send(channel: socket.socket, reply: dict[str, Any], segment: Segment | None) -> None:
+def _send(channel: socket.socket, reply: dict[str, Any], segment: SharedSegment | None) -> None:
     text = json.dumps(reply).encode()
     head = _REPLY.pack(len(text), segment.nbytes if segment else 0)
     if segment:
@@ -234,7 +234,7 @@ def _answer(channel: socket.socket) -> Read:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    segment = Segment.received(descriptors[0], size) if descriptors else None
+    segment = SharedSegment.received(descriptors[0], size) if descriptors else None
     if "error" in reply:
         raise _ERRORS[reply["error"]](reply["message"]) from _InReader(reply["traceback"])
     batch = _rebuilt(reply["batch"], segment)
@@ -259,7 +259,7 @@ class _InReader(Exception):
     """Stands for what was raised in a reading process; shows its traceback."""
 
 
-def _packed(read: Read) -> tuple[dict[str, Any], Segment | None]:
+def _packed(read: Read) -> tuple[dict[str, Any], SharedSegment | None]:
     """Returns what a reply says, and the memory with the batch's tensors."""
     tensors: list[tuple[int, Tensor]] = []
     description = _described(read.batch, tensors)
@@ -268,7 +268,7 @@ def _packed(read: Read) -> tuple[dict[str, Any], Segment | None]:
     if not tensors:
         return reply, None
     last, tensor = tensors[-1]
-    segment = Segment.create(last + tensor.nbytes, "batch")
+    segment = SharedSegment.create(last + tensor.nbytes, "batch")
     for start, tensor in tensors:
         segment.tensor(tensor.dtype, start, tensor.numel()).view(tensor.shape).copy_(tensor)
     return reply, segment
@@ -296,7 +296,7 @@ def _described(value: Any, tensors: list[tuple[int, Tensor]]) -> list[Any]:
     )
 
 
-def _rebuilt(description: list[Any], segment: Segment | None) -> Any:
+def _rebuilt(description: list[Any], segment: SharedSegment | None) -> Any:
     kind, *rest = description
     if kind == "tensor":
         name, shape, start = rest

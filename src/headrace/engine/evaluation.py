@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.data import Loader
 from headrace.errors import UsageError
 from headrace.metrics import weigh
@@ -34,9 +34,7 @@ class Evaluation:
         host: the workers.
     """
 
-    def __init__(
-        self, job: Job, replica: Replica, loader: Callable[[int, int], Loader], host: SharedCollective
-    ) -> None:
+    def __init__(self, job: Job, replica: Replica, loader: Callable[[int, int], Loader], host: ProcessGroup) -> None:
         self._job = job
         self._replica = replica
         self._loader = loader
@@ -106,7 +104,7 @@ class Evaluation:
                     buffer.copy_(saved)
 
 
-def average(buffers: list[Tensor], host: SharedCollective, weight: float = 1.0) -> None:
+def average(buffers: list[Tensor], host: ProcessGroup, weight: float = 1.0) -> None:
     """Replaces running statistics by their means over the workers, where each has a weight."""
     if host.world == 1 or not buffers:
         return
@@ -165,7 +163,7 @@ class EarlyStopper:
             f"best {best:.4g} after {self._best_step} steps"
         )
 
-    def agree(self, host: SharedCollective) -> None:
+    def agree(self, host: ProcessGroup) -> None:
         """Takes up the state of the first of those who meet, which has seen most."""
         own = (self._best if math.isfinite(self._best) else math.nan, self._best_step, self._waited)
         best, step, waited = host.sum(own if host.rank == 0 else [0.0] * len(own))

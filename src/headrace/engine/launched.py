@@ -15,11 +15,11 @@ from typing import NoReturn
 
 import torch
 
-from headrace.comm.collective import Home, SharedCollective
+from headrace.comm.collective import HostMap, ProcessGroup
 from headrace.comm.control import ControlPage
-from headrace.comm.elastic import Elastic
-from headrace.comm.segment import Segment
-from headrace.comm.shared_memory import SharedMemory
+from headrace.comm.elastic import ElasticGroup
+from headrace.comm.segment import SharedSegment
+from headrace.comm.shared_memory import SharedMemoryGroup
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.machine import cores, host_name
 from headrace.engine.order import Engine, RunProgress, RunSpec, first_loss
@@ -70,7 +70,7 @@ class LaunchedGroup:
         self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
         one = len(set(self.hosts)) == 1
         alone = self.world == 1 or not one
-        self._segment = Segment.create(ControlPage.nbytes(self.world), "control") if alone else self._meet()
+        self._segment = SharedSegment.create(ControlPage.nbytes(self.world), "control") if alone else self._meet()
         self.page = ControlPage(self._segment, self.world)
         self.page.beats[self.rank][3] = os.getpid()
         self.host = self._together() if one else self._apart()
@@ -105,7 +105,7 @@ class LaunchedGroup:
             work(order, self.rank, workers, self.page)
         else:
             members = [(worker, 0) for worker in range(plan.workers)]
-            work(order, self.rank, Elastic(self.page, self.rank, members, self._check), self.page)
+            work(order, self.rank, ElasticGroup(self.page, self.rank, members, self._check), self.page)
 
     def close(self) -> None:
         """Leaves the group."""
@@ -139,13 +139,13 @@ class LaunchedGroup:
             raise PeerLost(speaker, self.hosts[speaker], f"it has not answered: {error}") from error
         return told
 
-    def _meet(self) -> Segment:
+    def _meet(self) -> SharedSegment:
         """Rank 0 makes the page and says where; the others open it."""
-        own = Segment.create(ControlPage.nbytes(self.world), "control") if self.rank == 0 else None
+        own = SharedSegment.create(ControlPage.nbytes(self.world), "control") if self.rank == 0 else None
         places = gather(json.dumps([os.getpid(), own.descriptor, own.nbytes] if own else []))
-        return own or Segment.open(*json.loads(places[0]))
+        return own or SharedSegment.open(*json.loads(places[0]))
 
-    def _together(self) -> SharedCollective:
+    def _together(self) -> ProcessGroup:
         beat = self.page.beats[self.rank]
 
         def follow() -> None:
@@ -153,13 +153,13 @@ class LaunchedGroup:
                 beat[0] += 1
 
         threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
-        return SharedMemory(self.page, self.rank, self._check)
+        return SharedMemoryGroup(self.page, self.rank, self._check)
 
-    def _apart(self) -> SharedCollective:
+    def _apart(self) -> ProcessGroup:
         # Here, because importing torch.distributed costs what a run on one host need not pay.
         from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-        from headrace.comm.between_hosts import BetweenHosts, connect
+        from headrace.comm.between_hosts import MultiHostGroup, connect
 
         address, store = own_address(), launched_store()
 
@@ -168,8 +168,8 @@ class LaunchedGroup:
 
         group = grow("all", self.rank, self.world)
         self._relay = HeartbeatRelay(store.clone(), self._words, self.page, self.rank)
-        host = BetweenHosts(group, self.page, self.rank, self._check, self._accuse, grow)
-        host.home = Home(tuple(self.hosts), address)
+        host = MultiHostGroup(group, self.page, self.rank, self._check, self._accuse, grow)
+        host.home = HostMap(tuple(self.hosts), address)
         return host
 
     def _check(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.data import Loader
 from headrace.engine.apart import averaged_event
 from headrace.engine.journal import EventWriter
@@ -55,7 +55,7 @@ class LeasedLoop:
         order: RunSpec,
         portions: Portions,
         loader: Loader,
-        host: SharedCollective,
+        host: ProcessGroup,
         fate: memoryview,
         journal: EventWriter,
     ) -> None:

@@ -59,7 +59,7 @@ class LocalEngine(Engine):
     def _run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         # Not before, because they import torch.
         from headrace.comm.control import ControlPage
-        from headrace.comm.segment import Segment
+        from headrace.comm.segment import SharedSegment
         from headrace.engine.interrupts import orderly_interrupts
 
         if self._nursery.is_lost():
@@ -67,7 +67,7 @@ class LocalEngine(Engine):
             self._nursery.close()
             self._nursery = ForkServer()
         seats = len(order.plan.roles) + (_SPARE if order.strategy.elastic else 0)
-        segment = Segment.create(ControlPage.nbytes(seats), "control")
+        segment = SharedSegment.create(ControlPage.nbytes(seats), "control")
         page = ControlPage(segment, seats)
         watched_end, lifeline = os.pipe()
         try:

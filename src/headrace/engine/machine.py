@@ -91,11 +91,11 @@ def check_shared_memory() -> str | None:
         require_linux()
         from headrace.comm import futex
         from headrace.comm.control import ControlPage
-        from headrace.comm.segment import Segment
+        from headrace.comm.segment import SharedSegment
 
-        segment = Segment.create(ControlPage.nbytes(1), "probe")
+        segment = SharedSegment.create(ControlPage.nbytes(1), "probe")
         page = ControlPage(segment, 1)
-        Segment.open(os.getpid(), segment.descriptor, segment.nbytes).close()
+        SharedSegment.open(os.getpid(), segment.descriptor, segment.nbytes).close()
         futex.wake(page.counter_address(0))
         futex.wait(page.counter_address(0), 1, 0.001)
         segment.close()

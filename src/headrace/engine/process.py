@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from headrace.comm.control import ControlPage
-from headrace.comm.elastic import Elastic
-from headrace.comm.segment import Segment
-from headrace.comm.shared_memory import SharedMemory
+from headrace.comm.elastic import ElasticGroup
+from headrace.comm.segment import SharedSegment
+from headrace.comm.shared_memory import SharedMemoryGroup
 from headrace.engine.journal import EventWriter
 from headrace.engine.order import RunSpec
 from headrace.engine.server import serve
@@ -77,7 +77,7 @@ def _log(*lines: object) -> None:
 def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     control, lifeline, code, *data = descriptors
     rank: int = order["spawn"]
-    page = ControlPage(Segment(control, ControlPage.nbytes(order["ranks"])), order["ranks"])
+    page = ControlPage(SharedSegment(control, ControlPage.nbytes(order["ranks"])), order["ranks"])
     _start_beating(page, rank, lifeline)
     # Whoever asks one worker to end asks the run, which ends in order and saves.
     signal.signal(signal.SIGTERM, lambda *_: setattr(page, "stop", 1))
@@ -94,10 +94,10 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
         # Whoever comes in another's place is alone until the next meeting.
         incarnation = page.fates[rank][0]
         members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
-        work(assignment, rank, Elastic(page, rank, members, check), page)
+        work(assignment, rank, ElasticGroup(page, rank, members, check), page)
         return 0
     # The workers are the first of all.
-    host = SharedMemory(ControlPage(page.segment, plan.workers), rank, check)
+    host = SharedMemoryGroup(ControlPage(page.segment, plan.workers), rank, check)
     work(assignment, rank, host, page)
     host.close()
     return 0

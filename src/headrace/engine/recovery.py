@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.comm.control import ControlPage
 from headrace.engine.journal import EventWriter
 from headrace.errors import NonFiniteGradient, NonFiniteLoss
@@ -37,7 +37,7 @@ class NonFiniteHandler:
         self,
         action: str,
         module: nn.Module,
-        host: SharedCollective,
+        host: ProcessGroup,
         page: ControlPage,
         journal: EventWriter,
         roll_back: Callable[[], None],

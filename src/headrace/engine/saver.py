@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headrace.checkpoint import Checkpoint, CheckpointFolder, FileRecord
 from headrace.checkpoint.manifest import file_name
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.comm.control import ControlPage
 from headrace.engine.journal import EventWriter
 from headrace.engine.order import RunSpec
@@ -65,7 +65,7 @@ class Saver:
         saved: rounds in the last one of this history; -1 if there is none.
     """
 
-    def __init__(self, order: RunSpec, host: SharedCollective, page: ControlPage, journal: EventWriter) -> None:
+    def __init__(self, order: RunSpec, host: ProcessGroup, page: ControlPage, journal: EventWriter) -> None:
         self.folder = CheckpointFolder(order.run_dir / "checkpoints")
         self._wish = order.checkpoints
         self._host = host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.data import Hosts, Pipeline
 from headrace.errors import UsageError
 from headrace.spec.plan import Plan, Role
@@ -27,7 +27,7 @@ class DataAssignment:
     rank: int
 
 
-def assign_data(pipeline: Pipeline, plan: Plan, role: Role, host: SharedCollective) -> DataAssignment:
+def assign_data(pipeline: Pipeline, plan: Plan, role: Role, host: ProcessGroup) -> DataAssignment:
     """Finds a worker's; where hosts list examples of their own, all workers call it together.
 
     Raises:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from torch import nn
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.replica.batch_norm import averaged_buffers
 from headrace.spec.share import Share
 
 __all__ = ["catch_up", "counted"]
 
 
-def counted(share: Share, drops: bool, host: SharedCollective, counts: bool = True) -> Share:
+def counted(share: Share, drops: bool, host: ProcessGroup, counts: bool = True) -> Share:
     """Returns a share that knows how many examples all workers have together; all of them call it.
 
     Args:
@@ -28,7 +28,7 @@ def counted(share: Share, drops: bool, host: SharedCollective, counts: bool = Tr
     return replace(share, of=int(total))
 
 
-def catch_up(module: nn.Module, host: SharedCollective) -> None:
+def catch_up(module: nn.Module, host: ProcessGroup) -> None:
     """Brings rank 0's buffers to workers that had no example, so that what forward moves does not fall behind."""
     own = {id(buffer) for buffer in averaged_buffers(module)}
     for buffer in module.buffers():

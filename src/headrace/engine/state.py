@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.engine.evaluation import EarlyStopper, average
 from headrace.engine.order import RunSpec
 from headrace.engine.snapshot import (
@@ -42,7 +42,7 @@ class WorkerState:
         order: RunSpec,
         rank: int,
         replica: Replica,
-        host: SharedCollective,
+        host: ProcessGroup,
         stopper: EarlyStopper,
         rounds_per_epoch: int,
     ) -> None:

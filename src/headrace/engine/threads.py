@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from headrace.comm.control import ControlPage
-from headrace.comm.ends import Ends
-from headrace.comm.in_process import InProcess, Meeting
-from headrace.comm.segment import Segment
+from headrace.comm.ends import FinishedRanks
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
+from headrace.comm.segment import SharedSegment
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.order import Engine, RunProgress, RunSpec, first_loss
 from headrace.engine.server import serve
@@ -32,19 +32,19 @@ class ThreadEngine(Engine):
 
     def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         ranks = len(order.plan.roles)
-        segment = Segment.create(ControlPage.nbytes(ranks), "control")
+        segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
         workers = order.plan.workers
-        meeting = Meeting(workers, Ends(page.ends[:workers]))
+        meeting = ThreadGroup(workers, FinishedRanks(page.ends[:workers]))
         errors: dict[int, BaseException] = {}
         building = threading.Lock()
 
         def body(rank: int) -> None:
             try:
                 if rank >= workers:
-                    serve(order, rank, page, InProcess(meeting, 0).check)
+                    serve(order, rank, page, ThreadCollective(meeting, 0).check)
                 else:
-                    work(order, rank, InProcess(meeting, rank), page, building)
+                    work(order, rank, ThreadCollective(meeting, rank), page, building)
             except BaseException as error:  # handed to the caller below
                 errors.setdefault(rank, error)
                 meeting.abort(rank)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.checkpoint import CheckpointFolder
-from headrace.comm.collective import Collective, SharedCollective
+from headrace.comm.collective import Collective, ProcessGroup
 from headrace.comm.control import ControlPage
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.data import Loader, Means, as_pipeline
 from headrace.engine.evaluation import Evaluation
 from headrace.engine.feeding import InputReporter
@@ -53,7 +53,7 @@ _LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdl
 def work(
     order: RunSpec,
     rank: int,
-    host: SharedCollective,
+    host: ProcessGroup,
     page: ControlPage,
     building: AbstractContextManager[Any] | None = None,
 ) -> None:
@@ -121,7 +121,7 @@ def _failed(rank: int, worker: Worker | None, journal: EventWriter, error: BaseE
     return Failed(rank, journal.now(), step, f"{type(error).__name__}: {error}", shown, code)
 
 
-def _leave_model(order: RunSpec, rank: int, host: SharedCollective, compute: Compute) -> None:
+def _leave_model(order: RunSpec, rank: int, host: ProcessGroup, compute: Compute) -> None:
     plan, roles = order.plan, order.plan.roles
     tensors = {name: tensor.cpu() for name, tensor in compute.whole_tensors(plan.leads(host.rank))}
     first = host.rank == 0
@@ -136,7 +136,7 @@ def _leave_model(order: RunSpec, rank: int, host: SharedCollective, compute: Com
 
 
 def _gathered(
-    model: ModelSpec, module: nn.Module, own: Mapping[str, Tensor], host: SharedCollective, keep: bool
+    model: ModelSpec, module: nn.Module, own: Mapping[str, Tensor], host: ProcessGroup, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields what any rank has of the model, on those that keep it."""
     specs = {spec.name: spec for spec in (*model.parameters, *model.buffers)}
@@ -151,7 +151,7 @@ def _gathered(
             yield name, whole.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def _part(replica: Replica, host: SharedCollective) -> None:
+def _part(replica: Replica, host: ProcessGroup) -> None:
     if replica.portions:
         # Whoever still asks must be answered.
         host.barrier()
@@ -162,7 +162,7 @@ def _part(replica: Replica, host: SharedCollective) -> None:
         host.barrier()
 
 
-def _end_together(page: ControlPage, rank: int, worker: Worker, host: SharedCollective) -> None:
+def _end_together(page: ControlPage, rank: int, worker: Worker, host: ProcessGroup) -> None:
     """Waits until every rank's loop has ended: what follows are meetings of those who have nothing else to do."""
     page.ends[rank][0] = worker.round + 2
     for member in host.members:
@@ -202,7 +202,7 @@ def objective_of(job: Job, weighed: bool = False) -> Objective:
 def _parts(
     order: RunSpec,
     role: Role,
-    host: SharedCollective,
+    host: ProcessGroup,
     module: nn.Module,
     page: ControlPage,
     loader: Loader,
@@ -215,7 +215,9 @@ def _parts(
     if role.device != "cpu":
         torch.cuda.set_device(role.device)
         module.to(role.device)
-        connect = (lambda: InProcess(Meeting(1), 0)) if host.world == 1 else _connector(order, role, host.world)
+        connect = (
+            (lambda: ThreadCollective(ThreadGroup(1), 0)) if host.world == 1 else _connector(order, role, host.world)
+        )
     elif not host.one_memory:
         connect = _itself(host)
     first = order.resume.done if order.resume else 0
@@ -242,7 +244,7 @@ def _parts(
     )
 
 
-def _address(page: ControlPage, plan: Plan, server: int, host: SharedCollective) -> str:
+def _address(page: ControlPage, plan: Plan, server: int, host: ProcessGroup) -> str:
     while not (address := primary_address(page, plan, server)):
         host.check()
         time.sleep(_LOOK_EVERY_S)
@@ -262,7 +264,7 @@ def _sample(job: Job) -> Any:
     return next(share.batch for share in loader.sweep(alone=True) if share.examples)
 
 
-def _itself(host: SharedCollective) -> Callable[[], Collective]:
+def _itself(host: ProcessGroup) -> Callable[[], Collective]:
     return lambda: host
 
 
@@ -271,15 +273,15 @@ def _connector(order: RunSpec, role: Role, world: int) -> Callable[[], Collectiv
         # Here, because importing torch.distributed costs what a CPU run need not pay.
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-        from headrace.comm.distributed import Distributed
+        from headrace.comm.distributed import TorchDistributed
 
         store = FileStore(str(order.run_dir / "rendezvous"), world)
-        return Distributed(store, role.rank, world, role.device, order.timeout_s)
+        return TorchDistributed(store, role.rank, world, role.device, order.timeout_s)
 
     return connect
 
 
-def _fed(order: RunSpec, role: Role, host: SharedCollective, journal: EventWriter) -> tuple[Loader, InputReporter]:
+def _fed(order: RunSpec, role: Role, host: ProcessGroup, journal: EventWriter) -> tuple[Loader, InputReporter]:
     feeding = InputReporter(role.rank, journal)
     job, plan = order.job, order.plan
     at = assign_data(as_pipeline(job.data)[0], plan, role, host)
@@ -293,7 +295,7 @@ def _worker(
     role: Role,
     replica: Replica,
     loader: Loader,
-    host: SharedCollective,
+    host: ProcessGroup,
     page: ControlPage,
     journal: EventWriter,
 ) -> Worker:
@@ -344,7 +346,7 @@ def _save(module: nn.Module, saved: Mapping[str, Tensor], order: RunSpec, rank: 
 
 
 def _ended(
-    rank: int, worker: Worker, replica: Replica, host: SharedCollective, journal: EventWriter, parts: Parts
+    rank: int, worker: Worker, replica: Replica, host: ProcessGroup, journal: EventWriter, parts: Parts
 ) -> WorkerEnded:
     parameter_bytes, optimizer_bytes = replica.exchange.memory()
     wire = parts.wire if "wire" in parts.__dict__ else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.comm.control import ControlPage
 from headrace.data import Loader, delivered
 from headrace.engine.apart import PeriodicLoop
@@ -75,7 +75,7 @@ class Worker:
         replica: Replica,
         loader: Loader,
         evaluation: Evaluation | None,
-        host: SharedCollective,
+        host: ProcessGroup,
         page: ControlPage,
         journal: EventWriter,
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.comm.mailbox import Inbox, Outbox
 from headrace.comm.mailboxes import Mailboxes, Route
 from headrace.pipelining.message import pack, unpack
@@ -95,7 +95,7 @@ class Roads:
         device: of this rank.
     """
 
-    def __init__(self, ways: Iterable[Way], ranks: int, host: SharedCollective, device: torch.device) -> None:
+    def __init__(self, ways: Iterable[Way], ranks: int, host: ProcessGroup, device: torch.device) -> None:
         self.device = device
         ways = tuple(ways)
         routes = [Route(way.source % ranks, way.target % ranks, way.slots) for way in ways]

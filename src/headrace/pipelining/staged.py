@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.metrics import Mean, weigh
 from headrace.pipelining.part import Part
 from headrace.pipelining.roads import Roads
@@ -69,7 +69,7 @@ class StagedModel(Compute):
         self._total = total
         self.sink: GradientSink | None = None
         self.parameters, self.tied = frozenset(part.parameters), part.tied
-        self.mates = InProcess(Meeting(1), 0)
+        self.mates = ThreadCollective(ThreadGroup(1), 0)
         self.trained = {name: each for name, each in part.parameters.items() if each.requires_grad}
         self._trained = list(self.trained.values())
         self._device = roads.device

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.ps.client import Client
 from headrace.ps.held import HeldGradients
 from headrace.ps.messages import Kind, Message
@@ -38,9 +38,7 @@ class Agreement:
         leads: whether this rank speaks for the replica with whoever gives out data.
     """
 
-    def __init__(
-        self, group: SharedCollective, options: Options, scale: LossScale | None, device: torch.device
-    ) -> None:
+    def __init__(self, group: ProcessGroup, options: Options, scale: LossScale | None, device: torch.device) -> None:
         self.group = group
         self.leads = group.rank == 0
         self._options = options
@@ -85,7 +83,7 @@ class Spokesman:
         group: the ranks of the replica.
     """
 
-    def __init__(self, client: Client, group: SharedCollective) -> None:
+    def __init__(self, client: Client, group: ProcessGroup) -> None:
         self._client = client
         self._group = group
 

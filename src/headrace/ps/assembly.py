@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from headrace.comm.local_link import LocalLink
-from headrace.comm.local_port import LocalPort
-from headrace.comm.port import Link, Port, Slots
+from headrace.comm.local_link import LocalClientTransport
+from headrace.comm.local_port import LocalServerTransport
+from headrace.comm.port import ClientTransport, ServerTransport, Slots
 from headrace.ps.client import Client
 from headrace.ps.form import Form, Piece
 from headrace.ps.messages import Kind, Message
@@ -80,22 +80,22 @@ def places_of(form: Form, module: nn.Module, beside: Mapping[str, Tensor] | None
     return places
 
 
-def open_port(form: Form, transport: str) -> Port:
+def open_port(form: Form, transport: str) -> ServerTransport:
     """Opens a server's end: "shared_memory" for links of this host, "tcp" for others, encrypted."""
     if transport == "shared_memory":
-        return LocalPort(form.slots, form.push_slots, form.reply_slots)
-    from headrace.comm.remote_port import RemotePort
+        return LocalServerTransport(form.slots, form.push_slots, form.reply_slots)
+    from headrace.comm.remote_port import RemoteServerTransport
 
-    port = RemotePort(form.slots, form.push_slots, form.reply_slots)
+    port = RemoteServerTransport(form.slots, form.push_slots, form.reply_slots)
     # It is told to this run's own processes alone, through memory that no other user sees.
     port.address += f"#{port.secret.hex()}"
     return port
 
 
-def pair(port: Port, form: Form, process: int) -> Pairing:
+def pair(port: ServerTransport, form: Form, process: int) -> Pairing:
     """Returns what lets a server have a backup, or be one; `process` is its number, which no other process ever has."""
 
-    def call(address: str) -> Link:
+    def call(address: str) -> ClientTransport:
         return _link(address, form, Slots(()), _AGAIN_S)
 
     return Pairing(port, form.push_slots, form.reply_slots, process, call)
@@ -129,14 +129,14 @@ def connect(
             ConnectionError if it is nowhere. None for where it was.
     """
 
-    def open_link(server: int, address: str, hello_s: float) -> Link:
+    def open_link(server: int, address: str, hello_s: float) -> ClientTransport:
         form = forms[server]
         return _link(address, form, Slots(()) if observes else form.push_slots, hello_s)
 
     connections = []
     for index, (address, form, own, server) in enumerate(zip(addresses, forms, places, servers, strict=True)):
 
-        def reopen(index: int = index, address: str = address) -> Link:
+        def reopen(index: int = index, address: str = address) -> ClientTransport:
             return open_link(index, find(index) if find else address, _AGAIN_S)
 
         link = _opened(functools.partial(open_link, index, address, _HELLO_S), reopen if find else None, check)
@@ -147,7 +147,9 @@ def connect(
     return client
 
 
-def _opened(first: Callable[[], Link], again: Callable[[], Link] | None, check: Callable[[], None]) -> Link:
+def _opened(
+    first: Callable[[], ClientTransport], again: Callable[[], ClientTransport] | None, check: Callable[[], None]
+) -> ClientTransport:
     """Opens a link; where the first way leads nowhere, since a server has died meanwhile, by the other one."""
     deadline = monotonic() + _PATIENCE_S
     while True:
@@ -161,10 +163,12 @@ def _opened(first: Callable[[], Link], again: Callable[[], Link] | None, check: 
         sleep(_SLICE_S)
 
 
-def _link(address: str, form: Form, pushes: Slots, hello_s: float) -> Link:
+def _link(address: str, form: Form, pushes: Slots, hello_s: float) -> ClientTransport:
     if address.startswith("local:"):
-        return LocalLink(address, form.slots, pushes, form.reply_slots, hello_s=hello_s)
-    from headrace.comm.remote_link import RemoteLink
+        return LocalClientTransport(address, form.slots, pushes, form.reply_slots, hello_s=hello_s)
+    from headrace.comm.remote_link import RemoteClientTransport
 
     where, _, secret = address.partition("#")
-    return RemoteLink(where, form.slots, pushes, form.reply_slots, secret=bytes.fromhex(secret), hello_s=hello_s)
+    return RemoteClientTransport(
+        where, form.slots, pushes, form.reply_slots, secret=bytes.fromhex(secret), hello_s=hello_s
+    )

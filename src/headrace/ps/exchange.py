@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.ps.agreement import Agreement
 from headrace.ps.client import Client
 from headrace.ps.form import Form
@@ -45,7 +45,7 @@ class ServedExchange(Exchange):
         client: Client,
         forms: Sequence[Form],
         held: HeldGradients,
-        host: SharedCollective,
+        host: ProcessGroup,
         agreement: Agreement,
         leads: bool,
     ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from headrace.comm.port import Link, Mail, Slots
+from headrace.comm.port import ClientTransport, ReceivedMessage, Slots
 from headrace.ps.log import Links, Payload, Piece, parse_piece, pushed_by, unpack
 from headrace.ps.messages import Kind, Message, encode
 from headrace.ps.replication import Entry, Filled, Refuse, Replication
@@ -28,12 +28,12 @@ class Follower:
         restore: makes the server what a snapshot says.
     """
 
-    def __init__(self, pushes: Slots, links: Links, connect: Callable[[str], Link]) -> None:
+    def __init__(self, pushes: Slots, links: Links, connect: Callable[[str], ClientTransport]) -> None:
         self.restore: Callable[[memoryview], object] = bytes
         self._links = links
         self._pushes = pushes
         self._connect = connect
-        self._link: Link | None = None
+        self._link: ClientTransport | None = None
         self._places: dict[int, Sequence[Tensor]] = {}
         self._held: tuple[int, int] | None = None
 
@@ -77,7 +77,7 @@ class Follower:
             if any(isinstance(action, Refuse) for action in machine.handle(Entry(epoch, head.lease))):
                 self.close()
                 break
-            pieces.append(self._piece(Mail(peer, message), Payload(head.flag), received[1]))
+            pieces.append(self._piece(ReceivedMessage(peer, message), Payload(head.flag), received[1]))
             self._held = epoch, head.lease
             if head.flag == Payload.SHARED:
                 # Its sender may write there again when this is held: it must be dealt with before.
@@ -105,10 +105,10 @@ class Follower:
         self._held = epoch, head.lease
         self._say()
 
-    def _piece(self, mail: Mail, payload: Payload, blob: memoryview) -> Piece:
+    def _piece(self, mail: ReceivedMessage, payload: Payload, blob: memoryview) -> Piece:
         self._links.note(mail)
         if payload == Payload.BLOB:
-            return Piece(Mail(mail.peer, mail.message, blob))
+            return Piece(ReceivedMessage(mail.peer, mail.message, blob))
         present = pushed_by(mail.message)
         if payload == Payload.CARRIED:
             return Piece(mail, unpack(self._pushes.lengths, present, blob))

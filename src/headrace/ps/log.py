@@ -16,7 +16,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from headrace.comm.port import LARGEST_MESSAGE, Mail, Slots
+from headrace.comm.port import LARGEST_MESSAGE, ReceivedMessage, Slots
 from headrace.ps.messages import Kind, Message, decode, encode
 
 __all__ = ["LONGEST", "Links", "Payload", "Piece", "encode_piece", "pack", "parse_piece", "pushed_by", "unpack"]
@@ -48,7 +48,7 @@ class Piece:
         pushed: by slot, `(bytes,)` uint8.
     """
 
-    mail: Mail
+    mail: ReceivedMessage
     pushed: Mapping[int, Tensor] = field(default_factory=dict)
 
 
@@ -64,7 +64,7 @@ class Links:
     next: int = 0
     ends: dict[int, int] = field(default_factory=dict)
 
-    def note(self, mail: Mail) -> None:
+    def note(self, mail: ReceivedMessage) -> None:
         """Takes note of a piece of mail."""
         self.next = max(self.next, mail.peer + 1)
         ends = self.ends.setdefault(mail.peer, 0) + (not mail.message)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from headrace.comm.port import Mail
+from headrace.comm.port import ReceivedMessage
 from headrace.errors import Replaced
 
 __all__ = ["Grace", "Member", "Membership", "MembershipState"]
@@ -133,9 +133,9 @@ class Grace:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._ends: deque[tuple[float, Mail]] = deque()
+        self._ends: deque[tuple[float, ReceivedMessage]] = deque()
 
-    def over(self, mail: Sequence[Mail]) -> list[Mail]:
+    def over(self, mail: Sequence[ReceivedMessage]) -> list[ReceivedMessage]:
         """Takes note of the ends in some mail; returns those that are to be told again now."""
         ends = [each for each in mail if not each.message]
         if not ends and not self._ends:

@@ -19,8 +19,8 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
-from headrace.comm.port import Blob, Link, Mail, Port, Slots
-from headrace.comm.segment import Segment
+from headrace.comm.port import Blob, ClientTransport, ReceivedMessage, ServerTransport, Slots
+from headrace.comm.segment import SharedSegment
 from headrace.ps.follower import Follower
 from headrace.ps.log import LONGEST, Links, Payload, Piece, encode_piece, pack, pushed_by
 from headrace.ps.messages import Kind, Message, decode, encode
@@ -63,14 +63,14 @@ class Pairing:
 
     def __init__(
         self,
-        port: Port,
+        port: ServerTransport,
         pushes: Slots,
         replies: Slots | None,
         process: int,
-        connect: Callable[[str], Link],
+        connect: Callable[[str], ClientTransport],
         grace_s: float = 2.0,
     ) -> None:
-        self.port: Port = _LogPort(port, self, replies)
+        self.port: ServerTransport = _LogPort(port, self, replies)
         self.ready = 0
         self.severed = False
         self._real = port
@@ -81,11 +81,11 @@ class Pairing:
         self._follower = Follower(pushes, self._links, connect)
         self._address = ""
         self._grace_s = grace_s
-        self._snapshot: Callable[[], Segment] | None = None
+        self._snapshot: Callable[[], SharedSegment] | None = None
         self._outside: dict[int, int] = {}
         self._inside: dict[int, int] = {}
         self._ends: deque[tuple[float, int]] = deque()
-        self._inbox: deque[Mail] = deque()
+        self._inbox: deque[ReceivedMessage] = deque()
         self._pieces: dict[int, Piece] = {}
         self._due: deque[Piece] = deque()
         self._callers: dict[int, tuple[int, ...]] = {}
@@ -93,7 +93,7 @@ class Pairing:
         self._shared: set[int] = set()
         self._fill_at: int | None = None
 
-    def attach(self, snapshot: Callable[[], Segment], restore: Callable[[memoryview], object]) -> None:
+    def attach(self, snapshot: Callable[[], SharedSegment], restore: Callable[[memoryview], object]) -> None:
         """Is told how to copy what the server is, and how to become such a copy."""
         self._snapshot = snapshot
         self._follower.restore = restore
@@ -158,7 +158,7 @@ class Pairing:
         else:
             sleep(min(timeout_s, _LOOK_S))
 
-    def _take(self, mail: Mail) -> None:
+    def _take(self, mail: ReceivedMessage) -> None:
         """Takes mail of this process's own port."""
         peer, message = mail.peer, mail.message[:LONGEST]
         if peer in self._callers or message[1:2] == bytes([Kind.FOLLOW]):
@@ -169,12 +169,12 @@ class Pairing:
                 self._inside[inside] = peer
             if inside in self._inside:
                 pushed = self._capture(peer, message)
-                self._write_down(Piece(Mail(inside, message, mail.blob, mail.memory), pushed))
+                self._write_down(Piece(ReceivedMessage(inside, message, mail.blob, mail.memory), pushed))
         elif peer in self._outside:
             inside = self._outside.pop(peer)
             if self._inside.pop(inside, None) is not None:
                 self._ends.append((monotonic() + self._grace_s, inside))
-                self._write_down(Piece(Mail(inside, b"")))
+                self._write_down(Piece(ReceivedMessage(inside, b"")))
 
     def _capture(self, peer: int, message: bytes) -> dict[int, Tensor]:
         """Returns what a link has pushed, which stays there whatever becomes of the link."""
@@ -192,14 +192,14 @@ class Pairing:
         while self._ends and self._ends[0][0] <= monotonic():
             peer = self._ends.popleft()[1]
             if peer in self._links.ends:
-                self._write_down(Piece(Mail(peer, b"")))
+                self._write_down(Piece(ReceivedMessage(peer, b"")))
 
     def _write_down(self, piece: Piece) -> None:
         self._links.note(piece.mail)
         self._pieces[self._machine.last + 1] = piece
         self._act(self._machine.handle(Received()))
 
-    def _hear(self, mail: Mail) -> None:
+    def _hear(self, mail: ReceivedMessage) -> None:
         """Takes what a backup says."""
         peer = mail.peer
         try:
@@ -299,7 +299,7 @@ class Pairing:
             self.drop(peer)
 
 
-class _LogPort(Port):
+class _LogPort(ServerTransport):
     """What a server takes for its port.
 
     Args:
@@ -308,7 +308,7 @@ class _LogPort(Port):
         replies: the places of what links pull in another form.
     """
 
-    def __init__(self, port: Port, pairing: Pairing, replies: Slots | None) -> None:
+    def __init__(self, port: ServerTransport, pairing: Pairing, replies: Slots | None) -> None:
         self.vouched = port.vouched
         self.address = port.address
         self.moved_bytes = 0
@@ -326,7 +326,7 @@ class _LogPort(Port):
     def show(self, slot: int, version: int) -> None:
         self._port.show(slot, version)
 
-    def receive(self, timeout_s: float) -> list[Mail]:
+    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
         # One at a time, so that what was pushed twice into one slot is dealt with as it came.
         piece = self._pairing.receive(timeout_s)
         self._pushed = piece.pushed if piece else {}

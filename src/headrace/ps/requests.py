@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from headrace.comm.port import Port
+from headrace.comm.port import ServerTransport
 from headrace.ps.applier import Applier
 from headrace.ps.events import (
     Accumulate,
@@ -122,7 +122,13 @@ class Requests:
     """
 
     def __init__(
-        self, port: Port, form: Form, applier: Applier, machines: Sequence[Shard], tally: Tally, measures: bool = False
+        self,
+        port: ServerTransport,
+        form: Form,
+        applier: Applier,
+        machines: Sequence[Shard],
+        tally: Tally,
+        measures: bool = False,
     ) -> None:
         self._port = port
         self._form = form

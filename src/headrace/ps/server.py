@@ -14,8 +14,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from headrace.comm.port import Mail, Port
-from headrace.comm.segment import Segment
+from headrace.comm.port import ReceivedMessage, ServerTransport
+from headrace.comm.segment import SharedSegment
 from headrace.errors import Replaced
 from headrace.ps.applier import Applier
 from headrace.ps.coordinator import Coordinator
@@ -59,7 +59,7 @@ class Server:
 
     def __init__(
         self,
-        port: Port,
+        port: ServerTransport,
         form: Form,
         applier: Applier,
         machines: Sequence[Shard],
@@ -103,12 +103,12 @@ class Server:
         """Returns all that it is, for `restore`."""
         return self._pack(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).numpy().data
 
-    def share(self) -> Segment:
+    def share(self) -> SharedSegment:
         """Returns all that it is, in memory that another process of this host can be given."""
-        made: list[Segment] = []
+        made: list[SharedSegment] = []
 
         def allocate(nbytes: int) -> Tensor:
-            made.append(Segment.create(nbytes, "snapshot"))
+            made.append(SharedSegment.create(nbytes, "snapshot"))
             return made[0].tensor()
 
         self._pack(allocate)
@@ -176,7 +176,7 @@ class Server:
             raise failed.error from None
         self.tally.busy_s += perf_counter() - began
 
-    def _deal_with(self, mail: Sequence[Mail]) -> None:
+    def _deal_with(self, mail: Sequence[ReceivedMessage]) -> None:
         for each in mail:
             try:
                 self._deal(each)
@@ -195,7 +195,7 @@ class Server:
         self._forget(peer)
         self._port.drop(peer)
 
-    def _deal(self, mail: Mail) -> None:
+    def _deal(self, mail: ReceivedMessage) -> None:
         if not mail.message:
             self._end(mail.peer)
             return
@@ -213,7 +213,7 @@ class Server:
             member.heard = message.number
             self._deal_once(member, mail, message)
 
-    def _deal_once(self, member: Member, mail: Mail, message: Message) -> None:
+    def _deal_once(self, member: Member, mail: ReceivedMessage, message: Message) -> None:
         if message.kind == Kind.PULL and member.observes:
             self._requests.show(member, message)
         elif message.kind in _PUSHES:
@@ -286,7 +286,7 @@ class Server:
             numbers.update(self._coordinator.open(member))
         self._port.send(member.peer, encode(Message(Kind.OPEN, numbers=tuple(sorted(numbers)), number=message.number)))
 
-    def _administer(self, member: Member, mail: Mail, message: Message) -> None:
+    def _administer(self, member: Member, mail: ReceivedMessage, message: Message) -> None:
         """Does what is asked for between rounds, when nobody pushes; what comes again is answered alone."""
         blob = b""
         if message.kind == Kind.STATE:
@@ -310,7 +310,7 @@ class Server:
             self._applier.settle(done)
             self._requests.tell_all(Settle())
 
-    def _do(self, member: Member, mail: Mail, message: Message) -> None:
+    def _do(self, member: Member, mail: ReceivedMessage, message: Message) -> None:
         if message.kind in _LEASED:
             self._leasing().handle(member.worker, message)
         elif message.kind == Kind.LOAD:

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 
 from torch import Tensor
 
-from headrace.comm.port import Link
+from headrace.comm.port import ClientTransport
 from headrace.errors import PeerLost, Replaced, ServerRefused
 from headrace.ps.form import Form
 from headrace.ps.messages import Kind, Message, decode, encode
@@ -47,12 +47,12 @@ class Connection:
         probe_s: after how long a wait to ask whether anything was lost on the way.
     """
 
-    link: Link
+    link: ClientTransport
     form: Form
     places: Sequence[Tensor]
     rank: int = 0
     host: str = "its host"
-    reopen: Callable[[], Link] | None = None
+    reopen: Callable[[], ClientTransport] | None = None
     patience_s: float = 10.0
     probe_s: float = 1.0
 
@@ -178,13 +178,13 @@ class Session:
         self._usable = False
         self.link.close()
 
-    def _sit(self, link: Link) -> None:
+    def _sit(self, link: ClientTransport) -> None:
         form = self._connection.form
         self.link, self._usable = link, True
         self._slots = [link.push_slot(shard) for shard in self._pushes]
         self.seats = [form.seat(shard, slot) for shard, slot in zip(self._pushes, self._slots, strict=True)]
 
-    def _join(self, link: Link, most_s: float) -> None:
+    def _join(self, link: ClientTransport, most_s: float) -> None:
         """Makes a link this client's; says again that it is where no answer comes."""
         deadline = monotonic() + most_s
         while monotonic() < deadline:
@@ -201,7 +201,7 @@ class Session:
                 self._hear(message, received[1])
         raise TimeoutError(f"it has not answered for {most_s:.1f} s")
 
-    def _resume(self, link: Link) -> None:
+    def _resume(self, link: ClientTransport) -> None:
         """Goes on over a new link."""
         try:
             # The next one may be of more use.

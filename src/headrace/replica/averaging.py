@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.comm.collective import Collective, SharedCollective
+from headrace.comm.collective import Collective, ProcessGroup
 from headrace.replica.layout import FlatLayout
 from headrace.replica.outer import OuterStep
 
@@ -111,7 +111,7 @@ class HostAverage(Average):
         apart: let this worker's copy lie in memory of its own between meetings.
     """
 
-    def __init__(self, layout: FlatLayout, host: SharedCollective, outer: OuterStep, apart: bool) -> None:
+    def __init__(self, layout: FlatLayout, host: ProcessGroup, outer: OuterStep, apart: bool) -> None:
         self.layout = layout
         regions = host.share(layout.nbytes)
         self.own = regions[host.rank]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.replica.describe import parameters_and_buffers
@@ -48,7 +48,7 @@ class Compute(ABC):
 
     module: nn.Module
     counts: bool = True
-    mates: SharedCollective | None = None
+    mates: ProcessGroup | None = None
     moved_bytes: int = 0
     notes: tuple[str, ...] = ()
     in_flight: int = 1

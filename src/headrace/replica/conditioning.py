@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.replica.loss_scale import LossScale
 from headrace.spec.options import Options
 
@@ -54,7 +54,7 @@ class Conditioner:
     def __init__(
         self,
         options: Options,
-        host: SharedCollective,
+        host: ProcessGroup,
         scale: LossScale | None = None,
         immediate: bool = True,
         repeated: Callable[[], Sequence[Tensor]] = tuple,

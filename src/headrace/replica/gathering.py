@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.errors import RunFailed, UsageError
 from headrace.policies.period import AutoPeriod, Period, Seen, first_period, next_period
 from headrace.replica.averaging import Average
@@ -46,9 +46,7 @@ class Habits:
     post_local: int
 
 
-def seated(
-    module: nn.Module, model: ModelSpec, host: SharedCollective, make: Callable[[FlatLayout], Average]
-) -> Average:
+def seated(module: nn.Module, model: ModelSpec, host: ProcessGroup, make: Callable[[FlatLayout], Average]) -> Average:
     """Lets a module's trainable parameters lie where they are averaged, and what is kept begin with them."""
     average = make(FlatLayout(model.trainable))
     named = dict(module.named_parameters())
@@ -102,7 +100,7 @@ class Gathering(Meetings):
         average: Average,
         rest: Remainder | None,
         updater: Updater,
-        host: SharedCollective,
+        host: ProcessGroup,
         first: int,
     ) -> None:
         self._habits = habits

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.replica.layout import FlatLayout
 
 __all__ = ["FlatGradients", "GradientSink", "Presence", "assign"]
@@ -37,7 +37,7 @@ class Presence:
         count: number of trainable parameters.
     """
 
-    def __init__(self, collective: SharedCollective, count: int) -> None:
+    def __init__(self, collective: ProcessGroup, count: int) -> None:
         self._collective = collective
         shares = collective.one_memory
         regions = collective.share(count + 1) if shares else (torch.zeros(count + 1, dtype=torch.uint8),)

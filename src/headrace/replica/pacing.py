@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.policies.period import AutoPeriod, Period, Seen, first_period, next_period, next_stretch
 from headrace.replica.meetings import Met
 
@@ -21,7 +21,7 @@ class Pacing:
         host: the workers.
     """
 
-    def __init__(self, wish: int | AutoPeriod, post_local: int, host: SharedCollective) -> None:
+    def __init__(self, wish: int | AutoPeriod, post_local: int, host: ProcessGroup) -> None:
         self._wish = wish
         self._post_local = post_local
         self._host = host

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import Collective, SharedCollective
+from headrace.comm.collective import Collective, ProcessGroup
 from headrace.replica.gradients import FlatGradients, GradientSink, Presence
 from headrace.replica.layout import FlatLayout
 from headrace.replica.overlap import OverlappedGradients
@@ -53,7 +53,7 @@ class HostReduction(Reduction):
         host: the workers of this host.
     """
 
-    def __init__(self, layout: FlatLayout, presence: Presence, host: SharedCollective) -> None:
+    def __init__(self, layout: FlatLayout, presence: Presence, host: ProcessGroup) -> None:
         regions = host.share(layout.nbytes)
         self._host = host
         own = regions[host.rank]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import SharedCollective
+from headrace.comm.collective import ProcessGroup
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import slices, whole
 from headrace.replica.conditioning import Verdict
@@ -130,7 +130,7 @@ class Storage:
             self._own.copy_(self.local_gradients)
 
 
-def one_copy(module: nn.Module, model: ModelSpec, host: SharedCollective) -> tuple[FlatLayout, Tensor]:
+def one_copy(module: nn.Module, model: ModelSpec, host: ProcessGroup) -> tuple[FlatLayout, Tensor]:
     """Puts rank 0's parameters into memory that all workers see; returns their places and the memory."""
     layout = FlatLayout(model.parameters)
     region = host.share(0 if host.rank else layout.nbytes)[0]

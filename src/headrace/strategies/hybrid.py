@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from headrace.comm.collective import Collective, SharedCollective
+from headrace.comm.collective import Collective, ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.pipelining.staged import StagedModel
 from headrace.policies.roles import require_memory, worker_and_server_roles, worker_roles
@@ -198,7 +198,7 @@ class Hybrid(Strategy):
         model = in_parts(parts.model, plan.workers // plan.replicas)
         return self.outer.server(of_outer(plan, self.outer), rank, replace(parts, model=model))
 
-    def _stages(self, plan: Plan, near: Parts, everyone: SharedCollective, mates: SharedCollective) -> Inside:
+    def _stages(self, plan: Plan, near: Parts, everyone: ProcessGroup, mates: ProcessGroup) -> Inside:
         assert isinstance(self.inner, Pipeline)
         # What a loss is a part of is weighed over all replicas, where they meet in every round.
         total = everyone.sum if isinstance(self.outer, Mirrored) else near.host.sum
@@ -224,9 +224,7 @@ class _Stages(Inside):
 
     piecewise = True
 
-    def __init__(
-        self, compute: StagedModel, group: SharedCollective, everyone: SharedCollective, model: ModelSpec
-    ) -> None:
+    def __init__(self, compute: StagedModel, group: ProcessGroup, everyone: ProcessGroup, model: ModelSpec) -> None:
         self.group = group
         self.everyone = everyone
         self.repeated = frozenset()
@@ -246,7 +244,7 @@ class _Stages(Inside):
         return replica
 
 
-def _itself(group: SharedCollective) -> Callable[[], Collective] | None:
+def _itself(group: ProcessGroup) -> Callable[[], Collective] | None:
     return None if group.one_memory else lambda: group
 
 

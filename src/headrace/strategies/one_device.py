@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.replica.conditioning import Conditioner, Verdict
@@ -88,7 +88,7 @@ class LocalExchange(UpdatingExchange):
         else:
             # Only to look: clipping one's own gradients is torch's.
             looking = replace(parts.options, clip_norm=None, clip_value=None)
-            self._conditioner = Conditioner(looking, InProcess(Meeting(1), 0), parts.scale, immediate)
+            self._conditioner = Conditioner(looking, ThreadCollective(ThreadGroup(1), 0), parts.scale, immediate)
         owned = [(segment, named[segment.parameter]) for segment in segments]
         self.updater = parts.updater(optimizer, owned)
         self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)

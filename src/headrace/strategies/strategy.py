@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import Collective, SharedCollective
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.collective import Collective, ProcessGroup
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
 from headrace.ps.agreement import Agreement
 from headrace.ps.server import Server
@@ -59,8 +59,8 @@ class Inside(ABC):
     """
 
     piecewise: ClassVar[bool] = False
-    group: SharedCollective
-    everyone: SharedCollective
+    group: ProcessGroup
+    everyone: ProcessGroup
     repeated: frozenset[str]
     model: ModelSpec
 
@@ -130,7 +130,7 @@ class Parts:
     objective: Objective
     optimizer: Callable[..., Any]
     options: Options
-    host: SharedCollective
+    host: ProcessGroup
     connect: Callable[[], Collective] | None = None
     rounds_per_epoch: int = 1
     full_batch: int = 1
@@ -185,7 +185,7 @@ class Parts:
 
     def agreement(self) -> Agreement:
         """Returns what this worker's replica agrees by, where replicas go on by themselves."""
-        group = self.inside.group if self.inside else InProcess(Meeting(1), 0)
+        group = self.inside.group if self.inside else ThreadCollective(ThreadGroup(1), 0)
         return Agreement(group, self.options, self.scale, self.device)
 
     def updater(
@@ -300,13 +300,13 @@ def describe_options(strategy: Strategy) -> dict[str, object]:
     return dataclasses.asdict(strategy)
 
 
-def require_own_chance(module: nn.Module, host: SharedCollective) -> None:
+def require_own_chance(module: nn.Module, host: ProcessGroup) -> None:
     """Refuses workers that are threads, and draw from one generator, where what each draws must be drawn again.
 
     Raises:
         UsageError: with the layer that draws.
     """
-    if not isinstance(host, InProcess) or host.world == 1:
+    if not isinstance(host, ThreadCollective) or host.world == 1:
         return
     for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:

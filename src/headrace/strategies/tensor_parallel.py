@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import Collective, SharedCollective
-from headrace.comm.in_process import InProcess, Meeting
+from headrace.comm.collective import Collective, ProcessGroup
+from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.errors import UnknownName, UsageError
 from headrace.metrics import Mean
 from headrace.policies.roles import require_memory, worker_roles
@@ -108,20 +108,20 @@ class TensorParallel(Strategy):
 
     def cuts(self, module: nn.Module, devices: int) -> dict[str, int]:
         """Returns along which dim each parameter would be cut that would be; the module stays as it is."""
-        made = split(copy.deepcopy(module), self.rules, InProcess(Meeting(devices), 0))
+        made = split(copy.deepcopy(module), self.rules, ThreadCollective(ThreadGroup(devices), 0))
         return {name: cut.dim for name, cut in made.cuts.items()}
 
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan)
 
     def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
-        alone = InProcess(Meeting(1), 0)
+        alone = ThreadCollective(ThreadGroup(1), 0)
         inside = self.inside(parts, parts.host, alone)
         own = replace(parts, model=inside.model, host=alone, connect=None, inside=inside)
         exchange = LocalExchange(everywhere(own.model.parameters), own)
         return inside.finish(Replica(own.whole_model(), exchange))
 
-    def inside(self, parts: Parts, everyone: SharedCollective, mates: SharedCollective) -> Inside:
+    def inside(self, parts: Parts, everyone: ProcessGroup, mates: ProcessGroup) -> Inside:
         """Splits a module in place over the workers of `parts`, who hold one replica together.
 
         Args:
@@ -166,9 +166,9 @@ class _Slice(Inside):
     def __init__(
         self,
         split: Split,
-        group: SharedCollective,
-        everyone: SharedCollective,
-        mates: SharedCollective,
+        group: ProcessGroup,
+        everyone: ProcessGroup,
+        mates: ProcessGroup,
         model: ModelSpec,
     ) -> None:
         self.group = group
@@ -205,7 +205,7 @@ class SplitModel(Compute):
         mates: the ranks that hold the same slice.
     """
 
-    def __init__(self, whole: WholeModel, split: Split, mates: SharedCollective) -> None:
+    def __init__(self, whole: WholeModel, split: Split, mates: ProcessGroup) -> None:
         self.module = whole.module
         self.counts = split.group.rank == 0
         self.mates = mates
@@ -238,7 +238,7 @@ class SplitModel(Compute):
         """Lets all ranks draw what the first one draws: whatever they compute alike must be alike."""
         self._first.remove()
         group, device = self._split.group, next(self.module.parameters()).device
-        if not isinstance(group, InProcess):
+        if not isinstance(group, ThreadCollective):
             torch.set_rng_state(_told(torch.get_rng_state(), group, device))
         if device.type == "cuda":
             torch.cuda.set_rng_state(_told(torch.cuda.get_rng_state(device), group, device), device)
