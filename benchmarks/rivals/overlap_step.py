@@ -25,9 +25,9 @@ from headrace.comm.distributed import TorchDistributed
 from headrace.comm.segment import SharedSegment
 from headrace.comm.shared_memory import SharedMemoryGroup
 from headrace.replica.describe import describe
-from headrace.replica.gradients import Presence
+from headrace.replica.gradients import UsedParameters
 from headrace.replica.layout import FlatLayout
-from headrace.replica.reduction import HostReduction, OverlappedReduction, Reduction, WireReduction
+from headrace.replica.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
 
 WORKERS = 2
 
@@ -35,13 +35,13 @@ WORKERS = 2
 def make_reduction(way: str, module: nn.Module, host: ProcessGroup, store: str) -> Reduction:
     """Returns what sums the gradients."""
     layout = FlatLayout(describe(module).trainable)
-    presence = Presence(host, len(list(module.parameters())))
+    presence = UsedParameters(host, len(list(module.parameters())))
     if not way.startswith("gloo"):
-        return HostReduction(layout, presence, host)
+        return SharedMemoryReduction(layout, presence, host)
     wire = TorchDistributed(torch.distributed.FileStore(store, WORKERS), host.rank, WORKERS, "cpu", 60.0)
     if way == "gloo-overlap":
         return OverlappedReduction(layout, presence, wire, module)
-    return WireReduction(layout, presence, wire, torch.device("cpu"))
+    return CollectiveReduction(layout, presence, wire, torch.device("cpu"))
 
 
 def run(rank: int, workload: str, way: str, seconds: float, page: SharedSegment, store: str) -> None:

@@ -27,9 +27,9 @@ from headrace.errors import UnknownName, UsageError
 from headrace.policies.sharding import whole
 from headrace.policies.threads import threads_per_worker
 from headrace.replica.describe import describe
-from headrace.replica.gradients import Presence
+from headrace.replica.gradients import UsedParameters
 from headrace.replica.layout import FlatLayout
-from headrace.replica.reduction import HostReduction, Reduction, WireReduction
+from headrace.replica.reduction import CollectiveReduction, Reduction, SharedMemoryReduction
 from headrace.strategies.central_storage import one_copy, seat
 from headrace.strategies.strategy import broadcast
 
@@ -129,12 +129,12 @@ class _Synchronizer:
         self._host = host
         self._shares = shares
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._presence = Presence(host, len(self._parameters))
+        self._presence = UsedParameters(host, len(self._parameters))
         self._reduction: Reduction
         if host.one_memory:
-            self._reduction = HostReduction(layout, self._presence, host)
+            self._reduction = SharedMemoryReduction(layout, self._presence, host)
         else:
-            self._reduction = WireReduction(layout, self._presence, host, torch.device("cpu"))
+            self._reduction = CollectiveReduction(layout, self._presence, host, torch.device("cpu"))
         self._gradients = self._reduction.sink
         self._views = layout.views(self._reduction.result)
         self._awaited = False

@@ -25,9 +25,9 @@ from headrace.comm.shared_memory import SharedMemoryGroup
 from headrace.errors import PeerLost, UsageError
 from headrace.replica.conditioning import squared_norm
 from headrace.replica.describe import describe
-from headrace.replica.gradients import Presence
+from headrace.replica.gradients import UsedParameters
 from headrace.replica.layout import FlatLayout
-from headrace.replica.reduction import HostReduction, OverlappedReduction, Reduction, WireReduction
+from headrace.replica.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
 
 DTYPES = [
     *[torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64],
@@ -227,7 +227,7 @@ def meet_between_hosts(
     """Returns what rank 0 has decided before each meeting, and which of three gradients nobody has."""
     own = ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
     wire = between_hosts(host, own, store)
-    presence = Presence(wire, 3)
+    presence = UsedParameters(wire, 3)
     found: list[object] = []
     for turn in range(2):
         presence.publish([None if index in missing[host.rank] else torch.ones(1) for index in range(3)])
@@ -312,10 +312,10 @@ def reduce_both_ways(host: SharedMemoryGroup, page: ControlPage, store: str) -> 
     modules = nn.ModuleList([nn.Linear(30, 7), nn.Linear(7, 5).double(), nn.Linear(5, 1, bias=False)])
     specs = describe(modules).trainable
     layout = FlatLayout(specs)
-    presence = [Presence(host, len(specs)) for _ in range(3)]
+    presence = [UsedParameters(host, len(specs)) for _ in range(3)]
     ways: list[Reduction] = [
-        HostReduction(layout, presence[0], host),
-        WireReduction(layout, presence[1], wire, torch.device("cpu")),
+        SharedMemoryReduction(layout, presence[0], host),
+        CollectiveReduction(layout, presence[1], wire, torch.device("cpu")),
         OverlappedReduction(layout, presence[2], wire, modules),
     ]
     wrong = []

@@ -17,9 +17,9 @@ from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.engine import machine
 from headrace.engine.local import LocalEngine
 from headrace.replica.describe import describe
-from headrace.replica.gradients import Presence
+from headrace.replica.gradients import UsedParameters
 from headrace.replica.layout import FlatLayout
-from headrace.replica.reduction import OverlappedReduction, WireReduction
+from headrace.replica.reduction import CollectiveReduction, OverlappedReduction
 from headrace.spec.event import Stepped, WorkerStarted
 
 pytestmark = [
@@ -108,11 +108,11 @@ def test_gradients_through_nccl(tmp_path: Path, overlap: bool) -> None:
     wire = TorchDistributed(torch.distributed.FileStore(str(tmp_path / "store"), 1), 0, 1, "cuda:0", 30.0)
     try:
         layout = FlatLayout(describe(module).trainable)
-        presence = Presence(ThreadCollective(ThreadGroup(1), 0), 4)
+        presence = UsedParameters(ThreadCollective(ThreadGroup(1), 0), 4)
         reduction = (
             OverlappedReduction(layout, presence, wire, module)
             if overlap
-            else WireReduction(layout, presence, wire, torch.device("cuda:0"))
+            else CollectiveReduction(layout, presence, wire, torch.device("cuda:0"))
         )
         loss = module(torch.randn(8, 300, device="cuda")).square().mean()
         expected = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)

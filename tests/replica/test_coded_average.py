@@ -10,7 +10,7 @@ from comm.seats import together
 from headrace.comm.in_process import ThreadCollective
 from headrace.replica.coded_average import CodedAverage
 from headrace.replica.layout import FlatLayout
-from headrace.replica.outer import Mean
+from headrace.replica.outer import MeanStep
 from headrace.spec.model import ParameterSpec
 
 LAYOUT = FlatLayout([ParameterSpec("wide", (70, 31), "float64"), ParameterSpec("narrow", (5,), "float32")])
@@ -29,7 +29,7 @@ def parts(region: Tensor) -> list[Tensor]:
 
 
 def meet(codec: str, weights: list[float], host: ThreadCollective) -> CodedAverage:
-    average = CodedAverage(LAYOUT, host, torch.device("cpu"), Mean(), codec)
+    average = CodedAverage(LAYOUT, host, torch.device("cpu"), MeanStep(), codec)
     average.begin()
     for move in moves(host.rank):
         for own, by in zip(average.elements, move, strict=True):
@@ -66,7 +66,7 @@ def test_bf16_is_near_without_owing_anything(weights: list[float]) -> None:
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_whoever_is_left_out_is_given_the_mean_and_owes_nothing(codec: str) -> None:
     def act(host: ThreadCollective) -> Tensor:
-        average = CodedAverage(LAYOUT, host, torch.device("cpu"), Mean(), codec)
+        average = CodedAverage(LAYOUT, host, torch.device("cpu"), MeanStep(), codec)
         average.begin()
         average.elements[0].fill_(float("nan") if host.rank == 1 else 1.0)
         combined = average.combine([0.5, -1.0, 0.5])

@@ -12,8 +12,8 @@ from comm.seats import together
 from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.replica.conditioning import (
     HEALTHY,
-    Conditioner,
-    Verdict,
+    GradientClipper,
+    StepDecision,
     all_finite,
     clip_coefficient,
     squared_norm,
@@ -66,13 +66,13 @@ def test_what_is_finite_counts_as_finite_and_the_rest_does_not(dtype: torch.dtyp
     assert not all_finite([torch.tensor([math.inf]), torch.tensor([-math.inf])])
 
 
-def conditioned(options: Options, gradients: list[Tensor], finite: tuple[bool, ...]) -> list[Verdict]:
+def conditioned(options: Options, gradients: list[Tensor], finite: tuple[bool, ...]) -> list[StepDecision]:
     """Lets every rank hold its part of each gradient."""
     world = len(finite)
 
-    def act(host: ThreadCollective) -> Verdict:
+    def act(host: ThreadCollective) -> StepDecision:
         own = [tensor.view(-1).tensor_split(world)[host.rank] for tensor in gradients]
-        return Conditioner(options, host).condition(own, own, finite[host.rank])
+        return GradientClipper(options, host).condition(own, own, finite[host.rank])
 
     return together(world, act)
 
@@ -99,7 +99,7 @@ def test_all_are_told_whose_loss_is_not_finite(finite: tuple[bool, ...]) -> None
     guilty = tuple(rank for rank, well in enumerate(finite) if not well)
     before = tensors()[0]
     gradient = before.clone()
-    assert conditioned(Options(clip_norm=1e-3), [gradient], finite) == [Verdict(False, guilty)] * len(finite)
+    assert conditioned(Options(clip_norm=1e-3), [gradient], finite) == [StepDecision(False, guilty)] * len(finite)
     assert torch.equal(gradient, before)
 
 
@@ -113,7 +113,7 @@ LOOKING = [Options(clip_value=1.0), Options(clip_norm=1.0), Options(on_nonfinite
 """The first does not ask to look at every round."""
 
 
-def condition_late(options: Options, gradients: list[Tensor]) -> Verdict:
-    return Conditioner(options, ThreadCollective(ThreadGroup(1), 0), immediate=False).condition(
+def condition_late(options: Options, gradients: list[Tensor]) -> StepDecision:
+    return GradientClipper(options, ThreadCollective(ThreadGroup(1), 0), immediate=False).condition(
         gradients, gradients, True
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from comm.seats import together
 from headrace.comm.in_process import ThreadCollective, ThreadGroup
-from headrace.replica.gradients import FlatGradients, Presence, assign
+from headrace.replica.gradients import FlatGradients, UsedParameters, assign
 from headrace.replica.layout import FlatLayout
 from headrace.spec.model import ParameterSpec
 
@@ -37,7 +37,7 @@ def test_missing_is_what_nobody_has(rounds: list[list[list[bool] | None]]) -> No
     world = len(rounds[0])
 
     def act(host: ThreadCollective) -> list[tuple[int, ...]]:
-        presence = Presence(host, 3)
+        presence = UsedParameters(host, 3)
         found = []
         for has in rounds:
             own = has[host.rank]
@@ -55,10 +55,10 @@ def test_missing_is_what_nobody_has(rounds: list[list[list[bool] | None]]) -> No
     assert together(world, act) == [expected] * world
 
 
-def flat() -> tuple[FlatGradients, tuple[Tensor, ...], Presence]:
+def flat() -> tuple[FlatGradients, tuple[Tensor, ...], UsedParameters]:
     layout = FlatLayout(SPECS)
     region = torch.full((layout.nbytes,), 255, dtype=torch.uint8)
-    presence = Presence(ThreadCollective(ThreadGroup(1), 0), len(SPECS))
+    presence = UsedParameters(ThreadCollective(ThreadGroup(1), 0), len(SPECS))
     return FlatGradients(layout, region, presence), layout.views(region), presence
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.replica.layout import FlatLayout, Span
+from headrace.replica.layout import ByteRange, FlatLayout
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 
 LINE = 64
@@ -83,7 +83,7 @@ def test_parts_cover_a_span_once_and_are_cut_at_cache_lines(parameters: list[Par
 
 @given(length=st.integers(0, 2_000), world=st.integers(1, 9), start=st.integers(0, 5))
 def test_a_span_that_ends_within_a_line_is_covered_too(length: int, world: int, start: int) -> None:
-    span = Span(torch.uint8, start * LINE, start * LINE + length)
+    span = ByteRange(torch.uint8, start * LINE, start * LINE + length)
     parts = [span.part(rank, world) for rank in range(world)]
     assert sum(part.stop - part.start for part in parts) == length
     assert all(span.start <= part.start <= part.stop <= span.stop for part in parts)

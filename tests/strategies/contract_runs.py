@@ -24,7 +24,7 @@ from headrace.data import Loader, as_pipeline
 from headrace.engine.order import Engine
 from headrace.engine.preparation import inspect_job
 from headrace.pipelining import Traced, trace
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.whole_model import Objective
 from headrace.spec.cluster import Cluster, Host
@@ -194,7 +194,7 @@ class Saved:
     settings: Mapping[str, Any]
 
 
-def step(replica: Replica, share: Share, round_: int) -> Verdict:
+def step(replica: Replica, share: Share, round_: int) -> StepDecision:
     """Does one round as a worker does."""
     meetings = replica.meetings
     replica.exchange.begin(round_)

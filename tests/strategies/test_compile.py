@@ -14,7 +14,7 @@ import headrace as hr
 from belongings import belongings, left_since
 from headrace.engine.local import LocalEngine
 from headrace.errors import JobError, WorkerFailed
-from headrace.replica.compilation import Graph
+from headrace.replica.compilation import CompiledModule
 from strategies.contract_models import COUNTS, MODELS, VARIANTS, Case, dense
 from strategies.contract_runs import distance, drive, train
 from strategies.test_contract import DOUBLE, ROWS, assert_equal, on_one_device
@@ -88,7 +88,7 @@ def test_portions_run_compiled(strategy: hr.ParameterServer) -> None:
 def test_the_first_batch_may_be_the_short_one() -> None:
     """As in a run that goes on from the end of an epoch: it runs as it would have without the interruption."""
     module = nn.Linear(2, 2)
-    graph = Graph(module, 4)
+    graph = CompiledModule(module, 4)
     chosen = [graph.forward(examples) is module for examples in (3, 4, 4, 3, 4)]
     assert chosen == [True, False, False, True, False]
 

@@ -12,7 +12,7 @@ import torch
 
 import headrace as hr
 from headrace.data import Loader
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.replica.exchange import Replica
 from strategies.contract_models import COUNTS, Case, Partial, dense
 from strategies.contract_runs import Saved, distance, drive, held, step, with_replicas
@@ -62,7 +62,7 @@ def test_overflow_is_decided_alike_skips_the_update_and_halves_the_scale(name: s
         for round_, share in enumerate(islice(loader.rounds(), 25)):
             before = held(replica)
             verdicts.append(step(replica, share, round_))
-            assert verdicts[-1] in (Verdict(), Verdict(False, (), overflow=True))
+            assert verdicts[-1] in (StepDecision(), StepDecision(False, (), overflow=True))
             assert same(held(replica), before) != verdicts[-1].apply
             scales.append(before.settings["scale"]["value"])
         after = [scale * (1.0 if verdict.apply else 0.5) for scale, verdict in zip(scales, verdicts, strict=True)]
@@ -78,7 +78,7 @@ def test_overflow_is_decided_alike_skips_the_update_and_halves_the_scale(name: s
 @pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_a_gradient_that_overflows_on_one_rank_does_so_for_all(name: str, workers: int, case: str) -> None:
-    def act(rank: int, replica: Replica, loader: Loader) -> list[Verdict]:
+    def act(rank: int, replica: Replica, loader: Loader) -> list[StepDecision]:
         shares, syringe = loader.rounds(), Syringe(replica.compute.module)
         verdicts = []
         for round_, place in enumerate((0.7, "loss")):
@@ -89,11 +89,11 @@ def test_a_gradient_that_overflows_on_one_rank_does_so_for_all(name: str, worker
             syringe.empty()
             assert same(held(replica), before)
         assert held(replica).settings["scale"] == {"value": START / 4, "good": 0}
-        assert step(replica, next(shares), 2) == Verdict()
+        assert step(replica, next(shares), 2) == StepDecision()
         return verdicts
 
     ranks = with_replicas(CASES[case].job(COUNTS["even"], torch.float32), ROWS[name].make(workers), workers, act)
-    assert ranks == [[Verdict(False, (), overflow=True), Verdict(False, (workers - 1,))]] * workers
+    assert ranks == [[StepDecision(False, (), overflow=True), StepDecision(False, (workers - 1,))]] * workers
 
 
 @pytest.mark.parametrize(

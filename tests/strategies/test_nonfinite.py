@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.update import PARAMETER
 from headrace.spec.share import Share
@@ -61,11 +61,11 @@ class Poison:
     value: str
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> StepDecision:
         """What all must say."""
         if self.value.endswith("huge"):
-            return Verdict()
-        return Verdict(False, (self.rank,) if self.place == "loss" else ())
+            return StepDecision()
+        return StepDecision(False, (self.rank,) if self.place == "loss" else ())
 
 
 def poisons(count: int, workers: int, seed: int) -> list[Poison]:
@@ -122,13 +122,13 @@ def weights(saved: Saved) -> list[StatePiece]:
     return [StatePiece(name, PARAMETER, 0, tensor.flatten()) for name, tensor in saved.tensors.items()]
 
 
-def suffer(every: Sequence[Poison], rank: int, replica: Replica, loader: Loader) -> list[Verdict]:
+def suffer(every: Sequence[Poison], rank: int, replica: Replica, loader: Loader) -> list[StepDecision]:
     """Goes through poisoned and sound rounds in turn; returns the verdicts on the poisoned ones."""
     syringe = Syringe(replica.compute.module)
     verdicts = []
     shares = loader.rounds()
     for number, poison in enumerate(every):
-        assert step(replica, next(shares), 2 * number) == Verdict()
+        assert step(replica, next(shares), 2 * number) == StepDecision()
         before = held(replica)
         assert all(tensor.isfinite().all() for tensor in before.tensors.values())
         share = next(shares)
@@ -142,7 +142,7 @@ def suffer(every: Sequence[Poison], rank: int, replica: Replica, loader: Loader)
     return verdicts
 
 
-def poisoned(case: Case, name: str, workers: int, every: Sequence[Poison]) -> list[list[Verdict]]:
+def poisoned(case: Case, name: str, workers: int, every: Sequence[Poison]) -> list[list[StepDecision]]:
     return with_replicas(case.job(COUNT), ROWS[name].make(workers), workers, partial(suffer, every))
 
 

@@ -19,7 +19,7 @@ import headrace as hr
 from belongings import belongings, left_since
 from headrace.data import Loader, as_pipeline
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.replica.outer import Elastic, Mean, Nesterov, OuterStep
+from headrace.replica.outer import Elastic, MeanStep, Nesterov, OuterStep
 from headrace.report.attempts import attempts
 from headrace.report.averaging import averaging_of
 from headrace.spec.event import Served, Stepped
@@ -109,7 +109,7 @@ class ByHand:
                 module.get_parameter(name).copy_(centre)
 
 
-OUTERS = {"mean": Mean(), "nesterov": Nesterov(0.5, 0.8), "elastic": Elastic(0.6)}
+OUTERS = {"mean": MeanStep(), "nesterov": Nesterov(0.5, 0.8), "elastic": Elastic(0.6)}
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])

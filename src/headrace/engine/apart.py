@@ -6,7 +6,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from headrace.engine.journal import EventWriter
-from headrace.replica.meetings import Meetings, Met
+from headrace.replica.meetings import PeriodicSync, SyncResult
 from headrace.spec.averaged import Averaged
 
 __all__ = ["PeriodicLoop", "averaged_event"]
@@ -19,7 +19,7 @@ class PeriodicLoop:
     journal: of this process.
     """
 
-    def __init__(self, meetings: Meetings, rank: int, journal: EventWriter) -> None:
+    def __init__(self, meetings: PeriodicSync, rank: int, journal: EventWriter) -> None:
         self.meetings = meetings
         self._rank = rank
         self._journal = journal
@@ -39,13 +39,13 @@ class PeriodicLoop:
         if met is not None:
             self._tell(met, done, began)
 
-    def _tell(self, met: Met, done: int, began: float) -> None:
+    def _tell(self, met: SyncResult, done: int, began: float) -> None:
         if self._rank == 0:
             self._journal.write(
                 averaged_event(0, self._journal.now(), done, replace(met, took_s=perf_counter() - began))
             )
 
 
-def averaged_event(rank: int, now: float, done: int, met: Met) -> Averaged:
+def averaged_event(rank: int, now: float, done: int, met: SyncResult) -> Averaged:
     """Returns the event that tells of a meeting after so many rounds."""
     return Averaged(rank, now, done, met.rounds, met.period, met.why, met.drift, met.took_s, met.left_out, met.number)

@@ -10,7 +10,7 @@ from headrace.engine.apart import averaged_event
 from headrace.engine.journal import EventWriter
 from headrace.engine.order import RunSpec
 from headrace.errors import UsageError
-from headrace.replica.portions import Fence, Portion, Portions
+from headrace.replica.portions import DataLeases, Lease, SyncPoint
 from headrace.spec.share import Share
 
 __all__ = ["LeasedLoop", "next_fence"]
@@ -53,7 +53,7 @@ class LeasedLoop:
     def __init__(
         self,
         order: RunSpec,
-        portions: Portions,
+        portions: DataLeases,
         loader: Loader,
         host: ProcessGroup,
         fate: memoryview,
@@ -68,7 +68,7 @@ class LeasedLoop:
         self._loader = loader
         self._host = host
         self._journal = journal
-        self._portion: Portion | None = None
+        self._portion: Lease | None = None
         self._rest = range(0)
         self._stepped = False
         self._asked = False
@@ -134,7 +134,7 @@ class LeasedLoop:
             return True
         if self._portion is None and self._asked:
             answer = self._portions.next()
-            if isinstance(answer, Portion):
+            if isinstance(answer, Lease):
                 self._portion = answer
             else:
                 self._meet(answer)
@@ -177,7 +177,7 @@ class LeasedLoop:
         self._portions.ask()
         self._asked = True
 
-    def _meet(self, fence: Fence) -> None:
+    def _meet(self, fence: SyncPoint) -> None:
         self.fence = fence.round
         self._host.regroup(fence.members, fence.meeting)
 

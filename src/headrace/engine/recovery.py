@@ -12,7 +12,7 @@ from headrace.comm.collective import ProcessGroup
 from headrace.comm.control import ControlPage
 from headrace.engine.journal import EventWriter
 from headrace.errors import NonFiniteGradient, NonFiniteLoss
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.spec.event import NonFinite
 
 __all__ = ["MOST_IN_A_ROW", "NonFiniteHandler"]
@@ -65,7 +65,7 @@ class NonFiniteHandler:
         """Notes a round whose update was made."""
         self._row = 0
 
-    def bad(self, verdict: Verdict, step: int) -> None:
+    def bad(self, verdict: StepDecision, step: int) -> None:
         """Does what was asked for.
 
         Raises:

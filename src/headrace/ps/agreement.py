@@ -16,7 +16,7 @@ from headrace.comm.collective import ProcessGroup
 from headrace.ps.client import Client
 from headrace.ps.held import HeldGradients
 from headrace.ps.messages import Kind, Message
-from headrace.replica.conditioning import Conditioner, Verdict
+from headrace.replica.conditioning import GradientClipper, StepDecision
 from headrace.replica.loss_scale import LossScale
 from headrace.spec.options import Options
 
@@ -44,14 +44,14 @@ class Agreement:
         self._options = options
         # Only to look: clipping is that of one device.
         looking = replace(options, clip_norm=None, clip_value=None)
-        self._conditioner = Conditioner(looking, group, scale, immediate=device.type == "cpu")
+        self._conditioner = GradientClipper(looking, group, scale, immediate=device.type == "cpu")
 
     @property
     def looked(self) -> bool:
         """Whether gradients that `judge` lets pass are known to be finite."""
         return self._conditioner.looks
 
-    def judge(self, held: HeldGradients, finite: bool, replica: int) -> Verdict:
+    def judge(self, held: HeldGradients, finite: bool, replica: int) -> StepDecision:
         """Looks at the replica's gradient, and clips it; all ranks call it.
 
         Args:

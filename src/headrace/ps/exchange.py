@@ -15,7 +15,7 @@ from headrace.ps.client import Client
 from headrace.ps.form import Form
 from headrace.ps.held import HeldGradients
 from headrace.ps.messages import Kind, Message
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.replica.exchange import Exchange, StatePiece
 from headrace.replica.update import PARAMETER
 
@@ -56,7 +56,7 @@ class ServedExchange(Exchange):
         self._forms = forms
         self._host = host
 
-    def judge(self, finite: bool) -> Verdict:
+    def judge(self, finite: bool) -> StepDecision:
         """Looks at this worker's gradient, and clips it."""
         return self.agreement.judge(self.held, finite, self._host.rank)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.ps.agreement import Spokesman
 from headrace.ps.client import Client
 from headrace.ps.messages import Kind, Message
-from headrace.replica.portions import Fence, Portion, Portions
+from headrace.replica.portions import DataLeases, Lease, SyncPoint
 
 _LOOK_EVERY_S = 0.005
 
@@ -36,7 +36,7 @@ class Aside(Protocol):
         """Ends it all, and the links."""
 
 
-class LeasedPortions(Portions):
+class LeasedPortions(DataLeases):
     """A lease is of a block: so many rounds, or what is left of them before the next fence.
 
     How many may change at a fence, where all meet; whoever gets a lease is told.
@@ -101,13 +101,13 @@ class LeasedPortions(Portions):
         self._client.tell(Message(Kind.ASK, flag=self.late, lease=self.lease))
         self.lease, self.late = -1, False
 
-    def next(self) -> Portion | Fence:
+    def next(self) -> Lease | SyncPoint:
         answer = self._client.lease(self._rests)
         begin, first, until, self.span, block, which, *members = answer.numbers
         round_ = min(until, begin + (block - first) * self.span)
         if answer.kind == Kind.FENCE:
             self._fence, self.met = block, round_
-            return Fence(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
+            return SyncPoint(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
         if self._client.rested:
             # Meanwhile others have gone on, and what is made of old parameters would be late.
             self.renew()
@@ -115,7 +115,7 @@ class LeasedPortions(Portions):
             self._aside.resume()
         self.lease = answer.lease
         self.left = min(self.span, until - round_)
-        return Portion(round_, which, self._parts, self.left, answer.lease)
+        return Lease(round_, which, self._parts, self.left, answer.lease)
 
     def weigh(self, weight: float, share: float) -> None:
         self.weight, self.share = weight, share

@@ -24,7 +24,15 @@ from headrace.comm.collective import Collective, ProcessGroup
 from headrace.replica.layout import FlatLayout
 from headrace.replica.outer import OuterStep
 
-__all__ = ["Average", "Combined", "HostAverage", "WireAverage", "averaged_traffic", "moved", "squared"]
+__all__ = [
+    "AverageSums",
+    "CollectiveAverage",
+    "SharedMemoryAverage",
+    "WorkerAverage",
+    "averaged_traffic",
+    "moved",
+    "squared",
+]
 
 _CHUNK = 65_536
 """Elements that are worked on at a time, so that they stay in a core's cache."""
@@ -39,7 +47,7 @@ def averaged_traffic(nbytes: int, workers: int) -> int:
 
 
 @dataclass(frozen=True)
-class Combined:
+class AverageSums:
     """What a rank has measured of what it has averaged; the sums over ranks are those of the whole.
 
     Attributes:
@@ -51,7 +59,7 @@ class Combined:
     norm: float
 
 
-class Average(ABC):
+class WorkerAverage(ABC):
     """Averages the workers' copies.
 
     Attributes:
@@ -91,7 +99,7 @@ class Average(ABC):
             self.own.copy_(self.shown)
 
     @abstractmethod
-    def combine(self, weights: Sequence[float], look: bool = False) -> Combined:
+    def combine(self, weights: Sequence[float], look: bool = False) -> AverageSums:
         """Brings the copies together; all ranks have written theirs, and meet again before they read them.
 
         Args:
@@ -101,7 +109,7 @@ class Average(ABC):
         """
 
 
-class HostAverage(Average):
+class SharedMemoryAverage(WorkerAverage):
     """In shared memory.
 
     Args:
@@ -127,8 +135,8 @@ class HostAverage(Average):
         self._outer = outer
         self._traffic = averaged_traffic(layout.nbytes, host.world)
 
-    def combine(self, weights: Sequence[float], look: bool = False) -> Combined:
-        total = Combined([0.0] * len(weights), 0.0)
+    def combine(self, weights: Sequence[float], look: bool = False) -> AverageSums:
+        total = AverageSums([0.0] * len(weights), 0.0)
         for copies, kept in zip(self._copies, self._kept, strict=True):
             for start in range(0, len(copies[0]), _CHUNK):
                 stop = start + _CHUNK
@@ -139,7 +147,7 @@ class HostAverage(Average):
         return total
 
 
-class WireAverage(Average):
+class CollectiveAverage(WorkerAverage):
     """By a collective that carries tensors; each rank holds all that is kept.
 
     Args:
@@ -159,8 +167,8 @@ class WireAverage(Average):
         self._wire = wire
         self._outer = outer
 
-    def combine(self, weights: Sequence[float], look: bool = False) -> Combined:
-        total = Combined([0.0] * len(weights), 0.0)
+    def combine(self, weights: Sequence[float], look: bool = False) -> AverageSums:
+        total = AverageSums([0.0] * len(weights), 0.0)
         rank = self._wire.rank
         workers = sum(weight >= 0 for weight in weights)
         for span in self.layout.spans:
@@ -168,7 +176,7 @@ class WireAverage(Average):
             mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
             self._wire.all_reduce(mean)
             # The mean is the same on all ranks, and its norm is counted once.
-            measured = Combined(total.squares, total.norm + (0.0 if rank else squared(mean)))
+            measured = AverageSums(total.squares, total.norm + (0.0 if rank else squared(mean)))
             if weights[rank] < 0:
                 copy.copy_(mean)
             else:
@@ -180,7 +188,7 @@ class WireAverage(Average):
 
 def _combine(
     copies: Sequence[Tensor], weights: Sequence[float], move: Callable[[Tensor, Sequence[Tensor], int], None]
-) -> Combined:
+) -> AverageSums:
     live = [rank for rank, weight in enumerate(weights) if weight >= 0]
     first, *others = live
     mean = copies[first] * weights[first]
@@ -194,7 +202,7 @@ def _combine(
             squares[rank] = squared(copy - mean)
     norm = squared(mean)
     move(mean, copies, len(live))
-    return Combined(squares, norm)
+    return AverageSums(squares, norm)
 
 
 def moved(
@@ -214,5 +222,5 @@ def squared(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor)) ** 2
 
 
-def _plus(one: Combined, other: Combined) -> Combined:
-    return Combined([a + b for a, b in zip(one.squares, other.squares, strict=True)], one.norm + other.norm)
+def _plus(one: AverageSums, other: AverageSums) -> AverageSums:
+    return AverageSums([a + b for a, b in zip(one.squares, other.squares, strict=True)], one.norm + other.norm)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from headrace.comm.codec import CODECS, codec_for
 from headrace.comm.collective import Collective
-from headrace.replica.averaging import Average, Combined, moved, squared
-from headrace.replica.layout import FlatLayout, Span
+from headrace.replica.averaging import AverageSums, WorkerAverage, moved, squared
+from headrace.replica.layout import ByteRange, FlatLayout
 from headrace.replica.outer import OuterStep
 
 __all__ = ["CodedAverage"]
 
 
-class CodedAverage(Average):
+class CodedAverage(WorkerAverage):
     """Args:
     layout: places of the tensors; of floating-point types alone.
     wire: of all workers.
@@ -53,7 +53,7 @@ class CodedAverage(Average):
         super().begin()
         self._anchor.copy_(self.kept[0] if self.kept else self.own)
 
-    def combine(self, weights: Sequence[float], look: bool = False) -> Combined:
+    def combine(self, weights: Sequence[float], look: bool = False) -> AverageSums:
         squares, norm, rank = [0.0] * len(weights), 0.0, self._rank
         workers = sum(weight >= 0 for weight in weights)
         for way in self._ways:
@@ -70,7 +70,7 @@ class CodedAverage(Average):
             moved(self._outer, kept, look, mean, [copy], workers)
             if not look:
                 anchor.copy_(kept[0] if kept else copy)
-        return Combined(squares, norm)
+        return AverageSums(squares, norm)
 
 
 class _Way:
@@ -83,7 +83,7 @@ class _Way:
         device: where they live.
     """
 
-    def __init__(self, span: Span, wire: Collective, codec: str, device: torch.device) -> None:
+    def __init__(self, span: ByteRange, wire: Collective, codec: str, device: torch.device) -> None:
         self.span = span
         self._wire = wire
         self._device = device
@@ -98,7 +98,7 @@ class _Way:
 
         Args:
             apart: what this rank gives.
-            weights: as of `Average.combine`.
+            weights: as of `WorkerAverage.combine`.
             lost: see `CodedAverage`; changed by this. Empty where the codec loses next to nothing.
         """
         rank = self._wire.rank

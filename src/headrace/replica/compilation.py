@@ -13,10 +13,10 @@ from torch import nn
 
 from headrace.errors import JobError
 
-__all__ = ["Graph"]
+__all__ = ["CompiledModule"]
 
 
-class Graph:
+class CompiledModule:
     """A module and its compiled form, which takes over for batches of full size.
 
     Compiled kernels differ by a last bit from eager ones, so what runs in which form depends on the round alone.

@@ -13,11 +13,11 @@ from headrace.comm.collective import ProcessGroup
 from headrace.replica.loss_scale import LossScale
 from headrace.spec.options import Options
 
-__all__ = ["HEALTHY", "Conditioner", "Verdict", "all_finite", "clip_coefficient", "squared_norm"]
+__all__ = ["HEALTHY", "GradientClipper", "StepDecision", "all_finite", "clip_coefficient", "squared_norm"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepDecision:
     """What all ranks found out together about one round.
 
     Attributes:
@@ -31,10 +31,10 @@ class Verdict:
     overflow: bool = False
 
 
-HEALTHY = Verdict()
+HEALTHY = StepDecision()
 
 
-class Conditioner:
+class GradientClipper:
     """Looks at this rank's pieces of the summed gradient, and decides with the others.
 
     The pieces are those of the exchange: a slice on each rank, or everything on rank 0 where all hold the same.
@@ -68,7 +68,7 @@ class Conditioner:
         self._scale = scale
         self.looks = immediate or scale is not None or options.on_nonfinite != "raise" or self._clip_norm is not None
 
-    def condition(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool) -> Verdict:
+    def condition(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool) -> StepDecision:
         """Decides, and clips. When it returns, every rank has.
 
         Args:
@@ -103,12 +103,12 @@ class Conditioner:
             self._host.barrier()
         return HEALTHY
 
-    def _refuse(self, bad_losses: tuple[int, ...]) -> Verdict:
+    def _refuse(self, bad_losses: tuple[int, ...]) -> StepDecision:
         if self._scale is None:
-            return Verdict(False, bad_losses)
+            return StepDecision(False, bad_losses)
         self._scale.shrink()
         # Below 1 it makes gradients smaller than they are, and what overflows then is not its doing.
-        return Verdict(False, bad_losses, overflow=not bad_losses and self._scale.value >= 1.0)
+        return StepDecision(False, bad_losses, overflow=not bad_losses and self._scale.value >= 1.0)
 
     def _look(self, measured: Sequence[Tensor]) -> tuple[float, float]:
         """Returns whether an element is not finite, as a number, and the squared norm if it is clipped by."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.replica.compute import Compute
-from headrace.replica.conditioning import Verdict
-from headrace.replica.meetings import Meetings
+from headrace.replica.conditioning import StepDecision
+from headrace.replica.meetings import PeriodicSync
 from headrace.replica.piece import StatePiece
-from headrace.replica.portions import Portions
+from headrace.replica.portions import DataLeases
 
 __all__ = ["Exchange", "Replica", "StatePiece"]
 
@@ -24,7 +24,7 @@ class Exchange(ABC):
         """Before compute: parameters are fetched and membership changes here, where a strategy has that."""
 
     @abstractmethod
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         """After compute: every worker's contribution is brought to whoever updates, and looked at.
 
         Args:
@@ -82,5 +82,5 @@ class Replica:
 
     compute: Compute
     exchange: Exchange
-    portions: Portions | None = None
-    meetings: Meetings | None = None
+    portions: DataLeases | None = None
+    meetings: PeriodicSync | None = None

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from headrace.comm.collective import ProcessGroup
 from headrace.errors import RunFailed, UsageError
 from headrace.policies.period import AutoPeriod, Period, Seen, first_period, next_period
-from headrace.replica.averaging import Average
+from headrace.replica.averaging import WorkerAverage
 from headrace.replica.conditioning import all_finite
 from headrace.replica.layout import FlatLayout
-from headrace.replica.meetings import Meetings, Met
+from headrace.replica.meetings import PeriodicSync, SyncResult
 from headrace.replica.outer import OuterStep
 from headrace.replica.piece import StatePiece
-from headrace.replica.remainder import Remainder
+from headrace.replica.remainder import ExtraState
 from headrace.replica.update import PARAMETER, Updater
 from headrace.spec.model import ModelSpec
 
-__all__ = ["Gathering", "Habits", "require_alike", "seated"]
+__all__ = ["AveragingConfig", "ParameterAverager", "require_alike", "seated"]
 
 _OUTER = "headrace.outer"
 """Key of the pieces that hold what the outer step keeps."""
@@ -32,7 +32,7 @@ _LOST = "headrace.lost"
 
 
 @dataclass(frozen=True)
-class Habits:
+class AveragingConfig:
     """Attributes:
     period: rounds between two meetings, or the bounds of one that adapts.
     outer: the outer step.
@@ -46,7 +46,9 @@ class Habits:
     post_local: int
 
 
-def seated(module: nn.Module, model: ModelSpec, host: ProcessGroup, make: Callable[[FlatLayout], Average]) -> Average:
+def seated(
+    module: nn.Module, model: ModelSpec, host: ProcessGroup, make: Callable[[FlatLayout], WorkerAverage]
+) -> WorkerAverage:
     """Lets a module's trainable parameters lie where they are averaged, and what is kept begin with them."""
     average = make(FlatLayout(model.trainable))
     named = dict(module.named_parameters())
@@ -80,7 +82,7 @@ def _form(name: str, form: tuple[tuple[int, ...], str] | None) -> str:
     return f"no {name}" if form is None else f"{name} of shape {list(form[0])} and type {form[1]}"
 
 
-class Gathering(Meetings):
+class ParameterAverager(PeriodicSync):
     """Args:
     habits: when, and what for.
     average: of the parameters, which lie in it.
@@ -96,9 +98,9 @@ class Gathering(Meetings):
 
     def __init__(
         self,
-        habits: Habits,
-        average: Average,
-        rest: Remainder | None,
+        habits: AveragingConfig,
+        average: WorkerAverage,
+        rest: ExtraState | None,
         updater: Updater,
         host: ProcessGroup,
         first: int,
@@ -128,7 +130,7 @@ class Gathering(Meetings):
         self._weight += weight
         self._rounds += 1
 
-    def meet(self, done: int) -> Met:
+    def meet(self, done: int) -> SyncResult:
         began = perf_counter()
         if self._rest:
             self._rest.gather()
@@ -154,9 +156,9 @@ class Gathering(Meetings):
         left_out = tuple(rank for rank, weight in enumerate(weights) if weight < 0)
         self._left = perf_counter()
         self._exchange_s = self._left - began
-        return Met(rounds, self.coming(done + 1) - done, self._period.why, drift, left_out)
+        return SyncResult(rounds, self.coming(done + 1) - done, self._period.why, drift, left_out)
 
-    def end(self, done: int) -> Met | None:
+    def end(self, done: int) -> SyncResult | None:
         return self.meet(done) if self._rounds and self._habits.outer.agrees else None
 
     def show(self, on: bool) -> None:

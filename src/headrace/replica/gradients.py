@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headrace.comm.collective import ProcessGroup
 from headrace.replica.layout import FlatLayout
 
-__all__ = ["FlatGradients", "GradientSink", "Presence", "assign"]
+__all__ = ["FlatGradients", "GradientSink", "UsedParameters", "assign"]
 
 
 class GradientSink(Protocol):
@@ -26,7 +26,7 @@ class GradientSink(Protocol):
         """Says that this worker contributes nothing to this round."""
 
 
-class Presence:
+class UsedParameters:
     """Which parameters have got a gradient from anybody in this round.
 
     One device skips a parameter that the loss does not depend on (no decay, no momentum). N workers do the
@@ -86,7 +86,7 @@ class FlatGradients:
         presence: told what exists.
     """
 
-    def __init__(self, layout: FlatLayout, region: Tensor, presence: Presence) -> None:
+    def __init__(self, layout: FlatLayout, region: Tensor, presence: UsedParameters) -> None:
         self._views = layout.views(region)
         self._region = region
         self._presence = presence

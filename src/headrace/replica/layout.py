@@ -10,13 +10,13 @@ from torch import Tensor
 
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 
-__all__ = ["FlatLayout", "Span"]
+__all__ = ["ByteRange", "FlatLayout"]
 
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """The bytes `[start, stop)` that hold elements of one type."""
 
     dtype: torch.dtype
@@ -27,12 +27,12 @@ class Span:
         """Returns the span of a `(nbytes,)` uint8 region, flat, in its own type."""
         return region[self.start : self.stop].view(self.dtype)
 
-    def part(self, rank: int, world: int) -> Span:
+    def part(self, rank: int, world: int) -> ByteRange:
         """Returns the rank-th of `world` nearly equal parts, cut where cache lines begin."""
         lines = -(-(self.stop - self.start) // _ALIGN)
         low = self.start + lines * rank // world * _ALIGN
         high = self.start + lines * (rank + 1) // world * _ALIGN
-        return Span(self.dtype, min(low, self.stop), min(high, self.stop))
+        return ByteRange(self.dtype, min(low, self.stop), min(high, self.stop))
 
 
 class FlatLayout:
@@ -49,7 +49,7 @@ class FlatLayout:
     def __init__(self, parameters: Sequence[ParameterSpec]) -> None:
         self._parameters = tuple(parameters)
         self._offsets: dict[str, int] = {}
-        self.spans: tuple[Span, ...] = ()
+        self.spans: tuple[ByteRange, ...] = ()
         position = 0
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             start = position
@@ -57,7 +57,7 @@ class FlatLayout:
                 if parameter.dtype == dtype:
                     self._offsets[parameter.name] = position
                     position += -(-parameter.bytes // _ALIGN) * _ALIGN
-            self.spans += (Span(getattr(torch, dtype), start, position),)
+            self.spans += (ByteRange(getattr(torch, dtype), start, position),)
         self.nbytes = position
 
     @property

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from headrace.replica.piece import StatePiece
 
-__all__ = ["Meetings", "Met"]
+__all__ = ["PeriodicSync", "SyncResult"]
 
 
 @dataclass(frozen=True)
-class Met:
+class SyncResult:
     """What came of a meeting.
 
     Attributes:
@@ -33,7 +33,7 @@ class Met:
     took_s: float = 0.0
 
 
-class Meetings(ABC):
+class PeriodicSync(ABC):
     """One worker's part in the run's meetings; every worker calls the same verbs after the same rounds."""
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Meetings(ABC):
         """Says what this worker's part of a round is worth: its examples, or what else its loss counts by."""
 
     @abstractmethod
-    def meet(self, done: int) -> Met:
+    def meet(self, done: int) -> SyncResult:
         """Brings the workers together, after so many rounds.
 
         Raises:
@@ -53,7 +53,7 @@ class Meetings(ABC):
         """
 
     @abstractmethod
-    def end(self, done: int) -> Met | None:
+    def end(self, done: int) -> SyncResult | None:
         """Meets a last time, where the trained model is not yet what this worker has; None where that is not needed."""
 
     @abstractmethod

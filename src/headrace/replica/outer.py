@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.errors import UnknownName, UsageError
 
-__all__ = ["OUTER_STEPS", "Elastic", "Mean", "Nesterov", "OuterStep", "outer_step"]
+__all__ = ["OUTER_STEPS", "Elastic", "MeanStep", "Nesterov", "OuterStep", "outer_step"]
 
 
 class OuterStep(ABC):
@@ -63,7 +63,7 @@ class OuterStep(ABC):
 
 
 @dataclass(frozen=True)
-class Mean(OuterStep):
+class MeanStep(OuterStep):
     """The mean itself (Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1)."""
 
     def model(self, kept: Sequence[Tensor], mean: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _check_number(name: str, value: object, holds: Callable[[float], bool], form
         raise UsageError(f"{name} of an outer step must be a number {form}, got {value!r}")
 
 
-OUTER_STEPS: Mapping[str, OuterStep] = {"elastic": Elastic(), "mean": Mean(), "nesterov": Nesterov()}
+OUTER_STEPS: Mapping[str, OuterStep] = {"elastic": Elastic(), "mean": MeanStep(), "nesterov": Nesterov()}
 """Outer steps by name, with their papers' numbers."""
 
 

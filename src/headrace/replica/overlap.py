@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headrace.comm.collective import Collective
 from headrace.policies.bucketing import buckets
-from headrace.replica.gradients import Presence
+from headrace.replica.gradients import UsedParameters
 from headrace.replica.layout import FlatLayout
 
 __all__ = ["BUCKET_BYTES", "OverlappedGradients"]
@@ -45,7 +45,7 @@ class OverlappedGradients:
         module: nn.Module,
         layout: FlatLayout,
         region: Tensor,
-        presence: Presence,
+        presence: UsedParameters,
         wire: Collective,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from headrace.comm.collective import ProcessGroup
 from headrace.policies.period import AutoPeriod, Period, Seen, first_period, next_period, next_stretch
-from headrace.replica.meetings import Met
+from headrace.replica.meetings import SyncResult
 
-__all__ = ["Pacing"]
+__all__ = ["PeriodController"]
 
 
-class Pacing:
+class PeriodController:
     """The period changes where all workers meet, because a lease is as long for all.
 
     Args:
@@ -29,7 +29,7 @@ class Pacing:
         self._known = False
         self._seen: list[Seen] = []
 
-    def saw(self, seen: Seen, span: int, number: int, left_out: tuple[int, ...]) -> Met:
+    def saw(self, seen: Seen, span: int, number: int, left_out: tuple[int, ...]) -> SyncResult:
         """Notes a meeting; returns what is to be said of it.
 
         Args:
@@ -40,7 +40,7 @@ class Pacing:
         """
         self._seen.append(seen)
         why = self._period.why if span == self._period.rounds else f"post_local={self._post_local}"
-        return Met(seen.rounds, span, why, seen.drift, left_out, number, seen.exchange_s)
+        return SyncResult(seen.rounds, span, why, seen.drift, left_out, number, seen.exchange_s)
 
     def stretch(self, done: int, until: int) -> tuple[int, int]:
         """Says how all go on from a fence; all call it. See `next_stretch`."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from headrace.replica.meetings import Met
+from headrace.replica.meetings import SyncResult
 
-__all__ = ["Fence", "Portion", "Portions"]
+__all__ = ["DataLeases", "Lease", "SyncPoint"]
 
 
 @dataclass(frozen=True)
-class Portion:
+class Lease:
     """A piece of an epoch that is this worker's now.
 
     Attributes:
@@ -30,7 +30,7 @@ class Portion:
 
 
 @dataclass(frozen=True)
-class Fence:
+class SyncPoint:
     """Everything in front of a round is done, by all workers; here they meet.
 
     Attributes:
@@ -44,7 +44,7 @@ class Fence:
     members: tuple[tuple[int, int], ...]
 
 
-class Portions(ABC):
+class DataLeases(ABC):
     """Leases of data, one at a time.
 
     Attributes:
@@ -55,7 +55,7 @@ class Portions(ABC):
 
     moved_bytes: int
     late: bool
-    meeting: Met | None = None
+    meeting: SyncResult | None = None
 
     @abstractmethod
     def begin(self) -> None:
@@ -70,7 +70,7 @@ class Portions(ABC):
         """
 
     @abstractmethod
-    def next(self) -> Portion | Fence:
+    def next(self) -> Lease | SyncPoint:
         """Waits for what was asked for."""
 
     @abstractmethod

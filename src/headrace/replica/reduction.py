@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from headrace.comm.collective import Collective, ProcessGroup
-from headrace.replica.gradients import FlatGradients, GradientSink, Presence
+from headrace.replica.gradients import FlatGradients, GradientSink, UsedParameters
 from headrace.replica.layout import FlatLayout
 from headrace.replica.overlap import OverlappedGradients
 
-__all__ = ["HostReduction", "OverlappedReduction", "Reduction", "WireReduction", "shared_traffic"]
+__all__ = ["CollectiveReduction", "OverlappedReduction", "Reduction", "SharedMemoryReduction", "shared_traffic"]
 
 
 def shared_traffic(gradient_bytes: int, workers: int) -> int:
@@ -44,7 +44,7 @@ class Reduction(ABC):
         """Sums; all workers' gradients are there."""
 
 
-class HostReduction(Reduction):
+class SharedMemoryReduction(Reduction):
     """Through shared memory: each rank sums its part, in rank order; the result is one for all.
 
     Args:
@@ -53,7 +53,7 @@ class HostReduction(Reduction):
         host: the workers of this host.
     """
 
-    def __init__(self, layout: FlatLayout, presence: Presence, host: ProcessGroup) -> None:
+    def __init__(self, layout: FlatLayout, presence: UsedParameters, host: ProcessGroup) -> None:
         regions = host.share(layout.nbytes)
         self._host = host
         own = regions[host.rank]
@@ -73,7 +73,7 @@ class HostReduction(Reduction):
         self._host.moved_bytes += self._traffic
 
 
-class WireReduction(Reduction):
+class CollectiveReduction(Reduction):
     """By a collective of the devices, when backward is over.
 
     Args:
@@ -83,7 +83,7 @@ class WireReduction(Reduction):
         device: where gradients live.
     """
 
-    def __init__(self, layout: FlatLayout, presence: Presence, wire: Collective, device: torch.device) -> None:
+    def __init__(self, layout: FlatLayout, presence: UsedParameters, wire: Collective, device: torch.device) -> None:
         self._wire = wire
         self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         self.sink = FlatGradients(layout, self.result, presence)
@@ -105,7 +105,7 @@ class OverlappedReduction(Reduction):
         module: the model.
     """
 
-    def __init__(self, layout: FlatLayout, presence: Presence, wire: Collective, module: nn.Module) -> None:
+    def __init__(self, layout: FlatLayout, presence: UsedParameters, wire: Collective, module: nn.Module) -> None:
         device = next(module.parameters()).device
         self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         self.sink = self._sink = OverlappedGradients(module, layout, self.result, presence, wire)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
-from headrace.replica.averaging import Average
+from headrace.replica.averaging import WorkerAverage
 from headrace.replica.batch_norm import averaged_buffers
 from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build_over
 from headrace.spec.model import ParameterSpec
 
-__all__ = ["MeanState", "Remainder", "mean_state", "remainder"]
+__all__ = ["ExtraState", "MeanState", "mean_state", "remainder"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class MeanState:
             state[like.key].copy_(view)
 
 
-class Remainder:
+class ExtraState:
     """Args:
     buffers: running statistics.
     state: of the optimizer.
@@ -93,7 +93,9 @@ class Remainder:
         nbytes: that it adds to the host.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], state: MeanState, make: Callable[[FlatLayout], Average]) -> None:
+    def __init__(
+        self, buffers: Sequence[Tensor], state: MeanState, make: Callable[[FlatLayout], WorkerAverage]
+    ) -> None:
         self._buffers = list(buffers)
         self._state = state
         tensors = [*self._buffers, *(like.value for like in state.likes)]
@@ -114,7 +116,7 @@ class Remainder:
         self._state.gather(self._kept)
 
     def combine(self, weights: Sequence[float]) -> None:
-        """Averages; see `Average`."""
+        """Averages; see `WorkerAverage`."""
         self._average.combine(weights)
 
     def spread(self) -> None:
@@ -125,22 +127,25 @@ class Remainder:
 
 
 def remainder(
-    module: nn.Module, optimizer: torch.optim.Optimizer, average_state: bool, make: Callable[[FlatLayout], Average]
-) -> Remainder | None:
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average_state: bool,
+    make: Callable[[FlatLayout], WorkerAverage],
+) -> ExtraState | None:
     """Returns what is averaged beside the parameters; None where there is nothing.
 
     Args:
         module: the model.
         optimizer: over its parameters.
         average_state: whether its state is averaged.
-        make: see `Remainder`.
+        make: see `ExtraState`.
 
     Raises:
         UsageError: the state has no mean.
     """
     buffers = averaged_buffers(module)
     state = mean_state(dict(module.named_parameters()), optimizer) if average_state else MeanState(optimizer, {}, {})
-    return Remainder(buffers, state, make) if buffers or state.likes else None
+    return ExtraState(buffers, state, make) if buffers or state.likes else None
 
 
 def mean_state(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> MeanState:

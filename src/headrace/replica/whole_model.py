@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headrace.errors import DataError, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.policies.split import bounds
-from headrace.replica.compilation import Graph
+from headrace.replica.compilation import CompiledModule
 from headrace.replica.compute import Compute, Computed
 from headrace.replica.gradients import GradientSink
 from headrace.replica.loss_scale import LossScale
@@ -71,7 +71,7 @@ class WholeModel(Compute):
         always: bool = False,
         options: Options = _PLAIN,
         scale: LossScale | None = None,
-        graph: Graph | None = None,
+        graph: CompiledModule | None = None,
     ) -> None:
         self.module = module
         self._objective = objective

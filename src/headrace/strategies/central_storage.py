@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from headrace.comm.collective import ProcessGroup
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import slices, whole
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.replica.exchange import Replica, StatePiece
-from headrace.replica.gradients import FlatGradients, Presence
+from headrace.replica.gradients import FlatGradients, UsedParameters
 from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build, build_over
 from headrace.replica.reduction import shared_traffic
@@ -84,7 +84,7 @@ class CentralStorage(Strategy):
         if parts.device.type == "cpu":
             broadcast(parts.module, parts.host)
         storage = Storage(parts)
-        presence = Presence(parts.host, len(parts.model.trainable))
+        presence = UsedParameters(parts.host, len(parts.model.trainable))
         sink = FlatGradients(storage.gradient_layout, storage.local_gradients, presence)
         return Replica(parts.whole_model(sink, always), CentralStorageExchange(plan, rank, parts, storage, presence))
 
@@ -156,7 +156,7 @@ class CentralStorageExchange(UpdatingExchange):
     presence: says which gradients exist.
     """
 
-    def __init__(self, plan: Plan, rank: int, parts: Parts, storage: Storage, presence: Presence) -> None:
+    def __init__(self, plan: Plan, rank: int, parts: Parts, storage: Storage, presence: UsedParameters) -> None:
         self._host = parts.host
         self._storage = storage
         self._presence = presence
@@ -195,7 +195,7 @@ class CentralStorageExchange(UpdatingExchange):
     def begin(self, round_: int) -> None:
         self._storage.fetch()
 
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         self._storage.bring()
         missing = self._presence.settle()
         if self._sums:

@@ -40,7 +40,7 @@ from headrace.ps.messages import Kind, Message
 from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
-from headrace.replica.conditioning import HEALTHY, Verdict
+from headrace.replica.conditioning import HEALTHY, StepDecision
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.optimizer import build
 from headrace.replica.schedule import Schedule
@@ -242,7 +242,7 @@ class Pouring(ServedExchange):
         # In a loop of one's own, forward lies behind: the parameters must not move before the gradient is there.
         self._round = round_
 
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         portions = self.portions
         if portions.lease < 0:
             # It had no data before the workers meet.

@@ -21,16 +21,16 @@ import torch
 
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.replica.exchange import Replica
-from headrace.replica.gradients import Presence, assign
+from headrace.replica.gradients import UsedParameters, assign
 from headrace.replica.layout import FlatLayout
 from headrace.replica.optimizer import build
 from headrace.replica.reduction import (
-    HostReduction,
+    CollectiveReduction,
     OverlappedReduction,
     Reduction,
-    WireReduction,
+    SharedMemoryReduction,
     shared_traffic,
 )
 from headrace.replica.update import UpdatingExchange
@@ -87,15 +87,15 @@ class Mirrored(Strategy):
         always = parts.synchronise_batch_norm()
         broadcast(parts.module, parts.wire or parts.host)
         layout = FlatLayout(parts.model.trainable)
-        presence = Presence(parts.host, len(parts.model.trainable))
+        presence = UsedParameters(parts.host, len(parts.model.trainable))
         reduction: Reduction
         if parts.wire is None:
-            reduction = HostReduction(layout, presence, parts.host)
+            reduction = SharedMemoryReduction(layout, presence, parts.host)
         elif self.overlap and not always and not _at_once(parts):
             # Where layers talk during backward, a bucket that lacks a gradient on one worker would meet their sums.
             reduction = OverlappedReduction(layout, presence, parts.wire, parts.module)
         else:
-            reduction = WireReduction(layout, presence, parts.wire, parts.device)
+            reduction = CollectiveReduction(layout, presence, parts.wire, parts.device)
         compute = parts.whole_model(reduction.sink, always)
         return Replica(compute, MirroredExchange(plan, parts, layout, reduction, presence))
 
@@ -116,7 +116,9 @@ class MirroredExchange(UpdatingExchange):
     presence: says which exist.
     """
 
-    def __init__(self, plan: Plan, parts: Parts, layout: FlatLayout, reduction: Reduction, presence: Presence) -> None:
+    def __init__(
+        self, plan: Plan, parts: Parts, layout: FlatLayout, reduction: Reduction, presence: UsedParameters
+    ) -> None:
         named = dict(parts.module.named_parameters())
         self._reduction = reduction
         self._presence = presence
@@ -139,7 +141,7 @@ class MirroredExchange(UpdatingExchange):
     def begin(self, round_: int) -> None:
         """Mirrors are always up to date."""
 
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         missing = self._presence.settle()
         self._reduction.reduce()
         verdict = self._conditioner.condition(self._reduction.measured, self._reduction.held, finite)

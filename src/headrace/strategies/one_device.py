@@ -13,7 +13,7 @@ from torch import nn
 from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
-from headrace.replica.conditioning import Conditioner, Verdict
+from headrace.replica.conditioning import GradientClipper, StepDecision
 from headrace.replica.exchange import Replica
 from headrace.replica.optimizer import build
 from headrace.replica.update import UpdatingExchange
@@ -76,7 +76,7 @@ class LocalExchange(UpdatingExchange):
         immediate, inside = parts.device.type == "cpu", parts.inside
         if inside:
             repeated = [named[name] for name in named if name in inside.repeated]
-            self._conditioner = Conditioner(
+            self._conditioner = GradientClipper(
                 parts.options,
                 inside.group,
                 parts.scale,
@@ -88,7 +88,7 @@ class LocalExchange(UpdatingExchange):
         else:
             # Only to look: clipping one's own gradients is torch's.
             looking = replace(parts.options, clip_norm=None, clip_value=None)
-            self._conditioner = Conditioner(looking, ThreadCollective(ThreadGroup(1), 0), parts.scale, immediate)
+            self._conditioner = GradientClipper(looking, ThreadCollective(ThreadGroup(1), 0), parts.scale, immediate)
         owned = [(segment, named[segment.parameter]) for segment in segments]
         self.updater = parts.updater(optimizer, owned)
         self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)
@@ -96,7 +96,7 @@ class LocalExchange(UpdatingExchange):
     def begin(self, round_: int) -> None:
         self.updater.optimizer.zero_grad()
 
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         verdict = self._conditioner.condition(gradients, gradients, finite)
         if verdict.apply and self._options.clip_value is not None:

@@ -26,13 +26,13 @@ from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.ps.planning import served_ops
 from headrace.ps.server import Server
-from headrace.replica.averaging import Average, HostAverage, WireAverage, averaged_traffic
+from headrace.replica.averaging import CollectiveAverage, SharedMemoryAverage, WorkerAverage, averaged_traffic
 from headrace.replica.coded_average import CodedAverage
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.replica.exchange import Exchange, Replica, StatePiece
-from headrace.replica.gathering import Gathering, Habits, require_alike, seated
+from headrace.replica.gathering import AveragingConfig, ParameterAverager, require_alike, seated
 from headrace.replica.layout import FlatLayout
-from headrace.replica.outer import Elastic, Mean, Nesterov, OuterStep, outer_step
+from headrace.replica.outer import Elastic, MeanStep, Nesterov, OuterStep, outer_step
 from headrace.replica.remainder import remainder
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -188,7 +188,7 @@ class ParameterAveraging(Strategy):
         require_alike(parts.module, parts.model, rank)
         broadcast(parts.module, parts.wire or parts.host)
         outer = outer_step(self.outer)
-        habits = Habits(self._wish, outer, self.average_optimizer_state, self.post_local)
+        habits = AveragingConfig(self._wish, outer, self.average_optimizer_state, self.post_local)
         average = seated(
             parts.module, parts.model, parts.host, lambda layout: self._average(layout, parts, outer, self._apart)
         )
@@ -197,9 +197,9 @@ class ParameterAveraging(Strategy):
             parts.module,
             local.updater.optimizer,
             self.average_optimizer_state,
-            lambda layout: replace(self, codec="plain")._average(layout, parts, Mean()),
+            lambda layout: replace(self, codec="plain")._average(layout, parts, MeanStep()),
         )
-        gathering = Gathering(habits, average, rest, local.updater, parts.host, parts.first)
+        gathering = ParameterAverager(habits, average, rest, local.updater, parts.host, parts.first)
         compute = parts.whole_model(portions=len(plan.shares))
         first = rank * (parts.inside.group.world if parts.inside else 1)
         return Replica(compute, AveragingExchange(first, local, gathering), meetings=gathering)
@@ -207,11 +207,11 @@ class ParameterAveraging(Strategy):
     def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
         return self._service.server(plan, rank, parts) if self.via == "server" else super().server(plan, rank, parts)
 
-    def _average(self, layout: FlatLayout, parts: Parts, outer: OuterStep, apart: bool = False) -> Average:
+    def _average(self, layout: FlatLayout, parts: Parts, outer: OuterStep, apart: bool = False) -> WorkerAverage:
         if parts.wire is None:
-            return HostAverage(layout, parts.host, outer, apart)
+            return SharedMemoryAverage(layout, parts.host, outer, apart)
         if self.codec == "plain":
-            return WireAverage(layout, parts.wire, parts.device, outer)
+            return CollectiveAverage(layout, parts.wire, parts.device, outer)
         return CodedAverage(layout, parts.wire, parts.device, outer, self.codec)
 
 
@@ -234,7 +234,7 @@ class AveragingExchange(Exchange):
         gathering: its part in the meetings.
     """
 
-    def __init__(self, first: int, local: LocalExchange, gathering: Gathering) -> None:
+    def __init__(self, first: int, local: LocalExchange, gathering: ParameterAverager) -> None:
         self._first = first
         self._local = local
         self._gathering = gathering
@@ -242,7 +242,7 @@ class AveragingExchange(Exchange):
     def begin(self, round_: int) -> None:
         self._local.begin(round_)
 
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         verdict = self._local.synchronize(finite)
         return replace(verdict, bad_losses=tuple(self._first + place for place in verdict.bad_losses))
 

@@ -33,7 +33,7 @@ from headrace.ps.leasing import LeasedPortions
 from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
-from headrace.replica.conditioning import HEALTHY, Verdict
+from headrace.replica.conditioning import HEALTHY, StepDecision
 from headrace.replica.exchange import Replica
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -216,7 +216,7 @@ class PushPull(ServedExchange):
             self.client.pull()
         self._fresh = False
 
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         portions = self._portions
         if portions.lease < 0:
             # It had no data before the workers meet, and nobody waits for it.

@@ -31,7 +31,7 @@ from headrace.policies.partition import COSTS, Terms, costs, read, split
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.schedule import SCHEDULES, Action
 from headrace.policies.schedule.timing import in_flight
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.optimizer import build
 from headrace.replica.update import UpdatingExchange
@@ -296,7 +296,7 @@ class PipelineExchange(UpdatingExchange):
     def begin(self, round_: int) -> None:
         self.updater.optimizer.zero_grad()
 
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         held = {name: each.grad for name, each in self._held.items() if each.grad is not None}
         # What several ranks hold is measured by the first of them.
         measured = [gradient for name, gradient in held.items() if self._owners[name] == self._rank]

@@ -42,12 +42,12 @@ from headrace.ps.leasing import LeasedPortions, blocks
 from headrace.ps.planning import check_backups, check_seats, seats
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
-from headrace.replica.conditioning import HEALTHY, Verdict
+from headrace.replica.conditioning import HEALTHY, StepDecision
 from headrace.replica.exchange import Replica, StatePiece
 from headrace.replica.gathering import require_alike
 from headrace.replica.optimizer import build
-from headrace.replica.outer import Elastic, Mean, OuterStep
-from headrace.replica.pacing import Pacing
+from headrace.replica.outer import Elastic, MeanStep, OuterStep
+from headrace.replica.pacing import PeriodController
 from headrace.replica.remainder import MeanState, mean_state
 from headrace.replica.update import AVERAGE
 from headrace.spec.cluster import Cluster
@@ -237,7 +237,7 @@ def _outer_optimizer(
     every = list(named)
     groups = [
         {"params": [each for name, each in every if (name in beside) is is_beside], **own}
-        for is_beside, own in ((False, options), (True, Mean().sgd()))
+        for is_beside, own in ((False, options), (True, MeanStep().sgd()))
     ]
     return torch.optim.SGD([group for group in groups if group["params"]])
 
@@ -274,7 +274,7 @@ class Drifting(ServedExchange):
         client = centre.client
         held = HeldGradients(forms, parts.model)
         super().__init__(client, forms, held, parts.host, parts.agreement(), leads)
-        self._pacing = Pacing(service.period, service.post_local, parts.host)
+        self._pacing = PeriodController(service.period, service.post_local, parts.host)
         self.portions = LeasedPortions(
             client, leads, len(forms), len(plan.shares), self._pacing.stretch, centre, rests=service.wait != "nobody"
         )
@@ -300,7 +300,7 @@ class Drifting(ServedExchange):
             self._lease_s = self._began_s
         self._inner.begin(round_)
 
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         portions = self.portions
         if portions.lease < 0:
             # It had no data before the workers meet.

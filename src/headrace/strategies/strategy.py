@@ -19,9 +19,9 @@ from headrace.errors import UsageError
 from headrace.ps.agreement import Agreement
 from headrace.ps.server import Server
 from headrace.replica.batch_norm import synchronise_batch_norm
-from headrace.replica.compilation import Graph
+from headrace.replica.compilation import CompiledModule
 from headrace.replica.compute import Compute
-from headrace.replica.conditioning import Conditioner
+from headrace.replica.conditioning import GradientClipper
 from headrace.replica.exchange import Replica
 from headrace.replica.gradients import GradientSink
 from headrace.replica.loss_scale import LossScale
@@ -165,12 +165,12 @@ class Parts:
             portions: where workers do not meet in every round, and weigh their losses by themselves, how many of them
                 a round has; else 0.
         """
-        graph = Graph(self.module, self.full_batch // max(1, portions)) if self.options.compile else None
+        graph = CompiledModule(self.module, self.full_batch // max(1, portions)) if self.options.compile else None
         total: Callable[[Sequence[float]], list[float]] = list if portions else self.host.sum
         whole = WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
         return self.inside.compute(whole, sink) if self.inside else whole
 
-    def conditioner(self, gradients: Mapping[str, Tensor] | None = None) -> Conditioner:
+    def conditioner(self, gradients: Mapping[str, Tensor] | None = None) -> GradientClipper:
         """Returns what decides over summed gradients.
 
         Args:
@@ -178,10 +178,12 @@ class Parts:
         """
         immediate, inside = self.device.type == "cpu", self.inside
         if inside is None:
-            return Conditioner(self.options, self.host, self.scale, immediate)
+            return GradientClipper(self.options, self.host, self.scale, immediate)
         assert gradients is not None
         repeated = [gradients[name] for name in gradients if name in inside.repeated]
-        return Conditioner(self.options, inside.everyone, self.scale, immediate, lambda: repeated, inside.group.world)
+        return GradientClipper(
+            self.options, inside.everyone, self.scale, immediate, lambda: repeated, inside.group.world
+        )
 
     def agreement(self) -> Agreement:
         """Returns what this worker's replica agrees by, where replicas go on by themselves."""

@@ -29,11 +29,11 @@ from headrace.metrics import Mean
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.replica.compute import Compute, Computed
-from headrace.replica.conditioning import Verdict
+from headrace.replica.conditioning import StepDecision
 from headrace.replica.describe import describe
 from headrace.replica.exchange import Exchange, Replica, StatePiece
 from headrace.replica.gradients import GradientSink
-from headrace.replica.meetings import Meetings, Met
+from headrace.replica.meetings import PeriodicSync, SyncResult
 from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -265,7 +265,7 @@ class SplitExchange(Exchange):
     def begin(self, round_: int) -> None:
         self._exchange.begin(round_)
 
-    def synchronize(self, finite: bool = True) -> Verdict:
+    def synchronize(self, finite: bool = True) -> StepDecision:
         return self._exchange.synchronize(finite)
 
     def update(self, round_: int) -> None:
@@ -290,7 +290,7 @@ class SplitExchange(Exchange):
         return self._exchange.memory()
 
 
-class SplitMeetings(Meetings):
+class SplitMeetings(PeriodicSync):
     """Brings together those who hold the same slice.
 
     Args:
@@ -298,7 +298,7 @@ class SplitMeetings(Meetings):
         split: what was split.
     """
 
-    def __init__(self, meetings: Meetings, split: Split) -> None:
+    def __init__(self, meetings: PeriodicSync, split: Split) -> None:
         self._meetings = meetings
         self._split = split
 
@@ -308,10 +308,10 @@ class SplitMeetings(Meetings):
     def weigh(self, weight: float) -> None:
         self._meetings.weigh(weight)
 
-    def meet(self, done: int) -> Met:
+    def meet(self, done: int) -> SyncResult:
         return self._meetings.meet(done)
 
-    def end(self, done: int) -> Met | None:
+    def end(self, done: int) -> SyncResult | None:
         return self._meetings.end(done)
 
     def show(self, on: bool) -> None:
