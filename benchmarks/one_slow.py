@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from headrace.replica.exchange import Replica
 from headrace.spec.plan import Plan
-from headrace.strategies import Parts, Strategy
+from headrace.strategies import Strategy, WorkerContext
 
 SLOWER = 4
 
@@ -17,7 +17,7 @@ class OneSlow(Strategy):
 
     pause_s: ClassVar[float] = 0.05
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         pause = self.pause_s * (SLOWER if rank == 0 else 1)
         parts.module.register_forward_pre_hook(lambda *_: time.sleep(pause) if parts.module.training else None)
         return super().replica(plan, rank, parts)

@@ -24,7 +24,7 @@ from headrace.models import mlp
 from headrace.ps.server import Server
 from headrace.spec.event import Event, Lost, Stepped, WorkerStarted
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServerParts
+from headrace.strategies.strategy import ServerContext
 
 WORKERS, PERIOD = 4, 16
 BATCH, EXAMPLES = 256, 16_384
@@ -39,7 +39,7 @@ class Counted(hr.ParameterAveraging):
     via: str = "server"
     period: int = PERIOD
 
-    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
         return self._service.server(plan, rank, parts, by_share=True)
 
 

@@ -23,7 +23,7 @@ from headrace.errors import PeerLost, UsageError
 from headrace.ps.server import Server
 from headrace.spec.event import Evaluated, Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServerParts
+from headrace.strategies.strategy import ServerContext
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ class Counted(hr.ParameterAveraging):
     via: str = "server"
     period: int = 2
 
-    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
         return self._service.server(plan, rank, parts, by_share=True)
 
 

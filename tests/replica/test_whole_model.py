@@ -16,7 +16,7 @@ from headrace.metrics import Mean
 from headrace.replica.batch_norm import synchronise_batch_norm
 from headrace.replica.whole_model import Objective, WholeModel
 from headrace.spec.share import Share
-from headrace.strategies.strategy import Parts
+from headrace.strategies.strategy import WorkerContext
 
 
 class Kept:
@@ -199,8 +199,8 @@ def test_a_batch_of_any_form_comes_to_the_device() -> None:
 def test_parts_open_their_wire_once_and_only_when_asked() -> None:
     opened: list[int] = []
 
-    def parts(connect: Callable[[], Any] | None) -> Parts:
-        return Parts(nn.Linear(1, 1), None, None, None, None, None, connect)  # type: ignore[arg-type]
+    def parts(connect: Callable[[], Any] | None) -> WorkerContext:
+        return WorkerContext(nn.Linear(1, 1), None, None, None, None, None, connect)  # type: ignore[arg-type]
 
     wired = parts(lambda: opened.append(1) or "wire")  # type: ignore[func-returns-value]
     assert opened == []

@@ -33,7 +33,7 @@ from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.spec.share import Share
-from headrace.strategies import Parts, Strategy
+from headrace.strategies import Strategy, WorkerContext
 
 __all__ = [
     "CLUSTER",
@@ -295,7 +295,7 @@ def with_replicas(
         place = plan.role(host.rank).data_rank
         loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, plan.shares, place)
         epoch = loader.rounds_per_epoch
-        parts = Parts(module, spec, objective, job.optimizer, job.options, host, connect, epoch, first=first)
+        parts = WorkerContext(module, spec, objective, job.optimizer, job.options, host, connect, epoch, first=first)
         parts = dataclasses.replace(parts, sample=lambda: sample)
         with parts.closing:
             return act(host.rank, strategy.replica(plan, host.rank, parts), loader)

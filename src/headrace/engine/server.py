@@ -23,7 +23,7 @@ from headrace.ps.server import Server
 from headrace.ps.snapshots import Snapshots, SnapshotSet, read
 from headrace.spec.event import Failed, Notice, Served, ServerEnded, ServerStarted, SnapshotTaken
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServerParts
+from headrace.strategies.strategy import ServerContext
 
 __all__ = ["serve"]
 
@@ -155,11 +155,11 @@ def _follow_view(pairing: Pairing, page: ControlPage, server: int, process: int)
         pairing.view(View(epoch, primary, None if backup < 0 else backup), address)
 
 
-def _parts(order: RunSpec) -> ServerParts:
+def _parts(order: RunSpec) -> ServerContext:
     job = order.job
     rounds_per_epoch = -(-len(as_pipeline(job.data)[0]) // job.global_batch_size)
     first = order.resume.done if order.resume else 0
-    return ServerParts(
+    return ServerContext(
         model=order.model,
         optimizer=job.optimizer,
         options=job.options,

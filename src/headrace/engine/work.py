@@ -41,7 +41,7 @@ from headrace.spec.event import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Role
-from headrace.strategies.strategy import Parts, Servers
+from headrace.strategies.strategy import ServerDirectory, WorkerContext
 
 __all__ = ["build_module", "objective_of", "user_traceback", "work"]
 
@@ -207,7 +207,7 @@ def _parts(
     page: ControlPage,
     loader: Loader,
     closing: ExitStack,
-) -> Parts:
+) -> WorkerContext:
     connect: Callable[[], Collective] | None = None
     if order.plan.partition:
         # So that an error can say what of the model a rank has whose loop has ended.
@@ -221,7 +221,7 @@ def _parts(
     elif not host.one_memory:
         connect = _itself(host)
     first = order.resume.done if order.resume else 0
-    return Parts(
+    return WorkerContext(
         module=module,
         model=order.model,
         objective=objective_of(order.job, order.weighed),
@@ -233,7 +233,7 @@ def _parts(
         full_batch=loader.full_batch,
         first=first,
         closing=closing,
-        servers=Servers(
+        servers=ServerDirectory(
             ranks=order.plan.servers,
             worker=role.rank,
             addresses=lambda: tuple(_address(page, order.plan, server, host) for server in order.plan.servers),
@@ -346,7 +346,7 @@ def _save(module: nn.Module, saved: Mapping[str, Tensor], order: RunSpec, rank: 
 
 
 def _ended(
-    rank: int, worker: Worker, replica: Replica, host: ProcessGroup, journal: EventWriter, parts: Parts
+    rank: int, worker: Worker, replica: Replica, host: ProcessGroup, journal: EventWriter, parts: WorkerContext
 ) -> WorkerEnded:
     parameter_bytes, optimizer_bytes = replica.exchange.memory()
     wire = parts.wire if "wire" in parts.__dict__ else None

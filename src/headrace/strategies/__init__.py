@@ -15,7 +15,7 @@ from headrace.strategies.one_device import OneDevice
 from headrace.strategies.parameter_averaging import EASGD, DiLoCo, LocalSGD, ParameterAveraging
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.strategy import Parts, Strategy
+from headrace.strategies.strategy import Strategy, WorkerContext
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.strategies.unconnected import Unconnected
 
@@ -33,11 +33,11 @@ __all__ = [
     "OneDevice",
     "ParameterAveraging",
     "ParameterServer",
-    "Parts",
     "Pipeline",
     "Strategy",
     "TensorParallel",
     "Unconnected",
+    "WorkerContext",
     "resolve",
 ]
 

@@ -35,8 +35,8 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
 from headrace.strategies.strategy import (
-    Parts,
     Strategy,
+    WorkerContext,
     broadcast,
     check_count,
     describe_options,
@@ -79,17 +79,17 @@ class CentralStorage(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan, shared_traffic(plan.gradient_bytes, plan.workers))
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         always = parts.synchronise_batch_norm()
         if parts.device.type == "cpu":
             broadcast(parts.module, parts.host)
-        storage = Storage(parts)
+        storage = CentralCopy(parts)
         presence = UsedParameters(parts.host, len(parts.model.trainable))
         sink = FlatGradients(storage.gradient_layout, storage.local_gradients, presence)
         return Replica(parts.whole_model(sink, always), CentralStorageExchange(plan, rank, parts, storage, presence))
 
 
-class Storage:
+class CentralCopy:
     """The one copy, every worker's gradients beside it, and the way between them and a device.
 
     Args:
@@ -103,7 +103,7 @@ class Storage:
         local_gradients: where this worker's backward puts its own.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: WorkerContext) -> None:
         host = parts.host
         self.layout, self.parameters = one_copy(parts.module, parts.model, host)
         self.gradient_layout = FlatLayout(parts.model.trainable)
@@ -156,7 +156,9 @@ class CentralStorageExchange(UpdatingExchange):
     presence: says which gradients exist.
     """
 
-    def __init__(self, plan: Plan, rank: int, parts: Parts, storage: Storage, presence: UsedParameters) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, parts: WorkerContext, storage: CentralCopy, presence: UsedParameters
+    ) -> None:
         self._host = parts.host
         self._storage = storage
         self._presence = presence

@@ -48,7 +48,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
-from headrace.strategies.strategy import Parts, ServerParts, Strategy, check_count, describe_options
+from headrace.strategies.strategy import ServerContext, Strategy, WorkerContext, check_count, describe_options
 
 __all__ = ["Downpour"]
 
@@ -137,21 +137,21 @@ class Downpour(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return served_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         forms = [form_of(plan, parts.model, server) for server in parts.servers.ranks]
         places = [places_of(form, parts.module) for form in forms]
         agreement = parts.agreement()
         links = self._links(plan, parts, forms, places, agreement)
         if parts.inside:
             links.main.pulled = parts.inside.spread
-        exchange = Pouring(self, plan, links, forms, parts, agreement, leads(links.main, parts.servers.worker))
+        exchange = DownpourExchange(self, plan, links, forms, parts, agreement, leads(links.main, parts.servers.worker))
         exchange.give(places)
         return Replica(parts.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
 
     def _links(
         self,
         plan: Plan,
-        parts: Parts,
+        parts: WorkerContext,
         forms: Sequence[Form],
         places: Sequence[Sequence[Tensor]],
         agreement: Agreement,
@@ -175,7 +175,7 @@ class Downpour(Strategy):
         main = opens(places, who, watch, roles, parts.closing, observes=True)
         return Links(main, places, self.fetch_every, agreement, pushing, fetching, fetched)
 
-    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
         rank = plan.server_of(rank)
         form = form_of(plan, parts.model, rank)
         pace = Pace(parts.options, parts.rounds_per_epoch, parts.first)
@@ -200,7 +200,7 @@ def _check_steps(name: str, count: int | None) -> None:
         raise UsageError(f"{name} must be at most {_MOST:,}, got {count:,}")
 
 
-class Pouring(ServedExchange):
+class DownpourExchange(ServedExchange):
     """Args:
     strategy: its options.
     plan: the run's.
@@ -220,7 +220,7 @@ class Pouring(ServedExchange):
         plan: Plan,
         links: Links,
         forms: Sequence[Form],
-        parts: Parts,
+        parts: WorkerContext,
         agreement: Agreement,
         leads: bool,
     ) -> None:
@@ -302,7 +302,7 @@ class LocalSteps:
         parts: of this worker.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: WorkerContext) -> None:
         named = dict(parts.module.named_parameters())
         ghosts = [
             (name, nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad))

@@ -47,7 +47,15 @@ from headrace.strategies.served_hybrid import (
     served_plan,
     served_replica,
 )
-from headrace.strategies.strategy import Inside, Parts, Profiling, ServerParts, Strategy, describe_options, step_ops
+from headrace.strategies.strategy import (
+    ModelParallelGroup,
+    Profiling,
+    ServerContext,
+    Strategy,
+    WorkerContext,
+    describe_options,
+    step_ops,
+)
 from headrace.strategies.tensor_parallel import TensorParallel
 
 __all__ = ["Hybrid"]
@@ -173,7 +181,7 @@ class Hybrid(Strategy):
             return replica_ops(plan)
         return step_ops(plan, plan.gradient_bytes * plan.replicas // plan.workers)
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         role, everyone = plan.role(rank), parts.host
         workers = plan.roles[: plan.workers]
         within = [other.rank for other in workers if other.data_rank == role.data_rank]
@@ -194,11 +202,13 @@ class Hybrid(Strategy):
         assert all(segment.owner == EVERY_WORKER for segment in outer.segments)
         return inside.finish(self.outer.replica(outer, role.data_rank, own))
 
-    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
         model = in_parts(parts.model, plan.workers // plan.replicas)
         return self.outer.server(of_outer(plan, self.outer), rank, replace(parts, model=model))
 
-    def _stages(self, plan: Plan, near: Parts, everyone: ProcessGroup, mates: ProcessGroup) -> Inside:
+    def _stages(
+        self, plan: Plan, near: WorkerContext, everyone: ProcessGroup, mates: ProcessGroup
+    ) -> ModelParallelGroup:
         assert isinstance(self.inner, Pipeline)
         # What a loss is a part of is weighed over all replicas, where they meet in every round.
         total = everyone.sum if isinstance(self.outer, Mirrored) else near.host.sum
@@ -212,7 +222,7 @@ class Hybrid(Strategy):
         return _Stages(compute, near.host, everyone, near.model)
 
 
-class _Stages(Inside):
+class _Stages(ModelParallelGroup):
     """One rank's stages of a pipeline.
 
     Args:

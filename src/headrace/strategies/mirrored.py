@@ -38,8 +38,8 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
 from headrace.strategies.strategy import (
-    Parts,
     Strategy,
+    WorkerContext,
     broadcast,
     check_count,
     describe_options,
@@ -83,7 +83,7 @@ class Mirrored(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan, shared_traffic(plan.gradient_bytes, plan.workers))
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         always = parts.synchronise_batch_norm()
         broadcast(parts.module, parts.wire or parts.host)
         layout = FlatLayout(parts.model.trainable)
@@ -100,7 +100,7 @@ class Mirrored(Strategy):
         return Replica(compute, MirroredExchange(plan, parts, layout, reduction, presence))
 
 
-def _at_once(parts: Parts) -> bool:
+def _at_once(parts: WorkerContext) -> bool:
     """Returns whether gradients leave only when backward is over."""
     # Of micro-batches only the sum leaves, and a compiled backward gives all gradients at its end.
     piecewise = parts.inside is not None and parts.inside.piecewise
@@ -117,7 +117,7 @@ class MirroredExchange(UpdatingExchange):
     """
 
     def __init__(
-        self, plan: Plan, parts: Parts, layout: FlatLayout, reduction: Reduction, presence: UsedParameters
+        self, plan: Plan, parts: WorkerContext, layout: FlatLayout, reduction: Reduction, presence: UsedParameters
     ) -> None:
         named = dict(parts.module.named_parameters())
         self._reduction = reduction

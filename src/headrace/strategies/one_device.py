@@ -20,7 +20,7 @@ from headrace.replica.update import UpdatingExchange
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan, Segment
-from headrace.strategies.strategy import Parts, Strategy, check_count, describe_options, step_ops
+from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options, step_ops
 
 __all__ = ["LocalExchange", "OneDevice"]
 
@@ -56,7 +56,7 @@ class OneDevice(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         return Replica(parts.whole_model(), LocalExchange(plan.segments, parts))
 
 
@@ -68,7 +68,7 @@ class LocalExchange(UpdatingExchange):
         parts: of this worker.
     """
 
-    def __init__(self, segments: tuple[Segment, ...], parts: Parts) -> None:
+    def __init__(self, segments: tuple[Segment, ...], parts: WorkerContext) -> None:
         named = dict(parts.module.named_parameters())
         optimizer = build(parts.optimizer, named.items())
         self._parameters = [parameter for parameter in named.values() if parameter.requires_grad]

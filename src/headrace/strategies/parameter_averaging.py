@@ -39,11 +39,11 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.served_averaging import Service
+from headrace.strategies.served_averaging import ServedAveragingConfig
 from headrace.strategies.strategy import (
-    Parts,
-    ServerParts,
+    ServerContext,
     Strategy,
+    WorkerContext,
     broadcast,
     check_count,
     describe_options,
@@ -116,8 +116,8 @@ class ParameterAveraging(Strategy):
         return self.via == "server"
 
     @property
-    def _service(self) -> Service:
-        return Service(
+    def _service(self) -> ServedAveragingConfig:
+        return ServedAveragingConfig(
             self._wish, outer_step(self.outer), self.wait, self.servers, self.backups, self.transport,
             self.post_local, self.average_optimizer_state,
         )  # fmt: skip
@@ -177,7 +177,7 @@ class ParameterAveraging(Strategy):
             for role in plan.roles[: plan.workers if plan.workers > 1 else 0]
         )
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         if self.via == "server":
             return self._service.replica(plan, rank, parts)
         if self.codec != "plain" and parts.wire is None:
@@ -204,10 +204,12 @@ class ParameterAveraging(Strategy):
         first = rank * (parts.inside.group.world if parts.inside else 1)
         return Replica(compute, AveragingExchange(first, local, gathering), meetings=gathering)
 
-    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
         return self._service.server(plan, rank, parts) if self.via == "server" else super().server(plan, rank, parts)
 
-    def _average(self, layout: FlatLayout, parts: Parts, outer: OuterStep, apart: bool = False) -> WorkerAverage:
+    def _average(
+        self, layout: FlatLayout, parts: WorkerContext, outer: OuterStep, apart: bool = False
+    ) -> WorkerAverage:
         if parts.wire is None:
             return SharedMemoryAverage(layout, parts.host, outer, apart)
         if self.codec == "plain":

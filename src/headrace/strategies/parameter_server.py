@@ -39,7 +39,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
-from headrace.strategies.strategy import Parts, ServerParts, Strategy, check_count, describe_options
+from headrace.strategies.strategy import ServerContext, Strategy, WorkerContext, check_count, describe_options
 
 __all__ = ["ParameterServer"]
 
@@ -138,7 +138,7 @@ class ParameterServer(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return served_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         servers, agreement = parts.servers, parts.agreement()
         forms = [form_of(plan, parts.model, server) for server in servers.ranks]
         places = [places_of(form, parts.module) for form in forms]
@@ -158,11 +158,11 @@ class ParameterServer(Strategy):
         spokesman = Spokesman(client, agreement.group)
         portions = LeasedPortions(spokesman, brings, len(forms), len(plan.shares), rests=rests)
         held = HeldGradients(forms, parts.model)
-        exchange = PushPull(client, forms, portions, held, parts, agreement, brings)
+        exchange = ParameterServerExchange(client, forms, portions, held, parts, agreement, brings)
         exchange.give(places)
         return Replica(parts.whole_model(held, portions=len(plan.shares)), exchange, portions)
 
-    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
         rank = plan.server_of(rank)
         form = form_of(plan, parts.model, rank)
         workers, first = plan.replicas, rank == plan.servers[0]
@@ -185,7 +185,7 @@ class ParameterServer(Strategy):
         return (Anytime() if self.staleness_bound is None else Within(self.staleness_bound)), Each()
 
 
-class PushPull(ServedExchange):
+class ParameterServerExchange(ServedExchange):
     """Args:
     client: of this worker.
     forms: the servers' shards.
@@ -202,7 +202,7 @@ class PushPull(ServedExchange):
         forms: Sequence[Form],
         portions: LeasedPortions,
         held: HeldGradients,
-        parts: Parts,
+        parts: WorkerContext,
         agreement: Agreement,
         leads: bool,
     ) -> None:

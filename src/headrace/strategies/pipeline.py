@@ -41,9 +41,9 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan, Role, Segment
 from headrace.strategies.strategy import (
-    Parts,
     Profiling,
     Strategy,
+    WorkerContext,
     broadcast,
     check_count,
     describe_options,
@@ -190,12 +190,16 @@ class Pipeline(Strategy):
         ]
         return (*found, *update)
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         compute = self.compute(plan, parts.host.rank, parts)
         return Replica(compute, PipelineExchange(plan, rank, parts, compute))
 
     def compute(
-        self, plan: Plan, place: int, parts: Parts, total: Callable[[Sequence[float]], list[float]] | None = None
+        self,
+        plan: Plan,
+        place: int,
+        parts: WorkerContext,
+        total: Callable[[Sequence[float]], list[float]] | None = None,
     ) -> StagedModel:
         """Returns what one rank runs; leaves of its module what that needs.
 
@@ -267,7 +271,7 @@ class PipelineExchange(UpdatingExchange):
         compute: of this worker.
     """
 
-    def __init__(self, plan: Plan, rank: int, parts: Parts, compute: StagedModel) -> None:
+    def __init__(self, plan: Plan, rank: int, parts: WorkerContext, compute: StagedModel) -> None:
         self._rank = rank
         self._part = plan.part_of(rank)
         self._owners = {segment.parameter: segment.owner for segment in plan.segments}

@@ -55,9 +55,9 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import Parts, ServerParts, check_count
+from headrace.strategies.strategy import ServerContext, WorkerContext, check_count
 
-__all__ = ["Service", "Wait"]
+__all__ = ["ServedAveragingConfig", "Wait"]
 
 Wait = str | int | float
 """Whom an average waits for: "all" workers, so many of them, so many seconds (as a float), or "nobody"."""
@@ -68,7 +68,7 @@ _MOST = 65_535
 
 
 @dataclass(frozen=True)
-class Service:
+class ServedAveragingConfig:
     """How parameters are averaged through servers.
 
     Attributes:
@@ -145,7 +145,7 @@ class Service:
             segments=segments,
         )
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         """Builds what a worker runs."""
         require_alike(parts.module, parts.model, rank)
         local = LocalExchange(
@@ -165,11 +165,11 @@ class Service:
             parts.closing, together=True, in_turn=self._in_turn, find=parts.servers.find,
         )  # fmt: skip
         centre = Centre(client, forms, own, copy, beside, keeps=not self.outer.agrees)
-        exchange = Drifting(self, plan, centre, forms, parts, local, leads(client, rank))
+        exchange = ServedAveragingExchange(self, plan, centre, forms, parts, local, leads(client, rank))
         exchange.give(centre.own)
         return Replica(parts.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
 
-    def server(self, plan: Plan, rank: int, parts: ServerParts, by_share: bool = False) -> Server:
+    def server(self, plan: Plan, rank: int, parts: ServerContext, by_share: bool = False) -> Server:
         """Builds what a server runs.
 
         Args:
@@ -223,7 +223,7 @@ class Service:
         return {"lr": self.outer.beta / (workers if self.wait == "nobody" else 1)}
 
 
-def _state_of(parts: ServerParts) -> MeanState:
+def _state_of(parts: ServerContext) -> MeanState:
     """Returns what the workers' optimizers keep, over parameters that are not there."""
     zeros = ((each, torch.zeros(each.shape, dtype=getattr(torch, each.dtype))) for each in parts.model.parameters)
     named = {each.name: nn.Parameter(tensor, requires_grad=each.trainable) for each, tensor in zeros}
@@ -242,7 +242,7 @@ def _outer_optimizer(
     return torch.optim.SGD([group for group in groups if group["params"]])
 
 
-class Drifting(ServedExchange):
+class ServedAveragingExchange(ServedExchange):
     """A worker that steps by itself, and is brought together with the others at the end of every lease.
 
     Where its optimizer's state is its own, a checkpoint holds that of whoever leads, and all go on with it; the state
@@ -263,11 +263,11 @@ class Drifting(ServedExchange):
 
     def __init__(
         self,
-        service: Service,
+        service: ServedAveragingConfig,
         plan: Plan,
         centre: Centre,
         forms: Sequence[Form],
-        parts: Parts,
+        parts: WorkerContext,
         local: LocalExchange,
         leads: bool,
     ) -> None:

@@ -32,7 +32,7 @@ from headrace.spec.plan import Op, Plan, Role, Segment
 from headrace.strategies.downpour import Downpour
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.strategy import Parts, Servers, Strategy, describe_options
+from headrace.strategies.strategy import ServerDirectory, Strategy, WorkerContext, describe_options
 
 __all__ = ["Served", "check_outer", "in_parts", "of_outer", "replica_ops", "served_plan", "served_replica"]
 
@@ -139,7 +139,7 @@ def of_outer(plan: Plan, outer: Strategy) -> Plan:
     return replace(plan, options=describe_options(outer))
 
 
-def served_replica(outer: Strategy, plan: Plan, role: Role, own: Parts) -> Replica:
+def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) -> Replica:
     """Returns one rank's part of a replica, as a worker of the outer strategy.
 
     Args:
@@ -156,7 +156,7 @@ def served_replica(outer: Strategy, plan: Plan, role: Role, own: Parts) -> Repli
         known = every.addresses()
         return tuple(known[place] for place in places)
 
-    servers = Servers(
+    servers = ServerDirectory(
         ranks=tuple(every.ranks[place] for place in places),
         worker=role.data_rank,
         addresses=addresses,

@@ -33,12 +33,12 @@ from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Op, Plan, Segment
 
 __all__ = [
-    "Inside",
-    "Parts",
+    "ModelParallelGroup",
     "Profiling",
-    "ServerParts",
-    "Servers",
+    "ServerContext",
+    "ServerDirectory",
     "Strategy",
+    "WorkerContext",
     "broadcast",
     "check_count",
     "describe_options",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-class Inside(ABC):
+class ModelParallelGroup(ABC):
     """How one replica computes that several ranks hold together.
 
     Attributes:
@@ -83,7 +83,7 @@ class Inside(ABC):
 
 
 @dataclass(frozen=True)
-class Servers:
+class ServerDirectory:
     """What a worker knows of the servers before it asks them.
 
     Attributes:
@@ -103,7 +103,7 @@ class Servers:
 
 
 @dataclass(frozen=True)
-class Parts:
+class WorkerContext:
     """What an engine hands to a strategy in one worker.
 
     Attributes:
@@ -136,9 +136,9 @@ class Parts:
     full_batch: int = 1
     first: int = 0
     closing: ExitStack = field(default_factory=ExitStack)
-    servers: Servers = Servers()
+    servers: ServerDirectory = ServerDirectory()
     sample: Callable[[], Any] = tuple
-    inside: Inside | None = None
+    inside: ModelParallelGroup | None = None
 
     @cached_property
     def wire(self) -> Collective | None:
@@ -207,7 +207,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class ServerParts:
+class ServerContext:
     """What an engine hands to a strategy in one server.
 
     Attributes:
@@ -281,7 +281,7 @@ class Strategy(ABC):
         """Returns one step as a graph over resources, for the simulator to time."""
 
     @abstractmethod
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         """Builds what one worker runs. Every worker calls it; it may talk to the others."""
 
     def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
@@ -291,7 +291,7 @@ class Strategy(ABC):
             UsageError: with the remedy.
         """
 
-    def server(self, plan: Plan, rank: int, parts: ServerParts) -> Server:
+    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
         """Builds what a rank runs that is a server or a backup in the plan; strategies without servers have none."""
         raise NotImplementedError(f"{self.name} has no servers")
 

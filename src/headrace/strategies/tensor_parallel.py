@@ -43,9 +43,9 @@ from headrace.spec.share import Share
 from headrace.splitting import RULES, Split, split
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import (
-    Inside,
-    Parts,
+    ModelParallelGroup,
     Strategy,
+    WorkerContext,
     broadcast,
     check_count,
     describe_options,
@@ -114,14 +114,14 @@ class TensorParallel(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         alone = ThreadCollective(ThreadGroup(1), 0)
         inside = self.inside(parts, parts.host, alone)
         own = replace(parts, model=inside.model, host=alone, connect=None, inside=inside)
         exchange = LocalExchange(everywhere(own.model.parameters), own)
         return inside.finish(Replica(own.whole_model(), exchange))
 
-    def inside(self, parts: Parts, everyone: ProcessGroup, mates: ProcessGroup) -> Inside:
+    def inside(self, parts: WorkerContext, everyone: ProcessGroup, mates: ProcessGroup) -> ModelParallelGroup:
         """Splits a module in place over the workers of `parts`, who hold one replica together.
 
         Args:
@@ -152,7 +152,7 @@ def require_sliceable(strategy: str, model: ModelSpec) -> None:
         )
 
 
-class _Slice(Inside):
+class _Slice(ModelParallelGroup):
     """One rank's slices of the layers of a replica.
 
     Args:

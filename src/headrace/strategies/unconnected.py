@@ -18,7 +18,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import Parts, Strategy, check_count, describe_options, step_ops
+from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options, step_ops
 
 __all__ = ["Unconnected"]
 
@@ -55,5 +55,5 @@ class Unconnected(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: Parts) -> Replica:
+    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
         return Replica(parts.whole_model(), LocalExchange(plan.segments, parts))
