@@ -17,9 +17,9 @@ from headrace.comm.local_port import LocalServerTransport
 from headrace.comm.remote_link import RemoteClientTransport
 from headrace.comm.remote_port import RemoteServerTransport
 from headrace.policies.staleness import Anytime, Each
-from headrace.ps.applier import Applier
+from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client, Connection
-from headrace.ps.form import Form, Piece
+from headrace.ps.form import ShardLayout, ShardSpec
 from headrace.ps.messages import Kind, Message
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
@@ -34,14 +34,16 @@ class Orphaned(Exception):
     """The process that started this one is gone."""
 
 
-def form_of(elements: int, shard_bytes: int) -> Form:
+def form_of(elements: int, shard_bytes: int) -> ShardLayout:
     """Returns one parameter, cut into shards."""
     length = shard_bytes // 4
-    return Form([Piece("weight", start, (min(length, elements - start),)) for start in range(0, elements, length)])
+    return ShardLayout(
+        [ShardSpec("weight", start, (min(length, elements - start),)) for start in range(0, elements, length)]
+    )
 
 
 def serve(
-    form: Form,
+    form: ShardLayout,
     elements: int,
     workers: int,
     tcp: bool,
@@ -55,7 +57,7 @@ def serve(
         if tcp
         else LocalServerTransport(form.slots, form.slots)
     )
-    applier = Applier(form, factory, [ParameterSpec("weight", (elements,))])
+    applier = ShardOptimizer(form, factory, [ParameterSpec("weight", (elements,))])
     server = Server(port, form, applier, [Shard(range(workers), Anytime(), Each()) for _ in form.pieces])
     parent = os.getppid()
     os.write(door, server.address.encode())
@@ -83,7 +85,7 @@ def spawn(run: Callable[[int], None]) -> tuple[int, int]:
     return child, reading
 
 
-def join(address: str, form: Form, parameters: torch.Tensor, worker: int) -> Connection:
+def join(address: str, form: ShardLayout, parameters: torch.Tensor, worker: int) -> Connection:
     """Returns a worker's connection to the server of these parameters."""
     slots = form.slots
     link = (
@@ -94,12 +96,12 @@ def join(address: str, form: Form, parameters: torch.Tensor, worker: int) -> Con
     return Connection(link, form, cut(form, parameters))
 
 
-def cut(form: Form, whole: torch.Tensor) -> list[torch.Tensor]:
+def cut(form: ShardLayout, whole: torch.Tensor) -> list[torch.Tensor]:
     """Returns the shards of a parameter."""
     return [whole[piece.start : piece.start + piece.elements] for piece in form.pieces]
 
 
-def measure(address: str, form: Form, elements: int, known: bool | None) -> float:
+def measure(address: str, form: ShardLayout, elements: int, known: bool | None) -> float:
     """Returns the mean time of a push and pull, ms: gradient in private memory to parameters in private memory."""
     torch.set_num_threads(1)
     parameters, gradient = torch.ones(elements), torch.ones(elements)

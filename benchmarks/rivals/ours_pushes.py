@@ -15,13 +15,13 @@ import torch
 from ours_push_pull import RATE, form_of, join, serve, spawn
 
 from headrace.ps.client import Client
-from headrace.ps.form import Form
+from headrace.ps.form import ShardLayout
 from headrace.ps.messages import Kind, Message
 
 SECONDS = 3.0
 
 
-def work(worker: int, addresses: Sequence[str], form: Form, elements: int, start: float, pipe: int) -> None:
+def work(worker: int, addresses: Sequence[str], form: ShardLayout, elements: int, start: float, pipe: int) -> None:
     """Pushes from `start` on; writes how many pushes were over before the time was."""
     torch.set_num_threads(1)
     gradient = torch.ones(elements)
@@ -40,7 +40,7 @@ def work(worker: int, addresses: Sequence[str], form: Form, elements: int, start
     client.close()
 
 
-def check(addresses: Sequence[str], form: Form, elements: int, worker: int, pushes: int) -> None:
+def check(addresses: Sequence[str], form: ShardLayout, elements: int, worker: int, pushes: int) -> None:
     """Looks whether every push was applied everywhere, and ends the servers."""
     parameters = [torch.zeros(elements) for _ in addresses]
     client = Client(

@@ -20,7 +20,7 @@ from harness import alternate, report
 from ours_push_pull import cut, form_of, join, serve, spawn
 
 from headrace.ps.client import Client
-from headrace.ps.form import Form
+from headrace.ps.form import ShardLayout
 from headrace.ps.messages import Kind, Message
 
 MODEL_BYTES = 100 << 20
@@ -60,7 +60,9 @@ def warm_up(factory: Callable[..., torch.optim.Optimizer]) -> None:
     factory([weight]).step()
 
 
-def run(form: Form, elements: int, factory: Callable[..., torch.optim.Optimizer], workers: int, tcp: bool) -> int:
+def run(
+    form: ShardLayout, elements: int, factory: Callable[..., torch.optim.Optimizer], workers: int, tcp: bool
+) -> int:
     """Returns the most bytes that a server has taken in the time of some pushes."""
     torch.set_num_threads(1)
     begin, started = os.pipe()

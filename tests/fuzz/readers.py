@@ -19,7 +19,7 @@ from headrace.checkpoint.header import BYTES, NAMES
 from headrace.comm.pieces import Reassembler, expect
 from headrace.comm.port import Slots, TransportLayout
 from headrace.ps import log, snapshot
-from headrace.ps.form import Form, Piece
+from headrace.ps.form import ShardLayout, ShardSpec
 from headrace.ps.messages import Kind, decode, encode
 from headrace.ps.spans import numbers_in
 from headrace.spec.plain import to_plain
@@ -29,7 +29,7 @@ __all__ = ["BLOB_BYTES", "LAYOUT", "LENGTHS", "READERS", "join_letters", "split_
 LENGTHS = (8, 40, 0, 300)
 BLOB_BYTES = 50
 LAYOUT = TransportLayout(Slots(LENGTHS), Slots((4, 20, 0, 150)), Slots((2, 10, 0, 75)))
-FORM = Form([Piece("weight", 0, (2, 3)), Piece("weight", 6, (4,)), Piece("bias", 0, (), "float64")])
+FORM = ShardLayout([ShardSpec("weight", 0, (2, 3)), ShardSpec("weight", 6, (4,)), ShardSpec("bias", 0, (), "float64")])
 HEADER_BYTES = 4096
 """Of the data behind a header that is read."""
 

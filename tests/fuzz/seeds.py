@@ -17,10 +17,10 @@ from headrace.comm import pieces
 from headrace.comm.pieces import FrameKind, cut, letter, numbered
 from headrace.comm.port import ReceivedMessage
 from headrace.ps import log, snapshot
-from headrace.ps.applier import ApplierState
+from headrace.ps.applier import ShardOptimizerState
 from headrace.ps.coordinator import AskedState, CoordinatorState
-from headrace.ps.leases import LeasesState
-from headrace.ps.log import Payload, Piece
+from headrace.ps.leases import LeaseTableState
+from headrace.ps.log import LogEntry, LogPayload
 from headrace.ps.membership import MembershipState
 from headrace.ps.messages import Kind, Message, encode
 from headrace.ps.shard import ShardState
@@ -96,12 +96,12 @@ def _manifests() -> Iterator[bytes]:
 
 def _logs() -> Iterator[bytes]:
     push = encode(Message(Kind.PUSH, 0, 1, 5, 1.0, 0.5, (1, 1), 1, 9))
-    piece = Piece(
+    piece = LogEntry(
         ReceivedMessage(3, push), {slot: torch.full((LENGTHS[slot],), slot, dtype=torch.uint8) for slot in (0, 1)}
     )
-    for payload in Payload:
+    for payload in LogPayload:
         message = log.encode_piece(2, 7, piece, payload)
-        packed = log.pack(LENGTHS, piece.pushed) if payload == Payload.CARRIED else b""
+        packed = log.pack(LENGTHS, piece.pushed) if payload == LogPayload.CARRIED else b""
         yield len(message).to_bytes(2, "little") + message + bytes(packed)
     for kind, numbers in ((Kind.FILL, (1, 4, 0, 1, 3, 0)), (Kind.FILL, (1,)), (Kind.MEMORY, (3,)), (Kind.HELD, (1,))):
         message = encode(Message(kind, lease=1, numbers=numbers))
@@ -110,10 +110,10 @@ def _logs() -> Iterator[bytes]:
 
 def _snapshots() -> Iterator[bytes]:
     shard = ShardState(3, None, ((0, 1, 2), (1, 0, 1)), ((0, 3), (5, 6)), (), (), ())
-    leases = LeasesState(2, 9, 0, 0, (5,), ((3, 4),), ((4, 1),), (), (), (0, 1), 1, (0,), False)
+    leases = LeaseTableState(2, 9, 0, 0, (5,), ((3, 4),), ((4, 1),), (), (), (0, 1), 1, (0,), False)
     coordinator = CoordinatorState((0, 0, 9, 1), leases, (AskedState(0, 77, 4, ""),))
     members = MembershipState((), (), ((0, 1), (1, 0)))
-    applier = ApplierState(4, (3.0,), "{}", False)
+    applier = ShardOptimizerState(4, (3.0,), "{}", False)
     state = ServerState("[]", 3, True, False, members, (), (shard,), applier, coordinator)
     for given, tensors in (
         (state, {"parameter/0": torch.arange(5.0), "random": torch.arange(8, dtype=torch.uint8)}),

@@ -10,10 +10,11 @@ from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
-    Ahead,
+    ApplyStep,
     Close,
     Event,
     Join,
+    LeasesAhead,
     Leave,
     Pull,
     Push,
@@ -22,7 +23,6 @@ from headrace.ps.events import (
     Renew,
     Reply,
     Settle,
-    Step,
 )
 
 __all__ = ["LeaseBook", "ShardBook"]
@@ -59,7 +59,7 @@ class ShardBook:
         """Lets the shard handle an event, and checks what it does."""
         if isinstance(event, Join | Leave):
             self._change(event)
-        elif isinstance(event, Ahead):
+        elif isinstance(event, LeasesAhead):
             self.ahead = event.leases
         elif isinstance(event, Pull):
             self.waiting[event.worker] = event
@@ -131,7 +131,7 @@ class ShardBook:
             assert reason == (Reason.LATE if self.late else Reason.DUPLICATE), "a round takes no older gradients"
 
     def _check(self, action: Action) -> None:
-        if isinstance(action, Step):
+        if isinstance(action, ApplyStep):
             self._check_step(action)
         elif isinstance(action, Ack):
             push = self.open.pop(action.worker)
@@ -146,7 +146,7 @@ class ShardBook:
             assert not self.each
             assert action.worker in self.open
 
-    def _check_step(self, step: Step) -> None:
+    def _check_step(self, step: ApplyStep) -> None:
         assert list(step.workers) == sorted(set(step.workers))
         pushes = [self.open[worker] for worker in step.workers]
         # Of a lease that two have pushed in one round, the first counts.
@@ -210,7 +210,7 @@ class ShardBook:
         if gone:
             # An early fence may leave an open round with more than it needs.
             more = len(self.given) - max(size, 1)
-            early_fence = more > 0 and isinstance(event, Ahead)
+            early_fence = more > 0 and isinstance(event, LeasesAhead)
             assert more == 0 or early_fence or early, "a round ends with as many as it needs"
             if early:
                 self.overdue = self.clocks.keys() - self.given
@@ -262,7 +262,7 @@ class LeaseBook:
                 self.committed.add(event.lease)
         elif isinstance(event, lease.Return):
             self.held.pop(event.lease, None)
-        elif isinstance(event, lease.Lost):
+        elif isinstance(event, lease.WorkerLost):
             self.held = {number: worker for number, worker in self.held.items() if worker != event.worker}
             self.asking.discard(event.worker)
             self.present.discard(event.worker)
@@ -278,7 +278,7 @@ class LeaseBook:
             self.met.clear()
         answers: list[lease.Answer] = self.machine.handle(event)
         self._check_until(event)
-        self._check_meeting([answer for answer in answers if isinstance(answer, lease.Fence)])
+        self._check_meeting([answer for answer in answers if isinstance(answer, lease.MeetAtSyncPoint)])
         for answer in answers:
             assert answer.worker in self.asking, "who has not asked is told nothing"
             self.asking.remove(answer.worker)
@@ -299,7 +299,7 @@ class LeaseBook:
             self.until = self.machine.until
         assert self.machine.until == self.until
 
-    def _check_meeting(self, fences: list[lease.Fence]) -> None:
+    def _check_meeting(self, fences: list[lease.MeetAtSyncPoint]) -> None:
         if fences:
             assert not self.met, "one meeting at a time"
             self.met = {fence.worker for fence in fences}

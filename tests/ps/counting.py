@@ -27,9 +27,9 @@ from headrace.comm.faulty import Odds
 from headrace.engine.nursery import ForkServer
 from headrace.errors import Replaced
 from headrace.ps.client import Client
-from headrace.ps.form import Form, Piece
+from headrace.ps.form import ShardLayout, ShardSpec
 from headrace.ps.messages import Kind, Message
-from headrace.ps.session import Connection
+from headrace.ps.session import ServerConnection
 
 __all__ = ["FAULTS", "Board", "Count", "World", "address_file", "count", "form_of"]
 
@@ -92,9 +92,9 @@ class Count:
     seconds: float = 0.0
 
 
-def form_of(width: int) -> Form:
+def form_of(width: int) -> ShardLayout:
     """Returns what every server holds."""
-    return Form([Piece("count", 0, (width,))])
+    return ShardLayout([ShardSpec("count", 0, (width,))])
 
 
 def address_file(folder: Path, server: int) -> Path:
@@ -165,7 +165,7 @@ class _Counting:
         form, copies = form_of(world.width), [torch.zeros(world.width) for _ in servers]
         addresses = [address_file(world.folder, server).read_text() for server in servers]
         links = [open_link(world.way, address, form.slots, form.push_slots) for address in addresses]
-        connections = [Connection(link, form, [copy]) for link, copy in zip(links, copies, strict=True)]
+        connections = [ServerConnection(link, form, [copy]) for link, copy in zip(links, copies, strict=True)]
         client = Client(connections, worker=-1, observes=True)
         self.closing.callback(client.close)
         deeds = [self._kill] * world.kills + [self._freeze] * world.freezes

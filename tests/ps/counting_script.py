@@ -19,13 +19,13 @@ from headrace.comm.faulty import Faults, FaultyLink, Odds
 from headrace.comm.port import ClientTransport
 from headrace.errors import Replaced
 from headrace.policies.staleness import Anytime, Each
-from headrace.ps.applier import Applier
+from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client
-from headrace.ps.events import Action, Event, Push, Reason, Step
-from headrace.ps.leases import Leases
+from headrace.ps.events import Action, ApplyStep, Event, Push, Reason
+from headrace.ps.leases import LeaseTable
 from headrace.ps.messages import Kind, Message
 from headrace.ps.server import Server
-from headrace.ps.session import Connection
+from headrace.ps.session import ServerConnection
 from headrace.ps.shard import Shard
 from headrace.spec.model import ParameterSpec
 from ps.counting import FAULTS, Board, address_file, form_of
@@ -61,16 +61,16 @@ class Broken:
             self._machine._last.clear()
         actions = self._machine.handle(event)
         if self._bug == "loses" and isinstance(event, Push) and event.lease % 100 == 7:
-            actions = [action for action in actions if not isinstance(action, Step)]
+            actions = [action for action in actions if not isinstance(action, ApplyStep)]
         return actions
 
 
 def serve(number: int, folder: Path, way: str, width: int, workers: int, bug: str) -> None:
     form = form_of(width)
-    applier = Applier(form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (width,))])
+    applier = ShardOptimizer(form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (width,))])
     machine = Shard(range(workers), Anytime(), Each())
     machines: list[Any] = [Broken(machine, bug) if bug else machine]
-    coordinates = (Leases(width, 1), 0, 1, 1) if number == 0 else None
+    coordinates = (LeaseTable(width, 1), 0, 1, 1) if number == 0 else None
     server = Server(open_port(way, form.slots, form.push_slots), form, applier, machines, coordinates, grace_s=0.5)
     part = address_file(folder, number).with_suffix(".part")
     part.write_text(server.address)
@@ -121,7 +121,9 @@ def main() -> None:
     check = partial(stay_with, os.getppid())
     try:
         connections = [
-            Connection(reach(server), form, [torch.zeros(width)], server, "here", partial(reach, server), 20.0, 0.1)
+            ServerConnection(
+                reach(server), form, [torch.zeros(width)], server, "here", partial(reach, server), 20.0, 0.1
+            )
             for server in range(world["servers"])
         ]
         client = Client(connections, number, incarnation, check)

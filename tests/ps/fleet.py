@@ -21,7 +21,7 @@ from headrace.comm.port import ClientTransport
 from headrace.engine.nursery import ForkServer
 from headrace.ps.client import Client
 from headrace.ps.replication import Authority, Down, Ready, Up
-from headrace.ps.session import Connection
+from headrace.ps.session import ServerConnection
 from ps.fleet_form import fleet_form
 
 __all__ = ["Fleet", "Pusher"]
@@ -186,7 +186,7 @@ class Pusher:
         form = fleet_form(self._fleet.leases)
         self._places = [torch.zeros(piece.shape) for piece in form.pieces]
         link = self._fleet.link()
-        connection = Connection(link, form, self._places, reopen=self._fleet.link, patience_s=DEADLINE_S)
+        connection = ServerConnection(link, form, self._places, reopen=self._fleet.link, patience_s=DEADLINE_S)
         client = Client([connection], self._worker)
         gradients = [torch.zeros(piece.shape) for piece in form.pieces]
         client.pull()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headrace.ps.form import Form, Piece
+from headrace.ps.form import ShardLayout, ShardSpec
 
 __all__ = ["fleet_form"]
 
 
-def fleet_form(leases: int) -> Form:
+def fleet_form(leases: int) -> ShardLayout:
     """Returns four shards with a number for each lease."""
-    return Form([Piece(f"count-{shard}", 0, (leases,)) for shard in range(4)])
+    return ShardLayout([ShardSpec(f"count-{shard}", 0, (leases,)) for shard in range(4)])

@@ -16,8 +16,8 @@ import torch
 
 from comm.ways import open_link, open_port
 from headrace.policies.staleness import Anytime, Each
-from headrace.ps.applier import Applier
-from headrace.ps.pairing import Pairing
+from headrace.ps.applier import ShardOptimizer
+from headrace.ps.pairing import ReplicatedTransport
 from headrace.ps.replication import View
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
@@ -33,9 +33,9 @@ def main() -> None:
     def connect(address: str) -> object:
         return open_link(way, address, form.slots, type(form.slots)(()), form.reply_slots)
 
-    pairing = Pairing(open_port(way, *slots), form.push_slots, form.reply_slots, int(number), connect)  # type: ignore[arg-type]
+    pairing = ReplicatedTransport(open_port(way, *slots), form.push_slots, form.reply_slots, int(number), connect)  # type: ignore[arg-type]
     specs = [ParameterSpec(piece.parameter, piece.shape) for piece in form.pieces]
-    applier = Applier(form, partial(torch.optim.SGD, lr=1.0), specs)
+    applier = ShardOptimizer(form, partial(torch.optim.SGD, lr=1.0), specs)
     machines = [Shard(range(1), Anytime(), Each()) for _ in range(len(form))]
     server = Server(pairing.port, form, applier, machines, pairing=pairing)
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

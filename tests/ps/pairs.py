@@ -14,7 +14,7 @@ from comm.ways import DEADLINE_S, open_link, open_port
 from headrace.comm.port import ReceivedMessage, ServerTransport, Slots
 from headrace.comm.segment import SharedSegment
 from headrace.ps.log import pushed_by
-from headrace.ps.pairing import Pairing
+from headrace.ps.pairing import ReplicatedTransport
 from headrace.ps.replication import View
 
 __all__ = ["Group", "Runner", "Scribe", "digest", "until"]
@@ -75,7 +75,12 @@ class Runner:
     """
 
     def __init__(
-        self, way: str, number: int, slots: Sequence[Slots | None], make: Callable[[Pairing], Any], group: Group
+        self,
+        way: str,
+        number: int,
+        slots: Sequence[Slots | None],
+        make: Callable[[ReplicatedTransport], Any],
+        group: Group,
     ) -> None:
         self.error: BaseException | None = None
         parameters, pushes, replies = slots
@@ -85,7 +90,7 @@ class Runner:
         def connect(address: str) -> Any:
             return open_link(way, address, parameters, Slots(()), replies)
 
-        self.pairing = Pairing(
+        self.pairing = ReplicatedTransport(
             open_port(way, parameters, pushes, replies), pushes, replies, number, connect, grace_s=0.2
         )
         self.address = self.pairing.port.address
@@ -117,7 +122,7 @@ class Runner:
 class Group:
     """All processes of one server."""
 
-    def __init__(self, way: str, slots: Sequence[Slots | None], make: Callable[[Pairing], Any]) -> None:
+    def __init__(self, way: str, slots: Sequence[Slots | None], make: Callable[[ReplicatedTransport], Any]) -> None:
         self.view: View | None = None
         self.runners: list[Runner] = []
         self._new = lambda: Runner(way, len(self.runners), slots, make, self)

@@ -23,17 +23,17 @@ from headrace.ps.replication import (
     Called,
     Deal,
     Down,
-    Entry,
     Fill,
     Filled,
     Follow,
     Forward,
     Held,
     Hold,
-    Lost,
+    LogEntryReceived,
+    PrimaryLost,
     Ready,
     Received,
-    Refuse,
+    RefuseOldEpoch,
     Up,
     View,
 )
@@ -148,7 +148,7 @@ class Group:
         before = self.authority.view
         try:
             self.authority.handle(self.told.popleft())
-        except Lost:
+        except PrimaryLost:
             self.over = True
         after = self.authority.view
         if before is not None and after is not None and after.primary != before.primary:
@@ -169,14 +169,14 @@ class Group:
         event, content = self.links[sender, to].popleft()
         process = self.processes[to]
         actions = process.machine.handle(event)
-        if any(isinstance(action, Refuse) for action in actions):
+        if any(isinstance(action, RefuseOldEpoch) for action in actions):
             # The link ends: nothing more comes over it, either way.
             self.links[sender, to].clear()
             self.links.get((to, sender), deque()).clear()
             return
         if isinstance(event, Filled):
             process.dealt, process.mail = list(content), dict(enumerate(content, 1))
-        elif isinstance(event, Entry):
+        elif isinstance(event, LogEntryReceived):
             process.mail[event.number] = content
         self._act(to, actions)
 
@@ -188,7 +188,9 @@ class Group:
                 assert action.number == len(process.dealt) + 1, "no piece is dealt with twice, none is left out"
                 process.dealt.append(process.mail[action.number])
             elif isinstance(action, Forward):
-                self._send(number, self._backup_of(number), Entry(epoch, action.number), process.mail[action.number])
+                self._send(
+                    number, self._backup_of(number), LogEntryReceived(epoch, action.number), process.mail[action.number]
+                )
             elif isinstance(action, Fill):
                 assert action.number == len(process.dealt)
                 self._send(number, self._backup_of(number), Filled(epoch, action.number), tuple(process.dealt))

@@ -18,12 +18,12 @@ from headrace.comm.port import ClientTransport, ServerTransport
 from headrace.comm.remote_link import RemoteClientTransport
 from headrace.comm.remote_port import RemoteServerTransport
 from headrace.policies.staleness import Anytime, Combination, Each
-from headrace.ps.applier import Applier
+from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client
-from headrace.ps.form import Form, Piece
-from headrace.ps.leases import Leases
+from headrace.ps.form import ShardLayout, ShardSpec
+from headrace.ps.leases import LeaseTable
 from headrace.ps.server import Server
-from headrace.ps.session import Connection
+from headrace.ps.session import ServerConnection
 from headrace.ps.shard import Shard
 from headrace.spec.model import ParameterSpec
 
@@ -55,15 +55,15 @@ class Stand:
         faults: Faults | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self.form = Form([Piece("weight", 0, (WIDTH,))], codec)
+        self.form = ShardLayout([ShardSpec("weight", 0, (WIDTH,))], codec)
         slots = (self.form.slots, self.form.push_slots, self.form.reply_slots)
         self.port: ServerTransport = (
             LocalServerTransport(*slots) if way == "local" else RemoteServerTransport(*slots, secret=SECRET)
         )
-        applier = Applier(self.form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
+        applier = ShardOptimizer(self.form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
         machines = [Shard(range(workers), Anytime(), combination or Each())]
         self.server = Server(
-            self.port, self.form, applier, machines, (Leases(workers, 1000), 0, 1000, 1), grace_s=PATIENCE_S
+            self.port, self.form, applier, machines, (LeaseTable(workers, 1000), 0, 1000, 1), grace_s=PATIENCE_S
         )
         self.machine = machines[0]
         self._way = way
@@ -97,7 +97,7 @@ class Stand:
         """Returns a client and the copy that it pulls to; one that opens other links, if it `lasts`."""
         copy = torch.zeros(WIDTH)
         reopen = self.link if lasts else None
-        connection = Connection(self.link(), self.form, [copy], 7, "there", reopen, self._patience_s, PROBE_S)
+        connection = ServerConnection(self.link(), self.form, [copy], 7, "there", reopen, self._patience_s, PROBE_S)
         client = Client([connection], worker, incarnation, observes=observes)
         self._clients.append(client)
         return client, copy

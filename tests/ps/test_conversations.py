@@ -24,10 +24,10 @@ from torch import Tensor
 from headrace.comm.port import ReceivedMessage, ServerTransport
 from headrace.policies.staleness import Anytime, Each
 from headrace.ps import shard as module
-from headrace.ps.applier import Applier
+from headrace.ps.applier import ShardOptimizer
 from headrace.ps.events import Reason
-from headrace.ps.form import Form, Piece
-from headrace.ps.leases import Leases
+from headrace.ps.form import ShardLayout, ShardSpec
+from headrace.ps.leases import LeaseTable
 from headrace.ps.messages import Kind, Message, decode, encode
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
@@ -36,7 +36,7 @@ from ps.worlds import mutated
 
 WORKERS = 2
 WIDTH = 8
-FORM = Form([Piece("count", 0, (WIDTH,))])
+FORM = ShardLayout([ShardSpec("count", 0, (WIDTH,))])
 
 
 class Wire(ServerTransport):
@@ -135,9 +135,11 @@ class Conversations(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.wire = Wire()
-        applier = Applier(FORM, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (WIDTH,))])
+        applier = ShardOptimizer(FORM, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (WIDTH,))])
         shards = [self.shard(range(WORKERS), Anytime(), Each())]
-        self.server = Server(self.wire, FORM, applier, shards, (Leases(WIDTH, 1, workers=range(WORKERS)), 0, 1, 1), 0.0)
+        self.server = Server(
+            self.wire, FORM, applier, shards, (LeaseTable(WIDTH, 1, workers=range(WORKERS)), 0, 1, 1), 0.0
+        )
         self.sessions = count(1)
         self.workers = [Worker(number, 0, next(self.sessions)) for number in range(WORKERS)]
         self.acknowledged: set[int] = set()

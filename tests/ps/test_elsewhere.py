@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.policies.staleness import Anytime, Elsewhere
-from headrace.ps.events import Accumulate, Ack, Among, Join, Leave, Pull, Push, Reason, Refuse, Reply, Step
+from headrace.ps.events import Accumulate, Ack, Among, ApplyStep, Join, Leave, Pull, Push, Reason, Refuse, Reply
 from headrace.ps.shard import Shard
 from ps.test_shard import told
 
@@ -16,7 +16,7 @@ def test_a_round_that_is_over_elsewhere_is_of_the_same_workers_here() -> None:
     again.load(shard.state())
     for each in (shard, again):
         assert told(each, Among(5, ((0, 0), (2, 0))), Push(2, 0, 1, 0)) == [
-            Accumulate(2), Step((0, 2), 2.0, 0), Ack(0, 0), Ack(2, 1), Reply(1, 1), Reply(0, 1),
+            Accumulate(2), ApplyStep((0, 2), 2.0, 0), Ack(0, 0), Ack(2, 1), Reply(1, 1), Reply(0, 1),
         ]  # fmt: skip
         # Whoever is told of it when it is over goes on at once.
         assert told(each, Among(5, ((0, 0), (2, 0))), Pull(2)) == [Reply(2, 1)]
@@ -26,11 +26,11 @@ def test_a_round_that_is_over_elsewhere_is_of_the_same_workers_here() -> None:
 def test_of_a_round_that_is_over_elsewhere_the_lost_are_not_awaited() -> None:
     shard = Shard(range(3), Anytime(), Elsewhere())
     told(shard, Among(5, ((0, 0), (1, 0))), Push(0, 0, 0, 0))
-    assert told(shard, Leave(1)) == [Step((0,), 1.0, 0), Ack(0, 0)]
+    assert told(shard, Leave(1)) == [ApplyStep((0,), 1.0, 0), Ack(0, 0)]
     assert told(shard, Among(6, ((1, 0), (2, 0))), Pull(0)) == [], "who is no member any more is not awaited"
     assert told(shard, Join(2), Pull(0)) == [], "who comes again over another link is"
     assert told(shard, Join(2, 1)) == [Reply(0, 2)], "who comes in its place is not"
     assert told(shard, Among(7, ((2, 0),)), Pull(2, 1)) == [Reply(2, 3)], "nor who has come already"
     told(shard, Among(8, ((0, 0), (2, 1))), Push(0, 0, 7, 3))
-    late = [Refuse(2, 8, Reason.LATE), Step((0,), 1.0, 0), Ack(0, 7)]
+    late = [Refuse(2, 8, Reason.LATE), ApplyStep((0,), 1.0, 0), Ack(0, 7)]
     assert told(shard, Push(2, 1, 8, 2)) == late, "nor who has older parameters"

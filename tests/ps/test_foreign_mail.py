@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from headrace.ps.form import Form, Piece
+from headrace.ps.form import ShardLayout, ShardSpec
 from headrace.ps.messages import Kind, Message, decode, encode
 
-FORM = Form([Piece("weight", 0, (2, 3)), Piece("bias", 0, (2,))])
+FORM = ShardLayout([ShardSpec("weight", 0, (2, 3)), ShardSpec("bias", 0, (2,))])
 
 
 @pytest.mark.parametrize(

@@ -9,35 +9,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.ps import leases as module
-from headrace.ps.leases import Advance, Answer, Ask, Commit, Event, Fence, Grant, Halt, Leases, Lost, Return
+from headrace.ps.leases import (
+    Advance,
+    Answer,
+    Ask,
+    Commit,
+    Event,
+    Grant,
+    Halt,
+    LeaseTable,
+    MeetAtSyncPoint,
+    Return,
+    WorkerLost,
+)
 from ps.books import LeaseBook
 from ps.virtual import Machines
 from ps.worlds import is_found, mutated
 
 
-def told(leases: Leases, *events: Event) -> list[Answer]:
+def told(leases: LeaseTable, *events: Event) -> list[Answer]:
     return [answer for event in events for answer in leases.handle(event)]
 
 
 def test_portions_go_to_whoever_asks_and_the_fence_waits_for_all() -> None:
-    leases = Leases(portions=2, until=1)
+    leases = LeaseTable(portions=2, until=1)
     assert told(leases, Ask(5), Ask(3), Ask(4)) == [Grant(5, 0, 0, 0), Grant(3, 1, 0, 1)]
     assert told(leases, Commit(1), Ask(3)) == []
     assert told(leases, Commit(0)) == []
-    assert told(leases, Ask(5)) == [Fence(worker, 1, 1, (5, 3, 4)) for worker in (5, 3, 4)]
+    assert told(leases, Ask(5)) == [MeetAtSyncPoint(worker, 1, 1, (5, 3, 4)) for worker in (5, 3, 4)]
     assert told(leases, Ask(4), Ask(5)) == []
     assert told(leases, Advance(1, 2)) == [Grant(4, 2, 1, 0), Grant(5, 3, 1, 1)]
 
 
 def test_who_is_awaited_from_the_begin_holds_up_the_fence_until_it_asks_or_is_lost() -> None:
-    leases = Leases(portions=1, until=1, workers=range(3))
+    leases = LeaseTable(portions=1, until=1, workers=range(3))
     assert told(leases, Ask(1), Commit(0), Ask(1), Ask(0)) == [Grant(1, 0, 0, 0)]
-    assert told(leases, Lost(2)) == [Fence(0, 1, 1, (0, 1)), Fence(1, 1, 1, (0, 1))]
+    assert told(leases, WorkerLost(2)) == [MeetAtSyncPoint(0, 1, 1, (0, 1)), MeetAtSyncPoint(1, 1, 1, (0, 1))]
 
 
 def test_who_comes_during_a_meeting_waits_outside_and_all_who_met_let_go_on_once() -> None:
-    leases = Leases(portions=1, until=1)
-    assert told(leases, Ask(0), Commit(0), Ask(0)) == [Grant(0, 0, 0, 0), Fence(0, 1, 1, (0,))]
+    leases = LeaseTable(portions=1, until=1)
+    assert told(leases, Ask(0), Commit(0), Ask(0)) == [Grant(0, 0, 0, 0), MeetAtSyncPoint(0, 1, 1, (0,))]
     assert told(leases, Ask(1)) == []
     assert told(leases, Advance(1, 2)) == [Grant(1, 1, 1, 0)]
     assert told(leases, Advance(1, 5)) == []
@@ -45,43 +57,46 @@ def test_who_comes_during_a_meeting_waits_outside_and_all_who_met_let_go_on_once
 
 
 def test_what_is_returned_or_lost_comes_first_and_only_once() -> None:
-    leases = Leases(portions=3, until=2)
+    leases = LeaseTable(portions=3, until=2)
     assert [answer.worker for answer in told(leases, Ask(0), Ask(1), Ask(2))] == [0, 1, 2]
     assert told(leases, Return(1), Return(1), Ask(1)) == [Grant(1, 1, 0, 1)]
-    assert told(leases, Lost(0), Ask(0), Commit(2), Ask(2)) == [Grant(0, 0, 0, 0), Grant(2, 3, 1, 0)]
+    assert told(leases, WorkerLost(0), Ask(0), Commit(2), Ask(2)) == [Grant(0, 0, 0, 0), Grant(2, 3, 1, 0)]
 
 
 def test_nobody_speaks_for_the_lease_of_another() -> None:
-    leases = Leases(portions=2, until=1)
+    leases = LeaseTable(portions=2, until=1)
     leases.handle(Ask(0))
     leases.handle(Ask(1))
     assert leases.handle(Commit(0, worker=1)) == leases.handle(Return(1, worker=0)) == []
     # Both are held still: no fence for who is done, and nothing that is free.
     leases.handle(Commit(1, worker=1))
     assert leases.handle(Ask(1)) == []
-    assert told(leases, Commit(0, worker=0), Ask(0)) == [Fence(0, 1, 1, (0, 1)), Fence(1, 1, 1, (0, 1))]
+    assert told(leases, Commit(0, worker=0), Ask(0)) == [
+        MeetAtSyncPoint(0, 1, 1, (0, 1)),
+        MeetAtSyncPoint(1, 1, 1, (0, 1)),
+    ]
 
 
 def test_a_fixed_portion_is_of_one_worker() -> None:
-    leases = Leases(portions=2, until=2, fixed=True)
+    leases = LeaseTable(portions=2, until=2, fixed=True)
     assert told(leases, Ask(1), Commit(1), Ask(1), Commit(3), Ask(1)) == [Grant(1, 1, 0, 1), Grant(1, 3, 1, 1)]
     assert told(leases, Ask(0), Commit(0), Ask(0), Commit(2)) == [Grant(0, 0, 0, 0), Grant(0, 2, 1, 0)]
-    assert told(leases, Ask(0)) == [Fence(1, 2, 1, (1, 0)), Fence(0, 2, 1, (1, 0))]
+    assert told(leases, Ask(0)) == [MeetAtSyncPoint(1, 2, 1, (1, 0)), MeetAtSyncPoint(0, 2, 1, (1, 0))]
 
 
 def test_fixed_portions_of_who_is_lost_go_to_the_others_until_it_is_back() -> None:
-    leases = Leases(portions=2, until=3, fixed=True)
-    assert told(leases, Ask(0), Ask(1), Lost(1)) == [Grant(0, 0, 0, 0), Grant(1, 1, 0, 1)]
+    leases = LeaseTable(portions=2, until=3, fixed=True)
+    assert told(leases, Ask(0), Ask(1), WorkerLost(1)) == [Grant(0, 0, 0, 0), Grant(1, 1, 0, 1)]
     assert told(leases, Commit(0), Ask(0), Commit(1), Ask(0)) == [Grant(0, 1, 0, 1), Grant(0, 2, 1, 0)]
     assert told(leases, Ask(1), Commit(2), Ask(0)) == [Grant(1, 3, 1, 1), Grant(0, 4, 2, 0)]
 
 
 def test_who_comes_and_has_no_fixed_portions_gets_those_of_others() -> None:
-    leases = Leases(portions=1, until=3, fixed=True)
+    leases = LeaseTable(portions=1, until=3, fixed=True)
     assert told(leases, Ask(0), Ask(1)) == [Grant(0, 0, 0, 0), Grant(1, 1, 1, 0)]
     assert told(leases, Commit(0), Commit(1), Ask(0), Ask(1), Commit(2)) == [Grant(0, 2, 2, 0)]
     assert told(leases, Ask(0), Advance(3, 5)) == [
-        *[Fence(worker, 3, 1, (0, 1)) for worker in (0, 1)],
+        *[MeetAtSyncPoint(worker, 3, 1, (0, 1)) for worker in (0, 1)],
     ]
     assert told(leases, Ask(1), Ask(0)) == [Grant(1, 3, 3, 0), Grant(0, 4, 4, 0)]
 
@@ -89,7 +104,7 @@ def test_who_comes_and_has_no_fixed_portions_gets_those_of_others() -> None:
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(("asked", "fence"), [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2)])
 def test_a_halt_lets_the_rounds_end_that_have_begun(asked: int, fence: int, fixed: bool) -> None:
-    leases = Leases(portions=2, until=9, fixed=fixed)
+    leases = LeaseTable(portions=2, until=9, fixed=fixed)
     for lease in range(asked):
         assert told(leases, Ask(lease % 2), Commit(lease)) == [Grant(lease % 2, lease, lease // 2, lease % 2)]
     leases.handle(Halt())
@@ -97,23 +112,23 @@ def test_a_halt_lets_the_rounds_end_that_have_begun(asked: int, fence: int, fixe
 
 
 def test_who_is_lost_at_a_fence_waits_outside_when_it_is_back_unless_all_are_lost() -> None:
-    leases = Leases(portions=1, until=1)
+    leases = LeaseTable(portions=1, until=1)
     assert told(leases, Ask(0), Ask(1), Commit(0)) == [Grant(0, 0, 0, 0)]
-    assert told(leases, Ask(0)) == [Fence(0, 1, 1, (0, 1)), Fence(1, 1, 1, (0, 1))]
-    assert told(leases, Lost(1), Ask(1)) == []
-    assert told(leases, Lost(0)) == [Fence(1, 1, 2, (1,))]
+    assert told(leases, Ask(0)) == [MeetAtSyncPoint(0, 1, 1, (0, 1)), MeetAtSyncPoint(1, 1, 1, (0, 1))]
+    assert told(leases, WorkerLost(1), Ask(1)) == []
+    assert told(leases, WorkerLost(0)) == [MeetAtSyncPoint(1, 1, 2, (1,))]
 
 
 def test_no_fence_in_front_of_what_only_a_lost_worker_may_do_or_what_somebody_holds_who_asks_again() -> None:
-    leases = Leases(portions=1, until=1, alone=1)
-    assert told(leases, Ask(0), Ask(1), Lost(0)) == [Grant(0, 0, 0, 0)]
+    leases = LeaseTable(portions=1, until=1, alone=1)
+    assert told(leases, Ask(0), Ask(1), WorkerLost(0)) == [Grant(0, 0, 0, 0)]
     assert told(leases, Ask(0), Ask(0)) == [Grant(0, 0, 0, 0)]
-    assert told(leases, Commit(0)) == [Fence(1, 1, 1, (1, 0)), Fence(0, 1, 1, (1, 0))]
+    assert told(leases, Commit(0)) == [MeetAtSyncPoint(1, 1, 1, (1, 0)), MeetAtSyncPoint(0, 1, 1, (1, 0))]
 
 
 def test_one_meeting_at_a_time() -> None:
-    leases = Leases(portions=1, until=0)
-    assert told(leases, Ask(0)) == [Fence(0, 0, 1, (0,))]
+    leases = LeaseTable(portions=1, until=0)
+    assert told(leases, Ask(0)) == [MeetAtSyncPoint(0, 0, 1, (0,))]
     assert told(leases, Ask(1), Ask(0)) == []
 
 
@@ -142,7 +157,7 @@ class _Crowd:
         elif what == "lost":
             self.holds.pop(worker, None)
             self.met.discard(worker)
-            self.take(Lost(worker))
+            self.take(WorkerLost(worker))
         elif what == "halt":
             self.take(Halt())
 
@@ -175,7 +190,7 @@ def test_under_any_order_of_events_each_portion_is_committed_once_before_its_fen
     acts: list[tuple[int, str]], portions: int, until: int, fixed: bool
 ) -> None:
     workers = 3
-    crowd = _Crowd(LeaseBook(Leases(portions, until, 0, fixed), _Place(portions, fixed), until))
+    crowd = _Crowd(LeaseBook(LeaseTable(portions, until, 0, fixed), _Place(portions, fixed), until))
     for worker, what in acts:
         crowd.go(worker % workers, what)
     crowd.finish(workers)
@@ -203,10 +218,10 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_histories_find_a_planted_bug(bug: str) -> None:
-    assert is_found(Machines(leases=mutated(module, "Leases", *PLANTED[bug])))
+    assert is_found(Machines(leases=mutated(module, "LeaseTable", *PLANTED[bug])))
 
 
 def test_histories_find_nothing_where_nothing_is_planted() -> None:
     assert not is_found(
-        Machines(leases=mutated(module, "Leases", "self._free.add(lease)", "self._free.add(lease)")), histories=5
+        Machines(leases=mutated(module, "LeaseTable", "self._free.add(lease)", "self._free.add(lease)")), histories=5
     )

@@ -16,7 +16,6 @@ from headrace.ps.replication import (
     Called,
     Deal,
     Down,
-    Entry,
     Event,
     Fill,
     Filled,
@@ -25,10 +24,11 @@ from headrace.ps.replication import (
     Held,
     Hold,
     Lead,
-    Lost,
+    LogEntryReceived,
+    PrimaryLost,
     Ready,
     Received,
-    Refuse,
+    RefuseOldEpoch,
     Replication,
     Stop,
     Up,
@@ -65,7 +65,12 @@ def test_nobody_waits_while_a_backup_is_filled_and_then_for_what_it_holds() -> N
 
 def test_a_backup_deals_with_the_log_and_says_so() -> None:
     machine = Replication(1)
-    assert told(machine, View(1, 0, 1), Filled(1, 7), Entry(1, 8)) == [Follow(1, 0), Hold(7), Deal(8), Hold(8)]
+    assert told(machine, View(1, 0, 1), Filled(1, 7), LogEntryReceived(1, 8)) == [
+        Follow(1, 0),
+        Hold(7),
+        Deal(8),
+        Hold(8),
+    ]
     assert told(machine, View(2, 1), Received()) == [Lead(2), Deal(9)]
 
 
@@ -81,17 +86,19 @@ def test_the_next_backup_is_filled_when_it_calls_early_or_late() -> None:
     assert told(late, View(2, 0, 2), Received(), Called(2, 2)) == [Deal(2), Fill(2)]
 
 
-@pytest.mark.parametrize("event", [Held(1, 2), Called(1, 1), Entry(1, 2), Filled(1, 1), View(1, 0, 1), View(1, 1)])
+@pytest.mark.parametrize(
+    "event", [Held(1, 2), Called(1, 1), LogEntryReceived(1, 2), Filled(1, 1), View(1, 0, 1), View(1, 1)]
+)
 def test_what_is_of_an_older_epoch_is_refused(event: Event) -> None:
     machine = guarded()
     told(machine, Received(), View(2, 0, 3))
-    assert told(machine, event) == [Refuse(2)]
+    assert told(machine, event) == [RefuseOldEpoch(2)]
 
 
 def test_who_was_replaced_deals_with_nothing_any_more() -> None:
     machine = guarded()
     assert told(machine, Received(), View(2, 1), Received()) == [Forward(2), Stop(2)]
-    assert told(machine, Held(1, 2)) == [Refuse(2)]
+    assert told(machine, Held(1, 2)) == [RefuseOldEpoch(2)]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,7 @@ def test_who_was_replaced_deals_with_nothing_any_more() -> None:
     [
         (guarded(), Held(1, 2), "piece 2 is held, of a log of 1"),
         (guarded(), Held(2, 1), "epoch 2 has begun"),
-        (guarded(), Entry(1, 2), "piece 2 comes after 1"),
+        (guarded(), LogEntryReceived(1, 2), "piece 2 comes after 1"),
     ],
 )
 def test_what_cannot_be_is_an_error(machine: Replication, event: Event, words: str) -> None:
@@ -123,7 +130,7 @@ def test_the_authority_promotes_whoever_holds_all() -> None:
     assert authority.handle(Down(4)) == View(3, 5, 6)
     assert authority.handle(Down(4)) is None
     assert authority.handle(Down(6)) == View(4, 5)
-    with pytest.raises(Lost, match="process 5 is gone"):
+    with pytest.raises(PrimaryLost, match="process 5 is gone"):
         authority.handle(Down(5))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.policies.staleness import Anytime, Everybody
-from headrace.ps.events import Accumulate, Ack, Close, Event, Join, Leave, Pull, Push, Reason, Refuse, Reply, Step
+from headrace.ps.events import Accumulate, Ack, ApplyStep, Close, Event, Join, Leave, Pull, Push, Reason, Refuse, Reply
 from headrace.ps.shard import Shard
 from ps.test_shard import told, two
 
@@ -13,16 +13,16 @@ from ps.test_shard import told, two
 def test_a_round_of_everybody_waits_for_whoever_is_there() -> None:
     shard = two(combination=Everybody())
     told(shard, Join(2), Push(0, 0, 0, 0), Push(1, 0, 1, 0))
-    assert told(shard, Push(2, 0, 2, 0))[1:2] == [Step((0, 1, 2), 3.0, 0)]
+    assert told(shard, Push(2, 0, 2, 0))[1:2] == [ApplyStep((0, 1, 2), 3.0, 0)]
     told(shard, Push(0, 0, 3, 1), Push(2, 0, 4, 1))
-    assert told(shard, Leave(1))[0] == Step((0, 2), 2.0, 0)
+    assert told(shard, Leave(1))[0] == ApplyStep((0, 2), 2.0, 0)
 
 
 def test_a_round_that_somebody_has_waited_for_long_enough_ends_with_those_who_are_there() -> None:
     shard = Shard(range(3), Anytime(), Everybody())
     told(shard, Push(0, 0, 0, 0), Push(1, 0, 1, 0), Pull(0))
     assert told(shard, Close(2)) == [], "it waits for nobody"
-    assert told(shard, Close(1)) == [Step((0, 1), 2.0, 0), Ack(0, 0), Ack(1, 1), Reply(0, 1)]
+    assert told(shard, Close(1)) == [ApplyStep((0, 1), 2.0, 0), Ack(0, 0), Ack(1, 1), Reply(0, 1)]
     assert told(shard, Push(2, 0, 2, 0)) == [Refuse(2, 2, Reason.LATE)]
     assert told(shard, Push(2, 0, 2, 1), Close(1)) == [Accumulate(2)], "another round"
 
@@ -34,6 +34,6 @@ def test_who_has_kept_others_waiting_is_not_waited_for_before_it_comes(comes: Ev
     other = Shard(range(3), Anytime(), Everybody())
     other.load(shard.state())
     for each in (shard, other):
-        assert told(each, Push(0, 0, 3, 1), Push(1, 0, 4, 1))[2:3] == [Step((0, 1), 2.0, 0)]
+        assert told(each, Push(0, 0, 3, 1), Push(1, 0, 4, 1))[2:3] == [ApplyStep((0, 1), 2.0, 0)]
         told(each, comes)
         assert told(each, Push(0, 0, 5, 2), Push(1, 0, 6, 2)) == [Accumulate(0), Accumulate(1)]

@@ -15,10 +15,11 @@ from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
-    Ahead,
+    ApplyStep,
     Close,
     Event,
     Join,
+    LeasesAhead,
     Leave,
     Pull,
     Push,
@@ -27,7 +28,6 @@ from headrace.ps.events import (
     Renew,
     Reply,
     Settle,
-    Step,
 )
 from headrace.ps.shard import Shard
 from ps.virtual import Machines, Stuck, World, run
@@ -50,9 +50,9 @@ def two(admission: Admission | None = None, combination: Combination | None = No
 def test_each_push_is_a_step_and_knows_how_stale_it_is() -> None:
     shard = two()
     assert told(shard, Pull(0), Pull(1)) == [Reply(0, 0), Reply(1, 0)]
-    assert told(shard, Push(1, 0, 7, 0, 1.0, 0.25), Pull(1)) == [Step((1,), 0.25, 0), Ack(1, 7), Reply(1, 1)]
-    assert told(shard, Push(1, 0, 8, 1)) == [Step((1,), 1.0, 0), Ack(1, 8)]
-    assert told(shard, Push(0, 0, 6, 0)) == [Step((0,), 1.0, 2), Ack(0, 6)]
+    assert told(shard, Push(1, 0, 7, 0, 1.0, 0.25), Pull(1)) == [ApplyStep((1,), 0.25, 0), Ack(1, 7), Reply(1, 1)]
+    assert told(shard, Push(1, 0, 8, 1)) == [ApplyStep((1,), 1.0, 0), Ack(1, 8)]
+    assert told(shard, Push(0, 0, 6, 0)) == [ApplyStep((0,), 1.0, 2), Ack(0, 6)]
     assert (shard.version, shard.clocks) == (3, {0: 1, 1: 2})
 
 
@@ -68,7 +68,7 @@ def test_a_lease_is_done_once(finite: bool) -> None:
     shard = two()
     told(shard, Push(0, 0, 3, 0, finite=finite))
     assert told(shard, Push(1, 0, 3, 0)) == [Refuse(1, 3, Reason.DUPLICATE)]
-    assert told(shard, Settle(), Push(1, 0, 3, 0)) == [Step((1,), 1.0, int(finite)), Ack(1, 3)]
+    assert told(shard, Settle(), Push(1, 0, 3, 0)) == [ApplyStep((1,), 1.0, int(finite)), Ack(1, 3)]
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -87,7 +87,7 @@ def test_who_comes_over_another_link_gives_again_what_it_gave_to_an_open_round()
     assert told(shard, push, Join(0, 0)) == [Accumulate(0)]
     assert shard.clocks == {0: 0, 1: 0}
     assert told(shard, Push(1, 0, 1, 0)) == [Accumulate(1)]
-    assert told(shard, push) == [Accumulate(0), Step((0, 1), 2.0, 0), Ack(0, 0), Ack(1, 1)]
+    assert told(shard, push) == [Accumulate(0), ApplyStep((0, 1), 2.0, 0), Ack(0, 0), Ack(1, 1)]
     assert told(shard, Join(0, 0), push) == [Ack(0, 0)]
     assert shard.clocks == {0: 1, 1: 1}
 
@@ -108,9 +108,9 @@ def test_strangers_and_earlier_incarnations_are_refused() -> None:
 
 def test_a_pull_waits_until_the_others_are_near_enough() -> None:
     shard = two(Within(1))
-    assert told(shard, Push(0, 0, 0, 0), Pull(0)) == [Step((0,), 1.0, 0), Ack(0, 0), Reply(0, 1)]
-    assert told(shard, Push(0, 0, 2, 1), Pull(0)) == [Step((0,), 1.0, 0), Ack(0, 2)]
-    assert told(shard, Push(1, 0, 1, 0)) == [Step((1,), 1.0, 2), Ack(1, 1), Reply(0, 3)]
+    assert told(shard, Push(0, 0, 0, 0), Pull(0)) == [ApplyStep((0,), 1.0, 0), Ack(0, 0), Reply(0, 1)]
+    assert told(shard, Push(0, 0, 2, 1), Pull(0)) == [ApplyStep((0,), 1.0, 0), Ack(0, 2)]
+    assert told(shard, Push(1, 0, 1, 0)) == [ApplyStep((1,), 1.0, 2), Ack(1, 1), Reply(0, 3)]
 
 
 def test_who_leaves_holds_nobody_up_and_waits_for_nothing() -> None:
@@ -118,13 +118,19 @@ def test_who_leaves_holds_nobody_up_and_waits_for_nothing() -> None:
     assert told(shard, Push(0, 0, 0, 0), Pull(0))[2:] == []
     assert told(shard, Leave(1)) == [Reply(0, 1)]
     assert told(shard, Push(0, 0, 1, 1), Join(1, 1), Push(0, 0, 2, 2), Pull(0))[4:] == []
-    assert told(shard, Leave(0), Push(1, 1, 3, 3)) == [Step((1,), 1.0, 0), Ack(1, 3)]
+    assert told(shard, Leave(0), Push(1, 1, 3, 3)) == [ApplyStep((1,), 1.0, 0), Ack(1, 3)]
 
 
 def test_a_round_takes_the_first_gradients_in_the_order_of_the_workers() -> None:
     shard = Shard(range(3), Anytime(), FirstOf(2))
     assert told(shard, Push(2, 0, 0, 0), Pull(2)) == [Accumulate(2)]
-    assert told(shard, Push(0, 0, 1, 0)) == [Accumulate(0), Step((0, 2), 2.0, 0), Ack(0, 1), Ack(2, 0), Reply(2, 1)]
+    assert told(shard, Push(0, 0, 1, 0)) == [
+        Accumulate(0),
+        ApplyStep((0, 2), 2.0, 0),
+        Ack(0, 1),
+        Ack(2, 0),
+        Reply(2, 1),
+    ]
     assert told(shard, Push(1, 0, 2, 0), Pull(1)) == [Refuse(1, 2, Reason.LATE), Reply(1, 1)]
 
 
@@ -134,7 +140,7 @@ def test_a_round_goes_on_without_what_is_empty_or_not_finite() -> None:
     assert shard.version == 1
     assert told(shard, Push(0, 0, 2, 1, finite=False), Push(1, 0, 3, 1)) == [
         Accumulate(1),
-        Step((1,), 2.0, 0),
+        ApplyStep((1,), 2.0, 0),
         Refuse(0, 2, NAN),
         Ack(1, 3),
     ]
@@ -144,22 +150,28 @@ def test_what_a_worker_gave_to_an_open_round_goes_with_it() -> None:
     shard = Shard(range(3), Anytime(), FirstOf(3))
     told(shard, Push(0, 0, 0, 0), Push(1, 0, 1, 0), Pull(1))
     assert told(shard, Leave(0)) == []
-    assert told(shard, Push(2, 0, 2, 0)) == [Accumulate(2), Step((1, 2), 2.0, 0), Ack(1, 1), Ack(2, 2), Reply(1, 1)]
-    assert told(shard, Join(0, 1), Push(1, 0, 3, 1), Push(0, 1, 0, 1), Leave(2))[2:3] == [Step((0, 1), 2.0, 0)]
+    assert told(shard, Push(2, 0, 2, 0)) == [
+        Accumulate(2),
+        ApplyStep((1, 2), 2.0, 0),
+        Ack(1, 1),
+        Ack(2, 2),
+        Reply(1, 1),
+    ]
+    assert told(shard, Join(0, 1), Push(1, 0, 3, 1), Push(0, 1, 0, 1), Leave(2))[2:3] == [ApplyStep((0, 1), 2.0, 0)]
 
 
 def test_the_last_round_in_front_of_a_fence_may_be_short() -> None:
     shard = two(combination=FirstOf(2))
-    told(shard, Ahead(3), Push(0, 0, 0, 0), Push(1, 0, 1, 0))
-    assert told(shard, Push(1, 0, 2, 1)) == [Accumulate(1), Step((1,), 1.0, 0), Ack(1, 2)]
+    told(shard, LeasesAhead(3), Push(0, 0, 0, 0), Push(1, 0, 1, 0))
+    assert told(shard, Push(1, 0, 2, 1)) == [Accumulate(1), ApplyStep((1,), 1.0, 0), Ack(1, 2)]
     told(shard, Settle(), Push(0, 0, 3, 2))
-    assert told(shard, Ahead(1)) == [Step((0,), 1.0, 0), Ack(0, 3)]
+    assert told(shard, LeasesAhead(1)) == [ApplyStep((0,), 1.0, 0), Ack(0, 3)]
 
 
 def test_a_pull_may_ask_for_a_version_that_is_still_to_come() -> None:
     shard = two()
     assert told(shard, Pull(0, least=1)) == []
-    assert told(shard, Push(1, 0, 0, 0)) == [Step((1,), 1.0, 0), Ack(1, 0), Reply(0, 1)]
+    assert told(shard, Push(1, 0, 0, 0)) == [ApplyStep((1,), 1.0, 0), Ack(1, 0), Reply(0, 1)]
     assert told(shard, Pull(0, least=2), Renew()) == [Reply(0, 2)]
     assert told(shard, Settle(version=9), Settle(version=5), Pull(0)) == [Reply(0, 9)]
 
@@ -294,7 +306,7 @@ EVENTS = st.lists(
         st.builds(Join, st.integers(0, 3), st.integers(0, 1)),
         st.builds(Leave, st.integers(0, 3)),
         st.just(Renew()),
-        st.builds(Ahead, st.integers(0, 12)),
+        st.builds(LeasesAhead, st.integers(0, 12)),
         st.builds(Close, st.integers(0, 3)),
     ),
     max_size=40,
@@ -328,7 +340,7 @@ def test_whatever_comes_a_lease_is_applied_once_and_only_who_asked_is_answered(
             elif isinstance(action, Accumulate):
                 assert isinstance(event, Push)
                 pending[action.worker] = event
-            elif isinstance(action, Step):
+            elif isinstance(action, ApplyStep):
                 assert len(action.workers) <= max(combination.needed(len(shard.clocks)), 1)
             elif isinstance(action, Ack):
                 made = pending.pop(action.worker, event)

@@ -15,14 +15,14 @@ import torch
 from comm.ways import DEADLINE_S, open_link, open_port
 from headrace.errors import CorruptCheckpoint, PeerLost
 from headrace.policies.staleness import Admission, Anytime, Each, Within
-from headrace.ps.applier import Applier
+from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client
 from headrace.ps.events import Reason
-from headrace.ps.form import Form, Piece
-from headrace.ps.leases import Leases
+from headrace.ps.form import ShardLayout, ShardSpec
+from headrace.ps.leases import LeaseTable
 from headrace.ps.messages import Kind, Message
 from headrace.ps.server import Server
-from headrace.ps.session import Connection
+from headrace.ps.session import ServerConnection
 from headrace.ps.shard import Shard
 from headrace.ps.snapshots import Snapshots, newest, read
 from headrace.ps.spans import numbers_in
@@ -35,8 +35,8 @@ SERVERS = 2
 LEASES = WORKERS * ROUNDS
 
 
-def form_of(server: int) -> Form:
-    return Form([Piece(f"count-{server}-{shard}", 0, (LEASES,)) for shard in range(2)])
+def form_of(server: int) -> ShardLayout:
+    return ShardLayout([ShardSpec(f"count-{server}-{shard}", 0, (LEASES,)) for shard in range(2)])
 
 
 def server_of(server: int, admission: Admission, until: int) -> Server:
@@ -44,8 +44,10 @@ def server_of(server: int, admission: Admission, until: int) -> Server:
     specs = [ParameterSpec(piece.parameter, piece.shape) for piece in form.pieces]
     machines = [Shard(range(WORKERS), admission, Each()) for _ in form.pieces]
     fixed = not isinstance(admission, Anytime)
-    coordinates = (Leases(WORKERS, until, fixed=fixed, workers=range(WORKERS)), 0, until, 1) if server == 0 else None
-    applier = Applier(form, partial(torch.optim.SGD, lr=1.0), specs)
+    coordinates = (
+        (LeaseTable(WORKERS, until, fixed=fixed, workers=range(WORKERS)), 0, until, 1) if server == 0 else None
+    )
+    applier = ShardOptimizer(form, partial(torch.optim.SGD, lr=1.0), specs)
     return Server(open_port("local", form.slots, form.push_slots), form, applier, machines, coordinates, grace_s=0.2)
 
 
@@ -112,7 +114,7 @@ class Life:
         for server, form in zip(self.servers, forms, strict=True):
             links.append(open_link("local", server.address, form.slots, form.push_slots))
             closing.callback(links[-1].close)
-        connections = [Connection(*each) for each in zip(links, forms, places, strict=True)]
+        connections = [ServerConnection(*each) for each in zip(links, forms, places, strict=True)]
         client = Client(connections, worker, check=self._check)
         closing.callback(client.close)
         lease, late = -1, False

@@ -16,16 +16,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from comm.ways import WAYS, open_link, open_port
 from headrace.policies.staleness import Anytime, Each
-from headrace.ps.applier import Applier
+from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client, Connection
 from headrace.ps.events import Reason
-from headrace.ps.form import Form, Piece
+from headrace.ps.form import ShardLayout, ShardSpec
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
 from headrace.spec.model import ParameterSpec
 
 STEPS = 20
-FORMS = (Form([Piece("weight", 0, (2, 7)), Piece("bias", 0, (3,))]), Form([Piece("weight", 14, (7,))]))
+FORMS = (
+    ShardLayout([ShardSpec("weight", 0, (2, 7)), ShardSpec("bias", 0, (3,))]),
+    ShardLayout([ShardSpec("weight", 14, (7,))]),
+)
 """Two servers: the second has the last row of the weight."""
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -55,7 +58,9 @@ def serving(way: str, factory: Callable[..., torch.optim.Optimizer] = SGD) -> It
     servers = []
     for form in FORMS:
         machines = [Shard(range(1), Anytime(), Each()) for _ in form.pieces]
-        servers.append(Server(open_port(way, form.slots, form.slots), form, Applier(form, factory, SPECS), machines))
+        servers.append(
+            Server(open_port(way, form.slots, form.slots), form, ShardOptimizer(form, factory, SPECS), machines)
+        )
 
     def serve(server: Server) -> None:
         while not stop.is_set():

@@ -11,15 +11,15 @@ import torch
 
 from comm.ways import open_link
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
-from headrace.ps.applier import Applier, Pace, Remedies
+from headrace.ps.applier import Remedies, RoundClock, ShardOptimizer
 from headrace.ps.client import Client
 from headrace.ps.events import Reason
-from headrace.ps.form import Form, Piece
-from headrace.ps.leases import Leases
+from headrace.ps.form import ShardLayout, ShardSpec
+from headrace.ps.leases import LeaseTable
 from headrace.ps.messages import Kind, Message
-from headrace.ps.pairing import Pairing
+from headrace.ps.pairing import ReplicatedTransport
 from headrace.ps.server import Server
-from headrace.ps.session import Connection
+from headrace.ps.session import ServerConnection
 from headrace.ps.shard import Shard
 from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options
@@ -53,15 +53,15 @@ class Recipe:
     def __init__(
         self, regime: str = "asynchronous", optimizer: str = "sgd", codec: str = "plain", extras: bool = False
     ):
-        pieces = [Piece("weight", 0, (200, 7)), Piece("weight", 1400, (100, 7)), Piece("bias", 0, (5,))]
-        self.form = partial(Form, [*pieces, Piece("count", 0, (2,), "float64")], codec, codec)
+        pieces = [ShardSpec("weight", 0, (200, 7)), ShardSpec("weight", 1400, (100, 7)), ShardSpec("bias", 0, (5,))]
+        self.form = partial(ShardLayout, [*pieces, ShardSpec("count", 0, (2,), "float64")], codec, codec)
         self.regime = regime
         self._optimizer = OPTIMIZERS[optimizer]
         self._extras = extras
         form = self.form()
         self.slots = (form.slots, form.push_slots, form.reply_slots)
 
-    def server(self, pairing: Pairing) -> Server:
+    def server(self, pairing: ReplicatedTransport) -> Server:
         form = self.form()
         specs = [
             ParameterSpec(name, shape, "float64" if name == "count" else "float32") for name, shape in SHAPES.items()
@@ -69,9 +69,9 @@ class Recipe:
         schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9)
         options = Options(schedule=schedule, ema_decay=0.9, warmup=2) if self._extras else Options()
         remedies = Remedies(divide=True, compensation=0.1, asynchronous_workers=2) if self._extras else Remedies()
-        applier = Applier(form, self._optimizer, specs, Pace(options), remedies=remedies)
+        applier = ShardOptimizer(form, self._optimizer, specs, RoundClock(options), remedies=remedies)
         machines = [Shard(range(WORKERS), *REGIMES[self.regime]) for _ in range(len(form))]
-        leases = Leases(WORKERS, 1 << 20, fixed=self.regime != "asynchronous", workers=range(WORKERS))
+        leases = LeaseTable(WORKERS, 1 << 20, fixed=self.regime != "asynchronous", workers=range(WORKERS))
         return Server(pairing.port, form, applier, machines, (leases, 0, 1 << 20, 1), pairing=pairing)
 
 
@@ -119,7 +119,7 @@ class Worker:
         chance = torch.Generator().manual_seed(self._number)
         form = self._recipe.form()
         places = [torch.zeros(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in form.pieces]
-        self.client = client = Client([Connection(self._open(), form, places, reopen=self._open)], self._number)
+        self.client = client = Client([ServerConnection(self._open(), form, places, reopen=self._open)], self._number)
         lease, late = -1, False
         # Whoever waits for others ends with them: each does as many rounds, or says that it goes.
         while not self._stop.is_set():

@@ -40,7 +40,7 @@ class Machines:
     """The machines that are driven; others than the real ones where tests test themselves."""
 
     shard: Callable[..., Any] = shard.Shard
-    leases: Callable[..., Any] = lease.Leases
+    leases: Callable[..., Any] = lease.LeaseTable
     book: Callable[..., Any] = ShardBook
 
 
@@ -163,7 +163,7 @@ class _Run:
         least = 0
         while True:
             answer = yield from self._lease(worker, news)
-            if isinstance(answer, lease.Fence):
+            if isinstance(answer, lease.MeetAtSyncPoint):
                 self.met.add(worker)
                 self._at(0.0, self._meet)
                 yield 1
@@ -319,7 +319,7 @@ class _Run:
     def _leased(self, events: tuple[lease.Event, ...]) -> set[int]:
         answers = [answer for event in events for answer in self.leases.handle(event)]
         for answer in answers:
-            if isinstance(answer, lease.Fence):
+            if isinstance(answer, lease.MeetAtSyncPoint):
                 # Whoever was lost by now does not come.
                 there = {worker for worker in self.lives if self.asked[worker] == self.incarnations[worker]}
                 self.members = there & set(answer.members)
@@ -327,7 +327,7 @@ class _Run:
         return {answer.worker for answer in answers}
 
     def _lost(self, worker: int) -> None:
-        self._leased((lease.Lost(worker),))
+        self._leased((lease.WorkerLost(worker),))
 
     def _halt(self) -> None:
         self._leased((lease.Halt(),))

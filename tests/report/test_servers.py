@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from headrace.ps.form import Form, Piece
-from headrace.ps.tally import Tally
+from headrace.ps.form import ShardLayout, ShardSpec
+from headrace.ps.tally import ServerCounters
 from headrace.report import run_plain, summarize
 from headrace.report.servers import imbalance, to_mean
 from headrace.report.staleness import ROUNDS
@@ -83,7 +83,7 @@ def test_means_of_rounds_are_nobodys(tmp_path, make_run):
 
 
 def test_what_a_server_really_says_is_understood(tmp_path, make_run):
-    tally = Tally(Form([Piece("weight", 0, (1000,)), Piece("bias", 0, (10,))]))
+    tally = ServerCounters(ShardLayout([ShardSpec("weight", 0, (1000,)), ShardSpec("bias", 0, (10,))]))
     tally.queued(3)
     tally.stepped((0, 1), worker=1, staleness=2, seconds=0.101)
     tally.answered(1, pushed=(0, 1), pulled=(0,), seconds=0.25)

@@ -17,7 +17,7 @@ from headrace.engine.order import SNAPSHOTS, ResumePoint, RunSpec
 from headrace.engine.succession import process_number
 from headrace.engine.work import user_traceback
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
-from headrace.ps.pairing import Pairing
+from headrace.ps.pairing import ReplicatedTransport
 from headrace.ps.replication import View
 from headrace.ps.server import Server
 from headrace.ps.snapshots import Snapshots, SnapshotSet, read
@@ -147,7 +147,7 @@ def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) 
         raise CorruptCheckpoint(folder / name, str(error)) from error
 
 
-def _follow_view(pairing: Pairing, page: ControlPage, server: int, process: int) -> None:
+def _follow_view(pairing: ReplicatedTransport, page: ControlPage, server: int, process: int) -> None:
     epoch, primary, backup = page.views[server].read()
     address = page.addresses[primary % page.ranks].read() if epoch else ""
     # Whoever is to follow a primary must find it.

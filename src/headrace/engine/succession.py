@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.comm.control import ControlPage
 from headrace.errors import PeerLost
-from headrace.ps.replication import Authority, Down, Lost, News, Ready, Up
+from headrace.ps.replication import Authority, Down, News, PrimaryLost, Ready, Up
 from headrace.spec.plan import Plan
 
 __all__ = ["FailoverController", "primary_address", "process_number"]
@@ -58,7 +58,7 @@ class FailoverController:
         """
         try:
             self._tell(rank, Down(process_number(self._page, rank)))
-        except Lost as error:
+        except PrimaryLost as error:
             told = f"{cause}; its backup does not hold yet all that it held"
             raise PeerLost(rank, self._plan.roles[rank].host, told) from error
 

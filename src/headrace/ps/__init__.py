@@ -6,45 +6,45 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.ps.applier import Applier, Pace, Remedies
+    from headrace.ps.applier import Remedies, RoundClock, ShardOptimizer
     from headrace.ps.client import Client
-    from headrace.ps.form import Form, Piece
-    from headrace.ps.leases import Leases
-    from headrace.ps.pairing import Pairing
+    from headrace.ps.form import ShardLayout, ShardSpec
+    from headrace.ps.leases import LeaseTable
+    from headrace.ps.pairing import ReplicatedTransport
     from headrace.ps.replication import Authority, View
     from headrace.ps.server import Server
-    from headrace.ps.session import Connection
+    from headrace.ps.session import ServerConnection
     from headrace.ps.shard import Shard
     from headrace.ps.snapshots import Snapshots
 
 __all__ = [
-    "Applier",
     "Authority",
     "Client",
-    "Connection",
-    "Form",
-    "Leases",
-    "Pace",
-    "Pairing",
-    "Piece",
+    "LeaseTable",
     "Remedies",
+    "ReplicatedTransport",
+    "RoundClock",
     "Server",
+    "ServerConnection",
     "Shard",
+    "ShardLayout",
+    "ShardOptimizer",
+    "ShardSpec",
     "Snapshots",
     "View",
 ]
 
 # What is imported when it is first asked for: the machines need no torch.
 _HOMES = {
-    "Applier": "headrace.ps.applier",
+    "ShardOptimizer": "headrace.ps.applier",
     "Authority": "headrace.ps.replication",
     "Client": "headrace.ps.client",
-    "Connection": "headrace.ps.session",
-    "Form": "headrace.ps.form",
-    "Leases": "headrace.ps.leases",
-    "Pace": "headrace.ps.applier",
-    "Pairing": "headrace.ps.pairing",
-    "Piece": "headrace.ps.form",
+    "ServerConnection": "headrace.ps.session",
+    "ShardLayout": "headrace.ps.form",
+    "LeaseTable": "headrace.ps.leases",
+    "RoundClock": "headrace.ps.applier",
+    "ReplicatedTransport": "headrace.ps.pairing",
+    "ShardSpec": "headrace.ps.form",
     "Remedies": "headrace.ps.applier",
     "Server": "headrace.ps.server",
     "Shard": "headrace.ps.shard",

@@ -14,19 +14,19 @@ import torch
 
 from headrace.comm.collective import ProcessGroup
 from headrace.ps.client import Client
-from headrace.ps.held import HeldGradients
+from headrace.ps.held import GradientBuffer
 from headrace.ps.messages import Kind, Message
 from headrace.replica.conditioning import GradientClipper, StepDecision
 from headrace.replica.loss_scale import LossScale
 from headrace.spec.options import Options
 
-__all__ = ["Agreement", "Spokesman"]
+__all__ = ["LeaderClient", "ReplicaGroup"]
 
 _WORDS = 6
 """Numbers of a lease or a fence that all need, but for who meets: of a replica nobody is ever lost alone."""
 
 
-class Agreement:
+class ReplicaGroup:
     """Args:
     group: the ranks of the replica.
     options: the job's.
@@ -51,7 +51,7 @@ class Agreement:
         """Whether gradients that `judge` lets pass are known to be finite."""
         return self._conditioner.looks
 
-    def judge(self, held: HeldGradients, finite: bool, replica: int) -> StepDecision:
+    def judge(self, held: GradientBuffer, finite: bool, replica: int) -> StepDecision:
         """Looks at the replica's gradient, and clips it; all ranks call it.
 
         Args:
@@ -75,7 +75,7 @@ class Agreement:
         return not self.any(not flag)
 
 
-class Spokesman:
+class LeaderClient:
     """A client of which all ranks of a replica have one, and the first of them speaks about data for all.
 
     Args:

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from headrace.memory import give_back
-from headrace.ps.form import Form
+from headrace.ps.form import ShardLayout
 from headrace.ps.tensors import like
 from headrace.replica.exchange import StatePiece
 from headrace.replica.optimizer import build, build_over
@@ -22,7 +22,7 @@ from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 
-__all__ = ["Applier", "ApplierState", "Pace", "Remedies"]
+__all__ = ["Remedies", "RoundClock", "ShardOptimizer", "ShardOptimizerState"]
 
 _EXACTLY = 1e-6
 """Shares of a round add up to 1 but for rounding."""
@@ -49,7 +49,7 @@ class Remedies:
 
 
 @dataclass(frozen=True)
-class Pace:
+class RoundClock:
     """How rounds go by.
 
     Attributes:
@@ -64,7 +64,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class ApplierState:
+class ShardOptimizerState:
     """What an applier knows besides tensors, as JSON takes it.
 
     Attributes:
@@ -80,7 +80,7 @@ class ApplierState:
     shows_average: bool
 
 
-class Applier:
+class ShardOptimizer:
     """Moves the parameters of one server's shards, which are numbered as on that server, from 0.
 
     Args:
@@ -94,10 +94,10 @@ class Applier:
 
     def __init__(
         self,
-        form: Form,
+        form: ShardLayout,
         factory: Callable[..., Any],
         parameters: Sequence[ParameterSpec],
-        pace: Pace | None = None,
+        pace: RoundClock | None = None,
         full: bool = False,
         remedies: Remedies | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class Applier:
         self._full = full
         self._remedies = remedies or Remedies()
         self._template = build(factory, [(each.name, _ghost(each)) for each in parameters])
-        self._pace = pace or Pace()
+        self._pace = pace or RoundClock()
         self._round = self._pace.first
         self._done = [float(self._round)] * len(form)
         self._begun: set[int] = set()
@@ -207,16 +207,18 @@ class Applier:
             raise ValueError(f"no state of a shard: {error}") from error
         self._updater.load(pieces, index=shard)
 
-    def whole(self) -> tuple[ApplierState, dict[str, Tensor]]:
+    def whole(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
         """Returns all that it knows; the parameters are their owner's."""
         tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
         for shard in range(len(self._form)):
             tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
         # Optimizers that draw numbers go on with the same ones.
         tensors["random"] = torch.get_rng_state()
-        return ApplierState(self._round, tuple(self._done), self.state().decode(), self._updater.shows_average), tensors
+        return ShardOptimizerState(
+            self._round, tuple(self._done), self.state().decode(), self._updater.shows_average
+        ), tensors
 
-    def become(self, state: ApplierState, tensors: Mapping[str, Tensor]) -> None:
+    def become(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
         """Becomes what another one of the same shards was.
 
         Raises:

@@ -14,10 +14,10 @@ from headrace.comm.local_link import LocalClientTransport
 from headrace.comm.local_port import LocalServerTransport
 from headrace.comm.port import ClientTransport, ServerTransport, Slots
 from headrace.ps.client import Client
-from headrace.ps.form import Form, Piece
+from headrace.ps.form import ShardLayout, ShardSpec
 from headrace.ps.messages import Kind, Message
-from headrace.ps.pairing import Pairing
-from headrace.ps.session import Connection
+from headrace.ps.pairing import ReplicatedTransport
+from headrace.ps.session import ServerConnection
 
 if TYPE_CHECKING:
     from headrace.replica.remainder import MeanState
@@ -34,7 +34,7 @@ _PATIENCE_S = 10.0
 _SLICE_S = 0.05
 
 
-def form_of(plan: Plan, model: ModelSpec, rank: int, state: MeanState | None = None) -> Form:
+def form_of(plan: Plan, model: ModelSpec, rank: int, state: MeanState | None = None) -> ShardLayout:
     """Returns the shards that a server holds: pieces of parameters, then those of an optimizer's state beside them."""
     known = {parameter.name: parameter for parameter in model.parameters}
     pieces = []
@@ -48,27 +48,27 @@ def form_of(plan: Plan, model: ModelSpec, rank: int, state: MeanState | None = N
         shape = parameter.shape if length == parameter.elements else (length,)
         if width and length != parameter.elements and not length % width and not segment.start % width:
             shape = (length // width, *rest)
-        pieces.append(Piece(segment.parameter, segment.start, shape, parameter.dtype))
+        pieces.append(ShardSpec(segment.parameter, segment.start, shape, parameter.dtype))
     pieces += _beside(pieces, known, state) if state else ()
     # Where there is one name for both, what is pulled travels as it is: it is nobody's difference to anything.
     push = plan.options.get("push_codec", plan.options.get("codec", "plain"))
     pull = plan.options.get("pull_codec", "plain")
-    return Form(pieces, str(push), str(pull))
+    return ShardLayout(pieces, str(push), str(pull))
 
 
-def _beside(pieces: Sequence[Piece], known: Mapping[str, ParameterSpec], state: MeanState) -> list[Piece]:
+def _beside(pieces: Sequence[ShardSpec], known: Mapping[str, ParameterSpec], state: MeanState) -> list[ShardSpec]:
     beside = []
     for like, spec in zip(state.likes, state.specs, strict=True):
         for piece in (piece for piece in pieces if piece.parameter == like.name):
             if spec.shape == known[like.name].shape:
-                beside.append(Piece(spec.name, piece.start, piece.shape, spec.dtype, exact=True))
+                beside.append(ShardSpec(spec.name, piece.start, piece.shape, spec.dtype, exact=True))
             elif not piece.start:
                 # What is of the whole parameter goes with its first piece.
-                beside.append(Piece(spec.name, 0, spec.shape, spec.dtype, exact=True))
+                beside.append(ShardSpec(spec.name, 0, spec.shape, spec.dtype, exact=True))
     return beside
 
 
-def places_of(form: Form, module: nn.Module, beside: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+def places_of(form: ShardLayout, module: nn.Module, beside: Mapping[str, Tensor] | None = None) -> list[Tensor]:
     """Returns where the shards lie in a module's parameters, which become contiguous, or in what is beside them."""
     named = {**dict(module.named_parameters()), **(beside or {})}
     places = []
@@ -80,7 +80,7 @@ def places_of(form: Form, module: nn.Module, beside: Mapping[str, Tensor] | None
     return places
 
 
-def open_port(form: Form, transport: str) -> ServerTransport:
+def open_port(form: ShardLayout, transport: str) -> ServerTransport:
     """Opens a server's end: "shared_memory" for links of this host, "tcp" for others, encrypted."""
     if transport == "shared_memory":
         return LocalServerTransport(form.slots, form.push_slots, form.reply_slots)
@@ -92,13 +92,13 @@ def open_port(form: Form, transport: str) -> ServerTransport:
     return port
 
 
-def pair(port: ServerTransport, form: Form, process: int) -> Pairing:
+def pair(port: ServerTransport, form: ShardLayout, process: int) -> ReplicatedTransport:
     """Returns what lets a server have a backup, or be one; `process` is its number, which no other process ever has."""
 
     def call(address: str) -> ClientTransport:
         return _link(address, form, Slots(()), _AGAIN_S)
 
-    return Pairing(port, form.push_slots, form.reply_slots, process, call)
+    return ReplicatedTransport(port, form.push_slots, form.reply_slots, process, call)
 
 
 def leads(client: Client, rank: int) -> bool:
@@ -108,7 +108,7 @@ def leads(client: Client, rank: int) -> bool:
 
 def connect(
     addresses: Sequence[str],
-    forms: Sequence[Form],
+    forms: Sequence[ShardLayout],
     places: Sequence[Sequence[Tensor]],
     worker: tuple[int, int],
     check: Callable[[], None],
@@ -141,7 +141,7 @@ def connect(
 
         link = _opened(functools.partial(open_link, index, address, _HELLO_S), reopen if find else None, check)
         closing.callback(link.close)
-        connections.append(Connection(link, form, own, server.rank, server.host, reopen))
+        connections.append(ServerConnection(link, form, own, server.rank, server.host, reopen))
     client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)
     closing.callback(client.close)
     return client
@@ -163,7 +163,7 @@ def _opened(
         sleep(_SLICE_S)
 
 
-def _link(address: str, form: Form, pushes: Slots, hello_s: float) -> ClientTransport:
+def _link(address: str, form: ShardLayout, pushes: Slots, hello_s: float) -> ClientTransport:
     if address.startswith("local:"):
         return LocalClientTransport(address, form.slots, pushes, form.reply_slots, hello_s=hello_s)
     from headrace.comm.remote_link import RemoteClientTransport

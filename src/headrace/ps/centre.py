@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from headrace.ps.client import Client
-from headrace.ps.form import Form
+from headrace.ps.form import ShardLayout
 from headrace.replica.remainder import MeanState
 
-__all__ = ["Beside", "Centre"]
+__all__ = ["CenterVariable", "OptimizerMirror"]
 
 
-class Beside:
+class OptimizerMirror:
     """An optimizer's state where servers see it: flat, as if it were further parameters.
 
     Args:
@@ -41,7 +41,7 @@ class Beside:
             self._state.spread(list(self.named.values()))
 
 
-class Centre:
+class CenterVariable:
     """Args:
     client: brings the copy up to date.
     forms: the servers' shards.
@@ -57,10 +57,10 @@ class Centre:
     def __init__(
         self,
         client: Client,
-        forms: Sequence[Form],
+        forms: Sequence[ShardLayout],
         own: Sequence[Sequence[Tensor]],
         copy: Sequence[Sequence[Tensor]],
-        beside: Beside,
+        beside: OptimizerMirror,
         keeps: bool,
     ) -> None:
         self.client, self.own = client, own

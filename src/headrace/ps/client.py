@@ -12,9 +12,9 @@ from torch import Tensor
 
 from headrace.errors import PeerLost, ServerRefused
 from headrace.ps.events import Among, Reason
-from headrace.ps.form import Form
+from headrace.ps.form import ShardLayout
 from headrace.ps.messages import Kind, Message, decode
-from headrace.ps.session import Connection, Session
+from headrace.ps.session import ServerConnection, Session
 from headrace.replica.conditioning import all_finite
 
 __all__ = ["Client"]
@@ -49,7 +49,7 @@ class Client:
 
     def __init__(
         self,
-        connections: Sequence[Connection],
+        connections: Sequence[ServerConnection],
         worker: int,
         incarnation: int = 0,
         check: Callable[[], None] = lambda: None,
@@ -218,7 +218,7 @@ class Client:
 class _Server:
     """One server, as a client sees it."""
 
-    def __init__(self, connection: Connection, session: Session, timeout_s: float, together: bool) -> None:
+    def __init__(self, connection: ServerConnection, session: Session, timeout_s: float, together: bool) -> None:
         self.session, self.form = session, connection.form
         self.buckets = [range(len(self.form))] if together else _buckets(self.form)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
@@ -376,7 +376,7 @@ def _graver(one: Reason | None, other: Reason | None) -> Reason | None:
     return Reason.LATE if Reason.LATE in (one, other) else one or other
 
 
-def _buckets(form: Form) -> list[range]:
+def _buckets(form: ShardLayout) -> list[range]:
     """Returns the shards in pieces of about a megabyte."""
     buckets, start, nbytes = [], 0, 0
     for shard, length in enumerate(form.slots.lengths):

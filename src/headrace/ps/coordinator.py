@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from headrace.ps.leases import Advance, Answer, Ask, Commit, Grant, Halt, Leases, LeasesState, Lost, Return
+from headrace.ps.leases import (
+    Advance,
+    Answer,
+    Ask,
+    Commit,
+    Grant,
+    Halt,
+    LeaseTable,
+    LeaseTableState,
+    Return,
+    WorkerLost,
+)
 from headrace.ps.membership import Member
 from headrace.ps.messages import Kind, Message, encode
 
@@ -35,7 +46,7 @@ class CoordinatorState:
     """All that a coordinator knows, as JSON takes it."""
 
     stretch: tuple[int, ...]
-    leases: LeasesState
+    leases: LeaseTableState
     asked: tuple[AskedState, ...]
 
     def detached(self) -> CoordinatorState:
@@ -66,7 +77,9 @@ class Coordinator:
     send: gives a link a message.
     """
 
-    def __init__(self, leases: Leases, first: int, until: int, span: int, send: Callable[[int, bytes], None]) -> None:
+    def __init__(
+        self, leases: LeaseTable, first: int, until: int, span: int, send: Callable[[int, bytes], None]
+    ) -> None:
         self._leases = leases
         self._send = send
         # Round and lease number at the fence before, round at the next, rounds of a lease: with them whoever comes late
@@ -111,7 +124,7 @@ class Coordinator:
     def lost(self, worker: int) -> None:
         """Is told that a worker is gone."""
         self._asked.pop(worker, None)
-        self._tell(self._leases.handle(Lost(worker)))
+        self._tell(self._leases.handle(WorkerLost(worker)))
 
     def state(self) -> CoordinatorState:
         """Returns all that it knows."""

@@ -11,11 +11,12 @@ __all__ = [
     "Accumulate",
     "Ack",
     "Action",
-    "Ahead",
     "Among",
+    "ApplyStep",
     "Close",
     "Event",
     "Join",
+    "LeasesAhead",
     "Leave",
     "Pull",
     "Push",
@@ -24,7 +25,6 @@ __all__ = [
     "Renew",
     "Reply",
     "Settle",
-    "Step",
 ]
 
 
@@ -103,7 +103,7 @@ class Renew:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class LeasesAhead:
     """So many leases come, from the last `Settle` to the next fence: the last round may be short.
 
     Without this, rounds never are.
@@ -145,7 +145,7 @@ class Among:
         return cls(round_, tuple(zip(workers[::2], workers[1::2], strict=True)))
 
 
-Event = Join | Leave | Push | Pull | Settle | Renew | Ahead | Close | Among
+Event = Join | Leave | Push | Pull | Settle | Renew | LeasesAhead | Close | Among
 
 
 class Reason(Enum):
@@ -169,7 +169,7 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ApplyStep:
     """Apply the optimizer.
 
     Attributes:
@@ -208,4 +208,4 @@ class Reply:
     version: int
 
 
-Action = Accumulate | Step | Ack | Refuse | Reply
+Action = Accumulate | ApplyStep | Ack | Refuse | Reply

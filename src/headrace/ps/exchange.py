@@ -10,10 +10,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from headrace.comm.collective import ProcessGroup
-from headrace.ps.agreement import Agreement
+from headrace.ps.agreement import ReplicaGroup
 from headrace.ps.client import Client
-from headrace.ps.form import Form
-from headrace.ps.held import HeldGradients
+from headrace.ps.form import ShardLayout
+from headrace.ps.held import GradientBuffer
 from headrace.ps.messages import Kind, Message
 from headrace.replica.conditioning import StepDecision
 from headrace.replica.exchange import Exchange, StatePiece
@@ -43,10 +43,10 @@ class ServedExchange(Exchange):
     def __init__(
         self,
         client: Client,
-        forms: Sequence[Form],
-        held: HeldGradients,
+        forms: Sequence[ShardLayout],
+        held: GradientBuffer,
         host: ProcessGroup,
-        agreement: Agreement,
+        agreement: ReplicaGroup,
         leads: bool,
     ) -> None:
         self.client = client

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from headrace.comm.port import ClientTransport, ReceivedMessage, Slots
-from headrace.ps.log import Links, Payload, Piece, parse_piece, pushed_by, unpack
+from headrace.ps.log import LogEntry, LogLinks, LogPayload, parse_piece, pushed_by, unpack
 from headrace.ps.messages import Kind, Message, encode
-from headrace.ps.replication import Entry, Filled, Refuse, Replication
+from headrace.ps.replication import Filled, LogEntryReceived, RefuseOldEpoch, Replication
 
-__all__ = ["Follower"]
+__all__ = ["BackupLink"]
 
 _MOST = 64
 """Pieces of the log that are taken at once; that they are held is said once for all."""
 
 
-class Follower:
+class BackupLink:
     """Args:
     pushes: the places of what links push.
     links: that the log knows.
@@ -28,7 +28,7 @@ class Follower:
         restore: makes the server what a snapshot says.
     """
 
-    def __init__(self, pushes: Slots, links: Links, connect: Callable[[str], ClientTransport]) -> None:
+    def __init__(self, pushes: Slots, links: LogLinks, connect: Callable[[str], ClientTransport]) -> None:
         self.restore: Callable[[memoryview], object] = bytes
         self._links = links
         self._pushes = pushes
@@ -52,7 +52,7 @@ class Follower:
         self._link = self._connect(address)
         self._link.send(encode(Message(Kind.FOLLOW, numbers=(epoch, process))))
 
-    def receive(self, timeout_s: float, machine: Replication) -> list[Piece]:
+    def receive(self, timeout_s: float, machine: Replication) -> list[LogEntry]:
         """Returns pieces of the log; nothing that was returned before may still wait.
 
         Raises:
@@ -60,7 +60,7 @@ class Follower:
             ValueError: it says what it must not.
         """
         self._say()
-        pieces: list[Piece] = []
+        pieces: list[LogEntry] = []
         while self._link is not None and len(pieces) < _MOST:
             received = self._link.receive(0.0 if pieces else timeout_s)
             if received is None:
@@ -74,12 +74,14 @@ class Follower:
                 self._take_up(head, received[1], machine)
                 continue
             epoch, peer = head.numbers
-            if any(isinstance(action, Refuse) for action in machine.handle(Entry(epoch, head.lease))):
+            if any(
+                isinstance(action, RefuseOldEpoch) for action in machine.handle(LogEntryReceived(epoch, head.lease))
+            ):
                 self.close()
                 break
-            pieces.append(self._piece(ReceivedMessage(peer, message), Payload(head.flag), received[1]))
+            pieces.append(self._piece(ReceivedMessage(peer, message), LogPayload(head.flag), received[1]))
             self._held = epoch, head.lease
-            if head.flag == Payload.SHARED:
+            if head.flag == LogPayload.SHARED:
                 # Its sender may write there again when this is held: it must be dealt with before.
                 return pieces
         self._say()
@@ -105,16 +107,16 @@ class Follower:
         self._held = epoch, head.lease
         self._say()
 
-    def _piece(self, mail: ReceivedMessage, payload: Payload, blob: memoryview) -> Piece:
+    def _piece(self, mail: ReceivedMessage, payload: LogPayload, blob: memoryview) -> LogEntry:
         self._links.note(mail)
-        if payload == Payload.BLOB:
-            return Piece(ReceivedMessage(mail.peer, mail.message, blob))
+        if payload == LogPayload.BLOB:
+            return LogEntry(ReceivedMessage(mail.peer, mail.message, blob))
         present = pushed_by(mail.message)
-        if payload == Payload.CARRIED:
-            return Piece(mail, unpack(self._pushes.lengths, present, blob))
-        if payload == Payload.SHARED:
+        if payload == LogPayload.CARRIED:
+            return LogEntry(mail, unpack(self._pushes.lengths, present, blob))
+        if payload == LogPayload.SHARED:
             places = self._places[mail.peer]
-            return Piece(mail, {slot: places[slot] for slot in present})
+            return LogEntry(mail, {slot: places[slot] for slot in present})
         if not mail.message:
             self._places.pop(mail.peer, None)
-        return Piece(mail)
+        return LogEntry(mail)

@@ -14,14 +14,14 @@ from headrace.comm.codec import Codec, Plain, codec_for
 from headrace.comm.port import Slots
 from headrace.ps.tensors import like
 
-__all__ = ["Form", "Piece"]
+__all__ = ["ShardLayout", "ShardSpec"]
 
 _LONGER, _LONGER_BYTES = 4, 1 << 16
 """What another describes may be so much longer than one's own: to say how it differs it has to be read."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSpec:
     """A shard.
 
     Attributes:
@@ -49,7 +49,7 @@ class Piece:
         return f"{self.parameter}@{self.start}" if self.start else self.parameter
 
 
-class Form:
+class ShardLayout:
     """All shards of one server, in order, and how they travel.
 
     Args:
@@ -65,7 +65,7 @@ class Form:
         UnknownName: there is no such codec.
     """
 
-    def __init__(self, pieces: Sequence[Piece], push_codec: str = "plain", pull_codec: str = "plain") -> None:
+    def __init__(self, pieces: Sequence[ShardSpec], push_codec: str = "plain", pull_codec: str = "plain") -> None:
         self.pieces = tuple(pieces)
         self._dtypes = [getattr(torch, piece.dtype) for piece in pieces]
         self._names = (push_codec, pull_codec)

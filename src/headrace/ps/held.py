@@ -8,14 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from headrace.ps.form import Form
+from headrace.ps.form import ShardLayout
 from headrace.replica.conditioning import clip_coefficient, squared_norm
 from headrace.spec.model import ModelSpec
 
-__all__ = ["Accrued", "HeldGradients"]
+__all__ = ["GradientAccumulator", "GradientBuffer"]
 
 
-class HeldGradients:
+class GradientBuffer:
     """What a backward pass brought, as the servers' shards of it.
 
     Args:
@@ -23,7 +23,7 @@ class HeldGradients:
         model: whose trainable parameters come in this order.
     """
 
-    def __init__(self, forms: Sequence[Form], model: ModelSpec) -> None:
+    def __init__(self, forms: Sequence[ShardLayout], model: ModelSpec) -> None:
         self._forms = forms
         self._index = {parameter.name: index for index, parameter in enumerate(model.trainable)}
         self._pushed = {self._index[piece.parameter] for form in forms for piece in form.pieces if not piece.exact}
@@ -35,7 +35,7 @@ class HeldGradients:
     def store_nothing(self) -> None:
         self._gradients = [None] * len(self._index)
 
-    def add(self, others: HeldGradients, factor: float = 1.0) -> None:
+    def add(self, others: GradientBuffer, factor: float = 1.0) -> None:
         """Adds others times a factor, into memory of its own: autograd may give one tensor to two parameters."""
         self._gradients = [
             own if other is None else _times(other, factor) if own is None else torch.add(own, other, alpha=factor)
@@ -91,12 +91,12 @@ class HeldGradients:
         return [[self._cut(flat[self._index[piece.parameter]], form, shard) for shard, piece in enumerate(form.pieces)]
                 for form in self._forms]  # fmt: skip
 
-    def _cut(self, flat: Tensor | None, form: Form, shard: int) -> Tensor | None:
+    def _cut(self, flat: Tensor | None, form: ShardLayout, shard: int) -> Tensor | None:
         piece = form.pieces[shard]
         return None if flat is None else flat[piece.start : piece.start + piece.elements].view(piece.shape)
 
 
-class Accrued:
+class GradientAccumulator:
     """The sum of several steps' gradients, each with its share of a round.
 
     Where the shares are not alike (the last batch of an epoch is short), a gradient counts by its own: the sum times
@@ -104,17 +104,17 @@ class Accrued:
 
     Args:
         forms: by server.
-        model: as of `HeldGradients`.
+        model: as of `GradientBuffer`.
         weighed: whether shares count; else the sum is the plain one.
     """
 
-    def __init__(self, forms: Sequence[Form], model: ModelSpec, weighed: bool) -> None:
-        self._new = partial(HeldGradients, forms, model)
+    def __init__(self, forms: Sequence[ShardLayout], model: ModelSpec, weighed: bool) -> None:
+        self._new = partial(GradientBuffer, forms, model)
         self._weighed = weighed
         self._sum = self._new()
         self._shares: list[float] = []
 
-    def add(self, held: HeldGradients, share: float) -> None:
+    def add(self, held: GradientBuffer, share: float) -> None:
         """Adds the gradients of one step; those of no examples are none."""
         if share:
             self._shares.append(share)

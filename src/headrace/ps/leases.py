@@ -26,13 +26,13 @@ __all__ = [
     "Ask",
     "Commit",
     "Event",
-    "Fence",
     "Grant",
     "Halt",
-    "Leases",
-    "LeasesState",
-    "Lost",
+    "LeaseTable",
+    "LeaseTableState",
+    "MeetAtSyncPoint",
     "Return",
+    "WorkerLost",
 ]
 
 
@@ -60,7 +60,7 @@ class Return:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class WorkerLost:
     """A worker is gone; what it held and no shard has is free again."""
 
     worker: int
@@ -86,7 +86,7 @@ class Advance:
     alone: int = 0
 
 
-Event = Ask | Commit | Return | Lost | Halt | Advance
+Event = Ask | Commit | Return | WorkerLost | Halt | Advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class MeetAtSyncPoint:
     """A worker meets the others.
 
     Attributes:
@@ -123,11 +123,11 @@ class Fence:
     members: tuple[int, ...]
 
 
-Answer = Grant | Fence
+Answer = Grant | MeetAtSyncPoint
 
 
 @dataclass(frozen=True, slots=True)
-class LeasesState:
+class LeaseTableState:
     """All that is known of a run's leases, as JSON takes it.
 
     Attributes:
@@ -170,13 +170,13 @@ class LeasesState:
         streams = Counter(lease % self.portions for lease in self.committed())
         return tuple(streams[worker] for worker in range(len(self.next) if len(self.next) > 1 else 0))
 
-    def detached(self) -> LeasesState:
+    def detached(self) -> LeaseTableState:
         """Returns it without its workers: what they hold is free."""
         free = numbers_in(self.free) | {lease for lease, _ in self.held}
         return replace(self, free=spans_of(free), held=(), lost=(), met=(), asking=(), present=None, loose=False)
 
 
-class Leases:
+class LeaseTable:
     """The portions of a run.
 
     Args:
@@ -232,7 +232,7 @@ class Leases:
                 if isinstance(event, Return):
                     self._release([event.lease])
                 self._held.pop(event.lease, None)
-        elif isinstance(event, Lost):
+        elif isinstance(event, WorkerLost):
             self._release([lease for lease, worker in self._held.items() if worker == event.worker])
             self._asking = [worker for worker in self._asking if worker != event.worker]
             self._met.discard(event.worker)
@@ -250,9 +250,9 @@ class Leases:
             self._loose = bool(self._lost) or any(worker >= self._portions for worker in self._present)
         return self._answer()
 
-    def state(self) -> LeasesState:
+    def state(self) -> LeaseTableState:
         """Returns all that it knows."""
-        return LeasesState(
+        return LeaseTableState(
             portions=self._portions,
             until=self.until,
             begin=self._first,
@@ -268,7 +268,7 @@ class Leases:
             loose=self._loose,
         )
 
-    def load(self, state: LeasesState) -> None:
+    def load(self, state: LeaseTableState) -> None:
         """Becomes what another one was.
 
         Raises:
@@ -315,7 +315,7 @@ class Leases:
         self._met.update(members)
         self._asking.clear()
         self._meetings += 1
-        return [Fence(worker, self.until, self._meetings, members) for worker in members]
+        return [MeetAtSyncPoint(worker, self.until, self._meetings, members) for worker in members]
 
     def _take(self, worker: int) -> int | None:
         ready = [*self._free, *(lease for lease in self._next if lease < self._stop())]

@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from headrace.ps.agreement import Spokesman
+from headrace.ps.agreement import LeaderClient
 from headrace.ps.client import Client
 from headrace.ps.messages import Kind, Message
 from headrace.replica.portions import DataLeases, Lease, SyncPoint
 
 _LOOK_EVERY_S = 0.005
 
-__all__ = ["Aside", "LeasedPortions", "Stretch", "blocks", "steady"]
+__all__ = ["ServerDataLeases", "SideWork", "Stretch", "blocks", "steady"]
 
 Stretch = Callable[[int, int], tuple[int, int]]
 """From rounds that are done and the next fence to that fence, or an earlier one, and the rounds of a block up to it."""
 
 
-class Aside(Protocol):
+class SideWork(Protocol):
     """What a worker has going on beside its steps, on links of its own."""
 
     @property
@@ -36,7 +36,7 @@ class Aside(Protocol):
         """Ends it all, and the links."""
 
 
-class LeasedPortions(DataLeases):
+class ServerDataLeases(DataLeases):
     """A lease is of a block: so many rounds, or what is left of them before the next fence.
 
     How many may change at a fence, where all meet; whoever gets a lease is told.
@@ -63,12 +63,12 @@ class LeasedPortions(DataLeases):
 
     def __init__(
         self,
-        client: Client | Spokesman,
+        client: Client | LeaderClient,
         leads: bool,
         servers: int,
         parts: int,
         stretch: Stretch | None = None,
-        aside: Aside | None = None,
+        aside: SideWork | None = None,
         alone: int = 0,
         rests: bool = False,
     ) -> None:

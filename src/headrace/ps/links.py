@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headrace.ps.agreement import Agreement
+from headrace.ps.agreement import ReplicaGroup
 from headrace.ps.background import Background
 from headrace.ps.client import Client
 
-__all__ = ["Links"]
+__all__ = ["ServerLinks"]
 
 
-class Links:
+class ServerLinks:
     """A worker's clients: one for all, or one for each of its threads.
 
     Args:
@@ -35,7 +35,7 @@ class Links:
         main: Client,
         places: Sequence[Sequence[Tensor]],
         fetch_every: int,
-        agreement: Agreement,
+        agreement: ReplicaGroup,
         pushing: Background | None = None,
         fetching: Background | None = None,
         fetched: Sequence[Sequence[Tensor]] = (),

@@ -19,7 +19,17 @@ from torch import Tensor
 from headrace.comm.port import LARGEST_MESSAGE, ReceivedMessage, Slots
 from headrace.ps.messages import Kind, Message, decode, encode
 
-__all__ = ["LONGEST", "Links", "Payload", "Piece", "encode_piece", "pack", "parse_piece", "pushed_by", "unpack"]
+__all__ = [
+    "LONGEST",
+    "LogEntry",
+    "LogLinks",
+    "LogPayload",
+    "encode_piece",
+    "pack",
+    "parse_piece",
+    "pushed_by",
+    "unpack",
+]
 
 _HEAD = len(encode(Message(Kind.ENTRY, numbers=(0, 0))))
 
@@ -27,7 +37,7 @@ LONGEST = LARGEST_MESSAGE - _HEAD
 """Bytes of a message that can be written down."""
 
 
-class Payload(IntEnum):
+class LogPayload(IntEnum):
     """How what was pushed, or another blob, comes with a piece of the log."""
 
     NONE = 0
@@ -40,7 +50,7 @@ class Payload(IntEnum):
 
 
 @dataclass
-class Piece:
+class LogEntry:
     """Mail as it is dealt with, here and on the backup.
 
     Attributes:
@@ -53,7 +63,7 @@ class Piece:
 
 
 @dataclass
-class Links:
+class LogLinks:
     """The links that the log knows, by numbers of its own.
 
     Attributes:
@@ -94,7 +104,7 @@ def pushed_by(message: bytes) -> list[int]:
         return []
 
 
-def encode_piece(epoch: int, number: int, piece: Piece, payload: Payload) -> bytes:
+def encode_piece(epoch: int, number: int, piece: LogEntry, payload: LogPayload) -> bytes:
     """Returns the message that a piece of the log is, without its payload."""
     mail = piece.mail
     return encode(Message(Kind.ENTRY, flag=payload, lease=number, numbers=(epoch, mail.peer))) + mail.message

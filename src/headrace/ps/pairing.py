@@ -21,8 +21,8 @@ from torch import Tensor
 
 from headrace.comm.port import Blob, ClientTransport, ReceivedMessage, ServerTransport, Slots
 from headrace.comm.segment import SharedSegment
-from headrace.ps.follower import Follower
-from headrace.ps.log import LONGEST, Links, Payload, Piece, encode_piece, pack, pushed_by
+from headrace.ps.follower import BackupLink
+from headrace.ps.log import LONGEST, LogEntry, LogLinks, LogPayload, encode_piece, pack, pushed_by
 from headrace.ps.messages import Kind, Message, decode, encode
 from headrace.ps.replication import (
     Action,
@@ -35,19 +35,19 @@ from headrace.ps.replication import (
     Lead,
     Ready,
     Received,
-    Refuse,
+    RefuseOldEpoch,
     Replication,
     Stop,
     View,
 )
 
-__all__ = ["Pairing"]
+__all__ = ["ReplicatedTransport"]
 
 _LOOK_S = 0.005
 """How often whoever has lost the other looks for what it is now."""
 
 
-class Pairing:
+class ReplicatedTransport:
     """Args:
     port: of this process.
     pushes, replies: its slots.
@@ -77,8 +77,8 @@ class Pairing:
         self._lengths = pushes.lengths
         self._process = process
         self._machine = Replication(process)
-        self._links = Links()
-        self._follower = Follower(pushes, self._links, connect)
+        self._links = LogLinks()
+        self._follower = BackupLink(pushes, self._links, connect)
         self._address = ""
         self._grace_s = grace_s
         self._snapshot: Callable[[], SharedSegment] | None = None
@@ -86,8 +86,8 @@ class Pairing:
         self._inside: dict[int, int] = {}
         self._ends: deque[tuple[float, int]] = deque()
         self._inbox: deque[ReceivedMessage] = deque()
-        self._pieces: dict[int, Piece] = {}
-        self._due: deque[Piece] = deque()
+        self._pieces: dict[int, LogEntry] = {}
+        self._due: deque[LogEntry] = deque()
         self._callers: dict[int, tuple[int, ...]] = {}
         self._backup = -1
         self._shared: set[int] = set()
@@ -118,7 +118,7 @@ class Pairing:
             self._fill_at = None
             self._act(self._machine.handle(view))
 
-    def receive(self, timeout_s: float) -> Piece | None:
+    def receive(self, timeout_s: float) -> LogEntry | None:
         """Returns the next piece of the log; whatever it has returned before has been dealt with."""
         if not self._due:
             self._gather(min(timeout_s, _LOOK_S) if self.severed else timeout_s)
@@ -169,12 +169,12 @@ class Pairing:
                 self._inside[inside] = peer
             if inside in self._inside:
                 pushed = self._capture(peer, message)
-                self._write_down(Piece(ReceivedMessage(inside, message, mail.blob, mail.memory), pushed))
+                self._write_down(LogEntry(ReceivedMessage(inside, message, mail.blob, mail.memory), pushed))
         elif peer in self._outside:
             inside = self._outside.pop(peer)
             if self._inside.pop(inside, None) is not None:
                 self._ends.append((monotonic() + self._grace_s, inside))
-                self._write_down(Piece(ReceivedMessage(inside, b"")))
+                self._write_down(LogEntry(ReceivedMessage(inside, b"")))
 
     def _capture(self, peer: int, message: bytes) -> dict[int, Tensor]:
         """Returns what a link has pushed, which stays there whatever becomes of the link."""
@@ -192,9 +192,9 @@ class Pairing:
         while self._ends and self._ends[0][0] <= monotonic():
             peer = self._ends.popleft()[1]
             if peer in self._links.ends:
-                self._write_down(Piece(ReceivedMessage(peer, b"")))
+                self._write_down(LogEntry(ReceivedMessage(peer, b"")))
 
-    def _write_down(self, piece: Piece) -> None:
+    def _write_down(self, piece: LogEntry) -> None:
         self._links.note(piece.mail)
         self._pieces[self._machine.last + 1] = piece
         self._act(self._machine.handle(Received()))
@@ -214,8 +214,8 @@ class Pairing:
             actions = [] if not calls and peer != self._backup else self._machine.handle(event)
         except ValueError:
             # Whoever cannot speak properly harms itself alone.
-            actions = [Refuse(self._machine.epoch)]
-        if any(isinstance(action, Refuse) for action in actions):
+            actions = [RefuseOldEpoch(self._machine.epoch)]
+        if any(isinstance(action, RefuseOldEpoch) for action in actions):
             view = self._machine.view
             self.severed = self.severed or self._callers.pop(peer, ()) == (view.epoch, view.backup)
             self._real.drop(peer)
@@ -261,17 +261,17 @@ class Pairing:
         """
         piece, epoch = self._pieces[number], self._machine.epoch
         peer, memory = piece.mail.peer, piece.mail.memory
-        payload = Payload.NONE
+        payload = LogPayload.NONE
         blob: Blob = b""
         if piece.pushed and memory is not None and not at_once:
-            payload = Payload.SHARED
+            payload = LogPayload.SHARED
             if peer not in self._shared:
                 self._shared.add(peer)
                 self._send(encode(Message(Kind.MEMORY, numbers=(peer,))), memory)
         elif piece.pushed:
-            payload, blob = Payload.CARRIED, pack(self._lengths, piece.pushed)
+            payload, blob = LogPayload.CARRIED, pack(self._lengths, piece.pushed)
         elif piece.mail.blob:
-            payload, blob = Payload.BLOB, piece.mail.blob
+            payload, blob = LogPayload.BLOB, piece.mail.blob
         self._send(encode_piece(epoch, number, piece, payload), blob)
 
     def _send(self, message: bytes, blob: Blob) -> None:
@@ -308,7 +308,7 @@ class _LogPort(ServerTransport):
         replies: the places of what links pull in another form.
     """
 
-    def __init__(self, port: ServerTransport, pairing: Pairing, replies: Slots | None) -> None:
+    def __init__(self, port: ServerTransport, pairing: ReplicatedTransport, replies: Slots | None) -> None:
         self.vouched = port.vouched
         self.address = port.address
         self.moved_bytes = 0

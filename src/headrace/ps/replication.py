@@ -23,7 +23,6 @@ __all__ = [
     "Called",
     "Deal",
     "Down",
-    "Entry",
     "Event",
     "Fill",
     "Filled",
@@ -32,11 +31,12 @@ __all__ = [
     "Held",
     "Hold",
     "Lead",
-    "Lost",
+    "LogEntryReceived",
     "News",
+    "PrimaryLost",
     "Ready",
     "Received",
-    "Refuse",
+    "RefuseOldEpoch",
     "Replication",
     "Stop",
     "Up",
@@ -88,14 +88,14 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntryReceived:
     """The backup has got a piece of the log."""
 
     epoch: int
     number: int
 
 
-Event = View | Received | Called | Held | Filled | Entry
+Event = View | Received | Called | Held | Filled | LogEntryReceived
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +156,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseOldEpoch:
     """It comes from an older epoch than this: end the link that it came over."""
 
     epoch: int
 
 
-Action = Forward | Deal | Fill | Ready | Follow | Hold | Lead | Stop | Refuse
+Action = Forward | Deal | Fill | Ready | Follow | Hold | Lead | Stop | RefuseOldEpoch
 
 
 class Replication:
@@ -202,7 +202,7 @@ class Replication:
         if isinstance(event, Received):
             return self._receive()
         if event.epoch < self.epoch:
-            return [Refuse(self.epoch)]
+            return [RefuseOldEpoch(self.epoch)]
         if isinstance(event, Called):
             self._callers.add(event)
             return self._begin_to_fill()
@@ -214,7 +214,7 @@ class Replication:
 
     def _look(self, view: View) -> list[Action]:
         if view.epoch <= self.epoch:
-            return [] if view == self.view else [Refuse(self.epoch)]
+            return [] if view == self.view else [RefuseOldEpoch(self.epoch)]
         led, followed, first = self.leads, self._stage == _FOLLOWING, not self.epoch
         self.epoch, self.view = view.epoch, view
         self._callers = {caller for caller in self._callers if caller.epoch >= view.epoch}
@@ -257,7 +257,7 @@ class Replication:
             self._stage = _GUARDED
         return [*self._deal(held.number), *([Ready(self.epoch)] if ready else [])]
 
-    def _follow(self, event: Filled | Entry) -> list[Action]:
+    def _follow(self, event: Filled | LogEntryReceived) -> list[Action]:
         if isinstance(event, Filled):
             if self._stage != _EMPTY:
                 raise ValueError("what a backup is filled with comes once, and first")
@@ -296,7 +296,7 @@ class Down:
 News = Up | Down | Ready
 
 
-class Lost(Exception):
+class PrimaryLost(Exception):
     """The primary is gone, and nobody holds what it held."""
 
 
@@ -332,7 +332,7 @@ class Authority:
         down = news.process if isinstance(news, Down) else None
         if down == view.primary:
             if view.backup is None or not self.ready:
-                raise Lost(f"process {down} is gone, and nobody holds what it held")
+                raise PrimaryLost(f"process {down} is gone, and nobody holds what it held")
             return self._next(view.backup)
         if down is not None and down == view.backup:
             return self._next(view.primary)

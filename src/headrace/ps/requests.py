@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from headrace.comm.port import ServerTransport
-from headrace.ps.applier import Applier
+from headrace.ps.applier import ShardOptimizer
 from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
     Among,
+    ApplyStep,
     Close,
     Join,
     Leave,
@@ -32,13 +33,12 @@ from headrace.ps.events import (
     Renew,
     Reply,
     Settle,
-    Step,
 )
-from headrace.ps.form import Form
+from headrace.ps.form import ShardLayout
 from headrace.ps.membership import Member
 from headrace.ps.messages import MOST_WEIGHT, Kind, Message, decode, encode
 from headrace.ps.shard import Shard, ShardState
-from headrace.ps.tally import Tally
+from headrace.ps.tally import ServerCounters
 from headrace.ps.tensors import like
 from headrace.replica.conditioning import all_finite
 
@@ -124,10 +124,10 @@ class Requests:
     def __init__(
         self,
         port: ServerTransport,
-        form: Form,
-        applier: Applier,
+        form: ShardLayout,
+        applier: ShardOptimizer,
         machines: Sequence[Shard],
-        tally: Tally,
+        tally: ServerCounters,
         measures: bool = False,
     ) -> None:
         self._port = port
@@ -278,7 +278,7 @@ class Requests:
         words: list[tuple[int, Ack | Refuse | Reply]] = []
         for shard, wanted in actions:
             for action in wanted:
-                if isinstance(action, Step):
+                if isinstance(action, ApplyStep):
                     if len(action.workers) == 1:
                         # One push's steps are made together.
                         alone.setdefault((action.workers[0], action.share, action.staleness), []).append(shard)
@@ -293,7 +293,7 @@ class Requests:
         for shard, word in words:
             self._tell(shard, word)
 
-    def _step_mean(self, shard: int, step: Step) -> None:
+    def _step_mean(self, shard: int, step: ApplyStep) -> None:
         """Applies the mean of a round, added up in the order of the workers, so that every run adds alike."""
         requests = [self._open[worker, shard] for worker in step.workers]
         weight = sum(request.message.weight for request in requests)

@@ -17,18 +17,18 @@ from torch import Tensor
 from headrace.comm.port import ReceivedMessage, ServerTransport
 from headrace.comm.segment import SharedSegment
 from headrace.errors import Replaced
-from headrace.ps.applier import Applier
+from headrace.ps.applier import ShardOptimizer
 from headrace.ps.coordinator import Coordinator
 from headrace.ps.events import Among, Close, Join, Leave, Settle
-from headrace.ps.form import Form
-from headrace.ps.leases import Leases
+from headrace.ps.form import ShardLayout
+from headrace.ps.leases import LeaseTable
 from headrace.ps.membership import Grace, Member, Membership
 from headrace.ps.messages import Kind, Message, decode, encode
-from headrace.ps.pairing import Pairing
+from headrace.ps.pairing import ReplicatedTransport
 from headrace.ps.requests import Requests, StepFailed
 from headrace.ps.shard import Shard
 from headrace.ps.snapshot import ServerState, pack, unpack
-from headrace.ps.tally import Tally
+from headrace.ps.tally import ServerCounters
 
 __all__ = ["Server"]
 
@@ -60,15 +60,15 @@ class Server:
     def __init__(
         self,
         port: ServerTransport,
-        form: Form,
-        applier: Applier,
+        form: ShardLayout,
+        applier: ShardOptimizer,
         machines: Sequence[Shard],
-        coordinates: tuple[Leases, int, int, int] | None = None,
+        coordinates: tuple[LeaseTable, int, int, int] | None = None,
         grace_s: float = 2.0,
-        pairing: Pairing | None = None,
+        pairing: ReplicatedTransport | None = None,
         measures: bool = False,
     ) -> None:
-        self.tally = Tally(form)
+        self.tally = ServerCounters(form)
         self.pairing = pairing
         self._port = port
         self._form = form

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from headrace.comm.port import ClientTransport
 from headrace.errors import PeerLost, Replaced, ServerRefused
-from headrace.ps.form import Form
+from headrace.ps.form import ShardLayout
 from headrace.ps.messages import Kind, Message, decode, encode
 
-__all__ = ["Connection", "Session"]
+__all__ = ["ServerConnection", "Session"]
 
 _SLICE_S = 0.05
 
@@ -33,7 +33,7 @@ _KNOWN_S = 2.0
 
 
 @dataclass(frozen=True)
-class Connection:
+class ServerConnection:
     """A link to one server, and what lies behind it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Connection:
     """
 
     link: ClientTransport
-    form: Form
+    form: ShardLayout
     places: Sequence[Tensor]
     rank: int = 0
     host: str = "its host"
@@ -75,7 +75,7 @@ class Session:
     """
 
     def __init__(
-        self, connection: Connection, worker: int, incarnation: int, check: Callable[[], None], observes: bool
+        self, connection: ServerConnection, worker: int, incarnation: int, check: Callable[[], None], observes: bool
     ) -> None:
         self._connection = connection
         # Its numbers are its own: a worker may have several clients, and a process one after the other.

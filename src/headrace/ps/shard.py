@@ -18,11 +18,12 @@ from headrace.ps.events import (
     Accumulate,
     Ack,
     Action,
-    Ahead,
     Among,
+    ApplyStep,
     Close,
     Event,
     Join,
+    LeasesAhead,
     Leave,
     Pull,
     Push,
@@ -31,7 +32,6 @@ from headrace.ps.events import (
     Renew,
     Reply,
     Settle,
-    Step,
 )
 from headrace.ps.spans import numbers_in, spans_of
 
@@ -130,7 +130,7 @@ class Shard:
         if isinstance(event, Renew):
             self.version += 1
             return self._release()
-        if isinstance(event, Ahead):
+        if isinstance(event, LeasesAhead):
             self._ahead = event.leases
             return self._close() + self._release()
         if isinstance(event, Among):
@@ -194,7 +194,7 @@ class Shard:
         self.clocks[worker] += 1
         step: list[Action] = []
         if push.lease not in self._done and push.finite and push.weight:
-            step.append(Step((worker,), push.share, self.version - push.version))
+            step.append(ApplyStep((worker,), push.share, self.version - push.version))
             self.version += 1
         return [*step, self._finish(push), *self._release()]
 
@@ -255,7 +255,7 @@ class Shard:
         )
         share = sum(fresh)
         share = 1.0 if abs(share - 1.0) < _EXACTLY else share
-        step: list[Action] = [Step(tuple(push.worker for push in counted), share, 0)] if counted else []
+        step: list[Action] = [ApplyStep(tuple(push.worker for push in counted), share, 0)] if counted else []
         return [*step, *answers]
 
     def _pull(self, pull: Pull) -> list[Action]:

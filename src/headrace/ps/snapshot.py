@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.checkpoint.header import NAMES, PREFIX, Entry, encode, length, parse
 from headrace.checkpoint.tensors import views
-from headrace.ps.applier import ApplierState
+from headrace.ps.applier import ShardOptimizerState
 from headrace.ps.coordinator import CoordinatorState
 from headrace.ps.membership import MembershipState
 from headrace.ps.requests import RequestState
@@ -57,7 +57,7 @@ class ServerState:
     members: MembershipState
     requests: tuple[RequestState, ...]
     shards: tuple[ShardState, ...]
-    applier: ApplierState
+    applier: ShardOptimizerState
     coordinator: CoordinatorState | None
     version: int = _VERSION
 

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import mul
 
-from headrace.ps.form import Form
+from headrace.ps.form import ShardLayout
 from headrace.spec.event import Served, ServedShard
 
-__all__ = ["Tally"]
+__all__ = ["ServerCounters"]
 
 
-class Tally:
+class ServerCounters:
     """Counts since the server began.
 
     Args:
@@ -22,7 +22,7 @@ class Tally:
         busy_s: seconds in which it was not waiting for mail.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: ShardLayout) -> None:
         self.busy_s = 0.0
         self._names = tuple(piece.name for piece in form.pieces)
         self._lengths = form.slots.lengths

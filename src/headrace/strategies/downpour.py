@@ -26,16 +26,16 @@ from torch import Tensor, nn
 
 from headrace.errors import UsageError
 from headrace.policies.staleness import Anytime, Each
-from headrace.ps.agreement import Agreement, Spokesman
-from headrace.ps.applier import Applier, Pace
+from headrace.ps.agreement import LeaderClient, ReplicaGroup
+from headrace.ps.applier import RoundClock, ShardOptimizer
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.ps.background import Background
 from headrace.ps.exchange import ServedExchange
-from headrace.ps.form import Form
-from headrace.ps.held import Accrued, HeldGradients
-from headrace.ps.leases import Leases
-from headrace.ps.leasing import LeasedPortions, blocks, steady
-from headrace.ps.links import Links
+from headrace.ps.form import ShardLayout
+from headrace.ps.held import GradientAccumulator, GradientBuffer
+from headrace.ps.leases import LeaseTable
+from headrace.ps.leasing import ServerDataLeases, blocks, steady
+from headrace.ps.links import ServerLinks
 from headrace.ps.messages import Kind, Message
 from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
@@ -152,15 +152,15 @@ class Downpour(Strategy):
         self,
         plan: Plan,
         parts: WorkerContext,
-        forms: Sequence[Form],
+        forms: Sequence[ShardLayout],
         places: Sequence[Sequence[Tensor]],
-        agreement: Agreement,
-    ) -> Links:
+        agreement: ReplicaGroup,
+    ) -> ServerLinks:
         servers, check = parts.servers, parts.host.check
         roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
         opens = functools.partial(connect, servers.addresses(), forms, find=servers.find)
         if not self.overlap:
-            return Links(opens(places, who, check, roles, parts.closing), places, self.fetch_every, agreement)
+            return ServerLinks(opens(places, who, check, roles, parts.closing), places, self.fetch_every, agreement)
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
         pushing = Background("push", opens(fetched, who, check, roles, parts.closing))
@@ -173,19 +173,19 @@ class Downpour(Strategy):
             fetching.check()
 
         main = opens(places, who, watch, roles, parts.closing, observes=True)
-        return Links(main, places, self.fetch_every, agreement, pushing, fetching, fetched)
+        return ServerLinks(main, places, self.fetch_every, agreement, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
         rank = plan.server_of(rank)
         form = form_of(plan, parts.model, rank)
-        pace = Pace(parts.options, parts.rounds_per_epoch, parts.first)
-        applier = Applier(form, parts.optimizer, parts.model.parameters, pace, self.scale == "full")
+        pace = RoundClock(parts.options, parts.rounds_per_epoch, parts.first)
+        applier = ShardOptimizer(form, parts.optimizer, parts.model.parameters, pace, self.scale == "full")
         machines = [Shard(range(plan.replicas), Anytime(), Each()) for _ in range(len(form))]
         until = parts.first + blocks(parts.first, parts.until, self.push_every)
         alone = blocks(parts.first, max(parts.first, self.warmstart_steps), self.push_every)
         first = rank == plan.servers[0]
         members = range(plan.replicas)
-        leases = Leases(len(plan.shares), until, parts.first, alone=alone, workers=members) if first else None
+        leases = LeaseTable(len(plan.shares), until, parts.first, alone=alone, workers=members) if first else None
         coordinates = (leases, parts.first, parts.until, self.push_every) if leases else None
         port = open_port(form, self.transport)
         pairing = pair(port, form, parts.process) if self.backups else None
@@ -218,24 +218,24 @@ class DownpourExchange(ServedExchange):
         self,
         strategy: Downpour,
         plan: Plan,
-        links: Links,
-        forms: Sequence[Form],
+        links: ServerLinks,
+        forms: Sequence[ShardLayout],
         parts: WorkerContext,
-        agreement: Agreement,
+        agreement: ReplicaGroup,
         leads: bool,
     ) -> None:
-        held = HeldGradients(forms, parts.model)
+        held = GradientBuffer(forms, parts.model)
         super().__init__(links.main, forms, held, parts.host, agreement, leads)
         copies = 2 if strategy.overlap else 1
         self.parameter_bytes = copies * sum(parameter.bytes for parameter in parts.model.parameters)
-        self.portions = LeasedPortions(
-            Spokesman(links.main, agreement.group), leads, len(forms), len(plan.shares),
+        self.portions = ServerDataLeases(
+            LeaderClient(links.main, agreement.group), leads, len(forms), len(plan.shares),
             steady(strategy.push_every), links, strategy.warmstart_steps,
         )  # fmt: skip
         self._links = links
         self._weighed = strategy.scale == "share"
         self._local = LocalSteps(parts)
-        self._accrued = Accrued(forms, parts.model, self._weighed)
+        self._accrued = GradientAccumulator(forms, parts.model, self._weighed)
         self._spoilt = False
 
     def begin(self, round_: int) -> None:

@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
-from headrace.ps.agreement import Agreement, Spokesman
-from headrace.ps.applier import Applier, Pace, Remedies
+from headrace.ps.agreement import LeaderClient, ReplicaGroup
+from headrace.ps.applier import Remedies, RoundClock, ShardOptimizer
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.ps.client import Client
 from headrace.ps.events import Reason
 from headrace.ps.exchange import ServedExchange
-from headrace.ps.form import Form
-from headrace.ps.held import HeldGradients
-from headrace.ps.leases import Leases
-from headrace.ps.leasing import LeasedPortions
+from headrace.ps.form import ShardLayout
+from headrace.ps.held import GradientBuffer
+from headrace.ps.leases import LeaseTable
+from headrace.ps.leasing import ServerDataLeases
 from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
@@ -155,9 +155,9 @@ class ParameterServer(Strategy):
         brings = leads(client, servers.worker)
         # Where some are lost, others may have to do their portions alone.
         rests = plan.replaces and (self.staleness_bound is not None or self.backup_workers > 0)
-        spokesman = Spokesman(client, agreement.group)
-        portions = LeasedPortions(spokesman, brings, len(forms), len(plan.shares), rests=rests)
-        held = HeldGradients(forms, parts.model)
+        spokesman = LeaderClient(client, agreement.group)
+        portions = ServerDataLeases(spokesman, brings, len(forms), len(plan.shares), rests=rests)
+        held = GradientBuffer(forms, parts.model)
         exchange = ParameterServerExchange(client, forms, portions, held, parts, agreement, brings)
         exchange.give(places)
         return Replica(parts.whole_model(held, portions=len(plan.shares)), exchange, portions)
@@ -168,12 +168,14 @@ class ParameterServer(Strategy):
         workers, first = plan.replicas, rank == plan.servers[0]
         admission, combination = self._regime(workers)
         full = self.scale == "full"
-        schedule = Pace(parts.options, parts.rounds_per_epoch, parts.first)
-        applier = Applier(form, parts.optimizer, parts.model.parameters, schedule, full, self.remedies)
+        schedule = RoundClock(parts.options, parts.rounds_per_epoch, parts.first)
+        applier = ShardOptimizer(form, parts.optimizer, parts.model.parameters, schedule, full, self.remedies)
         machines = [Shard(range(workers), admission, combination) for _ in range(len(form))]
         # Whoever is bound to the others does as many rounds as they do.
         fixed = self.staleness_bound is not None and not self.backup_workers
-        leases = Leases(len(plan.shares), parts.until, parts.first, fixed, workers=range(workers)) if first else None
+        leases = (
+            LeaseTable(len(plan.shares), parts.until, parts.first, fixed, workers=range(workers)) if first else None
+        )
         coordinates = (leases, parts.first, parts.until, 1) if leases else None
         port = open_port(form, self.transport)
         pairing = pair(port, form, parts.process) if self.backups else None
@@ -199,11 +201,11 @@ class ParameterServerExchange(ServedExchange):
     def __init__(
         self,
         client: Client,
-        forms: Sequence[Form],
-        portions: LeasedPortions,
-        held: HeldGradients,
+        forms: Sequence[ShardLayout],
+        portions: ServerDataLeases,
+        held: GradientBuffer,
         parts: WorkerContext,
-        agreement: Agreement,
+        agreement: ReplicaGroup,
         leads: bool,
     ) -> None:
         super().__init__(client, forms, held, parts.host, agreement, leads)

@@ -30,15 +30,15 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.period import AutoPeriod, Seen, first_stretch
 from headrace.policies.sharding import everywhere
 from headrace.policies.staleness import Anytime, Combination, Each, Elsewhere, Everybody, FirstOf
-from headrace.ps.applier import Applier, Pace
+from headrace.ps.applier import RoundClock, ShardOptimizer
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
-from headrace.ps.centre import Beside, Centre
+from headrace.ps.centre import CenterVariable, OptimizerMirror
 from headrace.ps.events import Reason
 from headrace.ps.exchange import ServedExchange
-from headrace.ps.form import Form
-from headrace.ps.held import HeldGradients
-from headrace.ps.leases import Leases
-from headrace.ps.leasing import LeasedPortions, blocks
+from headrace.ps.form import ShardLayout
+from headrace.ps.held import GradientBuffer
+from headrace.ps.leases import LeaseTable
+from headrace.ps.leasing import ServerDataLeases, blocks
 from headrace.ps.planning import check_backups, check_seats, seats
 from headrace.ps.server import Server
 from headrace.ps.shard import Shard
@@ -155,7 +155,7 @@ class ServedAveragingConfig:
         )
         named = dict(parts.module.named_parameters())
         state = mean_state(named, local.updater.optimizer) if self.average_state else None
-        beside = Beside(state)
+        beside = OptimizerMirror(state)
         forms = [form_of(plan, parts.model, server, state) for server in plan.servers]
         own = [places_of(form, parts.module, beside.named) for form in forms]
         copy = [[torch.empty_like(place, device="cpu") for place in places] for places in own]
@@ -164,7 +164,7 @@ class ServedAveragingConfig:
             parts.servers.addresses(), forms, copy, (rank, parts.servers.incarnation), parts.host.check, servers,
             parts.closing, together=True, in_turn=self._in_turn, find=parts.servers.find,
         )  # fmt: skip
-        centre = Centre(client, forms, own, copy, beside, keeps=not self.outer.agrees)
+        centre = CenterVariable(client, forms, own, copy, beside, keeps=not self.outer.agrees)
         exchange = ServedAveragingExchange(self, plan, centre, forms, parts, local, leads(client, rank))
         exchange.give(centre.own)
         return Replica(parts.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
@@ -182,18 +182,18 @@ class ServedAveragingConfig:
         form = form_of(plan, parts.model, rank, state)
         members, first = range(plan.workers), rank == plan.servers[0]
         # Schedules are the inner optimizer's, the moving average is that of the average.
-        pace = Pace(Options(ema_decay=parts.options.ema_decay), parts.rounds_per_epoch, parts.first)
+        pace = RoundClock(Options(ema_decay=parts.options.ema_decay), parts.rounds_per_epoch, parts.first)
         beside = state.specs if state else []
         optimizer = functools.partial(
             _outer_optimizer, {each.name for each in beside}, self._outer_options(plan.workers)
         )
-        applier = Applier(form, optimizer, [*parts.model.parameters, *beside], pace, full=not by_share)
+        applier = ShardOptimizer(form, optimizer, [*parts.model.parameters, *beside], pace, full=not by_share)
         combination = self._combination() if first or not self._in_turn else Elsewhere()
         machines = [Shard(members, Anytime(), combination) for _ in range(len(form))]
         until, span = first_stretch(self.period, self.post_local, parts.first, parts.until)
         # Whoever waits for all goes in step with them, and every run is the same.
         fixed, last = self.wait == "all", parts.first + blocks(parts.first, until, span)
-        leases = Leases(len(plan.shares), last, parts.first, fixed, workers=members) if first else None
+        leases = LeaseTable(len(plan.shares), last, parts.first, fixed, workers=members) if first else None
         coordinates = (leases, parts.first, until, span) if leases else None
         port = open_port(form, self.transport)
         pairing = pair(port, form, parts.process) if self.backups else None
@@ -265,17 +265,17 @@ class ServedAveragingExchange(ServedExchange):
         self,
         service: ServedAveragingConfig,
         plan: Plan,
-        centre: Centre,
-        forms: Sequence[Form],
+        centre: CenterVariable,
+        forms: Sequence[ShardLayout],
         parts: WorkerContext,
         local: LocalExchange,
         leads: bool,
     ) -> None:
         client = centre.client
-        held = HeldGradients(forms, parts.model)
+        held = GradientBuffer(forms, parts.model)
         super().__init__(client, forms, held, parts.host, parts.agreement(), leads)
         self._pacing = PeriodController(service.period, service.post_local, parts.host)
-        self.portions = LeasedPortions(
+        self.portions = ServerDataLeases(
             client, leads, len(forms), len(plan.shares), self._pacing.stretch, centre, rests=service.wait != "nobody"
         )
         self._centre = centre

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headrace.comm.collective import Collective, ProcessGroup
 from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
-from headrace.ps.agreement import Agreement
+from headrace.ps.agreement import ReplicaGroup
 from headrace.ps.server import Server
 from headrace.replica.batch_norm import synchronise_batch_norm
 from headrace.replica.compilation import CompiledModule
@@ -185,10 +185,10 @@ class WorkerContext:
             self.options, inside.everyone, self.scale, immediate, lambda: repeated, inside.group.world
         )
 
-    def agreement(self) -> Agreement:
+    def agreement(self) -> ReplicaGroup:
         """Returns what this worker's replica agrees by, where replicas go on by themselves."""
         group = self.inside.group if self.inside else ThreadCollective(ThreadGroup(1), 0)
-        return Agreement(group, self.options, self.scale, self.device)
+        return ReplicaGroup(group, self.options, self.scale, self.device)
 
     def updater(
         self,
