@@ -16,7 +16,7 @@ from headrace.comm.local_link import LocalClientTransport
 from headrace.comm.local_port import LocalServerTransport
 from headrace.comm.remote_link import RemoteClientTransport
 from headrace.comm.remote_port import RemoteServerTransport
-from headrace.policies.staleness import Anytime, Each
+from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client, Connection
 from headrace.ps.form import ShardLayout, ShardSpec
@@ -58,7 +58,7 @@ def serve(
         else LocalServerTransport(form.slots, form.slots)
     )
     applier = ShardOptimizer(form, factory, [ParameterSpec("weight", (elements,))])
-    server = Server(port, form, applier, [Shard(range(workers), Anytime(), Each()) for _ in form.pieces])
+    server = Server(port, form, applier, [Shard(range(workers), Unbounded(), EveryPush()) for _ in form.pieces])
     parent = os.getppid()
     os.write(door, server.address.encode())
     os.close(door)

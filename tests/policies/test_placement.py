@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies import PLACEMENTS
-from headrace.policies.placement import UNEVEN, Piece, balance, greedy, loads, place, round_robin
+from headrace.policies.placement import UNEVEN, ParameterPiece, balance, greedy, loads, place, round_robin
 from headrace.policies.sharding import fixed_shards
 from headrace.spec.model import ParameterSpec
 from headrace.spec.plan import Segment
 
 
-def pieces_of(*sizes: int) -> list[Piece]:
-    return [Piece(f"p{index}", 0, size, size) for index, size in enumerate(sizes)]
+def pieces_of(*sizes: int) -> list[ParameterPiece]:
+    return [ParameterPiece(f"p{index}", 0, size, size) for index, size in enumerate(sizes)]
 
 
 PIECES = st.lists(st.integers(0, 60), max_size=14).map(lambda sizes: pieces_of(*sizes))
@@ -26,7 +26,7 @@ OWNERS = st.integers(1, 6)
 @pytest.mark.parametrize("name", sorted(PLACEMENTS))
 @given(pieces=PIECES, owners=OWNERS)
 def test_every_piece_has_an_owner_and_every_owner_a_piece_where_there_are_enough(
-    name: str, pieces: list[Piece], owners: int
+    name: str, pieces: list[ParameterPiece], owners: int
 ) -> None:
     placed = PLACEMENTS[name](pieces, owners)
     assert placed == PLACEMENTS[name](pieces, owners)
@@ -39,19 +39,19 @@ def test_every_piece_has_an_owner_and_every_owner_a_piece_where_there_are_enough
 
 
 @given(PIECES, OWNERS)
-def test_round_robin_deals_pieces_out_by_number(pieces: list[Piece], owners: int) -> None:
+def test_round_robin_deals_pieces_out_by_number(pieces: list[ParameterPiece], owners: int) -> None:
     placed = round_robin(pieces, owners)
     filled = [owner for piece, owner in zip(pieces, placed, strict=True) if piece.bytes]
     assert filled == [index % owners for index in range(len(filled))]
 
 
-def least_maximum(pieces: Sequence[Piece], owners: int) -> int:
+def least_maximum(pieces: Sequence[ParameterPiece], owners: int) -> int:
     """Returns the largest load of the best placement, found by trying all."""
     return min(max(loads(pieces, placed, owners)) for placed in product(range(owners), repeat=len(pieces)))
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6).map(lambda sizes: pieces_of(*sizes)), st.integers(1, 3))
-def test_greedy_is_within_grahams_bound_of_the_best(pieces: list[Piece], owners: int) -> None:
+def test_greedy_is_within_grahams_bound_of_the_best(pieces: list[ParameterPiece], owners: int) -> None:
     largest = max(loads(pieces, greedy(pieces, owners), owners))
     # 4/3 - 1/(3 m)
     assert 3 * owners * largest <= (4 * owners - 1) * least_maximum(pieces, owners)
@@ -90,7 +90,7 @@ def test_pieces_become_segments_of_their_servers_in_the_same_order() -> None:
 
 
 @given(PIECES, st.integers(1, 20))
-def test_servers_without_anything_to_do_are_refused(pieces: list[Piece], servers: int) -> None:
+def test_servers_without_anything_to_do_are_refused(pieces: list[ParameterPiece], servers: int) -> None:
     filled = sum(piece.bytes > 0 for piece in pieces)
     ranks = range(2, 2 + servers)
     if servers <= filled:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import UnknownName, UsageError
 from headrace.policies import SHARDINGS
-from headrace.policies.placement import Piece
+from headrace.policies.placement import ParameterPiece
 from headrace.policies.sharding import (
     everywhere,
     fixed_shards,
@@ -167,7 +167,9 @@ def rows_of(parameter: ParameterSpec) -> int:
     return parameter.shape[0] if parameter.shape else 1
 
 
-def of_each(parameters: Sequence[ParameterSpec], pieces: Sequence[Piece]) -> list[tuple[ParameterSpec, list[Piece]]]:
+def of_each(
+    parameters: Sequence[ParameterSpec], pieces: Sequence[ParameterPiece]
+) -> list[tuple[ParameterSpec, list[ParameterPiece]]]:
     """Returns the trainable parameters that have elements, each with its pieces."""
     return [
         (parameter, [piece for piece in pieces if piece.parameter == parameter.name])
@@ -176,7 +178,7 @@ def of_each(parameters: Sequence[ParameterSpec], pieces: Sequence[Piece]) -> lis
     ]
 
 
-def row_counts(parameter: ParameterSpec, pieces: Sequence[Piece]) -> list[int]:
+def row_counts(parameter: ParameterSpec, pieces: Sequence[ParameterPiece]) -> list[int]:
     row = parameter.elements // rows_of(parameter)
     assert all(piece.start % row == piece.stop % row == 0 for piece in pieces), "a row is cut"
     return [(piece.stop - piece.start) // row for piece in pieces]
@@ -241,7 +243,7 @@ def test_the_drawn_cuts() -> None:
 def test_frozen_parameters_have_no_piece_and_scalars_one() -> None:
     parameters = [ParameterSpec("frozen", (9,), trainable=False), ParameterSpec("scale", (), "float64")]
     for sharding in ("whole", "fixed_shards:4", "max_size:1B", "min_size:1B/4"):
-        assert parse_sharding(sharding)(parameters) == (Piece("scale", 0, 1, 8),)
+        assert parse_sharding(sharding)(parameters) == (ParameterPiece("scale", 0, 1, 8),)
 
 
 def test_units_are_by_thousands_unless_they_say_otherwise() -> None:

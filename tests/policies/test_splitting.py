@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from headrace.policies.splitting import Splittable, Step, choose, follow
+from headrace.policies.splitting import Splittable, ValueStep, choose, follow
 
 LINEAR = Splittable("linear", 8, 8)
 CONVOLUTION = Splittable("convolution", 8, 8)
 
 
-def chain(*words: str) -> list[Step]:
+def chain(*words: str) -> list[ValueStep]:
     """Returns steps one after the other; words that no step is called by are layers."""
     known = {"relu": "elementwise", "drop": "dropout", "pool": "pool", "flatten": "flatten", "norm": "other"}
-    steps = [Step("other")]
+    steps = [ValueStep("other")]
     for index, word in enumerate(words):
         does = "part" if word.startswith("part") else known.get(word, "layer")
-        steps.append(Step(does, "" if word in known and word != "drop" else word, (index,)))
-    return [*steps, Step("other", inputs=(len(words),))]
+        steps.append(ValueStep(does, "" if word in known and word != "drop" else word, (index,)))
+    return [*steps, ValueStep("other", inputs=(len(words),))]
 
 
 def test_a_column_and_a_row_are_a_pair_with_nothing_between_but_single_features() -> None:
@@ -38,8 +38,8 @@ def test_what_looks_at_all_features_keeps_layers_apart() -> None:
 
 def test_two_that_mix_and_one_that_takes_both_belong_together() -> None:
     gated = [
-        *(Step("other"), Step("layer", "a", (0,)), Step("layer", "b", (0,))),
-        *(Step("elementwise", inputs=(1, 2)), Step("layer", "c", (3,)), Step("other", inputs=(4,))),
+        *(ValueStep("other"), ValueStep("layer", "a", (0,)), ValueStep("layer", "b", (0,))),
+        *(ValueStep("elementwise", inputs=(1, 2)), ValueStep("layer", "c", (3,)), ValueStep("other", inputs=(4,))),
     ]
     layers = dict.fromkeys("abc", LINEAR)
     assert choose(gated, layers, 2) == {"a": "column", "b": "column", "c": "row"}
@@ -51,7 +51,12 @@ def test_two_that_mix_and_one_that_takes_both_belong_together() -> None:
 
 
 def test_a_residual_connection_takes_the_whole() -> None:
-    steps = [Step("other"), Step("layer", "a", (0,)), Step("elementwise", inputs=(0, 1)), Step("layer", "b", (2,))]
+    steps = [
+        ValueStep("other"),
+        ValueStep("layer", "a", (0,)),
+        ValueStep("elementwise", inputs=(0, 1)),
+        ValueStep("layer", "b", (2,)),
+    ]
     layers = dict.fromkeys("ab", LINEAR)
     assert follow(steps, layers, {"a": "column", "b": "row"}).gathers == {"a"}
     # No pair, so each is split by itself.

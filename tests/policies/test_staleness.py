@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.policies import staleness as module
-from headrace.policies.staleness import Anytime, Each, FirstOf, Within
+from headrace.policies.staleness import Bounded, EveryPush, FirstPushes, Unbounded
 from ps.virtual import Machines
 from ps.worlds import is_found, mutated
 
@@ -16,35 +16,35 @@ CLOCKS = st.integers(0, 100)
 
 @given(CLOCKS, CLOCKS)
 def test_anytime_admits_everybody(clock: int, slowest: int) -> None:
-    assert Anytime().admits(clock, slowest)
+    assert Unbounded().admits(clock, slowest)
 
 
 @given(CLOCKS, CLOCKS, st.integers(0, 10))
 def test_within_admits_up_to_the_bound_and_no_further(slowest: int, ahead: int, bound: int) -> None:
-    assert Within(bound).admits(slowest + ahead, slowest) is (ahead <= bound)
+    assert Bounded(bound).admits(slowest + ahead, slowest) is (ahead <= bound)
 
 
 @given(CLOCKS, st.integers(0, 10))
 def test_the_slowest_is_always_admitted(slowest: int, bound: int) -> None:
-    assert Within(bound).admits(slowest, slowest)
+    assert Bounded(bound).admits(slowest, slowest)
 
 
 @given(st.integers(1, 20), st.integers(0, 20))
 def test_a_round_needs_its_number_or_all_that_there_are(count: int, workers: int) -> None:
-    needed = FirstOf(count).needed(workers)
+    needed = FirstPushes(count).needed(workers)
     assert needed == (count if workers >= count else workers)
-    assert Each().needed(workers) == 0
+    assert EveryPush().needed(workers) == 0
 
 
 PLANTED = {
-    "lock-step waits for ever": ("Within", "clock <= slowest + self.bound", "clock < slowest + self.bound"),
-    "one round too far": ("Within", "clock <= slowest + self.bound", "clock <= slowest + self.bound + 1"),
-    "nobody is waited for": ("Within", "clock <= slowest + self.bound", "True"),
-    "the bound is of all rounds": ("Within", "clock <= slowest + self.bound", "clock <= self.bound"),
-    "a round of all": ("FirstOf", "min(self.count, workers)", "workers"),
-    "a round of more than there are": ("FirstOf", "min(self.count, workers)", "self.count"),
-    "a round of more than it needs": ("FirstOf", "min(self.count, workers)", "max(self.count, workers)"),
-    "each waits for others": ("Each", "return 0", "return workers"),
+    "lock-step waits for ever": ("Bounded", "clock <= slowest + self.bound", "clock < slowest + self.bound"),
+    "one round too far": ("Bounded", "clock <= slowest + self.bound", "clock <= slowest + self.bound + 1"),
+    "nobody is waited for": ("Bounded", "clock <= slowest + self.bound", "True"),
+    "the bound is of all rounds": ("Bounded", "clock <= slowest + self.bound", "clock <= self.bound"),
+    "a round of all": ("FirstPushes", "min(self.count, workers)", "workers"),
+    "a round of more than there are": ("FirstPushes", "min(self.count, workers)", "self.count"),
+    "a round of more than it needs": ("FirstPushes", "min(self.count, workers)", "max(self.count, workers)"),
+    "each waits for others": ("EveryPush", "return 0", "return workers"),
 }
 
 

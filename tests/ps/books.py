@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.policies.staleness import Anytime, Each, Within
+from headrace.policies.staleness import Bounded, EveryPush, Unbounded
 from headrace.ps import leases as lease
 from headrace.ps.events import (
     Accumulate,
@@ -39,7 +39,7 @@ class ShardBook:
 
     def __init__(self, machine: Any, world: Any, history: Any) -> None:
         self.machine, self.world, self.history = machine, world, history
-        self.each = isinstance(world.combination, Each)
+        self.each = isinstance(world.combination, EveryPush)
         self.version = 0
         self.clocks = dict.fromkeys(range(len(world.paces)), 0)
         self.incarnations = dict.fromkeys(self.clocks, 0)
@@ -76,7 +76,7 @@ class ShardBook:
         assert set(self.machine.clocks) == set(self.clocks), "the members are those that have joined and not left"
         if not self.each:
             self._check_round(event, before, done)
-        if isinstance(event, Pull) and isinstance(self.world.admission, Anytime) and self.each:
+        if isinstance(event, Pull) and isinstance(self.world.admission, Unbounded) and self.each:
             assert [type(action) for action in actions] == [Reply], "nobody ever waits"
         self._check_waiting()
         return actions
@@ -189,7 +189,7 @@ class ShardBook:
     def _check_reply(self, reply: Reply) -> None:
         pull = self.waiting.pop(reply.worker)
         assert pull.least <= reply.version == self.machine.version
-        if isinstance(self.world.admission, Within):
+        if isinstance(self.world.admission, Bounded):
             lead = self.clocks[reply.worker] - min(self.clocks.values())
             assert lead <= self.world.admission.bound, "nobody begins a round further ahead than the bound"
 

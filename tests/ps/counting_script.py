@@ -18,7 +18,7 @@ from comm.ways import open_link, open_port
 from headrace.comm.faulty import Faults, FaultyLink, Odds
 from headrace.comm.port import ClientTransport
 from headrace.errors import Replaced
-from headrace.policies.staleness import Anytime, Each
+from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client
 from headrace.ps.events import Action, ApplyStep, Event, Push, Reason
@@ -68,7 +68,7 @@ class Broken:
 def serve(number: int, folder: Path, way: str, width: int, workers: int, bug: str) -> None:
     form = form_of(width)
     applier = ShardOptimizer(form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (width,))])
-    machine = Shard(range(workers), Anytime(), Each())
+    machine = Shard(range(workers), Unbounded(), EveryPush())
     machines: list[Any] = [Broken(machine, bug) if bug else machine]
     coordinates = (LeaseTable(width, 1), 0, 1, 1) if number == 0 else None
     server = Server(open_port(way, form.slots, form.push_slots), form, applier, machines, coordinates, grace_s=0.5)

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from comm.ways import open_link, open_port
-from headrace.policies.staleness import Anytime, Each
+from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.ps.applier import ShardOptimizer
 from headrace.ps.pairing import ReplicatedTransport
 from headrace.ps.replication import View
@@ -36,7 +36,7 @@ def main() -> None:
     pairing = ReplicatedTransport(open_port(way, *slots), form.push_slots, form.reply_slots, int(number), connect)  # type: ignore[arg-type]
     specs = [ParameterSpec(piece.parameter, piece.shape) for piece in form.pieces]
     applier = ShardOptimizer(form, partial(torch.optim.SGD, lr=1.0), specs)
-    machines = [Shard(range(1), Anytime(), Each()) for _ in range(len(form))]
+    machines = [Shard(range(1), Unbounded(), EveryPush()) for _ in range(len(form))]
     server = Server(pairing.port, form, applier, machines, pairing=pairing)
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect("\0" + launcher)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from headrace.policies.staleness import Anytime, Within
+from headrace.policies.staleness import Bounded, Unbounded
 from ps.operations import violations
 from ps.virtual import Machines, Stuck, World, run
 
@@ -23,7 +23,7 @@ def world(seed: int, operations: int = MODERATE) -> tuple[World, int | None]:
     made = World(
         seed,
         tuple(chance.choice((0.2, 1.0, 1.0, 4.0)) for _ in range(workers)),
-        Anytime() if bound is None else Within(bound),
+        Unbounded() if bound is None else Bounded(bound),
         shards=shards,
         portions=workers,
         fences=(max(1, rounds // 2), rounds + 1),

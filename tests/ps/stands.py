@@ -17,7 +17,7 @@ from headrace.comm.local_port import LocalServerTransport
 from headrace.comm.port import ClientTransport, ServerTransport
 from headrace.comm.remote_link import RemoteClientTransport
 from headrace.comm.remote_port import RemoteServerTransport
-from headrace.policies.staleness import Anytime, Combination, Each
+from headrace.policies.staleness import Combination, EveryPush, Unbounded
 from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client
 from headrace.ps.form import ShardLayout, ShardSpec
@@ -61,7 +61,7 @@ class Stand:
             LocalServerTransport(*slots) if way == "local" else RemoteServerTransport(*slots, secret=SECRET)
         )
         applier = ShardOptimizer(self.form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
-        machines = [Shard(range(workers), Anytime(), combination or Each())]
+        machines = [Shard(range(workers), Unbounded(), combination or EveryPush())]
         self.server = Server(
             self.port, self.form, applier, machines, (LeaseTable(workers, 1000), 0, 1000, 1), grace_s=PATIENCE_S
         )

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from headrace.comm.port import ReceivedMessage, ServerTransport
-from headrace.policies.staleness import Anytime, Each
+from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.ps import shard as module
 from headrace.ps.applier import ShardOptimizer
 from headrace.ps.events import Reason
@@ -136,7 +136,7 @@ class Conversations(RuleBasedStateMachine):
         super().__init__()
         self.wire = Wire()
         applier = ShardOptimizer(FORM, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (WIDTH,))])
-        shards = [self.shard(range(WORKERS), Anytime(), Each())]
+        shards = [self.shard(range(WORKERS), Unbounded(), EveryPush())]
         self.server = Server(
             self.wire, FORM, applier, shards, (LeaseTable(WIDTH, 1, workers=range(WORKERS)), 0, 1, 1), 0.0
         )

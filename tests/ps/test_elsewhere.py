@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from headrace.policies.staleness import Anytime, Elsewhere
+from headrace.policies.staleness import DecidedElsewhere, Unbounded
 from headrace.ps.events import Accumulate, Ack, Among, ApplyStep, Join, Leave, Pull, Push, Reason, Refuse, Reply
 from headrace.ps.shard import Shard
 from ps.test_shard import told
 
 
 def test_a_round_that_is_over_elsewhere_is_of_the_same_workers_here() -> None:
-    shard = Shard(range(3), Anytime(), Elsewhere())
+    shard = Shard(range(3), Unbounded(), DecidedElsewhere())
     assert told(shard, Push(1, 0, 9, 0), Pull(1)) == [Refuse(1, 9, Reason.LATE), Reply(1, 0)]
     assert told(shard, Among(5, ((0, 0), (2, 0))), Push(0, 0, 0, 0), Pull(1), Pull(0)) == [Accumulate(0)]
-    again = Shard(range(3), Anytime(), Elsewhere())
+    again = Shard(range(3), Unbounded(), DecidedElsewhere())
     again.load(shard.state())
     for each in (shard, again):
         assert told(each, Among(5, ((0, 0), (2, 0))), Push(2, 0, 1, 0)) == [
@@ -24,7 +24,7 @@ def test_a_round_that_is_over_elsewhere_is_of_the_same_workers_here() -> None:
 
 
 def test_of_a_round_that_is_over_elsewhere_the_lost_are_not_awaited() -> None:
-    shard = Shard(range(3), Anytime(), Elsewhere())
+    shard = Shard(range(3), Unbounded(), DecidedElsewhere())
     told(shard, Among(5, ((0, 0), (1, 0))), Push(0, 0, 0, 0))
     assert told(shard, Leave(1)) == [ApplyStep((0,), 1.0, 0), Ack(0, 0)]
     assert told(shard, Among(6, ((1, 0), (2, 0))), Pull(0)) == [], "who is no member any more is not awaited"

@@ -10,7 +10,7 @@ import torch
 from comm.ways import WAYS
 from headrace.comm.faulty import Faults, Odds
 from headrace.errors import PeerLost, Replaced
-from headrace.policies.staleness import FirstOf
+from headrace.policies.staleness import FirstPushes
 from headrace.ps.client import Client
 from headrace.ps.messages import Kind, Message
 from ps.stands import WIDTH, counted, one_hot, standing
@@ -44,7 +44,7 @@ def test_without_another_link_the_end_of_one_is_the_end(way: str) -> None:
 
 @pytest.mark.parametrize("codec", ["plain", "int8"])
 def test_what_waits_for_others_is_asked_again_and_counts_once(way: str, codec: str) -> None:
-    with standing(way, 2, FirstOf(2), codec) as stand:
+    with standing(way, 2, FirstPushes(2), codec) as stand:
         (first, copy), (second, other) = (stand.client(worker) for worker in range(2))
         first.pull()
         second.pull()
@@ -163,7 +163,7 @@ def test_whatever_happens_on_the_way_everything_counts_once(way: str, kind: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lost", "cut"])
 def test_two_who_make_rounds_together_end_them_whatever_happens(way: str, kind: str) -> None:
-    with standing(way, 2, FirstOf(2), faults=Faults(3, *ODDS[kind])) as stand:
+    with standing(way, 2, FirstPushes(2), faults=Faults(3, *ODDS[kind])) as stand:
         pairs = [stand.client(worker) for worker in range(2)]
 
         def work(worker: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.policies.staleness import Admission, Anytime, Combination, Each, Everybody, FirstOf, Within
+from headrace.policies.staleness import Admission, AllMembers, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.ps import shard as module
 from headrace.ps.events import (
     Accumulate,
@@ -41,7 +41,7 @@ def told(shard: Shard, *events: Event) -> list[Action]:
 
 
 def two(admission: Admission | None = None, combination: Combination | None = None) -> Shard:
-    return Shard(range(2), admission or Anytime(), combination or Each())
+    return Shard(range(2), admission or Unbounded(), combination or EveryPush())
 
 
 # By hand
@@ -73,7 +73,7 @@ def test_a_lease_is_done_once(finite: bool) -> None:
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_the_same_push_again_is_told_the_same_and_is_no_other_round(finite: bool) -> None:
-    shard = two(Within(0))
+    shard = two(Bounded(0))
     push = Push(0, 0, 3, 0, finite=finite)
     first = told(shard, push, Pull(0))
     assert told(shard, Join(0, 0), push, Pull(0)) == first[-1:]
@@ -82,7 +82,7 @@ def test_the_same_push_again_is_told_the_same_and_is_no_other_round(finite: bool
 
 
 def test_who_comes_over_another_link_gives_again_what_it_gave_to_an_open_round() -> None:
-    shard = two(combination=FirstOf(2))
+    shard = two(combination=FirstPushes(2))
     push = Push(0, 0, 0, 0)
     assert told(shard, push, Join(0, 0)) == [Accumulate(0)]
     assert shard.clocks == {0: 0, 1: 0}
@@ -107,14 +107,14 @@ def test_strangers_and_earlier_incarnations_are_refused() -> None:
 
 
 def test_a_pull_waits_until_the_others_are_near_enough() -> None:
-    shard = two(Within(1))
+    shard = two(Bounded(1))
     assert told(shard, Push(0, 0, 0, 0), Pull(0)) == [ApplyStep((0,), 1.0, 0), Ack(0, 0), Reply(0, 1)]
     assert told(shard, Push(0, 0, 2, 1), Pull(0)) == [ApplyStep((0,), 1.0, 0), Ack(0, 2)]
     assert told(shard, Push(1, 0, 1, 0)) == [ApplyStep((1,), 1.0, 2), Ack(1, 1), Reply(0, 3)]
 
 
 def test_who_leaves_holds_nobody_up_and_waits_for_nothing() -> None:
-    shard = two(Within(0))
+    shard = two(Bounded(0))
     assert told(shard, Push(0, 0, 0, 0), Pull(0))[2:] == []
     assert told(shard, Leave(1)) == [Reply(0, 1)]
     assert told(shard, Push(0, 0, 1, 1), Join(1, 1), Push(0, 0, 2, 2), Pull(0))[4:] == []
@@ -122,7 +122,7 @@ def test_who_leaves_holds_nobody_up_and_waits_for_nothing() -> None:
 
 
 def test_a_round_takes_the_first_gradients_in_the_order_of_the_workers() -> None:
-    shard = Shard(range(3), Anytime(), FirstOf(2))
+    shard = Shard(range(3), Unbounded(), FirstPushes(2))
     assert told(shard, Push(2, 0, 0, 0), Pull(2)) == [Accumulate(2)]
     assert told(shard, Push(0, 0, 1, 0)) == [
         Accumulate(0),
@@ -135,7 +135,7 @@ def test_a_round_takes_the_first_gradients_in_the_order_of_the_workers() -> None
 
 
 def test_a_round_goes_on_without_what_is_empty_or_not_finite() -> None:
-    shard = two(combination=FirstOf(2))
+    shard = two(combination=FirstPushes(2))
     assert told(shard, Push(0, 0, 0, 0, finite=False), Push(1, 0, 1, 0, weight=0.0)) == [Refuse(0, 0, NAN), Ack(1, 1)]
     assert shard.version == 1
     assert told(shard, Push(0, 0, 2, 1, finite=False), Push(1, 0, 3, 1)) == [
@@ -147,7 +147,7 @@ def test_a_round_goes_on_without_what_is_empty_or_not_finite() -> None:
 
 
 def test_what_a_worker_gave_to_an_open_round_goes_with_it() -> None:
-    shard = Shard(range(3), Anytime(), FirstOf(3))
+    shard = Shard(range(3), Unbounded(), FirstPushes(3))
     told(shard, Push(0, 0, 0, 0), Push(1, 0, 1, 0), Pull(1))
     assert told(shard, Leave(0)) == []
     assert told(shard, Push(2, 0, 2, 0)) == [
@@ -161,7 +161,7 @@ def test_what_a_worker_gave_to_an_open_round_goes_with_it() -> None:
 
 
 def test_the_last_round_in_front_of_a_fence_may_be_short() -> None:
-    shard = two(combination=FirstOf(2))
+    shard = two(combination=FirstPushes(2))
     told(shard, LeasesAhead(3), Push(0, 0, 0, 0), Push(1, 0, 1, 0))
     assert told(shard, Push(1, 0, 2, 1)) == [Accumulate(1), ApplyStep((1,), 1.0, 0), Ack(1, 2)]
     told(shard, Settle(), Push(0, 0, 3, 2))
@@ -214,7 +214,7 @@ def check(regimes: dict[str, object], regime: str, seed: int) -> None:
     history = run(lived)
     assert history.fences, "they have met"
     if not lived.deaths:
-        if isinstance(lived.admission, Within) and not lived.rests:
+        if isinstance(lived.admission, Bounded) and not lived.rests:
             assert history.lead <= lived.admission.bound
         if lived.fixed:
             assert len(set(history.computed)) == 1, "all do the same number of rounds"
@@ -224,27 +224,34 @@ def check(regimes: dict[str, object], regime: str, seed: int) -> None:
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 5])
 def test_the_bound_is_reached_and_never_passed(bound: int) -> None:
-    given = {"paces": (0.2, 1.0, 1.0), "admission": Within(bound), "portions": 3, "fences": (8,), "fixed": True}
+    given = {"paces": (0.2, 1.0, 1.0), "admission": Bounded(bound), "portions": 3, "fences": (8,), "fixed": True}
     assert {run(World(seed, latency=0.0, shards=1 + seed % 2, **given)).lead for seed in range(6)} == {bound}
 
 
 def test_a_bound_needs_portions_that_are_fixed_or_workers_that_rest() -> None:
     """Otherwise one waits for the clock of another, who waits for the portion that the first one has."""
-    given = {"paces": (0.2, 4.0), "admission": Within(0), "portions": 3, "fences": (1, 2, 3)}
+    given = {"paces": (0.2, 4.0), "admission": Bounded(0), "portions": 3, "fences": (1, 2, 3)}
     assert stuck(*(World(seed, **given) for seed in range(20)))
     assert not stuck(*(World(seed, rests=True, **given) for seed in range(20)))
 
 
 def test_an_arbiter_lets_all_shards_take_the_same_gradients_into_a_round() -> None:
     """Otherwise a late one may be of the round on one shard and not on another: it comes again, and one lacks it."""
-    given = {"paces": (1.0,) * 4, "combination": FirstOf(3), "portions": 3, "shards": 4, "fences": (6,), "latency": 6.0}
+    given = {
+        "paces": (1.0,) * 4,
+        "combination": FirstPushes(3),
+        "portions": 3,
+        "shards": 4,
+        "fences": (6,),
+        "latency": 6.0,
+    }
     assert any(Reason.DUPLICATE in run(World(seed, **given)).refused for seed in range(10))
     assert not any(Reason.DUPLICATE in run(World(seed, arbiter=True, **given)).refused for seed in range(10))
 
 
 def test_without_an_arbiter_two_workers_may_be_late_each_where_the_other_waits() -> None:
     """Both have the leases that the other's round needs, and those who have none get none."""
-    given = {"paces": (4.0, 4.0, 0.2, 1.0), "combination": FirstOf(2), "portions": 2, "shards": 4, "fences": (3, 7)}
+    given = {"paces": (4.0, 4.0, 0.2, 1.0), "combination": FirstPushes(2), "portions": 2, "shards": 4, "fences": (3, 7)}
     given |= {"latency": 10.0, "halts": 1, "eager": True}
     assert stuck(World(101112, **given))
     assert not stuck(World(101112, arbiter=True, **given))
@@ -281,8 +288,8 @@ def test_a_slow_worker_holds_up_nobody_where_nobody_waits() -> None:
 
 def test_a_backup_worker_makes_up_for_a_slow_one() -> None:
     paces, latency = (1.0, 1.0, 1.0, 10.0), 0.0
-    with_backup = run(World(1, paces, combination=FirstOf(3), portions=3, fences=(20,), latency=latency))
-    without = run(World(1, paces, combination=FirstOf(4), portions=4, fences=(20,), latency=latency, fixed=True))
+    with_backup = run(World(1, paces, combination=FirstPushes(3), portions=3, fences=(20,), latency=latency))
+    without = run(World(1, paces, combination=FirstPushes(4), portions=4, fences=(20,), latency=latency, fixed=True))
     assert without.ended > 20 * 8
     assert with_backup.ended < 20 * 1.2 + 12, "but for the portion that the slow one has at the end"
     assert with_backup.refused[Reason.LATE] >= 1
@@ -313,8 +320,8 @@ EVENTS = st.lists(
 )
 
 
-@pytest.mark.parametrize("admission", [Anytime(), Within(0), Within(2)], ids=str)
-@pytest.mark.parametrize("combination", [Each(), FirstOf(1), FirstOf(2), Everybody()], ids=str)
+@pytest.mark.parametrize("admission", [Unbounded(), Bounded(0), Bounded(2)], ids=str)
+@pytest.mark.parametrize("combination", [EveryPush(), FirstPushes(1), FirstPushes(2), AllMembers()], ids=str)
 @given(events=EVENTS)
 def test_whatever_comes_a_lease_is_applied_once_and_only_who_asked_is_answered(
     admission: Admission, combination: Combination, events: list[Event]

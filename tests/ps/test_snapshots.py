@@ -14,7 +14,7 @@ import torch
 
 from comm.ways import DEADLINE_S, open_link, open_port
 from headrace.errors import CorruptCheckpoint, PeerLost
-from headrace.policies.staleness import Admission, Anytime, Each, Within
+from headrace.policies.staleness import Admission, Bounded, EveryPush, Unbounded
 from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client
 from headrace.ps.events import Reason
@@ -42,8 +42,8 @@ def form_of(server: int) -> ShardLayout:
 def server_of(server: int, admission: Admission, until: int) -> Server:
     form = form_of(server)
     specs = [ParameterSpec(piece.parameter, piece.shape) for piece in form.pieces]
-    machines = [Shard(range(WORKERS), admission, Each()) for _ in form.pieces]
-    fixed = not isinstance(admission, Anytime)
+    machines = [Shard(range(WORKERS), admission, EveryPush()) for _ in form.pieces]
+    fixed = not isinstance(admission, Unbounded)
     coordinates = (
         (LeaseTable(WORKERS, until, fixed=fixed, workers=range(WORKERS)), 0, until, 1) if server == 0 else None
     )
@@ -168,7 +168,7 @@ class Life:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("admission", [Anytime(), Within(1)], ids=["asynchronous", "bounded"])
+@pytest.mark.parametrize("admission", [Unbounded(), Bounded(1)], ids=["asynchronous", "bounded"])
 def test_whatever_is_killed_when_every_lease_is_applied_once(tmp_path: Path, admission: Admission) -> None:
     chance = random.Random(str(admission))
     resumed = 0
@@ -189,7 +189,7 @@ def test_whatever_is_killed_when_every_lease_is_applied_once(tmp_path: Path, adm
 
 
 def written(folder: Path, count: int = 1) -> Server:
-    server = server_of(0, Anytime(), 5)
+    server = server_of(0, Unbounded(), 5)
     files = Snapshots(folder, 0, 0.0)
     for _ in range(count):
         files.write(server.snapshot())
@@ -229,7 +229,7 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path) -> 
 
 
 def test_a_set_is_of_one_stretch_and_holds_what_is_done(tmp_path: Path) -> None:
-    first, second = server_of(0, Anytime(), 5), server_of(1, Anytime(), 5)
+    first, second = server_of(0, Unbounded(), 5), server_of(1, Unbounded(), 5)
     files = [Snapshots(tmp_path, server, 0.0) for server in range(SERVERS)]
     files[1].write(second.snapshot())
     assert newest(tmp_path, SERVERS)[0] is None, "there is none of the first"
@@ -283,7 +283,7 @@ def _raise(error: BaseException, *_: object) -> None:
 
 @pytest.mark.parametrize("damage", ["shape", "json", "shards", "form"])
 def test_what_is_no_snapshot_is_refused(damage: str) -> None:
-    server, other = server_of(0, Anytime(), 5), server_of(1, Anytime(), 5)
+    server, other = server_of(0, Unbounded(), 5), server_of(1, Unbounded(), 5)
     content = bytearray(server.snapshot())
     if damage == "json":
         at = content.index(b'"settled"')

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from comm.ways import WAYS, open_link, open_port
-from headrace.policies.staleness import Anytime, Each
+from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.ps.applier import ShardOptimizer
 from headrace.ps.client import Client, Connection
 from headrace.ps.events import Reason
@@ -57,7 +57,7 @@ def serving(way: str, factory: Callable[..., torch.optim.Optimizer] = SGD) -> It
     stop = threading.Event()
     servers = []
     for form in FORMS:
-        machines = [Shard(range(1), Anytime(), Each()) for _ in form.pieces]
+        machines = [Shard(range(1), Unbounded(), EveryPush()) for _ in form.pieces]
         servers.append(
             Server(open_port(way, form.slots, form.slots), form, ShardOptimizer(form, factory, SPECS), machines)
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from comm.ways import open_link
-from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
+from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.ps.applier import Remedies, RoundClock, ShardOptimizer
 from headrace.ps.client import Client
 from headrace.ps.events import Reason
@@ -30,9 +30,9 @@ __all__ = ["OPTIMIZERS", "REGIMES", "WORKERS", "Recipe", "Worker"]
 WORKERS = 2
 SHAPES = {"weight": (300, 7), "bias": (5,), "count": (2,)}
 REGIMES: dict[str, tuple[Admission, Combination]] = {
-    "asynchronous": (Anytime(), Each()),
-    "bounded": (Within(1), Each()),
-    "lock-step": (Anytime(), FirstOf(WORKERS)),
+    "asynchronous": (Unbounded(), EveryPush()),
+    "bounded": (Bounded(1), EveryPush()),
+    "lock-step": (Unbounded(), FirstPushes(WORKERS)),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.05),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from headrace.policies.staleness import FirstOf
+from headrace.policies.staleness import FirstPushes
 from headrace.ps import leases as lease
 from headrace.ps import shard
 from headrace.ps.events import Ack, Close, Join, Leave, Pull, Push, Reason, Refuse, Reply
@@ -356,7 +356,7 @@ class _Run:
             self._answer(worker, -3, None)
 
     def _look_ahead(self) -> None:
-        if isinstance(self.world.combination, FirstOf) and self.world.ahead:
+        if isinstance(self.world.combination, FirstPushes) and self.world.ahead:
             for place, book in enumerate(self.books):
                 ahead = (self.leases.until - self.leases.begin) * self.world.portions
                 self._tell(place, shard.Ahead(ahead))

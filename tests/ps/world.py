@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from headrace.policies.staleness import Admission, Anytime, Combination, Each
+from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
 
 __all__ = ["World"]
 
@@ -36,8 +36,8 @@ class World:
 
     seed: int
     paces: tuple[float, ...]
-    admission: Admission = field(default_factory=Anytime)
-    combination: Combination = field(default_factory=Each)
+    admission: Admission = field(default_factory=Unbounded)
+    combination: Combination = field(default_factory=EveryPush)
     shards: int = 1
     portions: int = 1
     fences: tuple[int, ...] = (3,)

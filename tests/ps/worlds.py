@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from headrace.policies.staleness import Everybody, FirstOf, Within
+from headrace.policies.staleness import AllMembers, Bounded, FirstPushes
 from ps.virtual import Machines, World, run
 
 __all__ = ["DEATHS", "PEACE", "is_found", "mutated", "world"]
@@ -20,21 +20,21 @@ def _asynchronous(chance: random.Random, given: dict[str, Any]) -> World:
 
 
 def _bounded(chance: random.Random, given: dict[str, Any]) -> World:
-    return World(portions=len(given["paces"]), fixed=True, admission=Within(chance.randint(0, 2)), **given)
+    return World(portions=len(given["paces"]), fixed=True, admission=Bounded(chance.randint(0, 2)), **given)
 
 
 def _bounded_on_demand(chance: random.Random, given: dict[str, Any]) -> World:
-    return World(portions=len(given["paces"]), admission=Within(chance.randint(0, 2)), rests=True, **given)
+    return World(portions=len(given["paces"]), admission=Bounded(chance.randint(0, 2)), rests=True, **given)
 
 
 def _bounded_resting(chance: random.Random, given: dict[str, Any]) -> World:
-    bound = Within(chance.randint(0, 2))
+    bound = Bounded(chance.randint(0, 2))
     return World(portions=len(given["paces"]), fixed=True, admission=bound, rests=True, **given)
 
 
 def _lock_step(chance: random.Random, given: dict[str, Any]) -> World:
     workers = len(given["paces"])
-    return World(portions=workers, fixed=True, combination=FirstOf(workers), **given)
+    return World(portions=workers, fixed=True, combination=FirstPushes(workers), **given)
 
 
 def _resting(regime: Regime) -> Regime:
@@ -48,12 +48,12 @@ def _one_shard(regime: Regime) -> Regime:
 
 def _backups(chance: random.Random, given: dict[str, Any]) -> World:
     needed = chance.randint(1, len(given["paces"]))
-    return World(portions=needed, combination=FirstOf(needed), **given)
+    return World(portions=needed, combination=FirstPushes(needed), **given)
 
 
 def _impatient(chance: random.Random, given: dict[str, Any]) -> World:
     patience = chance.choice((0.1, 1.0, 5.0))
-    return World(portions=len(given["paces"]), combination=Everybody(), patience=patience, **given)
+    return World(portions=len(given["paces"]), combination=AllMembers(), patience=patience, **given)
 
 
 def _backups_with_an_arbiter(chance: random.Random, given: dict[str, Any]) -> World:

@@ -12,14 +12,24 @@ from dataclasses import dataclass
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.spec.plan import Segment
 
-__all__ = ["UNEVEN", "Piece", "Placement", "balance", "greedy", "loads", "place", "require_owners", "round_robin"]
+__all__ = [
+    "UNEVEN",
+    "ParameterPiece",
+    "Placement",
+    "balance",
+    "greedy",
+    "loads",
+    "place",
+    "require_owners",
+    "round_robin",
+]
 
 UNEVEN = 1.5
 """The `balance` above which a run says so."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """A contiguous piece of one flattened parameter, which has no owner yet.
 
     Attributes:
@@ -34,11 +44,11 @@ class Piece:
     bytes: int
 
 
-Placement = Callable[[Sequence[Piece], int], tuple[int, ...]]
+Placement = Callable[[Sequence[ParameterPiece], int], tuple[int, ...]]
 """From pieces and a number of owners to the index of each piece's owner."""
 
 
-def round_robin(pieces: Sequence[Piece], owners: int) -> tuple[int, ...]:
+def round_robin(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...]:
     """Deals the pieces out in turn; one without elements takes no turn.
 
     Raises:
@@ -52,7 +62,7 @@ def round_robin(pieces: Sequence[Piece], owners: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def greedy(pieces: Sequence[Piece], owners: int) -> tuple[int, ...]:
+def greedy(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...]:
     """Gives the largest piece first to whoever has the fewest bytes so far.
 
     No owner has more than 4/3 of the least possible maximum (Graham, "Bounds on multiprocessing timing anomalies",
@@ -71,7 +81,7 @@ def greedy(pieces: Sequence[Piece], owners: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def place(pieces: Sequence[Piece], ranks: Sequence[int], placement: Placement) -> tuple[Segment, ...]:
+def place(pieces: Sequence[ParameterPiece], ranks: Sequence[int], placement: Placement) -> tuple[Segment, ...]:
     """Gives every piece to one of the servers with these ranks; the pieces stay in their order.
 
     Raises:
@@ -90,7 +100,7 @@ def place(pieces: Sequence[Piece], ranks: Sequence[int], placement: Placement) -
     )
 
 
-def loads(pieces: Sequence[Piece], placed: Sequence[int], owners: int) -> tuple[int, ...]:
+def loads(pieces: Sequence[ParameterPiece], placed: Sequence[int], owners: int) -> tuple[int, ...]:
     """Returns the bytes of each of `owners`, where `placed` is the index of each piece's owner."""
     held = [0] * owners
     for piece, owner in zip(pieces, placed, strict=True):

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import pairwise
 
 from headrace.errors import UnknownName, UsageError
-from headrace.policies.placement import Piece, greedy, require_owners
+from headrace.policies.placement import ParameterPiece, greedy, require_owners
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 from headrace.spec.plan import EVERY_WORKER, Segment
 
@@ -35,7 +35,7 @@ __all__ = [
     "whole",
 ]
 
-Sharding = Callable[[Sequence[ParameterSpec]], tuple[Piece, ...]]
+Sharding = Callable[[Sequence[ParameterSpec]], tuple[ParameterPiece, ...]]
 """From parameters to pieces."""
 
 _LINE = 16
@@ -108,12 +108,12 @@ def everywhere(parameters: Sequence[ParameterSpec], owners: int = 1) -> tuple[Se
     )
 
 
-def unsharded(parameters: Sequence[ParameterSpec]) -> tuple[Piece, ...]:
+def unsharded(parameters: Sequence[ParameterSpec]) -> tuple[ParameterPiece, ...]:
     """Leaves every parameter whole."""
     return _cut(parameters, lambda rows, row_bytes: 1)
 
 
-def fixed_shards(parameters: Sequence[ParameterSpec], count: int) -> tuple[Piece, ...]:
+def fixed_shards(parameters: Sequence[ParameterSpec], count: int) -> tuple[ParameterPiece, ...]:
     """Cuts every parameter into `count` pieces, or one a row where it has fewer rows.
 
     Raises:
@@ -123,7 +123,7 @@ def fixed_shards(parameters: Sequence[ParameterSpec], count: int) -> tuple[Piece
     return _cut(parameters, lambda rows, row_bytes: min(count, rows))
 
 
-def min_size(parameters: Sequence[ParameterSpec], count: int, least_bytes: int) -> tuple[Piece, ...]:
+def min_size(parameters: Sequence[ParameterSpec], count: int, least_bytes: int) -> tuple[ParameterPiece, ...]:
     """Cuts every parameter into as many pieces as are at least `least_bytes` each, but not more than `count`.
 
     A parameter that is smaller stays whole.
@@ -137,7 +137,7 @@ def min_size(parameters: Sequence[ParameterSpec], count: int, least_bytes: int) 
     return _cut(parameters, lambda rows, row_bytes: min(count, rows // -(-least_bytes // row_bytes)))
 
 
-def max_size(parameters: Sequence[ParameterSpec], most_bytes: int) -> tuple[Piece, ...]:
+def max_size(parameters: Sequence[ParameterSpec], most_bytes: int) -> tuple[ParameterPiece, ...]:
     """Cuts every parameter into as few pieces as are at most `most_bytes` each; a single row may be larger.
 
     Raises:
@@ -174,7 +174,7 @@ def parse_sharding(text: str) -> Sharding:
     return unsharded
 
 
-def _cut(parameters: Sequence[ParameterSpec], count: Callable[[int, int], int]) -> tuple[Piece, ...]:
+def _cut(parameters: Sequence[ParameterSpec], count: Callable[[int, int], int]) -> tuple[ParameterPiece, ...]:
     """Cuts each parameter into about `count(rows, bytes of a row)` pieces, whose rows differ by at most 1."""
     pieces = []
     for parameter in parameters:
@@ -185,7 +185,7 @@ def _cut(parameters: Sequence[ParameterSpec], count: Callable[[int, int], int]) 
         item = ITEM_BYTES[parameter.dtype]
         parts = max(1, count(rows, width * item)) if width else 1
         cuts = [width * (part * rows // parts) for part in range(parts)] + [parameter.elements]
-        pieces += [Piece(parameter.name, start, stop, (stop - start) * item) for start, stop in pairwise(cuts)]
+        pieces += [ParameterPiece(parameter.name, start, stop, (stop - start) * item) for start, stop in pairwise(cuts)]
     return tuple(pieces)
 
 

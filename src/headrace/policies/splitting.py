@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["AXES", "KINDS", "Flow", "Splittable", "Step", "choose", "follow"]
+__all__ = ["AXES", "KINDS", "Flow", "Splittable", "ValueStep", "choose", "follow"]
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("column", "row"),
@@ -54,7 +54,7 @@ class Splittable:
 
 
 @dataclass(frozen=True)
-class Step:
+class ValueStep:
     """What happens to values on their way through a model.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Slices:
 _WHOLE = _Slices()
 
 
-def follow(steps: Sequence[Step], layers: Mapping[str, Splittable], kinds: Mapping[str, str]) -> Flow:
+def follow(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: Mapping[str, str]) -> Flow:
     """Returns where values can stay split, if layers are split as `kinds` says.
 
     Args:
@@ -120,7 +120,7 @@ def follow(steps: Sequence[Step], layers: Mapping[str, Splittable], kinds: Mappi
 
 
 def _walk(
-    steps: Sequence[Step], layers: Mapping[str, Splittable], kinds: Mapping[str, str], gathers: set[str]
+    steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: Mapping[str, str], gathers: set[str]
 ) -> tuple[Flow, set[str]]:
     """Returns the flow if those layers gather, and which others would have to, too."""
     flow, wrong = Flow(set(gathers)), set[str]()
@@ -183,7 +183,7 @@ def _passes(does: str, axis: str) -> bool:
     return axis == ""
 
 
-def choose(steps: Sequence[Step], layers: Mapping[str, Splittable], world: int) -> dict[str, str]:
+def choose(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], world: int) -> dict[str, str]:
     """Returns rules that need little talk: pairs of column and row, and heads; where there is none, single layers.
 
     Args:
@@ -207,7 +207,7 @@ def choose(steps: Sequence[Step], layers: Mapping[str, Splittable], world: int) 
 
 
 def _is_pair(
-    steps: Sequence[Step],
+    steps: Sequence[ValueStep],
     layers: Mapping[str, Splittable],
     wanted: Mapping[str, str],
     makers: set[str],
@@ -224,7 +224,7 @@ def _is_pair(
     return not flow.gathers & makers and all(flow.takes[name] for name in takers)
 
 
-def _neighbourhood(steps: Sequence[Step], start: int) -> tuple[set[str], set[str]]:
+def _neighbourhood(steps: Sequence[ValueStep], start: int) -> tuple[set[str], set[str]]:
     """Returns who makes the values that mix with a step's before anything but single features is looked at, and who
     takes them: names of layers; "" for whatever is none."""
     users: dict[int, list[int]] = {}
@@ -249,7 +249,7 @@ def _neighbourhood(steps: Sequence[Step], start: int) -> tuple[set[str], set[str
     return makers, takers
 
 
-def _goes_through(step: Step) -> bool:
+def _goes_through(step: ValueStep) -> bool:
     return step.does in ("elementwise", "dropout", "pool", "flatten")
 
 

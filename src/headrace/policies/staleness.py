@@ -15,7 +15,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-__all__ = ["Admission", "Anytime", "Combination", "Each", "Elsewhere", "Everybody", "FirstOf", "Within"]
+__all__ = [
+    "Admission",
+    "AllMembers",
+    "Bounded",
+    "Combination",
+    "DecidedElsewhere",
+    "EveryPush",
+    "FirstPushes",
+    "Unbounded",
+]
 
 
 class Admission(ABC):
@@ -32,7 +41,7 @@ class Admission(ABC):
 
 
 @dataclass(frozen=True)
-class Anytime(Admission):
+class Unbounded(Admission):
     """Nobody waits (asynchronous SGD)."""
 
     def admits(self, clock: int, slowest: int) -> bool:
@@ -40,7 +49,7 @@ class Anytime(Admission):
 
 
 @dataclass(frozen=True)
-class Within(Admission):
+class Bounded(Admission):
     """Nobody begins a round more than `bound` rounds ahead of the one that the slowest is in.
 
     While a worker computes its round `clock`, counted from 0, `clock <= min(clocks) + bound`. So its parameters hold
@@ -69,7 +78,7 @@ class Combination(ABC):
 
 
 @dataclass(frozen=True)
-class Each(Combination):
+class EveryPush(Combination):
     """Every push is a step."""
 
     def needed(self, workers: int) -> int:
@@ -77,7 +86,7 @@ class Each(Combination):
 
 
 @dataclass(frozen=True)
-class Everybody(Combination):
+class AllMembers(Combination):
     """The pushes of all members, however many there are by then, are one step."""
 
     def needed(self, workers: int) -> int:
@@ -85,7 +94,7 @@ class Everybody(Combination):
 
 
 @dataclass(frozen=True)
-class Elsewhere(Combination):
+class DecidedElsewhere(Combination):
     """Another server says whose pushes are one step, so that a step is of the same workers on all."""
 
     def needed(self, workers: int) -> int:
@@ -93,7 +102,7 @@ class Elsewhere(Combination):
 
 
 @dataclass(frozen=True)
-class FirstOf(Combination):
+class FirstPushes(Combination):
     """The first pushes of a round are one step, later ones are dropped.
 
     Chen et al., "Revisiting distributed synchronous SGD", 2016, section 3: N workers and b backup workers.

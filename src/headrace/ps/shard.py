@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.policies.staleness import Admission, Combination, Elsewhere
+from headrace.policies.staleness import Admission, Combination, DecidedElsewhere
 from headrace.ps.events import (
     Accumulate,
     Ack,
@@ -200,7 +200,7 @@ class Shard:
 
     def _contribute(self, push: Push) -> list[Action]:
         worker, done = push.worker, push.lease in self._done
-        elsewhere = isinstance(self._combination, Elsewhere) and worker not in (self._awaited or ())
+        elsewhere = isinstance(self._combination, DecidedElsewhere) and worker not in (self._awaited or ())
         if push.version != self.version or elsewhere or worker in self._contributed:
             refused = Refuse(worker, push.lease, Reason.DUPLICATE if done else Reason.LATE)
             return [refused, *self._without(worker)]

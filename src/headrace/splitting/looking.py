@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from headrace.policies.splitting import Splittable, Step
+from headrace.policies.splitting import Splittable, ValueStep
 
 __all__ = ["look", "splittable"]
 
@@ -67,7 +67,7 @@ def _form(layer: nn.Module) -> Splittable | None:
     return None
 
 
-def look(module: nn.Module, layers: Collection[str], parts: Collection[str]) -> list[Step]:
+def look(module: nn.Module, layers: Collection[str], parts: Collection[str]) -> list[ValueStep]:
     """Returns the steps of a model; of one that cannot be traced, those of its pieces.
 
     Args:
@@ -84,7 +84,7 @@ def look(module: nn.Module, layers: Collection[str], parts: Collection[str]) -> 
     names = {
         ghost.get_submodule(name): (does, name) for does, each in (("layer", layers), ("part", parts)) for name in each
     }
-    steps: list[Step] = []
+    steps: list[ValueStep] = []
     with _one_at_a_time:
         _look_into(ghost, "", names, steps)
     for name, block in module.named_modules():
@@ -102,7 +102,7 @@ _Names = Mapping[nn.Module, tuple[str, str]]
 """What a module does as one step, and its name."""
 
 
-def _look_into(module: nn.Module, path: str, names: _Names, steps: list[Step]) -> None:
+def _look_into(module: nn.Module, path: str, names: _Names, steps: list[ValueStep]) -> None:
     try:
         graph = _Tracer(names).trace(module)
     except Exception:  # its forward is anybody's code, and may not bear what stands for values
@@ -116,7 +116,7 @@ def _look_into(module: nn.Module, path: str, names: _Names, steps: list[Step]) -
         does, name = _reads(node, layer, names)
         inputs = tuple(index[each] for each in node.all_input_nodes)
         index[node] = len(steps)
-        steps.append(Step(does, f"{path}{node.target}" if does == "dropout" else name, inputs))
+        steps.append(ValueStep(does, f"{path}{node.target}" if does == "dropout" else name, inputs))
 
 
 def _reads(node: fx.Node, layer: nn.Module | None, names: _Names) -> tuple[str, str]:
@@ -139,18 +139,18 @@ def _reads(node: fx.Node, layer: nn.Module | None, names: _Names) -> tuple[str, 
     return ("elementwise" if node.target in known else "other"), ""
 
 
-def _look_at_block(name: str, block: nn.Module, steps: list[Step]) -> None:
+def _look_at_block(name: str, block: nn.Module, steps: list[ValueStep]) -> None:
     """Adds what torch's transformer layers do between their dense layers, which cannot be traced."""
     path, start = f"{name}." * bool(name), len(steps)
     activation: Any = block.activation
     known = activation in _FUNCTIONS or isinstance(activation, _ELEMENTWISE)
     steps += [
-        Step("other"),
-        Step("layer", f"{path}linear1", (start,)),
-        Step("elementwise" if known else "other", inputs=(start + 1,)),
-        Step("dropout", f"{path}dropout", (start + 2,)),
-        Step("layer", f"{path}linear2", (start + 3,)),
-        Step("other", inputs=(start + 4,)),
+        ValueStep("other"),
+        ValueStep("layer", f"{path}linear1", (start,)),
+        ValueStep("elementwise" if known else "other", inputs=(start + 1,)),
+        ValueStep("dropout", f"{path}dropout", (start + 2,)),
+        ValueStep("layer", f"{path}linear2", (start + 3,)),
+        ValueStep("other", inputs=(start + 4,)),
     ]
 
 

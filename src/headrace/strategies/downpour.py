@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
-from headrace.policies.staleness import Anytime, Each
+from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.ps.agreement import LeaderClient, ReplicaGroup
 from headrace.ps.applier import RoundClock, ShardOptimizer
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
@@ -180,7 +180,7 @@ class Downpour(Strategy):
         form = form_of(plan, parts.model, rank)
         pace = RoundClock(parts.options, parts.rounds_per_epoch, parts.first)
         applier = ShardOptimizer(form, parts.optimizer, parts.model.parameters, pace, self.scale == "full")
-        machines = [Shard(range(plan.replicas), Anytime(), Each()) for _ in range(len(form))]
+        machines = [Shard(range(plan.replicas), Unbounded(), EveryPush()) for _ in range(len(form))]
         until = parts.first + blocks(parts.first, parts.until, self.push_every)
         alone = blocks(parts.first, max(parts.first, self.warmstart_steps), self.push_every)
         first = rank == plan.servers[0]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.policies.staleness import Admission, Anytime, Combination, Each, FirstOf, Within
+from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.ps.agreement import LeaderClient, ReplicaGroup
 from headrace.ps.applier import Remedies, RoundClock, ShardOptimizer
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
@@ -183,8 +183,8 @@ class ParameterServer(Strategy):
 
     def _regime(self, workers: int) -> tuple[Admission, Combination]:
         if self.staleness_bound == 0 or self.backup_workers:
-            return Anytime(), FirstOf(workers - self.backup_workers)
-        return (Anytime() if self.staleness_bound is None else Within(self.staleness_bound)), Each()
+            return Unbounded(), FirstPushes(workers - self.backup_workers)
+        return (Unbounded() if self.staleness_bound is None else Bounded(self.staleness_bound)), EveryPush()
 
 
 class ParameterServerExchange(ServedExchange):

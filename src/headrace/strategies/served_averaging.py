@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.period import AutoPeriod, Seen, first_stretch
 from headrace.policies.sharding import everywhere
-from headrace.policies.staleness import Anytime, Combination, Each, Elsewhere, Everybody, FirstOf
+from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes, Unbounded
 from headrace.ps.applier import RoundClock, ShardOptimizer
 from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.ps.centre import CenterVariable, OptimizerMirror
@@ -188,8 +188,8 @@ class ServedAveragingConfig:
             _outer_optimizer, {each.name for each in beside}, self._outer_options(plan.workers)
         )
         applier = ShardOptimizer(form, optimizer, [*parts.model.parameters, *beside], pace, full=not by_share)
-        combination = self._combination() if first or not self._in_turn else Elsewhere()
-        machines = [Shard(members, Anytime(), combination) for _ in range(len(form))]
+        combination = self._combination() if first or not self._in_turn else DecidedElsewhere()
+        machines = [Shard(members, Unbounded(), combination) for _ in range(len(form))]
         until, span = first_stretch(self.period, self.post_local, parts.first, parts.until)
         # Whoever waits for all goes in step with them, and every run is the same.
         fixed, last = self.wait == "all", parts.first + blocks(parts.first, until, span)
@@ -213,8 +213,8 @@ class ServedAveragingConfig:
 
     def _combination(self) -> Combination:
         if self.wait == "nobody":
-            return Each()
-        return FirstOf(self.wait) if isinstance(self.wait, int) else Everybody()
+            return EveryPush()
+        return FirstPushes(self.wait) if isinstance(self.wait, int) else AllMembers()
 
     def _outer_options(self, workers: int) -> dict[str, Any]:
         if not isinstance(self.outer, Elastic):
