@@ -23,7 +23,7 @@ from headrace.engine.termination import Terminated
 from headrace.engine.work import objective_of
 from headrace.engine.worker import Worker
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
-from headrace.planner import Measured, measure
+from headrace.planner import MeasuredLayers, measure
 from headrace.run import Run, TemporaryRunDir
 from headrace.spec.checkpoints import Checkpoints
 from headrace.spec.cluster import Cluster
@@ -205,7 +205,7 @@ def _profiled(job: Job, prepared: JobInfo, strategy: Strategy, cluster: Cluster)
     def measured() -> str:
         return json.dumps(to_plain(measure(job, prepared.module, objective, wish, cluster.device)))
 
-    layers = from_plain(Measured, json.loads(measured() if cluster.ranks in (None, 1) else of_first(measured)))
+    layers = from_plain(MeasuredLayers, json.loads(measured() if cluster.ranks in (None, 1) else of_first(measured)))
     model = replace(prepared.model, layers=layers.layers)
     return replace(prepared, model=model, notices=(*prepared.notices, *layers.notices))
 

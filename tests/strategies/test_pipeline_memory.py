@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader, as_pipeline
-from headrace.pipelining.buffers import Buffers
+from headrace.pipelining.buffers import SavedBuffers
 from headrace.pipelining.saved_bytes import SavedBytes
 from headrace.pipelining.staged import StagedModel
 from headrace.replica.exchange import Replica
@@ -139,7 +139,7 @@ def test_what_is_made_again_starts_from_the_buffers_as_they_were(schedule: str, 
 
 def test_of_buffers_only_those_are_kept_that_move() -> None:
     module = nn.Sequential(Moving(), Moving())
-    buffers = Buffers(module, [name for name, _ in module.named_buffers()])
+    buffers = SavedBuffers(module, [name for name, _ in module.named_buffers()])
     was = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with buffers.watched() as kept:
         module[0](torch.full((3, 16), 2.0))

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.spec.event import Event, encode
-from headrace.spec.passed import Pass, Passed
+from headrace.spec.passed import Passed, StagePass
 
 __all__ = ["EventWriter", "events_path"]
 
@@ -73,7 +73,7 @@ class EventWriter:
         if now - self._flushed > _FLUSH_EVERY_S:
             self.flush()
 
-    def passed(self, step: int, in_flight: int, passes: Sequence[Pass]) -> None:
+    def passed(self, step: int, in_flight: int, passes: Sequence[StagePass]) -> None:
         """Appends a `Passed` event after some of the steps of a pipeline: the same ones on all of its ranks."""
         if passes and step % _PASSED_EVERY == _PASSED_AT:
             started = self._started

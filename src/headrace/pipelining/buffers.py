@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Buffers", "Kept"]
+__all__ = ["SavedBuffer", "SavedBuffers"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBuffer:
     """A buffer as it was.
 
     Attributes:
@@ -33,7 +33,7 @@ class Kept:
     value: Tensor
 
 
-class Buffers:
+class SavedBuffers:
     """Args:
     module: whose.
     names: of those that may move, each by its first name.
@@ -49,20 +49,20 @@ class Buffers:
         ]
 
     @contextmanager
-    def watched(self) -> Iterator[list[Kept]]:
+    def watched(self) -> Iterator[list[SavedBuffer]]:
         """Yields what holds afterwards those that were moved meanwhile, as they were before."""
         before = [(owner, name, _buffer(owner, name)) for owner, name in self._places]
         # A buffer that several modules have stays one.
         copies = {id(buffer): buffer.clone() for _, _, buffer in before}
-        kept: list[Kept] = []
+        kept: list[SavedBuffer] = []
         yield kept
         for owner, name, buffer in before:
             # By value, because batch_norm moves its averages without a new version.
             if owner._buffers[name] is not buffer or not torch.equal(buffer, copies[id(buffer)]):
-                kept.append(Kept(owner, name, copies[id(buffer)]))
+                kept.append(SavedBuffer(owner, name, copies[id(buffer)]))
 
     @contextmanager
-    def as_before(self, kept: Sequence[Kept]) -> Iterator[None]:
+    def as_before(self, kept: Sequence[SavedBuffer]) -> Iterator[None]:
         """Puts others in the places of buffers for a while; they are moved and lost."""
         # Not their values: a backward pass may need what was computed with, and the buffers themselves are not touched.
         now = [(each, _buffer(each.owner, each.name)) for each in kept]

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from headrace.pipelining.recording import Recording, tensors
 
-__all__ = ["Layer", "Layout", "lay_out"]
+__all__ = ["Layer", "LayerMap", "lay_out"]
 
 _SENDABLE = (Tensor, torch.Size, int, float)
 """What may cross a cut."""
@@ -41,7 +41,7 @@ class Layer:
 
 
 @dataclass
-class Layout:
+class LayerMap:
     """Where the nodes of a recording belong.
 
     Attributes:
@@ -53,7 +53,7 @@ class Layout:
     layer: dict[fx.Node, int] = field(default_factory=dict)
 
 
-def lay_out(recording: Recording, whole: bool = True) -> Layout:
+def lay_out(recording: Recording, whole: bool = True) -> LayerMap:
     """Finds the layers, and between which there can be no cut.
 
     Args:
@@ -76,7 +76,7 @@ def lay_out(recording: Recording, whole: bool = True) -> Layout:
         )
         for index, name in enumerate(names)
     )
-    return Layout(layers, layer)
+    return LayerMap(layers, layer)
 
 
 def _assign(recording: Recording) -> tuple[list[str], dict[fx.Node, int]]:

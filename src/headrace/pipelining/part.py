@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import JobError, UsageError
-from headrace.pipelining.roads import Roads, Way
+from headrace.pipelining.roads import Channels, Edge
 from headrace.pipelining.stage import Stage
 
-__all__ = ["Part", "ways"]
+__all__ = ["StageModule", "ways"]
 
 
-class Part:
+class StageModule:
     """Args:
     module: the whole model; `release` leaves a part of it.
     stages: all of them.
@@ -68,7 +68,7 @@ class Part:
         if ghosts:
             self.module.register_forward_pre_hook(_refuse)
 
-    def sum_tied(self, roads: Roads) -> None:
+    def sum_tied(self, roads: Channels) -> None:
         """Gives every holder of a parameter the sum of all holders' gradients: the first adds them up in order."""
         parameters = self.parameters
         for name, holders in self._tied.items():
@@ -84,7 +84,7 @@ class Part:
             for other in holders[1:]:
                 roads.road(first, other, "tied").send({name: parameter.grad}, _never)
 
-    def spread_tied(self, roads: Roads) -> None:
+    def spread_tied(self, roads: Channels) -> None:
         """Gives every holder of a parameter the first one's values."""
         parameters = self.parameters
         for name, (first, *others) in self._tied.items():
@@ -96,7 +96,7 @@ class Part:
                 roads.road(first, other, "tied").send({name: parameters[name].data}, _never)
 
 
-def ways(stages: Sequence[Stage], ranks: int) -> list[Way]:
+def ways(stages: Sequence[Stage], ranks: int) -> list[Edge]:
     """Returns the ways that a pipeline needs.
 
     Args:
@@ -111,10 +111,10 @@ def ways(stages: Sequence[Stage], ranks: int) -> list[Way]:
     for producer, consumer in edges:
         # As far apart as two stages are, as many micro-batches lie between them, and one is being written.
         count = consumer - producer + 1
-        found += [Way(producer, consumer, "values", count), Way(consumer, producer, "gradients", count)]
+        found += [Edge(producer, consumer, "values", count), Edge(consumer, producer, "gradients", count)]
     tied = {(rank[0], other) for rank in _holders(stages, ranks).values() for other in rank[1:]}
     for first, other in sorted(tied):
-        found += [Way(other, first, "tied"), Way(first, other, "tied")]
+        found += [Edge(other, first, "tied"), Edge(first, other, "tied")]
     return found
 
 

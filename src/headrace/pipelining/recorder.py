@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils import checkpoint
 
 from headrace.pipelining.recording import Recording, Untraceable, answer, execute, tensors
-from headrace.pipelining.surroundings import autocast, dice, replaced
+from headrace.pipelining.surroundings import autocast, replaced, rng_state
 from headrace.trees import map_leaves
 
 __all__ = ["record"]
@@ -171,7 +171,7 @@ class _Recorder(fx.Tracer):
         self._busy = False
         self._placed: Tensor | None = None
         self._autocast = autocast()
-        self._dice = dice()
+        self._dice = rng_state()
         self._names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._buffers = [(name, buffer) for name, buffer in module.named_buffers()]
         self._versions: list[tuple[fx.Node | str, Tensor, int]] = [(n, b, b._version) for n, b in self._buffers]
@@ -326,7 +326,7 @@ class _Recorder(fx.Tracer):
             finally:
                 self._busy = False
         recording.values[node] = value
-        self._dice = dice()
+        self._dice = rng_state()
         self._follow(node, value)
         return _Proxy(node, self)
 
@@ -387,7 +387,7 @@ class _Recorder(fx.Tracer):
     def _check(self) -> None:
         if autocast() != self._autocast:
             self.refuse("it switches autocast")
-        if dice() != self._dice:
+        if rng_state() != self._dice:
             self.refuse("it draws random numbers that decide what it does, or that no input has a part in")
 
 

@@ -19,11 +19,11 @@ from headrace.comm.mailbox import Inbox, Outbox
 from headrace.comm.mailboxes import Mailboxes, Route
 from headrace.pipelining.message import pack, unpack
 
-__all__ = ["Road", "Roads", "Way"]
+__all__ = ["Channel", "Channels", "Edge"]
 
 
 @dataclass(frozen=True)
-class Way:
+class Edge:
     """From one stage to another.
 
     Attributes:
@@ -38,7 +38,7 @@ class Way:
     slots: int = 1
 
 
-class Road:
+class Channel:
     """One way, as a rank sees it.
 
     Args:
@@ -85,7 +85,7 @@ class Road:
         return sum(end.moved_bytes for end in (self._sender, self._receiver) if end)
 
 
-class Roads:
+class Channels:
     """All ways that begin or end at one rank. Every rank makes them at the same time.
 
     Args:
@@ -95,19 +95,19 @@ class Roads:
         device: of this rank.
     """
 
-    def __init__(self, ways: Iterable[Way], ranks: int, host: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, ways: Iterable[Edge], ranks: int, host: ProcessGroup, device: torch.device) -> None:
         self.device = device
         ways = tuple(ways)
         routes = [Route(way.source % ranks, way.target % ranks, way.slots) for way in ways]
         self._mailboxes = Mailboxes(routes, host)
         outboxes, inboxes = self._mailboxes.outboxes, self._mailboxes.inboxes
         self._roads = {
-            (way.source, way.target, way.kind): Road(device, outboxes.get(index), inboxes.get(index))
+            (way.source, way.target, way.kind): Channel(device, outboxes.get(index), inboxes.get(index))
             for index, (way, route) in enumerate(zip(ways, routes, strict=True))
             if host.rank in (route.source, route.target)
         }
 
-    def road(self, source: int, target: int, kind: str) -> Road:
+    def road(self, source: int, target: int, kind: str) -> Channel:
         """Returns a way that begins or ends here."""
         return self._roads[source, target, kind]
 

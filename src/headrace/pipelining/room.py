@@ -10,11 +10,11 @@ import torch
 from headrace.errors import UnfitMachine
 from headrace.memory import resident_bytes
 
-__all__ = ["out_of_memory", "room"]
+__all__ = ["explain_out_of_memory", "out_of_memory"]
 
 
 @contextmanager
-def room(where: str, held: Callable[[], str], remedy: str) -> Iterator[None]:
+def explain_out_of_memory(where: str, held: Callable[[], str], remedy: str) -> Iterator[None]:
     """Says what there was, where something runs out of memory.
 
     Args:

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from headrace.pipelining.batch_norm import RunningStatistics
-from headrace.pipelining.buffers import Kept
-from headrace.pipelining.roads import Roads
-from headrace.pipelining.room import room
+from headrace.pipelining.buffers import SavedBuffer
+from headrace.pipelining.roads import Channels
+from headrace.pipelining.room import explain_out_of_memory
 from headrace.pipelining.saved_bytes import SavedBytes
 from headrace.pipelining.stage import OUTPUT, Stage
 from headrace.policies.schedule import Action
-from headrace.spec.passed import Pass
+from headrace.spec.passed import StagePass
 
-__all__ = ["RECOMPUTE", "Piece", "Runner"]
+__all__ = ["RECOMPUTE", "MicroBatch", "Runner"]
 
 RECOMPUTE = ("never", "except_last", "always")
 """Which forward passes are run again for their backward: none, all but those whose backward follows at once, all."""
@@ -37,7 +37,7 @@ _FEWER = "use a smaller global_batch_size, which an evaluation takes whole, or m
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicroBatch:
     """One micro-batch.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Held:
     arrived: dict[int, list[str]]
     made: dict[str, Any] = field(default_factory=dict)
     dice: tuple[Tensor, ...] = ()
-    moved: Sequence[Kept] = ()
+    moved: Sequence[SavedBuffer] = ()
 
 
 class Runner:
@@ -90,7 +90,7 @@ class Runner:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        roads: Roads,
+        roads: Channels,
         actions: Sequence[Action],
         recompute: str,
         statistics: RunningStatistics,
@@ -111,9 +111,9 @@ class Runner:
         self.last = any(stage.last for stage in stages.values())
         self.in_flight = 0
         self.saved: SavedBytes | None = None
-        self.passes: list[Pass] = []
+        self.passes: list[StagePass] = []
 
-    def run(self, pieces: Sequence[Piece | None]) -> None:
+    def run(self, pieces: Sequence[MicroBatch | None]) -> None:
         """Runs forward and backward of this rank's stages; gradients add up in `.grad`.
 
         Args:
@@ -140,7 +140,7 @@ class Runner:
                         at_once = after == Action(action.stage, action.micro_batch, backward=True)
                         again = self._recompute == "always" or (self._recompute == "except_last" and not at_once)
                         self._forward(action, piece, again)
-                done = Pass(action.stage, action.micro_batch, action.backward, began, monotonic(), self._waited)
+                done = StagePass(action.stage, action.micro_batch, action.backward, began, monotonic(), self._waited)
                 self.passes.append(done)
         finally:
             self._held.clear()
@@ -167,7 +167,7 @@ class Runner:
             output = made.get(OUTPUT)
         return output
 
-    def _forward(self, action: Action, piece: Piece, again: bool) -> None:
+    def _forward(self, action: Action, piece: MicroBatch, again: bool) -> None:
         stage = action.stage
         values, arrived = self._arrive(self._stages[stage], piece.inputs)
         held = _Held(values, arrived, dice=_dice() if again else ())
@@ -188,7 +188,7 @@ class Runner:
         self._held[action] = held
         self.in_flight = max(self.in_flight, len(self._held))
 
-    def _backward(self, action: Action, piece: Piece) -> None:
+    def _backward(self, action: Action, piece: MicroBatch) -> None:
         stage = action.stage
         forward = Action(stage, action.micro_batch)
         held = self._held[forward]
@@ -221,7 +221,7 @@ class Runner:
             self.saved.forget(forward)
         del self._held[forward]
 
-    def _made(self, action: Action, piece: Piece, held: _Held, first: bool) -> dict[str, Any]:
+    def _made(self, action: Action, piece: MicroBatch, held: _Held, first: bool) -> dict[str, Any]:
         """Runs a stage; where it is the last, the loss stands for the model's output."""
         counting = self.saved.counting(action, held.values) if self.saved else nullcontext()
         with counting, self._statistics.following(again=not first), self._autocast():
@@ -231,7 +231,9 @@ class Runner:
         return made
 
     def _room(self, stage: int, what: str, remedy: str) -> AbstractContextManager[None]:
-        return room(f"stage {stage} ran out of memory in the {what}", partial(self._holds, stage), remedy)
+        return explain_out_of_memory(
+            f"stage {stage} ran out of memory in the {what}", partial(self._holds, stage), remedy
+        )
 
     def _holds(self, stage: int) -> str:
         held = f"{len(self._held)} of {self._count} micro-batches were in flight"

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from headrace.errors import JobError, UsageError
 from headrace.pipelining.accumulation import Accumulation
-from headrace.pipelining.buffers import Buffers
+from headrace.pipelining.buffers import SavedBuffers
 from headrace.pipelining.recording import answer, execute
 from headrace.pipelining.trace import Traced
 from headrace.trees import map_leaves, nbytes
@@ -95,9 +95,9 @@ class Stage:
         return sum(nbytes(self._recording.module.get_parameter(name)) for name in self.parameters)
 
     @property
-    def moving(self) -> Buffers:
+    def moving(self) -> SavedBuffers:
         """Its buffers, as far as forward may move them."""
-        return Buffers(self._recording.module, self.buffers)
+        return SavedBuffers(self._recording.module, self.buffers)
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Does its part of forward.

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from headrace.comm.in_process import ThreadCollective, ThreadGroup
 from headrace.metrics import Mean, weigh
-from headrace.pipelining.part import Part
-from headrace.pipelining.roads import Roads
-from headrace.pipelining.runner import Piece, Runner
+from headrace.pipelining.part import StageModule
+from headrace.pipelining.roads import Channels
+from headrace.pipelining.runner import MicroBatch, Runner
 from headrace.pipelining.trace import Traced
 from headrace.policies.split import bounds
 from headrace.replica.compute import Compute, Computed
@@ -51,9 +51,9 @@ class StagedModel(Compute):
     def __init__(
         self,
         traced: Traced,
-        part: Part,
+        part: StageModule,
         runner: Runner,
-        roads: Roads,
+        roads: Channels,
         objective: Objective,
         micro_batches: int,
         total: Callable[[Sequence[float]], list[float]],
@@ -86,14 +86,14 @@ class StagedModel(Compute):
         if self.sink is not None:
             self._hold([None] * len(held))
         losses: dict[int, tuple[Tensor, float]] = {}
-        pieces: list[Piece | None] = []
+        pieces: list[MicroBatch | None] = []
         for index, (start, stop) in enumerate(bounds(share.examples, (1,) * self._micro_batches)):
             if start == stop:
                 pieces.append(None)
                 continue
             piece = cut(batch, start, stop, share.examples, "micro_batches")
             finish = partial(self._finish, piece, stop - start, share, losses, index)
-            pieces.append(Piece(self._traced.inputs(piece), finish))
+            pieces.append(MicroBatch(self._traced.inputs(piece), finish))
         self.runner.run(pieces)
         self.in_flight, self.passes = self.runner.in_flight, self.runner.passes
         self.moved_bytes = self._roads.moved_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["autocast", "dice", "replaced"]
+__all__ = ["autocast", "replaced", "rng_state"]
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def autocast() -> list[bool]:
     return [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
 
 
-def dice() -> tuple[Any, ...]:
+def rng_state() -> tuple[Any, ...]:
     """Returns the state of the random numbers of Python and of torch on the CPU."""
     # As bytes, since tensors that are equal are not equal in one word.
     return random.getstate(), torch.get_rng_state().numpy().tobytes()

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from headrace.errors import JobError
 from headrace.pipelining.evaluation import align
-from headrace.pipelining.layers import Layer, Layout, lay_out
+from headrace.pipelining.layers import Layer, LayerMap, lay_out
 from headrace.pipelining.recorder import record
 from headrace.pipelining.recording import Recording, Untraceable, answer, execute, places
 from headrace.replica.selection import call, examples_of
@@ -40,7 +40,7 @@ class Traced:
     module: nn.Module
     layers: tuple[Layer, ...]
     recording: Recording
-    layout: Layout
+    layout: LayerMap
     notices: tuple[str, ...]
     select: Any = None
     evaluated: Traced | None = None
@@ -111,7 +111,7 @@ def arguments(batch: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     return given
 
 
-def _laid_out(recording: Recording, whole: bool = True) -> Layout:
+def _laid_out(recording: Recording, whole: bool = True) -> LayerMap:
     layout = lay_out(recording, whole)
     recording.values.clear()
     return layout

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from headrace.planner.measuring import measure
-from headrace.planner.profile import Measured, profile
+from headrace.planner.profile import MeasuredLayers, profile
 
-__all__ = ["Measured", "measure", "profile"]
+__all__ = ["MeasuredLayers", "measure", "profile"]

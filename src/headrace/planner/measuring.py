@@ -12,7 +12,7 @@ from headrace.data import Loader, as_pipeline
 from headrace.errors import UnfitMachine
 from headrace.memory import give_back
 from headrace.pipelining.room import out_of_memory
-from headrace.planner.profile import Measured, profile
+from headrace.planner.profile import MeasuredLayers, profile
 from headrace.replica.whole_model import Objective
 from headrace.spec.job import Job
 from headrace.strategies.strategy import Profiling
@@ -24,7 +24,7 @@ _SAMPLED = 2
 """Examples with which the layers are found."""
 
 
-def measure(job: Job, module: nn.Module, objective: Objective, wish: Profiling, device: str) -> Measured:
+def measure(job: Job, module: nn.Module, objective: Objective, wish: Profiling, device: str) -> MeasuredLayers:
     """Measures the layers on the first examples of the job's data.
 
     What memory that took is given back to the system.

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from headrace.metrics import weigh
 from headrace.pipelining import Traced, cut, trace, unchanged
-from headrace.planner.sweep import Pass, Sweep, typical
+from headrace.planner.sweep import LayerTiming, Sweep, typical
 from headrace.replica.selection import select_target
 from headrace.replica.whole_model import Objective
 from headrace.spec.model import LayerSpec
 from headrace.trees import nbytes
 
-__all__ = ["Measured", "profile"]
+__all__ = ["MeasuredLayers", "profile"]
 
 _LEAST, _MOST = 5, 30
 """Sweeps that count."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLayers:
     """A model's layers.
 
     Attributes:
@@ -54,7 +54,7 @@ def profile(
     seconds: float = 1.5,
     threads: int | None = None,
     autocast: torch.dtype | None = None,
-) -> Measured:
+) -> MeasuredLayers:
     """Measures a model's layers. The model and the random numbers are left as they were, its gradients empty.
 
     Layers that cannot be parted are measured together, and the last of them is said to take it all.
@@ -78,7 +78,7 @@ def profile(
         groups = _groups(traced)
         sweep = Sweep(module.train(), cut(traced, groups), traced.inputs(batch), _loss(objective, batch), device)
         saved, crossing = sweep.count()
-        times: list[list[Pass]] = []
+        times: list[list[LayerTiming]] = []
         until = perf_counter() + seconds
         while len(times) < _LEAST or (perf_counter() < until and len(times) < _MOST):
             times.append([each for layer in sweep.run() for each in layer])
@@ -99,7 +99,7 @@ def profile(
         )
         for layer in traced.layers
     )
-    return Measured(layers, len(times), traced.notices)
+    return MeasuredLayers(layers, len(times), traced.notices)
 
 
 def _loss(objective: Objective, batch: Any) -> Callable[[Any], Tensor]:

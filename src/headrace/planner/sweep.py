@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from headrace.pipelining import OUTPUT, Stage
 from headrace.trees import nbytes
 
-__all__ = ["Pass", "Sweep", "typical"]
+__all__ = ["LayerTiming", "Sweep", "typical"]
 
 
 @dataclass(frozen=True)
-class Pass:
+class LayerTiming:
     """What a layer took for one forward or backward.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sweep:
     loss: Callable[[Any], Tensor]
     device: torch.device
 
-    def run(self) -> list[tuple[Pass, Pass]]:
+    def run(self) -> list[tuple[LayerTiming, LayerTiming]]:
         """Returns what each layer took, forward and backward."""
         passes = []
 
@@ -153,7 +153,7 @@ class Sweep:
         return perf_counter(), thread_time()
 
 
-def typical(sweeps: Sequence[Sequence[Pass]]) -> list[float]:
+def typical(sweeps: Sequence[Sequence[LayerTiming]]) -> list[float]:
     """Returns the seconds of each column: the median that it computed, and the least that it waited.
 
     Every sweep does the same, so each is brought to the length of the median one first: machines drift, and more from
@@ -166,9 +166,9 @@ def typical(sweeps: Sequence[Sequence[Pass]]) -> list[float]:
     return [median(column) + wait for column, wait in zip(zip(*scaled, strict=True), waited, strict=True)]
 
 
-def _between(began: tuple[float, float], ended: tuple[float, float]) -> Pass:
+def _between(began: tuple[float, float], ended: tuple[float, float]) -> LayerTiming:
     busy = ended[1] - began[1]
-    return Pass(busy, max(0.0, ended[0] - began[0] - busy))
+    return LayerTiming(busy, max(0.0, ended[0] - began[0] - busy))
 
 
 def _saved(roots: Sequence[Tensor]) -> Iterator[Tensor]:

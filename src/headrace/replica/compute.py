@@ -13,7 +13,7 @@ from headrace.comm.collective import ProcessGroup
 from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.replica.describe import parameters_and_buffers
-from headrace.spec.passed import Pass
+from headrace.spec.passed import StagePass
 from headrace.spec.share import Share
 
 __all__ = ["Compute", "Computed"]
@@ -52,7 +52,7 @@ class Compute(ABC):
     moved_bytes: int = 0
     notes: tuple[str, ...] = ()
     in_flight: int = 1
-    passes: Sequence[Pass] = ()
+    passes: Sequence[StagePass] = ()
 
     @abstractmethod
     def run(self, share: Share) -> Computed:

@@ -12,7 +12,7 @@ from headrace.policies.schedule import Action
 from headrace.policies.schedule.timing import Span, bubble, timed
 from headrace.report.attempts import Attempt, of_kind
 from headrace.report.quantities import percent, short
-from headrace.spec.passed import Pass, Passed
+from headrace.spec.passed import Passed, StagePass
 
 __all__ = ["PassedStep", "passed_of", "passed_plain", "passed_rows"]
 
@@ -29,7 +29,7 @@ class PassedStep:
     """
 
     step: int
-    passes: Mapping[int, tuple[Pass, ...]]
+    passes: Mapping[int, tuple[StagePass, ...]]
     in_flight: Mapping[int, int]
     expected_s: tuple[float, ...] = ()
 
@@ -145,7 +145,7 @@ def _first_replica(plan: Mapping[str, object]) -> set[int]:
     return {role["rank"] for role in roles if role["kind"] == "worker" and role["data_rank"] == 0}
 
 
-def _worked_s(each: Pass) -> float:
+def _worked_s(each: StagePass) -> float:
     return each.ended_s - each.began_s - each.waited_s
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from headrace.spec.averaged import Averaged
 from headrace.spec.evidence import LAUNCHER, Event
-from headrace.spec.passed import Pass, Passed
+from headrace.spec.passed import Passed, StagePass
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.tallies import FedStage, ServedShard
 
@@ -29,7 +29,6 @@ __all__ = [
     "Lost",
     "NonFinite",
     "Notice",
-    "Pass",
     "Passed",
     "RunEnded",
     "RunStarted",
@@ -39,6 +38,7 @@ __all__ = [
     "ServerEnded",
     "ServerStarted",
     "SnapshotTaken",
+    "StagePass",
     "Stepped",
     "WorkerEnded",
     "WorkerStarted",

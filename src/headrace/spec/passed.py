@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from headrace.spec.evidence import Event
 
-__all__ = ["Pass", "Passed"]
+__all__ = ["Passed", "StagePass"]
 
 
 @dataclass(frozen=True)
-class Pass:
+class StagePass:
     """One micro-batch through one stage, forward or backward.
 
     Attributes:
@@ -41,4 +41,4 @@ class Passed(Event):
     kind = "passed"
     step: int
     in_flight: int
-    passes: tuple[Pass, ...]
+    passes: tuple[StagePass, ...]

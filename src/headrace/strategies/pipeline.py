@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 from headrace.errors import UnknownName, UsageError
 from headrace.pipelining.batch_norm import RunningStatistics
-from headrace.pipelining.part import Part, ways
-from headrace.pipelining.roads import Roads
-from headrace.pipelining.room import room
+from headrace.pipelining.part import StageModule, ways
+from headrace.pipelining.roads import Channels
+from headrace.pipelining.room import explain_out_of_memory
 from headrace.pipelining.runner import RECOMPUTE, Runner
 from headrace.pipelining.stage import cut
 from headrace.pipelining.staged import StagedModel
@@ -219,9 +219,9 @@ class Pipeline(Strategy):
             traced = trace(parts.module, sample, parts.objective.inputs)
         parts.host.barrier()
         stages = cut(traced, plan.partition)
-        part = Part(parts.module, stages, place, ranks)
+        part = StageModule(parts.module, stages, place, ranks)
         part.release()
-        roads = Roads(ways(stages, ranks), ranks, parts.host, device)
+        roads = Channels(ways(stages, ranks), ranks, parts.host, device)
         parts.closing.callback(roads.close)
         count = self._count(ranks)
         statistics = RunningStatistics(parts.module, self.deferred_batch_norm and count > 1)
@@ -288,7 +288,9 @@ class PipelineExchange(UpdatingExchange):
         """Raises:
         UnfitMachine: there is not enough memory for what the optimizer keeps, which it makes in its first step.
         """
-        with room(f"{self._part} ran out of memory in the step of the optimizer", self._holds, _FEWER_COPIES):
+        with explain_out_of_memory(
+            f"{self._part} ran out of memory in the step of the optimizer", self._holds, _FEWER_COPIES
+        ):
             super().update(round_)
 
     def _holds(self) -> str:
