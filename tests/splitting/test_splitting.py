@@ -16,8 +16,8 @@ from comm.seats import together
 from headrace.comm.in_process import ThreadCollective
 from headrace.errors import UnknownName, UsageError
 from headrace.replica.piece import StatePiece
-from headrace.splitting import Split, split
-from headrace.splitting.looking import look
+from headrace.splitting import RewrittenModel, split
+from headrace.splitting.looking import analyze_graph
 
 Rules = str | Mapping[str, str]
 
@@ -171,7 +171,9 @@ def test_a_split_model_is_the_whole_one(name: str, world: int) -> None:
     torch.manual_seed(0)
     whole, x = case.make().double(), case.data()
 
-    def act(group: ThreadCollective) -> tuple[Split, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
+    def act(
+        group: ThreadCollective,
+    ) -> tuple[RewrittenModel, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
         model = copy.deepcopy(whole)
         made = separately(group, lambda: split(model, case.rules, group))
         output, gradient = differentiated(model, x)
@@ -224,7 +226,7 @@ def separately(group: ThreadCollective, act: Callable[[], Any]) -> Any:
         group.barrier()
 
 
-def whole_of(made: Split, name: str, gradient: Tensor) -> Tensor:
+def whole_of(made: RewrittenModel, name: str, gradient: Tensor) -> Tensor:
     (piece,) = made.everywhere((StatePiece(name, "gradient", 0, gradient.flatten()),))
     return piece.value.view(made.shapes[name])
 
@@ -281,7 +283,7 @@ def test_each_rank_keeps_its_part_alone() -> None:
 
 def test_looking_at_a_model_does_not_change_it() -> None:
     model = Opaque()
-    assert any(step.does == "layer" for step in look(model, ["inner.0"], ()))
+    assert any(step.does == "layer" for step in analyze_graph(model, ["inner.0"], ()))
     assert (model.calls, int(model.seen)) == (0, 0)
 
 

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.comm.collective import Collective
-from headrace.splitting.crossings import enter, reduce, rows
+from headrace.splitting.crossings import copy_to, reduce_from, rows
 from headrace.splitting.layers import dropped
 
-__all__ = ["Attention"]
+__all__ = ["ParallelAttention"]
 
 
-class Attention:
+class ParallelAttention:
     """A `nn.MultiheadAttention` of which each rank has some heads: one sum over ranks each way.
 
     Args:
@@ -62,7 +62,7 @@ class Attention:
         for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
             # One value's gradients are summed over ranks once.
             if id(x) not in inside:
-                inside[id(x)] = enter(x, self._group)
+                inside[id(x)] = copy_to(x, self._group)
             y = F.linear(inside[id(x)], weight, bias)
             if not batched:
                 y = y.unsqueeze(0 if self._batch_first else 1)
@@ -85,11 +85,11 @@ class Attention:
     def _shown(self, weights: Tensor, average: bool) -> Tensor:
         """Returns attention weights of all heads, or their mean over heads."""
         if average:
-            return reduce(weights.mean(1), self._group) / self._group.world
+            return reduce_from(weights.mean(1), self._group) / self._group.world
         every = weights.new_zeros(weights.shape[0], self._layer.num_heads, *weights.shape[2:])
         start, stop = rows(self._layer.num_heads, self._group.rank, self._group.world)
         every = torch.cat([every[:, :start], weights, every[:, stop:]], 1)
-        return reduce(every, self._group)
+        return reduce_from(every, self._group)
 
 
 def _nothing(*_: object) -> None:

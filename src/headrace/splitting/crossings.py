@@ -11,8 +11,8 @@ the first two f and g):
     scatter    whole -> split: take one's       all-gather
     spread     split -> whole: all-gather       sum over ranks, each gets its slice (reduce-scatter)
 
-After `enter` and `spread` every rank does other work with the whole value, so that gradients differ and are summed;
-after `reduce` and `gather` all do the same.
+After `copy_to` and `all_gather_to` every rank does other work with the whole value, so that gradients differ and are summed;
+after `reduce_from` and `gather_from` all do the same.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from torch import Tensor
 
 from headrace.comm.collective import Collective
 
-__all__ = ["all_gather", "enter", "enter_all", "gather", "reduce", "rows", "scatter", "spread"]
+__all__ = ["all_gather", "all_gather_to", "copy_all_to", "copy_to", "gather_from", "reduce_from", "rows", "scatter_to"]
 
 
-def enter(x: Tensor, group: Collective) -> Tensor:
+def copy_to(x: Tensor, group: Collective) -> Tensor:
     """Returns a whole value whose gradients are summed over ranks."""
-    entered: Tensor = _Enter.apply(group, x)[0]  # type: ignore[no-untyped-call]
+    entered: Tensor = _CopyTo.apply(group, x)[0]  # type: ignore[no-untyped-call]
     return entered
 
 
-def enter_all(tensors: Sequence[Tensor], group: Collective) -> tuple[Tensor, ...]:
+def copy_all_to(tensors: Sequence[Tensor], group: Collective) -> tuple[Tensor, ...]:
     """Does so for several whole values, whose gradients travel as one."""
-    entered: tuple[Tensor, ...] = _Enter.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    entered: tuple[Tensor, ...] = _CopyTo.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return entered
 
 
-def reduce(x: Tensor, group: Collective) -> Tensor:
+def reduce_from(x: Tensor, group: Collective) -> Tensor:
     """Returns the sum of all ranks' tensors."""
-    total: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
+    total: Tensor = _ReduceFrom.apply(x, group)  # type: ignore[no-untyped-call]
     return total
 
 
-def gather(x: Tensor, dim: int, group: Collective, length: int | None = None) -> Tensor:
+def gather_from(x: Tensor, dim: int, group: Collective, length: int | None = None) -> Tensor:
     """Returns all ranks' slices along `dim` as one; `length` is that of the whole where slices may differ by one."""
-    whole: Tensor = _Gather.apply(x, dim, group, length, False)  # type: ignore[no-untyped-call]
+    whole: Tensor = _GatherFrom.apply(x, dim, group, length, False)  # type: ignore[no-untyped-call]
     return whole
 
 
-def spread(x: Tensor, dim: int, group: Collective, length: int | None = None) -> Tensor:
+def all_gather_to(x: Tensor, dim: int, group: Collective, length: int | None = None) -> Tensor:
     """Does so where each rank goes on with other work."""
-    whole: Tensor = _Gather.apply(x, dim, group, length, True)  # type: ignore[no-untyped-call]
+    whole: Tensor = _GatherFrom.apply(x, dim, group, length, True)  # type: ignore[no-untyped-call]
     return whole
 
 
-def scatter(x: Tensor, dim: int, group: Collective) -> Tensor:
+def scatter_to(x: Tensor, dim: int, group: Collective) -> Tensor:
     """Returns this rank's slice along `dim` of a whole value."""
-    own: Tensor = _Scatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    own: Tensor = _ScatterTo.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return own
 
 
@@ -113,7 +113,7 @@ def _own(x: Tensor, dim: int, group: Collective) -> Tensor:
     return x.narrow(dim, start, stop - start)
 
 
-class _Enter(torch.autograd.Function):
+class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collective, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
@@ -131,7 +131,7 @@ class _Enter(torch.autograd.Function):
         return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))
 
 
-class _Reduce(torch.autograd.Function):
+class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Collective) -> Tensor:
         total = x.contiguous().clone()
@@ -143,7 +143,7 @@ class _Reduce(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Collective, length: int | None, sums: bool) -> Tensor:
         ctx.dim, ctx.group, ctx.sums = dim, group, sums
@@ -155,7 +155,7 @@ class _Gather(torch.autograd.Function):
         return back(gradients[0], ctx.dim, ctx.group), None, None, None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Collective) -> Tensor:
         ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]

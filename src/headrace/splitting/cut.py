@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Cut"]
+__all__ = ["ShardDim"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardDim:
     """Gives every rank an equal part along one dim.
 
     Attributes:

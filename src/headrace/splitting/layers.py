@@ -15,15 +15,25 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from headrace.comm.collective import Collective
-from headrace.splitting.crossings import enter, gather, reduce, scatter, spread
+from headrace.splitting.crossings import all_gather_to, copy_to, gather_from, reduce_from, scatter_to
 
-__all__ = ["Column", "Doorway", "Length", "Lookup", "PartOfDropout", "Row", "Towers", "dropped", "feature_dim"]
+__all__ = [
+    "ColumnParallel",
+    "GroupedConv",
+    "Length",
+    "ParallelDropout",
+    "ParallelEmbedding",
+    "RowParallel",
+    "SharedInput",
+    "dropped",
+    "feature_dim",
+]
 
 Length = Callable[[], int]
 """Returns how long a whole value is along the dim where slices may differ by one."""
 
 
-class Doorway:
+class SharedInput:
     """How values come into layers that are split by their outputs, where several take the same one.
 
     Gradients of one value are summed over ranks once, however many layers it goes to.
@@ -52,16 +62,16 @@ class Doorway:
         if self._came is not x or inside is None:
             self._left = self._users
             if self._split is None:
-                inside = enter(x, self._group)
+                inside = copy_to(x, self._group)
             else:
-                inside = spread(x, self._split, self._group, self._length() if self._length else None)
+                inside = all_gather_to(x, self._split, self._group, self._length() if self._length else None)
         self._left -= 1
         # When nobody else comes, activations are not to be kept.
         self._came, self._inside = (x, inside) if self._left > 0 else (None, None)
         return inside
 
 
-class Column:
+class ColumnParallel:
     """A linear layer or convolution of which each rank has some of the outputs.
 
     Args:
@@ -71,7 +81,7 @@ class Column:
         gathers: whether all outputs go on whole, and not each rank's to layers that take them so.
     """
 
-    def __init__(self, layer: nn.Module, group: Collective, door: Doorway, gathers: bool) -> None:
+    def __init__(self, layer: nn.Module, group: Collective, door: SharedInput, gathers: bool) -> None:
         self._layer = layer
         self._weighted = _weighted(layer)
         self._group = group
@@ -80,10 +90,10 @@ class Column:
 
     def __call__(self, input: Tensor) -> Tensor:
         own = self._weighted(self._door.enter(input), self._layer.weight, self._layer.bias)
-        return own if self._gathered is None else gather(own, self._gathered, self._group)
+        return own if self._gathered is None else gather_from(own, self._gathered, self._group)
 
 
-class Row:
+class RowParallel:
     """A linear layer or convolution of which each rank has the weights of some of the inputs.
 
     Args:
@@ -100,8 +110,8 @@ class Row:
         self._scatters = scatters
 
     def __call__(self, input: Tensor) -> Tensor:
-        own = scatter(input, self._features, self._group) if self._scatters else input
-        total = reduce(self._weighted(own, self._layer.weight, None), self._group)
+        own = scatter_to(input, self._features, self._group) if self._scatters else input
+        total = reduce_from(self._weighted(own, self._layer.weight, None), self._group)
         bias = self._layer.bias
         if not isinstance(bias, Tensor):
             return total
@@ -109,7 +119,7 @@ class Row:
         return total + bias.to(total.dtype).view(-1, *[1] * (-1 - self._features))
 
 
-class Towers:
+class GroupedConv:
     """A convolution in groups, of which each rank has some: AlexNet's two towers (Krizhevsky et al., 2012, 3.2).
 
     Args:
@@ -126,12 +136,12 @@ class Towers:
         self._scatters, self._gathers = scatters, gathers
 
     def __call__(self, input: Tensor) -> Tensor:
-        own = scatter(input, self._features, self._group) if self._scatters else input
+        own = scatter_to(input, self._features, self._group) if self._scatters else input
         own = self._weighted(own, self._layer.weight, self._layer.bias)
-        return gather(own, self._features, self._group) if self._gathers else own
+        return gather_from(own, self._features, self._group) if self._gathers else own
 
 
-class Lookup:
+class ParallelEmbedding:
     """An embedding of which each rank has some of the vectors, or a part of every vector.
 
     Args:
@@ -153,14 +163,14 @@ class Lookup:
 
     def __call__(self, input: Tensor) -> Tensor:
         if not self._rows:
-            return gather(F.embedding(input, self._layer.weight, self._padding), -1, self._group)
+            return gather_from(F.embedding(input, self._layer.weight, self._padding), -1, self._group)
         own = input - self._first
         elsewhere = (own < 0) | (own >= self._rows)
         found = F.embedding(own.masked_fill(elsewhere, 0), self._layer.weight, self._padding)
-        return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._group)
+        return reduce_from(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._group)
 
 
-class PartOfDropout:
+class ParallelDropout:
     """Dropout of a value of which each rank has a slice: it draws for the whole, and takes its slice of that.
 
     So one device drops the same elements, and all ranks' generators go on alike.
@@ -189,7 +199,7 @@ def dropped(x: Tensor, p: float, dim: int, group: Collective, length: Length | N
     shape = list(x.shape)
     shape[dim] = length() if length else shape[dim] * group.world
     whole = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p, training=True)
-    return scatter(whole, dim, group)
+    return scatter_to(whole, dim, group)
 
 
 def feature_dim(layer: nn.Module) -> int:

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from headrace.policies.splitting import Splittable, ValueStep
 
-__all__ = ["look", "splittable"]
+__all__ = ["analyze_graph", "splittable"]
 
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
@@ -67,7 +67,7 @@ def _form(layer: nn.Module) -> Splittable | None:
     return None
 
 
-def look(module: nn.Module, layers: Collection[str], parts: Collection[str]) -> list[ValueStep]:
+def analyze_graph(module: nn.Module, layers: Collection[str], parts: Collection[str]) -> list[ValueStep]:
     """Returns the steps of a model; of one that cannot be traced, those of its pieces.
 
     Args:

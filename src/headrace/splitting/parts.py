@@ -11,14 +11,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from headrace.comm.collective import Collective
 from headrace.errors import UsageError
 from headrace.replica.batch_norm import synchronise_batch_norm
-from headrace.splitting.crossings import enter_all, gather, rows, scatter
-from headrace.splitting.layers import PartOfDropout
+from headrace.splitting.crossings import copy_all_to, gather_from, rows, scatter_to
+from headrace.splitting.layers import ParallelDropout
 from headrace.trees import map_tensors
 
-__all__ = ["BatchPart"]
+__all__ = ["BatchParallel"]
 
 
-class BatchPart:
+class BatchParallel:
     """A module that is whole on every rank, where each computes some of the examples: data parallelism inside a model.
 
     Gradients of its parameters are summed over ranks in one piece (Krizhevsky, "One weird trick for parallelizing
@@ -43,7 +43,7 @@ class BatchPart:
                     "a part of its own, so that they no longer draw alike; use nn.Dropout, or leave it without 'batch'"
                 )
             if type(child) is nn.Dropout:
-                child.forward = PartOfDropout(child, 0, group, self.length)  # type: ignore[method-assign]
+                child.forward = ParallelDropout(child, 0, group, self.length)  # type: ignore[method-assign]
         self._body = _Body(module)
         self._group = group
         self._gathers = gathers
@@ -58,18 +58,18 @@ class BatchPart:
         self._length = len(next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor)))
         arguments, named = map_tensors(self._some, (arguments, named))
         learned = {name: each for name, each in self._body.named_parameters() if each.requires_grad}
-        entered = enter_all(tuple(learned.values()), self._group) if learned else ()
+        entered = copy_all_to(tuple(learned.values()), self._group) if learned else ()
         outputs = functional_call(self._body, dict(zip(learned, entered, strict=True)), arguments, named)
         return map_tensors(self._made, outputs)
 
     def _some(self, x: Tensor) -> Tensor:
         self._require(x, self._length, "is given")
-        return scatter(x, 0, self._group)
+        return scatter_to(x, 0, self._group)
 
     def _made(self, x: Tensor) -> Tensor:
         start, stop = rows(self._length, self._group.rank, self._group.world)
         self._require(x, stop - start, "returns")
-        return gather(x, 0, self._group, self._length) if self._gathers else x
+        return gather_from(x, 0, self._group, self._length) if self._gathers else x
 
     def _require(self, x: Tensor, examples: int, does: str) -> None:
         if not x.dim() or len(x) != examples:

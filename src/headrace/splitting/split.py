@@ -17,14 +17,23 @@ from headrace.errors import UnknownName, UsageError
 from headrace.policies.splitting import KINDS, Flow, Splittable, choose, follow
 from headrace.replica.describe import parameters_and_buffers
 from headrace.replica.piece import StatePiece
-from headrace.splitting.attention import Attention
+from headrace.splitting.attention import ParallelAttention
 from headrace.splitting.crossings import all_gather
-from headrace.splitting.cut import Cut
-from headrace.splitting.layers import Column, Doorway, Length, Lookup, PartOfDropout, Row, Towers, feature_dim
-from headrace.splitting.looking import look, splittable
-from headrace.splitting.parts import BatchPart
+from headrace.splitting.cut import ShardDim
+from headrace.splitting.layers import (
+    ColumnParallel,
+    GroupedConv,
+    Length,
+    ParallelDropout,
+    ParallelEmbedding,
+    RowParallel,
+    SharedInput,
+    feature_dim,
+)
+from headrace.splitting.looking import analyze_graph, splittable
+from headrace.splitting.parts import BatchParallel
 
-__all__ = ["RULES", "Split", "split"]
+__all__ = ["RULES", "RewrittenModel", "split"]
 
 RULES = ("column", "row", "channels", "heads", "batch", "replicate")
 """What may be said of a layer: see `TensorParallel`."""
@@ -39,7 +48,7 @@ Rules = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Split:
+class RewrittenModel:
     """What was split.
 
     Attributes:
@@ -52,7 +61,7 @@ class Split:
 
     module: nn.Module
     group: Collective
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, ShardDim]
     shapes: Mapping[str, tuple[int, ...]]
     kinds: Mapping[str, str]
 
@@ -144,12 +153,12 @@ class Split:
         shape[self.cuts[name].dim] //= self.group.world
         return tuple(shape)
 
-    def _join(self, part: Tensor, cut: Cut) -> Tensor:
+    def _join(self, part: Tensor, cut: ShardDim) -> Tensor:
         every = all_gather(part.detach().unsqueeze(0), 0, self.group)
         return cut.join(every.unbind())
 
 
-def split(module: nn.Module, rules: Rules, group: Collective) -> Split:
+def split(module: nn.Module, rules: Rules, group: Collective) -> RewrittenModel:
     """Splits a model's layers in place; all ranks call it with the same model.
 
     Args:
@@ -167,15 +176,15 @@ def split(module: nn.Module, rules: Rules, group: Collective) -> Split:
     tied = _tied(module)
     if rules == "auto":
         free = {name: form for name, form in layers.items() if not tied & _own(found[name][0])}
-        steps = look(module, free, ())
+        steps = analyze_graph(module, free, ())
         kinds = choose(steps, free, group.world)
     else:
         assert not isinstance(rules, str)
         kinds = _given(rules, module, layers, batches, group.world)
-        steps = look(module, kinds, batches.values())
+        steps = analyze_graph(module, kinds, batches.values())
     flow = follow(steps, layers, kinds)
-    cuts = _Surgeon(module, group, flow, kinds, layers, batches).cut()
-    return Split(module, group, cuts, shapes, {**kinds, **dict.fromkeys(batches.values(), "batch")})
+    cuts = _Rewriter(module, group, flow, kinds, layers, batches).cut()
+    return RewrittenModel(module, group, cuts, shapes, {**kinds, **dict.fromkeys(batches.values(), "batch")})
 
 
 def _parts(module: nn.Module, rules: Rules) -> dict[nn.Module, str]:
@@ -259,7 +268,7 @@ def _own(layer: nn.Module) -> set[int]:
     return {id(parameter) for parameter in layer.parameters()}
 
 
-class _Surgeon:
+class _Rewriter:
     """Gives layers parts of their parameters, and what they do with them.
 
     Args:
@@ -287,14 +296,14 @@ class _Surgeon:
         self._layers = layers
         self._batches = batches
         # With the whole ones, whose ids nobody else may get meanwhile.
-        self._made: dict[int, tuple[nn.Parameter, Cut, nn.Parameter]] = {}
-        self._doors: dict[tuple[int, str], Doorway] = {}
+        self._made: dict[int, tuple[nn.Parameter, ShardDim, nn.Parameter]] = {}
+        self._doors: dict[tuple[int, str], SharedInput] = {}
         self._length: Length | None = None
 
-    def cut(self) -> dict[str, Cut]:
+    def cut(self) -> dict[str, ShardDim]:
         """Splits; returns how parameters were cut, by name."""
         for module, name in self._batches.items():
-            part = BatchPart(module, self._group, name in self._flow.gathers, name)
+            part = BatchParallel(module, self._group, name in self._flow.gathers, name)
             self._length = part.length
             module.forward = part
         for encoder in self._module.modules():
@@ -322,31 +331,31 @@ class _Surgeon:
         kind, takes, group = self._kinds[name], self._flow.takes[name], self._group
         gathers = name in self._flow.gathers
         if isinstance(layer, nn.MultiheadAttention):
-            self._cut(layer, in_proj_weight=Cut(0, blocks=3), in_proj_bias=Cut(0, blocks=3))
-            self._cut(layer.out_proj, weight=Cut(1))
-            layer.out_proj.forward = Row(layer.out_proj, group, scatters=False)  # type: ignore[method-assign]
-            return Attention(layer, group)
+            self._cut(layer, in_proj_weight=ShardDim(0, blocks=3), in_proj_bias=ShardDim(0, blocks=3))
+            self._cut(layer.out_proj, weight=ShardDim(1))
+            layer.out_proj.forward = RowParallel(layer.out_proj, group, scatters=False)  # type: ignore[method-assign]
+            return ParallelAttention(layer, group)
         if isinstance(layer, nn.Embedding):
-            self._cut(layer, weight=Cut(0 if kind == "row" else 1))
-            return Lookup(layer, group, by_rows=kind == "row")
+            self._cut(layer, weight=ShardDim(0 if kind == "row" else 1))
+            return ParallelEmbedding(layer, group, by_rows=kind == "row")
         if kind == "row":
-            self._cut(layer, weight=Cut(1))
-            return Row(layer, group, scatters=not takes)
-        self._cut(layer, weight=Cut(0), bias=Cut(0))
+            self._cut(layer, weight=ShardDim(1))
+            return RowParallel(layer, group, scatters=not takes)
+        self._cut(layer, weight=ShardDim(0), bias=ShardDim(0))
         if isinstance(layer, _ConvNd) and layer.groups > 1:
-            return Towers(layer, group, scatters=not takes, gathers=gathers)
-        return Column(layer, group, self._door(name, layer, takes), gathers)
+            return GroupedConv(layer, group, scatters=not takes, gathers=gathers)
+        return ColumnParallel(layer, group, self._door(name, layer, takes), gathers)
 
-    def _door(self, name: str, layer: nn.Module, takes: str) -> Doorway:
+    def _door(self, name: str, layer: nn.Module, takes: str) -> SharedInput:
         """Returns one for all layers that take the same value."""
         step = self._flow.doors.get(name, -1)
         if step < 0:
-            return Doorway(self._group)
+            return SharedInput(self._group)
         # An input of several: only those that enter it whole, or spread it, by the same door.
         mates = [other for other, came in self._flow.doors.items() if came == step and self._enters(other)]
         dim = {"": None, "batch": 0}.get(takes, feature_dim(layer))
         length = self._length if takes == "batch" else None
-        return self._doors.setdefault((step, takes), Doorway(self._group, len(mates), dim, length))
+        return self._doors.setdefault((step, takes), SharedInput(self._group, len(mates), dim, length))
 
     def _enters(self, name: str) -> bool:
         return self._kinds[name] in ("column", "channels") and self._layers[name].sort in ("linear", "convolution")
@@ -356,9 +365,9 @@ class _Surgeon:
         assert isinstance(layer, nn.Dropout)
         dim = {"batch": 0, "channels": 1, "features": -1}[axis]
         length = self._length if axis == "batch" else None
-        layer.forward = PartOfDropout(layer, dim, self._group, length)  # type: ignore[method-assign]
+        layer.forward = ParallelDropout(layer, dim, self._group, length)  # type: ignore[method-assign]
 
-    def _cut(self, layer: nn.Module, **cuts: Cut) -> None:
+    def _cut(self, layer: nn.Module, **cuts: ShardDim) -> None:
         """Gives a layer this rank's parts of its parameters; of one that several layers have, the same part to each."""
         for name, cut in cuts.items():
             whole = layer._parameters[name]

@@ -40,7 +40,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
 from headrace.spec.share import Share
-from headrace.splitting import RULES, Split, split
+from headrace.splitting import RULES, RewrittenModel, split
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import (
     ModelParallelGroup,
@@ -165,7 +165,7 @@ class _Slice(ModelParallelGroup):
 
     def __init__(
         self,
-        split: Split,
+        split: RewrittenModel,
         group: ProcessGroup,
         everyone: ProcessGroup,
         mates: ProcessGroup,
@@ -205,7 +205,7 @@ class SplitModel(Compute):
         mates: the ranks that hold the same slice.
     """
 
-    def __init__(self, whole: WholeModel, split: Split, mates: ProcessGroup) -> None:
+    def __init__(self, whole: WholeModel, split: RewrittenModel, mates: ProcessGroup) -> None:
         self.module = whole.module
         self.counts = split.group.rank == 0
         self.mates = mates
@@ -258,7 +258,7 @@ class SplitExchange(Exchange):
         split: what was split.
     """
 
-    def __init__(self, exchange: Exchange, split: Split) -> None:
+    def __init__(self, exchange: Exchange, split: RewrittenModel) -> None:
         self._exchange = exchange
         self._split = split
 
@@ -298,7 +298,7 @@ class SplitMeetings(PeriodicSync):
         split: what was split.
     """
 
-    def __init__(self, meetings: PeriodicSync, split: Split) -> None:
+    def __init__(self, meetings: PeriodicSync, split: RewrittenModel) -> None:
         self._meetings = meetings
         self._split = split
 
