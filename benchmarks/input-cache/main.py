@@ -14,14 +14,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import report
 
-from headrace.data import DecodeImage, Loader, Pipeline, from_files
+from headrace.data import DecodeImage, InputPipeline, Loader, from_files
 
 FOLDER = Path(__file__).parent
 BATCH = 32
 SIDE = 224
 
 
-def epoch(pipeline: Pipeline) -> float:
+def epoch(pipeline: InputPipeline) -> float:
     """Returns the images/s of one epoch, in batches, in an order of its own."""
     loader = Loader(pipeline, 0, BATCH, (1,), 0)
     began = time.perf_counter()

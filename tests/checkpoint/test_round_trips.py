@@ -139,10 +139,10 @@ def test_a_description_that_is_no_json_is_refused(description: dict[str, Any], s
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)), max_size=6))
 def test_a_header_comes_back_exactly(tensors: list[tuple[str, list[int]]]) -> None:
-    entries: list[header.Entry] = []
+    entries: list[header.TensorEntry] = []
     for number, (dtype, shape) in enumerate(sorted(tensors, key=lambda item: -header.BYTES[item[0]])):
         place = entries[-1].end if entries else 0
-        entries.append(header.Entry(f"tensor {number}", dtype, tuple(shape), place))
+        entries.append(header.TensorEntry(f"tensor {number}", dtype, tuple(shape), place))
     data = header.encode(entries)
     assert header.length(data[:8], len(data)) == len(data) - 8
     assert header.parse(data[8:], entries[-1].end if entries else 0) == tuple(entries)

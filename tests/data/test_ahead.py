@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data import Loader, Pipeline, Source, from_arrays, running
-from headrace.data.ahead import Ahead
-from headrace.data.budget import Budget
-from headrace.data.reader import Read
+from headrace.data import InputPipeline, Loader, Source, from_arrays, running
+from headrace.data.ahead import Prefetcher
+from headrace.data.budget import MemoryBudget
+from headrace.data.reader import ReadResult
 from headrace.data.source import Epoch
 from headrace.errors import DataError
 
@@ -28,15 +28,19 @@ DEADLINE_S = 60.0
 
 
 def ahead(
-    read: Callable[[int], Read], parts: Iterator[int], readers: int = 2, most: int | None = None, limit: int = 1 << 30
-) -> Ahead[int]:
-    made = Ahead(parts, read, lambda _: 8, lambda part, found: None, lambda nbytes: None, most, limit)
+    read: Callable[[int], ReadResult],
+    parts: Iterator[int],
+    readers: int = 2,
+    most: int | None = None,
+    limit: int = 1 << 30,
+) -> Prefetcher[int]:
+    made = Prefetcher(parts, read, lambda _: 8, lambda part, found: None, lambda nbytes: None, most, limit)
     made.set_readers(readers)
     return made
 
 
-def numbered(part: int) -> Read:
-    return Read(torch.tensor([part]), 1, (), ())
+def numbered(part: int) -> ReadResult:
+    return ReadResult(torch.tensor([part]), 1, (), ())
 
 
 def readers_alive() -> int:
@@ -50,7 +54,7 @@ class Gate:
         self.opened = {part: threading.Event() for part in range(100)}
         self.reached = {part: threading.Event() for part in range(100)}
 
-    def read(self, part: int) -> Read:
+    def read(self, part: int) -> ReadResult:
         self.reached[part].set()
         assert self.opened[part].wait(DEADLINE_S)
         return numbered(part)
@@ -76,7 +80,7 @@ def test_batches_come_in_order_whoever_is_first() -> None:
 def test_no_more_are_read_than_may_wait() -> None:
     begun = []
 
-    def read(part: int) -> Read:
+    def read(part: int) -> ReadResult:
         begun.append(part)
         return numbered(part)
 
@@ -92,7 +96,7 @@ def test_no_more_are_read_than_may_wait() -> None:
 
 
 def test_an_error_comes_where_its_batch_would() -> None:
-    def read(part: int) -> Read:
+    def read(part: int) -> ReadResult:
         if part == 2:
             raise DataError("example 2 cannot be had")
         return numbered(part)
@@ -133,7 +137,7 @@ def test_a_loop_that_ends_early_leaves_no_thread() -> None:
 
 
 def test_a_budget_counts_what_is_held_and_lets_one_through() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     assert budget.reserve(60)
     assert not budget.reserve(60)
     budget.correct(60, 30)
@@ -204,7 +208,7 @@ def test_batches_of_very_different_sizes_stay_within_the_memory_limit(told: bool
     sizes = [int(size) for size in 10 ** rng.uniform(3, 7.3, 400)]
     source = Sized(sizes, told)
     limit = 150 << 20
-    pipeline = Pipeline(source).shuffle().map(lambda example: example, parallel=4)
+    pipeline = InputPipeline(source).shuffle().map(lambda example: example, parallel=4)
     pipeline = pipeline.prefetch(50, memory_limit=limit)
     seen = 0
     for share in islice(Loader(pipeline, 0, 4, (1,), 0).rounds(), 200):
@@ -223,7 +227,7 @@ def test_threads_share_their_memory_only_where_batches_are_large(told: bool, mon
     monkeypatch.setattr(running, "tune", lambda option, value: tuned.append(value))
     small, large = [1 << 10] * 40, [1 << 10] * 4 + [1 << 20] * 36
     for sizes in (small, large):
-        source = Pipeline(Sized(sizes, told)).map(lambda example: example, parallel=2)
+        source = InputPipeline(Sized(sizes, told)).map(lambda example: example, parallel=2)
         # Four examples of 1 kB and what they are made from: 12 kB; of 1 MB: 12 MB, more than half of a sixteenth.
         for _ in Loader(source.prefetch(memory_limit=100 << 20), 0, 4, (1,), 0).rounds(0, 10):
             pass

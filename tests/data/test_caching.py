@@ -15,8 +15,18 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.data import Loader, Means, Pipeline, Source, as_pipeline, from_arrays, from_files, interleave, mix
-from headrace.data.choosing import Way, Ways
+from headrace.data import (
+    CpuBudget,
+    InputPipeline,
+    Loader,
+    Source,
+    as_pipeline,
+    from_arrays,
+    from_files,
+    interleave,
+    mix,
+)
+from headrace.data.choosing import ReadMode, ReadModes
 from headrace.data.source import Epoch
 from headrace.data.steps import Cache
 from headrace.errors import DataError, UsageError
@@ -42,12 +52,12 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return "memory" if request.param == "memory" else str(tmp_path / "cache")
 
 
-def numbers() -> Pipeline:
+def numbers() -> InputPipeline:
     """Returns a pipeline that reads when it is asked, so that what is done can be counted."""
     return from_arrays(torch.arange(COUNT), torch.arange(COUNT) * 2.0).prefetch(0)
 
 
-def epochs(pipeline: Pipeline, count: int, size: int = 6) -> list[list[Share]]:
+def epochs(pipeline: InputPipeline, count: int, size: int = 6) -> list[list[Share]]:
     loader = Loader(pipeline, 0, size, (1,), 0)
     shares = loader.rounds()
     return [[next(shares) for _ in range(loader.rounds_per_epoch)] for _ in range(count)]
@@ -95,7 +105,7 @@ def test_a_later_run_finds_what_an_earlier_one_made(tmp_path: Path) -> None:
 
 
 def test_other_code_makes_the_folder_anew(tmp_path: Path) -> None:
-    def scaled(by: int) -> Pipeline:
+    def scaled(by: int) -> InputPipeline:
         return numbers().map(lambda example: (example[0], example[1] * by)).cache(tmp_path)
 
     for by in (2, 3):
@@ -212,13 +222,13 @@ def test_no_processes_are_started_unasked_where_each_would_have_its_own_cache(
 ) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def first(ways: Ways, read_s: float) -> Way:
+    def first(ways: ReadModes, read_s: float) -> ReadMode:
         asked.append(ways.kinds)
-        return Way("threads", 1)
+        return ReadMode("threads", 1)
 
-    monkeypatch.setattr(Ways, "first", first)
+    monkeypatch.setattr(ReadModes, "first", first)
     pipeline = from_arrays(torch.arange(COUNT)).cache("memory" if folder is None else tmp_path / folder)
-    assert sum(share.examples for share in Loader(pipeline, 0, 4, (1,), 0, means=Means(cores=4)).sweep()) == COUNT
+    assert sum(share.examples for share in Loader(pipeline, 0, 4, (1,), 0, means=CpuBudget(cores=4)).sweep()) == COUNT
     assert [("processes" in kinds) for kinds in asked] == [folder is not None]
 
 
@@ -277,13 +287,13 @@ def augment(example: Any, rng: Any) -> Any:
         (numbers().cache("memory"), {"where": "memory"}, r"cache\(memory\) stands before this cache already"),
         (mix(numbers(), numbers()), {"where": "memory"}, "mixed or interleaved .* cache its parts"),
         (interleave(numbers(), numbers()), {"where": "memory"}, "mixed or interleaved"),
-        (Pipeline(Unknown()), {"where": "folder"}, "a Unknown cannot tell whether .* key="),
+        (InputPipeline(Unknown()), {"where": "folder"}, "a Unknown cannot tell whether .* key="),
         (as_pipeline([(1, 2)])[0], {"where": "folder"}, "a DatasetSource cannot tell"),
         (numbers(), {"where": "memory", "limit": 0}, "limit must be a whole number of bytes of at least 1, got 0"),
         (numbers(), {"where": "memory", "limit": True}, "limit must be"),
     ],
 )  # fmt: skip
-def test_where_a_cache_cannot_stand(pipeline: Pipeline, arguments: Any, said: str) -> None:
+def test_where_a_cache_cannot_stand(pipeline: InputPipeline, arguments: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         pipeline.cache(**arguments)
 
@@ -300,7 +310,7 @@ def test_arrays_too_large_to_be_looked_at_need_a_key(monkeypatch: pytest.MonkeyP
 
 
 def test_the_key_follows_what_is_before_and_nothing_else(tmp_path: Path) -> None:
-    def key(pipeline: Pipeline, **more: Any) -> str:
+    def key(pipeline: InputPipeline, **more: Any) -> str:
         return next(step.key for step in pipeline.cache(tmp_path, **more).steps if isinstance(step, Cache))
 
     def one(example: Any) -> Any:

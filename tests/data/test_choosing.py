@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.data import Loader, Pipeline, as_pipeline, from_arrays
-from headrace.data.choosing import Tuner, Way, Ways
-from headrace.data.running import Means
+from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
+from headrace.data.choosing import Autotuner, ReadMode, ReadModes
+from headrace.data.running import CpuBudget
 
 READ_S = 0.02
 
 
-def chosen(pipeline: Pipeline, cores: int = 2, rounds: int = 20) -> tuple[str, list[str]]:
+def chosen(pipeline: InputPipeline, cores: int = 2, rounds: int = 20) -> tuple[str, list[str]]:
     """Returns how a loader that chooses says that it reads, and its lines; it reads what it would alone."""
     lines: list[str] = []
-    loader = Loader(pipeline, 0, 4, (1,), 0, means=Means(cores, 1, lines.append))
+    loader = Loader(pipeline, 0, 4, (1,), 0, means=CpuBudget(cores, 1, lines.append))
     shares = loader.rounds()
     found = [share.batch for share in islice(shares, rounds)]
     shares.close()
@@ -35,7 +35,7 @@ def chosen(pipeline: Pipeline, cores: int = 2, rounds: int = 20) -> tuple[str, l
     return lines[0].split(":")[1].strip() if lines else "", lines
 
 
-def busy(work: Callable[[], None]) -> Pipeline:
+def busy(work: Callable[[], None]) -> InputPipeline:
     """Returns a pipeline whose every batch does some work once."""
 
     def fn(examples: list[Any]) -> list[Any]:
@@ -88,7 +88,7 @@ def test_what_takes_no_time_is_read_by_the_worker() -> None:
 
 def test_arrays_in_memory_are_not_even_measured() -> None:
     lines: list[str] = []
-    loader = Loader(from_arrays(torch.arange(400)).shuffle(), 0, 4, (1,), 0, means=Means(2, 1, lines.append))
+    loader = Loader(from_arrays(torch.arange(400)).shuffle(), 0, 4, (1,), 0, means=CpuBudget(2, 1, lines.append))
     assert len(list(loader.sweep())) == 100
     assert lines == []
 
@@ -124,7 +124,7 @@ def test_one_core_or_another_thread_or_a_cache_in_memory_starts_no_processes() -
 def test_a_short_data_set_is_read_whole_while_it_is_measured() -> None:
     for count in (1, 2, 5, 9, 14):
         pipeline = from_arrays(torch.arange(4 * count)).map(lambda e: time.sleep(0.001) or e[0])
-        shares = Loader(pipeline, 0, 4, (1,), 0, means=Means(2)).sweep()
+        shares = Loader(pipeline, 0, 4, (1,), 0, means=CpuBudget(2)).sweep()
         assert [int(share.batch[0]) for share in shares] == list(range(0, 4 * count, 4))
 
 
@@ -137,13 +137,18 @@ def test_no_more_than_the_memory_limit_is_read_to_measure() -> None:
         return torch.zeros(1000)
 
     pipeline = from_arrays(torch.arange(400)).map(fn).prefetch(memory_limit=10_000)
-    shares = Loader(pipeline, 0, 1, (1,), 0, means=Means(2)).rounds()
+    shares = Loader(pipeline, 0, 1, (1,), 0, means=CpuBudget(2)).rounds()
     next(shares)
     assert len(read) <= 3
     shares.close()
 
 
-BY_ITSELF, ONE, TWO, PROCESSES = Way("inline"), Way("threads", 1), Way("threads", 2), Way("processes", 2)
+BY_ITSELF, ONE, TWO, PROCESSES = (
+    ReadMode("inline"),
+    ReadMode("threads", 1),
+    ReadMode("threads", 2),
+    ReadMode("processes", 2),
+)
 
 
 class Training:
@@ -157,16 +162,20 @@ class Training:
     """
 
     def __init__(
-        self, compute_s: Callable[[Way], float], read_s: Callable[[Way], float], ways: Ways, computing_s: float = 0.01
+        self,
+        compute_s: Callable[[ReadMode], float],
+        read_s: Callable[[ReadMode], float],
+        ways: ReadModes,
+        computing_s: float = 0.01,
     ) -> None:
         self.computing_s = computing_s
-        self.told: list[Way] = []
-        self.tuner = Tuner(ways.first(1.0), ways, lambda way, *_: self.told.append(way))
+        self.told: list[ReadMode] = []
+        self.tuner = Autotuner(ways.first(1.0), ways, lambda way, *_: self.told.append(way))
         self.compute_s = compute_s
         self.read_s = read_s
         self.now = self.waited_s = 0.0
 
-    def run(self, batches: int) -> list[Way]:
+    def run(self, batches: int) -> list[ReadMode]:
         """Returns how it was read at each batch."""
         history = []
         for _ in range(batches):
@@ -179,8 +188,8 @@ class Training:
         return history
 
 
-def threads(most: int) -> Ways:
-    return Ways(("threads",), 1, most)
+def threads(most: int) -> ReadModes:
+    return ReadModes(("threads",), 1, most)
 
 
 def test_readers_are_added_until_training_waits_no_more() -> None:
@@ -201,7 +210,7 @@ def test_a_reader_that_helps_nothing_is_taken_away_again() -> None:
 
 
 def test_training_that_does_not_wait_gets_nobody_else() -> None:
-    training = Training(lambda way: 0.010, lambda way: 0.0102, Ways(("threads", "processes", "inline"), 1, 8))
+    training = Training(lambda way: 0.010, lambda way: 0.0102, ReadModes(("threads", "processes", "inline"), 1, 8))
     assert set(training.run(500)) == {ONE}
 
 
@@ -214,7 +223,7 @@ def test_training_that_begins_to_wait_gets_more_readers() -> None:
 
 
 def test_what_holds_the_interpreter_gets_processes_when_threads_have_not_helped() -> None:
-    ways = Ways(("threads", "processes", "inline"), 1, 2)
+    ways = ReadModes(("threads", "processes", "inline"), 1, 2)
     # Two threads do one thing at a time, and training itself waits for them.
     training = Training(lambda way: 0.001, lambda way: 0.01 * (way.readers if way.parallel == "threads" else 1), ways)
     history = training.run(100)
@@ -225,14 +234,14 @@ def test_what_holds_the_interpreter_gets_processes_when_threads_have_not_helped(
 
 
 def test_threads_that_scale_are_not_compared_with_processes() -> None:
-    training = Training(lambda way: 0.001, lambda way: 0.01, Ways(("threads", "processes", "inline"), 1, 2))
+    training = Training(lambda way: 0.001, lambda way: 0.01, ReadModes(("threads", "processes", "inline"), 1, 2))
     history = training.run(2000)
     assert set(history) == {ONE, TWO}
     assert history[40:] == [TWO] * 1960
 
 
 def test_whoever_cannot_be_faster_by_itself_does_not_try() -> None:
-    ways = Ways(("threads", "inline"), 1, 1)
+    ways = ReadModes(("threads", "inline"), 1, 1)
     assert set(Training(lambda way: 0.001, lambda way: 0.01, ways).run(2000)) == {ONE}
     # Where a thread holds training up, it reads by itself.
     held_up = Training(lambda way: 0.002 + 0.01 * way.readers, lambda way: 0.013 if way.readers else 0.002, ways, 0.002)
@@ -240,15 +249,15 @@ def test_whoever_cannot_be_faster_by_itself_does_not_try() -> None:
 
 
 def test_what_is_quick_is_read_by_the_worker_and_by_threads_when_it_is_so_no_more() -> None:
-    ways = Ways(("threads", "processes", "inline"), 2, 4)
+    ways = ReadModes(("threads", "processes", "inline"), 2, 4)
     assert ways.first(0.0001) == BY_ITSELF
     assert ways.first(0.01) == TWO
     assert ways.beside(BY_ITSELF, 50.0, 0.0001, 0.0001) == []
-    assert ways.beside(BY_ITSELF, 50.0, 0.01, 0.01) == [TWO, Way("processes", 2)]
+    assert ways.beside(BY_ITSELF, 50.0, 0.01, 0.01) == [TWO, ReadMode("processes", 2)]
 
 
 def test_what_was_read_before_is_passed_over() -> None:
-    tuner = Tuner(ONE, threads(4), passed_over=100)
+    tuner = Autotuner(ONE, threads(4), passed_over=100)
     # All of them come at once, which says nothing of how fast they are read.
     assert {tuner.look(1.0, 0.0, 0.1, 0.1) for _ in range(100)} == {ONE}
     for batch in range(1, 9):

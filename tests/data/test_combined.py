@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.test_steps import values
-from headrace.data import Pipeline, from_arrays, interleave, mix
+from headrace.data import InputPipeline, from_arrays, interleave, mix
 from headrace.data.loader import Loader
 from headrace.errors import UsageError
 
 
-def marked(which: int, count: int) -> Pipeline:
+def marked(which: int, count: int) -> InputPipeline:
     """Examples that say where they are from: 1000 times the pipeline, and the index."""
     return from_arrays(torch.arange(count) + 1000 * which)
 

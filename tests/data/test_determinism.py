@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data import Pipeline, as_pipeline, from_arrays
+from headrace.data import InputPipeline, as_pipeline, from_arrays
 from headrace.data.determinism import check_deterministic
 from headrace.errors import DataError
 
 NUMBERS = torch.arange(20.0)
 
 
-def data() -> Pipeline:
+def data() -> InputPipeline:
     return from_arrays(NUMBERS.clone(), NUMBERS.clone())
 
 

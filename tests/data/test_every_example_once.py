@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.data import Pipeline, from_arrays
+from headrace.data import InputPipeline, from_arrays
 from headrace.data.loader import Loader
 from headrace.spec.share import Share
 
@@ -19,7 +19,7 @@ def augmented(example: Any, rng: np.random.Generator) -> Any:
     return example[0], rng.integers(1 << 40)
 
 
-def pipeline(count: int, threads: int, lengths: bool) -> Pipeline:
+def pipeline(count: int, threads: int, lengths: bool) -> InputPipeline:
     made = from_arrays(torch.arange(count)).shuffle().map(augmented, parallel=threads or "inline")
     return made.batch(lengths=np.arange(count) % 7) if lengths else made
 

@@ -12,7 +12,7 @@ import torch
 import headrace as hr
 from belongings import belongings, left_since
 from headrace import errors
-from headrace.data import Pipeline
+from headrace.data import InputPipeline
 from headrace.engine.threads import ThreadEngine
 
 pytestmark = pytest.mark.slow
@@ -23,14 +23,14 @@ def noisy(example: Any, rng: Any) -> Any:
     return x + 0.1 * rng.random(), y
 
 
-def data() -> Pipeline:
+def data() -> InputPipeline:
     generator = torch.Generator().manual_seed(0)
     return hr.data.from_arrays(
         torch.randn(96, 8, generator=generator), torch.randint(3, (96,), generator=generator)
     ).shuffle()
 
 
-def trained(pipeline: Pipeline, strategy: Any, folder: Path, **options: Any) -> hr.Run:
+def trained(pipeline: InputPipeline, strategy: Any, folder: Path, **options: Any) -> hr.Run:
     torch.manual_seed(0)
     job = hr.Job(
         model=torch.nn.Linear(8, 3),

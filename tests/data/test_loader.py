@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from headrace.data import Loader, Pipeline, as_pipeline, from_arrays
+from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
 from headrace.data.source import collate
 from headrace.errors import DataError, UsageError
 from headrace.spec.share import Share
@@ -24,7 +24,7 @@ BATCHES = st.integers(1, 70)
 SHARES = st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any)
 
 
-def numbered(count: int) -> Pipeline:
+def numbered(count: int) -> InputPipeline:
     return from_arrays(torch.arange(count)).shuffle()
 
 
@@ -227,7 +227,7 @@ def test_numpys_arrays_and_numbers_of_two_types_are_stacked_as_torch_does() -> N
 
 @pytest.mark.slow
 def test_reading_processes_give_what_the_worker_itself_would() -> None:
-    def pair(workers: int) -> Pipeline:
+    def pair(workers: int) -> InputPipeline:
         return as_pipeline(DataLoader(Squares(7), batch_size=3, num_workers=workers))[0].map(noisy)
 
     state = torch.random.get_rng_state()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.data.buckets import Bucketed
-from headrace.data.order import Order, _Scatter, generator, permutation
+from headrace.data.order import ExampleOrder, _Scatter, generator, permutation
 
 ORDER_0_0 = [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
 ORDER_7_3 = [2, 8, 9, 4, 0, 6, 7, 5, 1, 3]
@@ -81,15 +81,15 @@ def test_a_scattered_order_looks_random() -> None:
 
 def test_a_scattered_order_is_the_same_on_every_machine() -> None:
     assert _Scatter(10, 0, 0)(np.arange(10)).tolist() == SCATTERED_0_0
-    assert Order(10_000_000, 7, 3).slice(5_000_000, 5_000_004).tolist() == FAR_7_3
+    assert ExampleOrder(10_000_000, 7, 3).slice(5_000_000, 5_000_004).tolist() == FAR_7_3
 
 
 @pytest.mark.parametrize("count", [50, 1 << 20, (1 << 20) + 1, 3_000_000])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_an_order_is_read_in_pieces_from_anywhere(count: int, shuffled: bool) -> None:
-    whole = Order(count, 1, 2, shuffled).slice(0, count)
+    whole = ExampleOrder(count, 1, 2, shuffled).slice(0, count)
     assert len(np.unique(whole)) == count
-    order = Order(count, 1, 2, shuffled)
+    order = ExampleOrder(count, 1, 2, shuffled)
     for start, stop in ((count - 7, count), (0, 40), (count // 2, count // 2 + 20), (count // 3, count)):
         assert np.array_equal(order.slice(start, stop), whole[start:stop])
         assert order.at(start) == whole[start]
@@ -98,7 +98,7 @@ def test_an_order_is_read_in_pieces_from_anywhere(count: int, shuffled: bool) ->
 
 def test_threads_that_read_one_order_do_not_disturb_each_other() -> None:
     count = 2_000_000
-    order, whole = Order(count, 1, 0), Order(count, 1, 0).slice(0, count)
+    order, whole = ExampleOrder(count, 1, 0), ExampleOrder(count, 1, 0).slice(0, count)
     starts = np.random.default_rng(0).integers(0, count - 300, 400).tolist()
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda start: order.slice(start, start + 300), starts))
@@ -112,7 +112,7 @@ def test_batches_of_one_length_are_a_permutation_and_begin_anywhere(
     lengths = np.array(data.draw(st.lists(st.integers(1, 50), min_size=count, max_size=count)))
 
     def bucketed() -> Bucketed:
-        return Bucketed(Order(count, 5, epoch), count, lengths, batch, window, 5, epoch)
+        return Bucketed(ExampleOrder(count, 5, epoch), count, lengths, batch, window, 5, epoch)
 
     whole = bucketed().slice(0, count)
     assert sorted(whole.tolist()) == list(range(count))

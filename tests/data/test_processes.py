@@ -24,9 +24,9 @@ from torch import Tensor
 
 from belongings import descriptors
 from headrace.data import Loader, from_arrays, processes, running
-from headrace.data.processes import Readers
-from headrace.data.reader import Read
-from headrace.data.running import Means
+from headrace.data.processes import ReaderProcesses
+from headrace.data.reader import ReadResult
+from headrace.data.running import CpuBudget
 from headrace.errors import DataError, RunFailed, UsageError
 
 DEADLINE_S = 60.0
@@ -35,7 +35,9 @@ NONE = torch.zeros(0, dtype=torch.int64)
 
 def sent(batch: Any) -> Any:
     """Returns a batch as it comes from another process."""
-    readers = Readers(lambda epoch, places: Read(batch, 3, ("example 1: gone",), (0.25, 0.5)), 1, DEADLINE_S)
+    readers = ReaderProcesses(
+        lambda epoch, places: ReadResult(batch, 3, ("example 1: gone",), (0.25, 0.5)), 1, DEADLINE_S
+    )
     try:
         read = readers.read(0, NONE)
     finally:
@@ -75,7 +77,9 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 
 def test_each_reads_what_it_is_asked_for() -> None:
-    readers = Readers(lambda epoch, places: Read((places * 2, epoch, os.getpid()), len(places), (), ()), 2, DEADLINE_S)
+    readers = ReaderProcesses(
+        lambda epoch, places: ReadResult((places * 2, epoch, os.getpid()), len(places), (), ()), 2, DEADLINE_S
+    )
     try:
         found = [readers.read(epoch, torch.arange(epoch)) for epoch in range(6)]
     finally:
@@ -105,7 +109,7 @@ def stands_still_elsewhere() -> Callable[[Any], Any]:
 
 
 def test_a_process_that_stands_still_is_told_apart_from_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    computing = Readers(lambda epoch, places: (busy(1.5), Read(places, 1, (), ()))[1], 1, 0.5)
+    computing = ReaderProcesses(lambda epoch, places: (busy(1.5), ReadResult(places, 1, (), ()))[1], 1, 0.5)
     try:
         assert computing.read(0, torch.arange(1)).examples == 1
     finally:
@@ -121,7 +125,7 @@ def test_where_processes_that_nobody_asked_for_stand_still_threads_read(monkeypa
     said: list[str] = []
     pipeline = from_arrays(torch.arange(400)).map(stands_still_elsewhere())
     found: list[int] = []
-    loader = Loader(pipeline, 0, 4, (1,), 0, means=Means(cores=2, training=1, say=said.append))
+    loader = Loader(pipeline, 0, 4, (1,), 0, means=CpuBudget(cores=2, training=1, say=said.append))
     for share in loader.rounds():
         found += share.batch.tolist()
         if any("stood still" in line for line in said):
@@ -134,7 +138,7 @@ def test_where_processes_that_nobody_asked_for_stand_still_threads_read(monkeypa
     )
     # Nor are they tried again.
     forks: list[object] = []
-    monkeypatch.setattr(running, "Readers", lambda *made: forks.append(made))
+    monkeypatch.setattr(running, "ReaderProcesses", lambda *made: forks.append(made))
     assert sum(share.examples for share in loader.rounds(0, 100)) == 400
     assert not forks
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.data import Hosts, Loader, Pipeline, from_arrays, local
+from headrace.data import Hosts, InputPipeline, Loader, from_arrays, local
 from headrace.data.rounds import Rounds
 from headrace.spec.share import Share
 
@@ -18,7 +18,7 @@ BATCHES = st.integers(1, 50)
 WORKERS = st.integers(1, 3)
 
 
-def on_hosts(counts: list[int]) -> list[Pipeline]:
+def on_hosts(counts: list[int]) -> list[InputPipeline]:
     """Returns what each host has: numbers from 0 on, none on two hosts."""
     firsts = [sum(counts[:host]) for host in range(len(counts))]
     parts = [from_arrays(torch.arange(first, first + count)) for first, count in zip(firsts, counts, strict=True)]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from headrace.data import Loader, Pipeline, as_pipeline, from_arrays
+from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
 from headrace.data import stages as stages_module
-from headrace.data.reader import Read
-from headrace.data.stages import Stages
+from headrace.data.reader import ReadResult
+from headrace.data.stages import InputCounters
 from headrace.errors import DataError
 from headrace.spec.event import Fed, FedStage
 
@@ -33,10 +33,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 def test_counts_are_sums(clock: list[float]) -> None:
     clock += [10.5, 12.0]
-    stages = Stages(("source", "map(f)", "batch"), 100)
+    stages = InputCounters(("source", "map(f)", "batch"), 100)
     stages.parallel, stages.readers = "threads", 2
-    stages.add(0, Read(BATCH, 4, (), (0.2, 0.1, 0.1), (0.1, 0.0, 0.0)), asked=10.0, ready=1)
-    stages.add(0, Read(BATCH, 3, ("b: gone",), (0.4, 0.2, 0.1), (0.2, 0.0, 0.0)), asked=11.0, ready=2)
+    stages.add(0, ReadResult(BATCH, 4, (), (0.2, 0.1, 0.1), (0.1, 0.0, 0.0)), asked=10.0, ready=1)
+    stages.add(0, ReadResult(BATCH, 3, ("b: gone",), (0.4, 0.2, 0.1), (0.2, 0.0, 0.0)), asked=11.0, ready=2)
     fed = stages.event(1, 7.0)
     assert fed == Fed(
         rank=1,
@@ -61,13 +61,13 @@ def test_counts_are_sums(clock: list[float]) -> None:
 def test_it_speaks_about_once_a_second(clock: list[float]) -> None:
     clock += [0.1, 0.9, 1.1, 1.5, 2.0, 2.2]
     heard: list[int] = []
-    stages = Stages(("source", "batch"), 0, lambda told: heard.append(told.examples))
+    stages = InputCounters(("source", "batch"), 0, lambda told: heard.append(told.examples))
     for asked in (0.0, 0.8, 1.0, 1.4, 1.9, 2.1):
-        stages.add(0, Read(BATCH, 4, (), (0.0, 0.0)), asked)
+        stages.add(0, ReadResult(BATCH, 4, (), (0.0, 0.0)), asked)
     assert heard == [12, 24]
 
 
-def odd_ones(count: int, bad: set[int], most: int) -> Pipeline:
+def odd_ones(count: int, bad: set[int], most: int) -> InputPipeline:
     def check(example: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if int(example[0]) in bad:
             raise ValueError(f"{int(example[0])} is odd")

@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headrace as hr
-from headrace.data import Pipeline, from_arrays
+from headrace.data import InputPipeline, from_arrays
 from headrace.data.loader import Loader
 from headrace.data.padding import padded
 from headrace.errors import DataError, UsageError
 
 
-def numbers(count: int = 10) -> Pipeline:
+def numbers(count: int = 10) -> InputPipeline:
     return from_arrays(torch.arange(count))
 
 
-def swept(pipeline: Pipeline, batch: int = 4, seed: int = 0) -> list[Any]:
+def swept(pipeline: InputPipeline, batch: int = 4, seed: int = 0) -> list[Any]:
     """Returns the batches of the first epoch."""
     loader = Loader(pipeline, seed, batch, (1,), 0)
     return [share.batch for share in loader.rounds(0, loader.rounds_per_epoch)]
 
 
-def values(pipeline: Pipeline, batch: int = 4) -> list[int]:
+def values(pipeline: InputPipeline, batch: int = 4) -> list[int]:
     return [
         value for each in swept(pipeline, batch) for value in (each[0] if isinstance(each, tuple) else each).tolist()
     ]

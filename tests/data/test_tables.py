@@ -20,7 +20,7 @@ from pyarrow import csv, parquet
 import headrace as hr
 from data.readers import forked
 from headrace.data.source import Epoch
-from headrace.data.sources.kept import Kept
+from headrace.data.sources.kept import BoundedCache
 from headrace.errors import DataError, UsageError
 
 EPOCH = Epoch(0, 0)
@@ -112,7 +112,7 @@ def test_what_is_kept_stays_within_its_bound_and_is_made_once() -> None:
         made.append(key)
         return bytes(40)
 
-    kept: Kept[bytes] = Kept(100, len)
+    kept: BoundedCache[bytes] = BoundedCache(100, len)
     for key in (0, 1, 0, 2, 0, 1):
         kept.get(key, functools.partial(make, key))
     # 2 came, and 1 went, because 0 was asked for meanwhile.
@@ -120,7 +120,7 @@ def test_what_is_kept_stays_within_its_bound_and_is_made_once() -> None:
 
 
 def test_a_fork_while_a_thread_decodes_goes_on_with_what_is_kept() -> None:
-    kept: Kept[bytes] = Kept(100, len)
+    kept: BoundedCache[bytes] = BoundedCache(100, len)
     kept.get("before", lambda: b"1")
 
     def read() -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headrace.data import Loader, Pipeline, as_pipeline, from_arrays
+from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
 from headrace.data.source import ArraySource, DatasetSource
 from headrace.errors import DataError
 
@@ -54,7 +54,7 @@ class Mapped(TensorDataset):
         return X[index] + 1, Y[index]
 
 
-def whole(pipeline: Pipeline) -> Any:
+def whole(pipeline: InputPipeline) -> Any:
     """Returns all examples as one batch, in their order."""
     (share,) = Loader(pipeline, 0, len(pipeline), (1,), 0, ordered=True).sweep()
     return share.batch

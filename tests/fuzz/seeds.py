@@ -11,7 +11,7 @@ import torch
 
 from fuzz.readers import FORM, LAYOUT, LENGTHS, join_letters
 from headrace.checkpoint import header, manifest
-from headrace.checkpoint.header import Entry
+from headrace.checkpoint.header import TensorEntry
 from headrace.checkpoint.manifest import FileRecord, Manifest
 from headrace.comm import pieces
 from headrace.comm.pieces import FrameKind, cut, letter, numbered
@@ -72,7 +72,11 @@ def _handshakes() -> Iterator[bytes]:
 
 
 def _headers() -> Iterator[bytes]:
-    entries = [Entry("a", "F64", (2, 3), 0), Entry("b\u00e9\n", "F32", (), 48), Entry("c", "U8", (0, 7), 52)]
+    entries = [
+        TensorEntry("a", "F64", (2, 3), 0),
+        TensorEntry("b\u00e9\n", "F32", (), 48),
+        TensorEntry("c", "U8", (0, 7), 52),
+    ]
     for count in range(4):
         data = entries[count - 1].end if count else 0
         yield data.to_bytes(2, "little") + header.encode(entries[:count])

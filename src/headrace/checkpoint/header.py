@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["BYTES", "MOST_BYTES", "NAMES", "PREFIX", "Entry", "encode", "length", "parse"]
+__all__ = ["BYTES", "MOST_BYTES", "NAMES", "PREFIX", "TensorEntry", "encode", "length", "parse"]
 
 PREFIX: Final = 8
 MOST_BYTES = 16 << 20
@@ -52,7 +52,7 @@ _ENTRY = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor.
 
     Attributes:
@@ -72,7 +72,7 @@ class Entry:
         return self.begin + math.prod(self.shape) * BYTES[self.dtype]
 
 
-def encode(entries: Sequence[Entry]) -> bytes:
+def encode(entries: Sequence[TensorEntry]) -> bytes:
     """Returns length and header; `entries` stand in the order of their data.
 
     Raises:
@@ -107,7 +107,7 @@ def length(prefix: bytes, file_bytes: int) -> int:
     return told
 
 
-def parse(header: bytes, data_bytes: int) -> tuple[Entry, ...]:
+def parse(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
     """Returns the tensors of a file whose data have `data_bytes`, all of which belong to exactly one of them.
 
     Raises:
@@ -116,7 +116,7 @@ def parse(header: bytes, data_bytes: int) -> tuple[Entry, ...]:
     text = header.rstrip(b" ")
     if len(text) < 2 or not (text.startswith(b"{") and text.endswith(b"}")) or len(header) - len(text) >= PREFIX:
         raise ValueError("its header is no object, or not padded to 8 bytes")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     at, place, last = 1, 0, len(text) - 1
     while at < last:
         match = _ENTRY.match(text, at, last)
@@ -137,10 +137,10 @@ def parse(header: bytes, data_bytes: int) -> tuple[Entry, ...]:
     return tuple(entries.values())
 
 
-def _entry(match: re.Match[bytes], place: int) -> Entry:
+def _entry(match: re.Match[bytes], place: int) -> TensorEntry:
     quoted, dtype, shape, begin, end = match.groups()
     name = json.loads(quoted) if b"\\" in quoted else quoted[1:-1].decode()
-    entry = Entry(name, dtype.decode(), tuple(map(int, shape.split(b","))) if shape else (), place)
+    entry = TensorEntry(name, dtype.decode(), tuple(map(int, shape.split(b","))) if shape else (), place)
     if entry.dtype not in BYTES:
         raise ValueError(f"its tensor {name[:100]!r} is of the unknown type {entry.dtype}")
     if place % BYTES[entry.dtype]:

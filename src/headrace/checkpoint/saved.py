@@ -134,7 +134,7 @@ class Checkpoint:
             yield file
 
 
-def _front(file: File, record: FileRecord, digest: Digest) -> tuple[tuple[header.Entry, ...], int]:
+def _front(file: File, record: FileRecord, digest: Digest) -> tuple[tuple[header.TensorEntry, ...], int]:
     """Reads the header; returns the tensors and how many bytes their data have."""
     _match(file, record)
     prefix = memoryview(bytearray(header.PREFIX))

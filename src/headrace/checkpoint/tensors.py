@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.checkpoint.digest import CHUNK, Digest
-from headrace.checkpoint.header import NAMES, Entry, encode
+from headrace.checkpoint.header import NAMES, TensorEntry, encode
 from headrace.checkpoint.manifest import FileRecord
 from headrace.checkpoint.storage import File
 from headrace.errors import UsageError
@@ -64,15 +64,15 @@ def allocate(count: int) -> tuple[Tensor, memoryview]:
     return buffer, buffer.numpy().data
 
 
-def views(buffer: Tensor, entries: Sequence[Entry]) -> dict[str, Tensor]:
+def views(buffer: Tensor, entries: Sequence[TensorEntry]) -> dict[str, Tensor]:
     """Returns the tensors that lie in a buffer of bytes, without copying."""
     return {
         entry.name: buffer[entry.begin : entry.end].view(_TYPES[entry.dtype]).view(entry.shape) for entry in entries
     }
 
 
-def _entries(tensors: Sequence[tuple[str, Tensor]]) -> list[Entry]:
-    entries: list[Entry] = []
+def _entries(tensors: Sequence[tuple[str, Tensor]]) -> list[TensorEntry]:
+    entries: list[TensorEntry] = []
     for name, tensor in tensors:
         if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise UsageError(
@@ -82,7 +82,7 @@ def _entries(tensors: Sequence[tuple[str, Tensor]]) -> list[Entry]:
         if name == "__metadata__":
             raise UsageError("a tensor cannot be named '__metadata__', which safetensors keeps for itself")
         place = entries[-1].end if entries else 0
-        entries.append(Entry(name, _NAMES[tensor.dtype], tuple(tensor.shape), place))
+        entries.append(TensorEntry(name, _NAMES[tensor.dtype], tuple(tensor.shape), place))
     return entries
 
 

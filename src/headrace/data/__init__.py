@@ -2,7 +2,7 @@
 
     hr.data.from_arrays(images, labels).shuffle(seed=3).map(augment)
 
-A `Pipeline` is a definition; a `Loader` runs it for one worker. Position is (seed, epoch, index): nothing else
+A `InputPipeline` is a definition; a `Loader` runs it for one worker. Position is (seed, epoch, index): nothing else
 decides what comes when, so that an epoch visits every example exactly once for any number of workers.
 """
 
@@ -12,9 +12,9 @@ from headrace.data.images import DecodeImage
 from headrace.data.iteration import batches
 from headrace.data.loader import Loader
 from headrace.data.parse_example import ParseExample
-from headrace.data.pipeline import Hosts, Pipeline, from_arrays
+from headrace.data.pipeline import Hosts, InputPipeline, from_arrays
 from headrace.data.rounds import local
-from headrace.data.running import Means
+from headrace.data.running import CpuBudget
 from headrace.data.source import Source
 from headrace.data.sources import (
     from_array_record,
@@ -30,13 +30,13 @@ from headrace.data.torch_source import as_pipeline, from_torch
 from headrace.data.transfer import delivered
 
 __all__ = [
+    "CpuBudget",
     "DecodeImage",
     "Hosts",
     "ImageData",
+    "InputPipeline",
     "Loader",
-    "Means",
     "ParseExample",
-    "Pipeline",
     "Source",
     "as_pipeline",
     "batches",

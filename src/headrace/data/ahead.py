@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from headrace.data.budget import Budget
-from headrace.data.reader import Read
+from headrace.data.budget import MemoryBudget
+from headrace.data.reader import ReadResult
 
-__all__ = ["Ahead"]
+__all__ = ["Prefetcher"]
 
 Part = TypeVar("Part")
 
@@ -37,14 +37,14 @@ class _Job(Generic[Part]):
         reserved: bytes.
     """
 
-    def __init__(self, part: Part, read: Callable[[Part], Read], reserved: int) -> None:
+    def __init__(self, part: Part, read: Callable[[Part], ReadResult], reserved: int) -> None:
         self.part = part
         self.read = read
         self.bytes = reserved
-        self.future: Future[Read] = Future()
+        self.future: Future[ReadResult] = Future()
 
 
-class Ahead(Generic[Part]):
+class Prefetcher(Generic[Part]):
     """Hands out parts to readers, and what they have read to whoever trains.
 
     Only one thread, which trains, calls its methods. It is to be closed.
@@ -68,7 +68,7 @@ class Ahead(Generic[Part]):
     def __init__(
         self,
         parts: Iterator[Part],
-        read: Callable[[Part], Read],
+        read: Callable[[Part], ReadResult],
         estimate: Callable[[Part], int | None],
         measured: Callable[[Part, int], None],
         freed: Callable[[int], None],
@@ -77,7 +77,7 @@ class Ahead(Generic[Part]):
     ) -> None:
         self.read = read
         self.readers = 0
-        self.budget = Budget(memory_limit)
+        self.budget = MemoryBudget(memory_limit)
         self.waited_s = 0.0
         self._parts = parts
         self._estimate = estimate
@@ -126,7 +126,7 @@ class Ahead(Generic[Part]):
         """Returns how many batches have been read and wait."""
         return sum(job.future.done() for job in self._jobs)
 
-    def take(self) -> tuple[Part, Read] | None:
+    def take(self) -> tuple[Part, ReadResult] | None:
         """Returns the next part with what was read of it; None behind the last.
 
         Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.order import Order, generator
+from headrace.data.order import ExampleOrder, generator
 
 __all__ = ["Bucketed"]
 
@@ -31,7 +31,14 @@ class Bucketed:
     """
 
     def __init__(
-        self, order: Order, count: int, lengths: NDArray[np.int64], batch: int, window: int, seed: int, epoch: int
+        self,
+        order: ExampleOrder,
+        count: int,
+        lengths: NDArray[np.int64],
+        batch: int,
+        window: int,
+        seed: int,
+        epoch: int,
     ) -> None:
         self._order = order
         self._count = count

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["Budget"]
+__all__ = ["MemoryBudget"]
 
 
-class Budget:
+class MemoryBudget:
     """Whoever hands out work reserves, whoever has read corrects, and what nobody holds any more is released.
 
     Where nothing is being read or waits, a reservation is granted, however large: else a batch that is larger than

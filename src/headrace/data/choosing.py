@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-__all__ = ["QUICK_S", "Tuner", "Way", "Ways"]
+__all__ = ["QUICK_S", "Autotuner", "ReadMode", "ReadModes"]
 
 QUICK_S = 0.0003
 """A batch that takes less is not worth a thread."""
@@ -38,7 +38,7 @@ _REST_S = 1.0
 
 
 @dataclass(frozen=True)
-class Way:
+class ReadMode:
     """How batches are read.
 
     Attributes:
@@ -57,7 +57,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Ways:
+class ReadModes:
     """Which ways of reading there are.
 
     Attributes:
@@ -70,11 +70,11 @@ class Ways:
     free: int
     most: int
 
-    def without(self, kind: str) -> Ways:
+    def without(self, kind: str) -> ReadModes:
         """Returns the others."""
         return replace(self, kinds=tuple(each for each in self.kinds if each != kind))
 
-    def first(self, read_s: float) -> Way:
+    def first(self, read_s: float) -> ReadMode:
         """Returns what to begin with.
 
         Args:
@@ -82,10 +82,10 @@ class Ways:
         """
         kind = self.kinds[0]
         if kind == "inline" or ("inline" in self.kinds and read_s < QUICK_S):
-            return Way("inline")
-        return Way(kind, self.free)
+            return ReadMode("inline")
+        return ReadMode(kind, self.free)
 
-    def beside(self, way: Way, rate: float, read_s: float, computing_s: float) -> list[Way]:
+    def beside(self, way: ReadMode, rate: float, read_s: float, computing_s: float) -> list[ReadMode]:
         """Returns what may be faster than one of them, the likeliest first.
 
         Args:
@@ -98,20 +98,20 @@ class Ways:
         fewer = max(min(way.readers, self.free), way.readers - max(1, way.readers // 3))
         found = []
         if way.parallel == "inline":
-            found += [Way("threads", self.free)] if read_s >= QUICK_S else []
+            found += [ReadMode("threads", self.free)] if read_s >= QUICK_S else []
         else:
-            found += [Way(way.parallel, more), Way(way.parallel, fewer)]
+            found += [ReadMode(way.parallel, more), ReadMode(way.parallel, fewer)]
         if way.parallel != "processes" and read_s >= _WORTH_S:
-            found.insert(1, Way("processes", max(way.readers, min(2, self.most))))
+            found.insert(1, ReadMode("processes", max(way.readers, min(2, self.most))))
         if way.parallel == "processes":
-            found.append(Way("threads", way.readers))
+            found.append(ReadMode("threads", way.readers))
         # More than that it would not give by itself, even if it did nothing else.
         if rate * (1 + _GAIN) * computing_s < 1:
-            found.append(Way("inline"))
+            found.append(ReadMode("inline"))
         return [each for each in dict.fromkeys(found) if each.parallel in self.kinds and each != way]
 
 
-class Tuner:
+class Autotuner:
     """Tries ways of reading while training waits, and keeps what makes it faster.
 
     Args:
@@ -126,7 +126,11 @@ class Tuner:
     """
 
     def __init__(
-        self, way: Way, ways: Ways, told: Callable[[Way, float, float], object] = lambda *_: None, passed_over: int = 0
+        self,
+        way: ReadMode,
+        ways: ReadModes,
+        told: Callable[[ReadMode, float, float], object] = lambda *_: None,
+        passed_over: int = 0,
     ) -> None:
         self.way = self.current = way
         self._ways = ways
@@ -136,11 +140,11 @@ class Tuner:
         self._began = self._waited_before = 0.0
         self._read_s = self._computing_s = 0.0
         self._rate = self._waiting = 0.0
-        self._untried: list[Way] | None = None
-        self._known: dict[Way, float] = {}
+        self._untried: list[ReadMode] | None = None
+        self._known: dict[ReadMode, float] = {}
         self._window_s, self._rest_s, self._rests_until = _WINDOW_S, _REST_S, -math.inf
 
-    def look(self, now: float, waited_s: float, read_s: float, computing_s: float) -> Way:
+    def look(self, now: float, waited_s: float, read_s: float, computing_s: float) -> ReadMode:
         """Returns how it should be read, at every batch.
 
         Args:
@@ -167,11 +171,11 @@ class Tuner:
             self._begin(now, waited_s)
         return self.way
 
-    def leave_out(self, kind: str) -> Way:
+    def leave_out(self, kind: str) -> ReadMode:
         """Returns how it should be read where one kind of reading does not work."""
         self._ways, self._untried = self._ways.without(kind), None
         if self.current.parallel == kind:
-            self.current = Way(self._ways.kinds[0], self.current.readers)
+            self.current = ReadMode(self._ways.kinds[0], self.current.readers)
         self._change(self.current)
         return self.current
 
@@ -211,7 +215,7 @@ class Tuner:
         self._rate = rate
         self._untried = [each for each in self._beside() if each != before]
 
-    def _beside(self) -> list[Way]:
+    def _beside(self) -> list[ReadMode]:
         found = self._ways.beside(self.current, self._rate, self._read_s, self._computing_s)
         return [way for way in found if self._known.get(way, math.inf) > _HOPELESS * self._rate]
 
@@ -220,7 +224,7 @@ class Tuner:
         self._rest_s *= 2
         self._window_s = min(_LONGEST_WINDOW_S, 2 * self._window_s)
 
-    def _change(self, way: Way) -> None:
+    def _change(self, way: ReadMode) -> None:
         # Until what was read before has been taken.
         self._pass_over = self.way.readers + way.readers + 2
         self.way = way

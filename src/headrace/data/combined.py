@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.order import Order
-from headrace.data.pipeline import Pipeline
-from headrace.data.reader import Reader
+from headrace.data.order import ExampleOrder
+from headrace.data.pipeline import InputPipeline
+from headrace.data.reader import ExampleReader
 from headrace.data.source import Epoch, Source
 from headrace.errors import UsageError
 
@@ -22,7 +22,7 @@ __all__ = ["interleave", "mix"]
 _LONGEST_PATTERN = 10_000
 
 
-def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None) -> Pipeline:
+def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> InputPipeline:
     """Returns a pipeline that takes its examples from several, in proportion to weights, exactly.
 
     An epoch is as long as all of them together. Whichever is used up before its end begins a new epoch of its own, in a
@@ -42,16 +42,16 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None) -> Pipelin
     if not pipelines:
         raise UsageError("mix takes at least one pipeline")
     if weights is None:
-        return Pipeline(_Chained(pipelines))
+        return InputPipeline(_Chained(pipelines))
     chosen = list(weights)
     if len(chosen) != len(pipelines):
         raise UsageError(f"{len(pipelines)} pipelines need as many weights, got {len(chosen)}")
     if not all(isinstance(weight, int | float) and math.isfinite(weight) and weight > 0 for weight in chosen):
         raise UsageError(f"weights are finite numbers above 0, got {chosen}")
-    return Pipeline(_Mixed(pipelines, _pattern(chosen)))
+    return InputPipeline(_Mixed(pipelines, _pattern(chosen)))
 
 
-def interleave(*pipelines: Pipeline, block: int = 1) -> Pipeline:
+def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
     """Returns a pipeline that takes from several in turn, until each is used up: every example exactly once.
 
         a b a b a b b b        the first is shorter
@@ -67,16 +67,16 @@ def interleave(*pipelines: Pipeline, block: int = 1) -> Pipeline:
         raise UsageError("interleave takes at least one pipeline")
     if not isinstance(block, int) or isinstance(block, bool) or block < 1:
         raise UsageError(f"block must be a whole number of at least 1, got {block!r}")
-    return Pipeline(_Interleaved(pipelines, block))
+    return InputPipeline(_Interleaved(pipelines, block))
 
 
 class _Several(Source):
     """Pipelines whose examples are found by who has them, and the place there."""
 
-    def __init__(self, pipelines: Sequence[Pipeline]) -> None:
+    def __init__(self, pipelines: Sequence[InputPipeline]) -> None:
         self._pipelines = tuple(pipelines)
         self._length = sum(map(len, pipelines))
-        self._orders: dict[tuple[int, int, int], Order] = {}
+        self._orders: dict[tuple[int, int, int], ExampleOrder] = {}
 
     def __len__(self) -> int:
         return self._length
@@ -98,8 +98,8 @@ class _Several(Source):
             # Only the last epochs are asked for, and a thread more or less that makes one does no harm.
             for old in [old for old in self._orders if old[0] == which and old[2] < number - 1]:
                 self._orders.pop(old, None)
-            order = self._orders[key] = Order(len(pipeline), own, number, pipeline.shuffled)
-        return Reader(pipeline, own).example(number, order.at(place))
+            order = self._orders[key] = ExampleOrder(len(pipeline), own, number, pipeline.shuffled)
+        return ExampleReader(pipeline, own).example(number, order.at(place))
 
 
 class _Chained(_Several):
@@ -116,7 +116,7 @@ class _Mixed(_Several):
     pattern: which pipeline has each place of a pattern that repeats itself.
     """
 
-    def __init__(self, pipelines: Sequence[Pipeline], pattern: NDArray[np.int64]) -> None:
+    def __init__(self, pipelines: Sequence[InputPipeline], pattern: NDArray[np.int64]) -> None:
         super().__init__(pipelines)
         self._pattern = pattern.tolist()
         self._counts = [int((pattern == which).sum()) for which in range(len(pipelines))]
@@ -137,7 +137,7 @@ class _Mixed(_Several):
 class _Interleaved(_Several):
     """Places are found by stretches: within one, the same pipelines have examples left."""
 
-    def __init__(self, pipelines: Sequence[Pipeline], block: int) -> None:
+    def __init__(self, pipelines: Sequence[InputPipeline], block: int) -> None:
         super().__init__(pipelines)
         self._block = block
         # Stretches: the first place, the turns before it, who has examples left.

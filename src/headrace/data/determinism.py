@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from headrace.data.pipeline import Pipeline
-from headrace.data.reader import Reader
+from headrace.data.pipeline import InputPipeline
+from headrace.data.reader import ExampleReader
 from headrace.errors import DataError
 
 __all__ = ["check_deterministic"]
 
 
-def check_deterministic(pipeline: Pipeline, seed: int, examples: int = 64) -> int:
+def check_deterministic(pipeline: InputPipeline, seed: int, examples: int = 64) -> int:
     """Reads examples twice, evenly spread over the data, and returns how many.
 
     Objects that cannot be compared, because they are equal to nothing but themselves, are taken for equal where they
@@ -31,7 +31,7 @@ def check_deterministic(pipeline: Pipeline, seed: int, examples: int = 64) -> in
         DataError: an example is not the same twice, or a transform changes the data in place; names the example and
             the stage.
     """
-    reader = Reader(pipeline, seed)
+    reader = ExampleReader(pipeline, seed)
     places = range(0, len(pipeline), max(1, len(pipeline) // examples))[:examples]
     for place in places:
         before = _source(reader, place)
@@ -54,12 +54,12 @@ def check_deterministic(pipeline: Pipeline, seed: int, examples: int = 64) -> in
     return len(places)
 
 
-def _source(reader: Reader, place: int) -> Any:
+def _source(reader: ExampleReader, place: int) -> Any:
     """Returns a copy of what the source has."""
     return copy.deepcopy(next(reader.trace(0, place), None))
 
 
-def _differs(reader: Reader, place: int, stage: str) -> DataError:
+def _differs(reader: ExampleReader, place: int, stage: str) -> DataError:
     return DataError(
         f"{stage} is not deterministic: for {reader.key(place)} it gave two results for one seed, epoch and index; "
         "let it draw random numbers from its parameter rng alone, and depend on nothing that changes between two calls"

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.data.loader import Loader
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.errors import UsageError
 
 __all__ = ["batches"]
 
 
-def batches(pipeline: Pipeline, *, epoch: int = 0, seed: int = 0, start: int = 0) -> Iterator[Any]:
+def batches(pipeline: InputPipeline, *, epoch: int = 0, seed: int = 0, start: int = 0) -> Iterator[Any]:
     """Yields the batches of one epoch, as a job with one worker would have them.
 
         for images, labels in hr.data.batches(pipeline.shuffle().batch(32), epoch=3):

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from headrace.data.buckets import Bucketed
-from headrace.data.order import Order
-from headrace.data.pipeline import Pipeline, visited
-from headrace.data.reader import Read, Reader
+from headrace.data.order import ExampleOrder
+from headrace.data.pipeline import InputPipeline, visited
+from headrace.data.reader import ExampleReader, ReadResult
 from headrace.data.rounds import Rounds
-from headrace.data.running import Means, Part, Running
-from headrace.data.stages import Stages
+from headrace.data.running import BatchReader, CpuBudget, Part
+from headrace.data.stages import InputCounters
 from headrace.data.torch_reading import read_by_torch
 from headrace.errors import UsageError
 from headrace.policies.split import bounds
@@ -24,7 +24,7 @@ from headrace.spec.share import Share
 
 __all__ = ["Loader"]
 
-_ANY = Means()
+_ANY = CpuBudget()
 
 
 class Loader:
@@ -60,14 +60,14 @@ class Loader:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: InputPipeline,
         seed: int,
         global_batch_size: int,
         shares: Sequence[int],
         data_rank: int,
         ordered: bool = False,
         means: Means = _ANY,
-        tell: Callable[[Stages], None] | None = None,
+        tell: Callable[[InputCounters], None] | None = None,
     ) -> None:
         if global_batch_size < 1:
             raise UsageError(f"global_batch_size must be at least 1, got {global_batch_size}")
@@ -82,10 +82,10 @@ class Loader:
         self.rounds_per_epoch = len(self._rounds)
         self.full_batch = min(self._rounds.total, global_batch_size)
         self._epoch = -1
-        self._epoch_order: Order | Bucketed | None = None
-        self._reader = Reader(pipeline, seed)
-        self.stages = Stages(self._reader.stages, pipeline.reading.most_skipped, tell)
-        self._running = Running(pipeline, self._reader, means)
+        self._epoch_order: ExampleOrder | Bucketed | None = None
+        self._reader = ExampleReader(pipeline, seed)
+        self.stages = InputCounters(self._reader.stages, pipeline.reading.most_skipped, tell)
+        self._running = BatchReader(pipeline, self._reader, means)
         self.drops = self._reader.drops
 
     def rounds(self, start_round: int = 0, stop_round: int | None = None) -> Generator[Share, None, None]:
@@ -150,9 +150,9 @@ class Loader:
                 yield epoch, torch.from_numpy(order.slice(begin + start, begin + stop)), of
             epoch, first = epoch + 1, 0
 
-    def _order(self, epoch: int) -> Order | Bucketed:
+    def _order(self, epoch: int) -> ExampleOrder | Bucketed:
         length = len(self._pipeline)
-        order = Order(length, self._seed, epoch, self._shuffled)
+        order = ExampleOrder(length, self._seed, epoch, self._shuffled)
         batching = self._pipeline.batching
         if batching.lengths is None or not self._shuffled:
             return order
@@ -189,7 +189,7 @@ class Loader:
         asked = perf_counter()
         return self._share(part, self._running.read(part), asked)
 
-    def _share(self, part: Part, read: Read, asked: float, ready: int = 0) -> Share:
+    def _share(self, part: Part, read: ReadResult, asked: float, ready: int = 0) -> Share:
         epoch, _, of = part
         self.stages.add(epoch, read, asked, ready)
         return Share(read.batch, read.examples, of, epoch)

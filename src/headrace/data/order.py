@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Order", "generator", "permutation"]
+__all__ = ["ExampleOrder", "generator", "permutation"]
 
 _ORDER = 0
 _EXAMPLES = 1
@@ -22,7 +22,7 @@ _BLOCK = 1 << 15
 _ROUNDS = 6
 
 
-class Order:
+class ExampleOrder:
     """The order in which an epoch visits the examples.
 
     It is a permutation, as a whole where there are few examples; where there are many, each place of it is computed

@@ -15,7 +15,7 @@ from headrace.data.source import ArraySource, Source, as_tensor
 from headrace.data.steps import Batching, Filter, Map, Reading, Step, takes_rng
 from headrace.errors import DataError, UsageError
 
-__all__ = ["Hosts", "Pipeline", "Processes", "from_arrays", "visited"]
+__all__ = ["Hosts", "InputPipeline", "Processes", "from_arrays", "visited"]
 
 _STACKED = Batching()
 _AUTO = Reading()
@@ -54,7 +54,7 @@ class Hosts:
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class InputPipeline:
     """A data set and what is done to it, for any number of workers.
 
     Attributes:
@@ -91,7 +91,7 @@ class Pipeline:
     def __len__(self) -> int:
         return len(visited(self)) * self.times
 
-    def shuffle(self, seed: int | None = None) -> Pipeline:
+    def shuffle(self, seed: int | None = None) -> InputPipeline:
         """Gives every epoch an order of its own, over the whole data set.
 
         Args:
@@ -106,7 +106,7 @@ class Pipeline:
         field: int | str | None = None,
         batched: bool = False,
         parallel: str | int | None = None,
-    ) -> Pipeline:
+    ) -> InputPipeline:
         """Lets every example go through a function.
 
         Args:
@@ -129,7 +129,7 @@ class Pipeline:
         step = Map(fn, takes_rng(fn), field, batched)
         return dataclasses.replace(self, steps=(*self.steps, step), reading=chosen)
 
-    def filter(self, fn: Callable[..., Any]) -> Pipeline:
+    def filter(self, fn: Callable[..., Any]) -> InputPipeline:
         """Leaves out the examples for which a function returns something false.
 
         What is left out is missing from its batch, so that every other example stays where it is.
@@ -139,7 +139,9 @@ class Pipeline:
         """
         return dataclasses.replace(self, steps=(*self.steps, Filter(fn, takes_rng(fn))))
 
-    def cache(self, where: str | os.PathLike[str], limit: int | None = None, *, key: str | None = None) -> Pipeline:
+    def cache(
+        self, where: str | os.PathLike[str], limit: int | None = None, *, key: str | None = None
+    ) -> InputPipeline:
         """Keeps the examples that have come so far: what stands before is done once, what stands behind each time.
 
         What a filter before leaves out stays left out. What is handed on is a copy, that may be changed.
@@ -164,7 +166,7 @@ class Pipeline:
         pad_to: int | None = None,
         lengths: Any = None,
         window: int = 64,
-    ) -> Pipeline:
+    ) -> InputPipeline:
         """Says how examples become a batch.
 
         Args:
@@ -188,7 +190,7 @@ class Pipeline:
             raise UsageError(f"lengths must be ({len(self.source)},), one for each example, got {measured.shape}")
         return dataclasses.replace(self, batching=Batching(size, pad, pad_to, measured, window))
 
-    def take(self, count: int) -> Pipeline:
+    def take(self, count: int) -> InputPipeline:
         """Keeps the first examples, in the order of the data.
 
         Raises:
@@ -198,7 +200,7 @@ class Pipeline:
             raise UsageError(f"take takes a whole number of at least 1, got {count!r}")
         return dataclasses.replace(self, taken=visited(self)[:count])
 
-    def repeat(self, times: int) -> Pipeline:
+    def repeat(self, times: int) -> InputPipeline:
         """Lets an epoch visit every example so often; augmentation differs each time.
 
         Raises:
@@ -208,7 +210,7 @@ class Pipeline:
             raise UsageError(f"repeat takes a whole number of at least 1, got {times!r}; epochs are the job's")
         return dataclasses.replace(self, times=self.times * times)
 
-    def split(self, rank: int, world: int) -> Pipeline:
+    def split(self, rank: int, world: int) -> InputPipeline:
         """Keeps every `world`-th example, from the `rank`-th on: disjoint parts, whose union is the whole.
 
         Workers of a strategy need none: they take their shares of every batch.
@@ -220,7 +222,7 @@ class Pipeline:
             raise UsageError(f"split takes a rank from 0 to world - 1, got rank {rank} of {world}")
         return dataclasses.replace(self, taken=visited(self)[rank::world])
 
-    def prefetch(self, batches: int | None = None, *, memory_limit: int | None = None) -> Pipeline:
+    def prefetch(self, batches: int | None = None, *, memory_limit: int | None = None) -> InputPipeline:
         """Says how much may be read before it is asked for.
 
         Args:
@@ -233,7 +235,7 @@ class Pipeline:
         limit = self.reading.memory_limit if memory_limit is None else memory_limit
         return dataclasses.replace(self, reading=dataclasses.replace(self.reading, ahead=batches, memory_limit=limit))
 
-    def on_error(self, action: str, most: int = 100) -> Pipeline:
+    def on_error(self, action: str, most: int = 100) -> InputPipeline:
         """Says what becomes of an example that cannot be had.
 
         Args:
@@ -246,12 +248,12 @@ class Pipeline:
         return dataclasses.replace(self, reading=dataclasses.replace(self.reading, on_error=action, most_skipped=most))
 
 
-def visited(pipeline: Pipeline) -> range:
+def visited(pipeline: InputPipeline) -> range:
     """Returns the indices of the source's examples that an epoch visits."""
     return range(len(pipeline.source)) if pipeline.taken is None else pipeline.taken
 
 
-def from_arrays(*arrays: Any) -> Pipeline:
+def from_arrays(*arrays: Any) -> InputPipeline:
     """Returns a pipeline over tensors or numpy arrays with one entry an example, or over one dict of them.
 
     An example of `from_arrays(images, labels)` is a tuple `(image, label)`; of a dict it is a dict.
@@ -264,6 +266,6 @@ def from_arrays(*arrays: Any) -> Pipeline:
     """
     if len(arrays) == 1 and isinstance(arrays[0], Mapping):
         named = {str(key): as_tensor(value, f"the array {key!r}") for key, value in arrays[0].items()}
-        return Pipeline(ArraySource(named))
+        return InputPipeline(ArraySource(named))
     numbered = (as_tensor(value, f"array {position}") for position, value in enumerate(arrays))
-    return Pipeline(ArraySource(tuple(numbered)))
+    return InputPipeline(ArraySource(tuple(numbered)))

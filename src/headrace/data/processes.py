@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from headrace.comm.segment import SharedSegment
-from headrace.data.reader import Read
+from headrace.data.reader import ReadResult
 from headrace.errors import DataError, HeadraceError, RunFailed, UnfitMachine, UsageError
 
-__all__ = ["Readers", "Stalled"]
+__all__ = ["ReaderProcesses", "ReaderStalled"]
 
 _ALIGN = 64
 _REQUEST = struct.Struct("<qq")
@@ -46,11 +46,11 @@ _FORKS = itertools.count(1)
 _ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (DataError, UnfitMachine, UsageError)}
 
 
-class Stalled(Exception):
+class ReaderStalled(Exception):
     """A reading process neither answers nor computes."""
 
 
-class Readers:
+class ReaderProcesses:
     """Reading processes. Any number of threads may read at the same time, each by a process of its own.
 
     Args:
@@ -59,7 +59,7 @@ class Readers:
         patience_s: how long a process that reads may do nothing.
     """
 
-    def __init__(self, read: Callable[[int, Tensor], Read], count: int, patience_s: float) -> None:
+    def __init__(self, read: Callable[[int, Tensor], ReadResult], count: int, patience_s: float) -> None:
         self._patience_s = patience_s
         self._processes: dict[int, socket.socket] = {}
         self._idle: SimpleQueue[int] = SimpleQueue()
@@ -74,7 +74,7 @@ class Readers:
         """The processes' ids."""
         return tuple(self._processes)
 
-    def read(self, epoch: int, places: Tensor) -> Read:
+    def read(self, epoch: int, places: Tensor) -> ReadResult:
         """Lets a process read a batch.
 
         Raises:
@@ -124,14 +124,14 @@ class Readers:
         while not answer.poll(1000 * self._patience_s):
             ticks = _ticks(pid)
             if ticks == before:
-                raise Stalled(
+                raise ReaderStalled(
                     f"a process that reads the data (pid {pid}) has neither answered nor computed for "
                     f"{self._patience_s:g} s; it may wait for threads that a library had before the fork, tokenizers "
                     "where TOKENIZERS_PARALLELISM is true: let it have none, or say map(..., parallel='threads')"
                 )
             before = ticks
 
-    def _fork(self, read: Callable[[int, Tensor], Read]) -> tuple[int, socket.socket]:
+    def _fork(self, read: Callable[[int, Tensor], ReadResult]) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair()
         worker = os.getpid()
         # Else both would write what is still in there.
@@ -153,7 +153,7 @@ def _ticks(pid: int) -> int:
 
 
 def _become_reader(
-    worker: int, channel: socket.socket, others: list[socket.socket], read: Callable[[int, Tensor], Read]
+    worker: int, channel: socket.socket, others: list[socket.socket], read: Callable[[int, Tensor], ReadResult]
 ) -> NoReturn:
     try:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -189,7 +189,7 @@ def _seed(number: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def _serve(channel: socket.socket, read: Callable[[int, Tensor], Read]) -> None:
+def _serve(channel: socket.socket, read: Callable[[int, Tensor], ReadResult]) -> None:
     while True:
         epoch, count = _REQUEST.unpack(_receive(channel, _REQUEST.size))
         places = torch.from_numpy(np.frombuffer(bytearray(_receive(channel, 8 * count)), dtype=np.int64))
@@ -221,7 +221,7 @@ def _send(channel: socket.socket, reply: dict[str, Any], segment: SharedSegment 
     channel.sendall(text)
 
 
-def _answer(channel: socket.socket) -> Read:
+def _answer(channel: socket.socket) -> ReadResult:
     head, descriptors, _, _ = socket.recv_fds(channel, _REPLY.size, 1)
     if not head:
         raise EOFError
@@ -241,7 +241,7 @@ def _answer(channel: socket.socket) -> Read:
     if segment:
         segment.close()
     counts = [tuple(reply[name]) for name in ("skipped", "seconds", "waiting", "notices")]
-    return Read(batch, reply["examples"], *counts)
+    return ReadResult(batch, reply["examples"], *counts)
 
 
 def _receive(channel: socket.socket, count: int) -> bytes:
@@ -259,7 +259,7 @@ class _InReader(Exception):
     """Stands for what was raised in a reading process; shows its traceback."""
 
 
-def _packed(read: Read) -> tuple[dict[str, Any], SharedSegment | None]:
+def _packed(read: ReadResult) -> tuple[dict[str, Any], SharedSegment | None]:
     """Returns what a reply says, and the memory with the batch's tensors."""
     tensors: list[tuple[int, Tensor]] = []
     description = _described(read.batch, tensors)

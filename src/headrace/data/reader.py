@@ -18,19 +18,19 @@ from headrace.data.cache.record import Absent
 from headrace.data.cache.store import Store
 from headrace.data.order import generator
 from headrace.data.padding import padded
-from headrace.data.pipeline import Pipeline, visited
+from headrace.data.pipeline import InputPipeline, visited
 from headrace.data.source import Epoch, emptied, unreadable
 from headrace.data.steps import Cache, Filter, Into, Map, Step
 from headrace.errors import DataError
 from headrace.trees import nbytes
 
-__all__ = ["Read", "Reader"]
+__all__ = ["ExampleReader", "ReadResult"]
 
 _SOURCE = "the source"
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadResult:
     """What was read.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Row:
     first: int = -1
 
 
-class Reader:
+class ExampleReader:
     """Any number of threads may read at the same time.
 
     Args:
@@ -78,11 +78,11 @@ class Reader:
         seed: the job's; a seed of the pipeline's own goes before it.
 
     Attributes:
-        stages: what each of `Read.seconds` is of.
+        stages: what each of `ReadResult.seconds` is of.
         drops: whether a batch may have fewer examples than were asked for.
     """
 
-    def __init__(self, pipeline: Pipeline, seed: int) -> None:
+    def __init__(self, pipeline: InputPipeline, seed: int) -> None:
         self._pipeline = pipeline
         self._source = pipeline.source
         self._seed = seed if pipeline.seed is None else pipeline.seed
@@ -101,7 +101,7 @@ class Reader:
         self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
         self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
 
-    def read(self, epoch: int, places: Tensor) -> Read:
+    def read(self, epoch: int, places: Tensor) -> ReadResult:
         """Returns the batch of the examples at some places of the data.
 
         Args:
@@ -114,7 +114,7 @@ class Reader:
         if self._whole:
             began = perf_counter()
             batch = self._source.gather(self._indices(places), Epoch(self._seed, epoch))
-            return Read(batch, len(places), (), (perf_counter() - began, 0.0))
+            return ReadResult(batch, len(places), (), (perf_counter() - began, 0.0))
         gathered = self._gathered(places) if self._gathers else None
         if gathered is not None:
             return gathered
@@ -196,16 +196,18 @@ class Reader:
         indices = visited(self._pipeline)
         return places % len(indices) * indices.step + indices.start
 
-    def _read(self, batch: Any, examples: int, skipped: Sequence[str], spent: Sequence[tuple[float, float]]) -> Read:
+    def _read(
+        self, batch: Any, examples: int, skipped: Sequence[str], spent: Sequence[tuple[float, float]]
+    ) -> ReadResult:
         seconds, waiting = zip(*spent, strict=True)
         notices = self._store().news() if self._cache else ()
-        return Read(batch, examples, tuple(skipped), seconds, waiting, notices)
+        return ReadResult(batch, examples, tuple(skipped), seconds, waiting, notices)
 
     def _store(self) -> Store:
         assert self._cache is not None
         return store_of(self._cache, len(self._source))
 
-    def _gathered(self, places: Tensor) -> Read | None:
+    def _gathered(self, places: Tensor) -> ReadResult | None:
         """Reads a batch that a cache has, and behind which nothing is done, as a whole; None if that cannot be."""
         indices = self._indices(places).numpy()
         spent = [(0.0, 0.0)] * (1 + self._cached)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.data.source import Epoch, Source
 from headrace.data.steps import Reading
 from headrace.errors import DataError
@@ -18,7 +18,7 @@ from headrace.trees import map_leaves, map_tensors
 __all__ = ["replayed"]
 
 
-def replayed(batches: Sequence[Any]) -> tuple[Pipeline, int]:
+def replayed(batches: Sequence[Any]) -> tuple[InputPipeline, int]:
     """Returns a pipeline over the examples of some batches, in their order, and of how many each of its batches is.
 
     Batches whose shapes differ from the first one's beyond their first dim are left out; longer ones are cut.
@@ -45,7 +45,7 @@ def replayed(batches: Sequence[Any]) -> tuple[Pipeline, int]:
             columns[name].append(leaf[:size])
     joined = {name: torch.cat(column) for name, column in columns.items()}
     tree = map_leaves(lambda name, leaf: joined.get(name, leaf), batches[0])
-    return Pipeline(_Replay(tree, len(alike) * size), reading=Reading(parallel="inline")), size
+    return InputPipeline(_Replay(tree, len(alike) * size), reading=Reading(parallel="inline")), size
 
 
 def _form(leaves: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:

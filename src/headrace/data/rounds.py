@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from headrace.data.pipeline import Hosts, Pipeline
+from headrace.data.pipeline import Hosts, InputPipeline
 
 __all__ = ["Rounds", "local"]
 
 
-def local(pipeline: Pipeline) -> Pipeline:
+def local(pipeline: InputPipeline) -> InputPipeline:
     """Says that a pipeline lists only what this host stores; every host lists its own, under the same name of a job.
 
     Each host shuffles its own part and reads nothing of the others'. In every round it takes what is in proportion to
@@ -38,7 +38,7 @@ class Rounds:
             on the mean.
     """
 
-    pipeline: Pipeline
+    pipeline: InputPipeline
     batch: int
 
     def __len__(self) -> int:

@@ -13,17 +13,17 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from headrace.data.ahead import Ahead
-from headrace.data.choosing import Tuner, Way, Ways
-from headrace.data.pipeline import Pipeline, visited
-from headrace.data.processes import Readers, Stalled
-from headrace.data.reader import Read, Reader
+from headrace.data.ahead import Prefetcher
+from headrace.data.choosing import Autotuner, ReadMode, ReadModes
+from headrace.data.pipeline import InputPipeline, visited
+from headrace.data.processes import ReaderProcesses, ReaderStalled
+from headrace.data.reader import ExampleReader, ReadResult
 from headrace.data.source import ArraySource, DatasetSource
 from headrace.data.steps import Cache, Into, Map
 from headrace.errors import RunFailed
 from headrace.memory import MOST_ARENAS, give_back, tune
 
-__all__ = ["Means", "Part", "Running"]
+__all__ = ["BatchReader", "CpuBudget", "Part"]
 
 Part = tuple[int, Tensor, int]
 """What one worker reads for a round: the epoch, the indices, the length of the global batch."""
@@ -41,7 +41,7 @@ _SLOW_S = 0.002
 
 
 @dataclass(frozen=True)
-class Means:
+class CpuBudget:
     """What a worker may read with.
 
     Attributes:
@@ -55,7 +55,7 @@ class Means:
     say: Callable[[str], object] = lambda line: None
 
 
-class Running:
+class BatchReader:
     """Reads parts, one after the other; `parallel` of the pipeline says how, "auto" by trying.
 
     Args:
@@ -68,7 +68,7 @@ class Running:
         ahead: what reads ahead now; None where nothing does.
     """
 
-    def __init__(self, pipeline: Pipeline, reader: Reader, means: Means) -> None:
+    def __init__(self, pipeline: InputPipeline, reader: ExampleReader, means: CpuBudget) -> None:
         self._pipeline = pipeline
         self._reading = pipeline.reading
         self._reader = reader
@@ -77,18 +77,18 @@ class Running:
         self._sizes = _Sizes(pipeline)
         self._by_itself = self._reads_nothing_ahead()
         self.parallel = "inline" if self._by_itself else self._reading.parallel
-        self._best: Way | None = None
+        self._best: ReadMode | None = None
         self._said = ""
         self._little = math.inf
         self._stalled = False
-        self.ahead: Ahead[Part] | None = None
+        self.ahead: Prefetcher[Part] | None = None
 
     @property
     def readers(self) -> int:
         """How many threads or processes read now, or this one."""
         return 1 if self.ahead is None else max(1, self.ahead.readers)
 
-    def run(self, parts: Iterator[Part]) -> Generator[tuple[Part, Read], None, None]:
+    def run(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
         """Yields each part with what was read of it, in order.
 
         Raises:
@@ -96,7 +96,7 @@ class Running:
         """
         return self.alone(parts) if self._by_itself else self._run_ahead(parts)
 
-    def alone(self, parts: Iterator[Part]) -> Generator[tuple[Part, Read], None, None]:
+    def alone(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
         """Yields each part with what was read of it, when it is asked for.
 
         Raises:
@@ -105,7 +105,7 @@ class Running:
         for part in parts:
             yield part, self.read(part)
 
-    def read(self, part: Part) -> Read:
+    def read(self, part: Part) -> ReadResult:
         """Reads a part.
 
         Raises:
@@ -113,22 +113,22 @@ class Running:
         """
         return self._reader.read(part[0], part[1])
 
-    def _run_ahead(self, parts: Iterator[Part]) -> Generator[tuple[Part, Read], None, None]:
+    def _run_ahead(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
         reading, sizes = self._reading, self._sizes
         first = next(parts, None)
         if first is None:
             return
         sizes.examples = len(first[1])
         parts = chain([first], parts)
-        ahead = Ahead(
+        ahead = Prefetcher(
             parts, self.read, sizes.estimate, sizes.measured, self._freed, reading.ahead, reading.memory_limit
         )
-        processes: list[Readers] = []
+        processes: list[ReaderProcesses] = []
         self.ahead = ahead
         try:
             ways = self._ways()
             self._best = self._best or (yield from self._begin(ahead, ways))
-            tuner = Tuner(self._best, ways, self._tell)
+            tuner = Autotuner(self._best, ways, self._tell)
             way = self._best
             self._adopt(way, ahead, processes)
             while (found := ahead.take()) is not None:
@@ -152,7 +152,7 @@ class Running:
             ahead.close()
             _close(processes)
 
-    def _begin(self, ahead: Ahead[Part], ways: Ways) -> Generator[tuple[Part, Read], None, Way]:
+    def _begin(self, ahead: Prefetcher[Part], ways: ReadModes) -> Generator[tuple[Part, ReadResult], None, ReadMode]:
         """Yields what is read to find out what to begin with, and returns that."""
         if "inline" not in ways.kinds:
             if "threads" in ways.kinds:
@@ -162,7 +162,7 @@ class Running:
                 if (found := ahead.take()) is not None:
                     yield found
                 del found
-            return Way(ways.kinds[0], self._reading.count or ways.free)
+            return ReadMode(ways.kinds[0], self._reading.count or ways.free)
         least = math.inf
         # The first one may be slow because it is the first.
         for _ in range(_LOOKS):
@@ -179,7 +179,7 @@ class Running:
             self._say(way, f"a batch takes {1000 * least:.3g} ms")
         return way
 
-    def _adopt(self, way: Way, ahead: Ahead[Part], processes: list[Readers]) -> None:
+    def _adopt(self, way: ReadMode, ahead: Prefetcher[Part], processes: list[ReaderProcesses]) -> None:
         """Lets what is handed out from now on be read that way."""
         if bool(processes) != (way.parallel == "processes"):
             # A fork should find no thread in the middle of something, and nobody should wait for those that end.
@@ -210,12 +210,12 @@ class Running:
         if nbytes > self._little:
             give_back()
 
-    def _tell(self, way: Way, before: float, now: float) -> None:
+    def _tell(self, way: ReadMode, before: float, now: float) -> None:
         self._best = way
         if way.parallel != self._said:
             self._say(way, f"that gives {now:.3g} batches a second, {before:.3g} before")
 
-    def _say(self, way: Way, why: str) -> None:
+    def _say(self, way: ReadMode, why: str) -> None:
         self._said = way.parallel
         verb = "read" if way.readers > 1 else "reads"
         how = f"{way} {verb} ahead (at most {self._cores})" if way.readers else "the worker reads by itself"
@@ -235,35 +235,35 @@ class Running:
         training = self._means.training
         return max(1, self._cores - (torch.get_num_threads() if training is None else training))
 
-    def _ways(self) -> Ways:
+    def _ways(self) -> ReadModes:
         """Returns how it may be read."""
         parallel = self._reading.parallel
         if parallel != "auto":
-            return Ways((parallel,), self._free(), self._cores)
+            return ReadModes((parallel,), self._free(), self._cores)
         # A process ends with the thread that started it; where workers are threads, none starts processes unasked.
         may_fork = not self._stalled and self._cores > 1 and threading.current_thread() is threading.main_thread()
         # What a process keeps in its own memory, no other one finds there: each would have a cache of its own, and the
         # next epoch's examples would mostly be in another's.
         may_fork &= not any(isinstance(step, Cache) and not step.folder for step in self._pipeline.steps)
-        return Ways(
+        return ReadModes(
             ("threads", "processes", "inline") if may_fork else ("threads", "inline"), self._free(), self._cores
         )
 
-    def _start(self, processes: list[Readers]) -> Callable[[Part], Read]:
+    def _start(self, processes: list[ReaderProcesses]) -> Callable[[Part], ReadResult]:
         # All that there may be, at once: the sooner this process is forked, the less of it is copied.
         count = self._reading.count or max(2, self._cores)
         unasked = self._reading.parallel == "auto"
-        readers = Readers(self._reader.read, count, _UNASKED_PATIENCE_S if unasked else _PATIENCE_S)
+        readers = ReaderProcesses(self._reader.read, count, _UNASKED_PATIENCE_S if unasked else _PATIENCE_S)
         processes.append(readers)
 
         given_up = threading.Event()
 
-        def read(part: Part) -> Read:
+        def read(part: Part) -> ReadResult:
             try:
                 # What was handed out before anybody knew is not waited for once more.
                 if not given_up.is_set():
                     return readers.read(part[0], part[1])
-            except Stalled as stalled:
+            except ReaderStalled as stalled:
                 if not unasked:
                     raise RunFailed(str(stalled)) from stalled
                 given_up.set()
@@ -273,7 +273,7 @@ class Running:
         return read
 
 
-def _close(processes: list[Readers]) -> None:
+def _close(processes: list[ReaderProcesses]) -> None:
     for each in processes:
         each.close()
     processes.clear()
@@ -288,7 +288,7 @@ class _Sizes:
         examples: of a batch.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: InputPipeline) -> None:
         self._source = pipeline.source
         self._visited = visited(pipeline)
         last = pipeline.steps[-1] if pipeline.steps else None

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from headrace.data.reader import Read
+from headrace.data.reader import ReadResult
 from headrace.errors import DataError
 from headrace.spec.event import Fed, FedStage
 
-__all__ = ["Stages"]
+__all__ = ["InputCounters"]
 
 _TELL_EVERY_S = 1.0
 _SHOWN = 3
 
 
-class Stages:
+class InputCounters:
     """Counts since a loader began. Whoever takes the batches adds them, and nobody else.
 
     Args:
@@ -33,7 +33,9 @@ class Stages:
         notices: lines for the user.
     """
 
-    def __init__(self, names: Sequence[str], most_skipped: int, tell: Callable[[Stages], None] | None = None) -> None:
+    def __init__(
+        self, names: Sequence[str], most_skipped: int, tell: Callable[[InputCounters], None] | None = None
+    ) -> None:
         self.parallel = "inline"
         self.readers = 1
         self.skipped = 0
@@ -54,7 +56,7 @@ class Stages:
         """Forgets which epochs had examples left out: what follows may read them again."""
         self._skips.clear()
 
-    def add(self, epoch: int, read: Read, asked: float, ready: int = 0) -> None:
+    def add(self, epoch: int, read: ReadResult, asked: float, ready: int = 0) -> None:
         """Counts a batch that has just come.
 
         Args:

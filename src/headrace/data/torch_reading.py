@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from headrace.data.pipeline import Processes
-from headrace.data.reader import Read, Reader
+from headrace.data.reader import ExampleReader, ReadResult
 from headrace.errors import DataError
 
 __all__ = ["read_by_torch"]
@@ -24,8 +24,8 @@ _Part = tuple[int, Tensor, int]
 
 
 def read_by_torch(
-    reader: Reader, processes: Processes, parts: Iterator[_Part], seed: int
-) -> Generator[tuple[_Part, Read], None, None]:
+    reader: ExampleReader, processes: Processes, parts: Iterator[_Part], seed: int
+) -> Generator[tuple[_Part, ReadResult], None, None]:
     """Yields each part with what was read of it, in order.
 
     Args:
@@ -81,7 +81,7 @@ class _Broken:
 class _Reading(Dataset[Any]):
     """A data set of whole batches, for the processes of a `DataLoader`."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: ExampleReader) -> None:
         self._reader = reader
 
     def __getitem__(self, part: Any) -> Any:

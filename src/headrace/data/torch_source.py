@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from headrace.data.pipeline import Pipeline, Processes, from_arrays
+from headrace.data.pipeline import InputPipeline, Processes, from_arrays
 from headrace.data.source import DatasetSource
 from headrace.errors import DataError, UsageError
 
@@ -38,7 +38,7 @@ class _MapStyle(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-def as_pipeline(data: Any) -> tuple[Pipeline, tuple[str, ...]]:
+def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
     """Returns the pipeline for `Job.data`, and lines that the user should see.
 
     A pipeline stays as it was defined; anything else is shuffled by the job's seed.
@@ -50,7 +50,7 @@ def as_pipeline(data: Any) -> tuple[Pipeline, tuple[str, ...]]:
     Raises:
         DataError: it is none of these, is empty or ragged.
     """
-    if isinstance(data, Pipeline):
+    if isinstance(data, InputPipeline):
         return data, ()
     if isinstance(data, DataLoader):
         return _from_loader(data)
@@ -65,7 +65,7 @@ def as_pipeline(data: Any) -> tuple[Pipeline, tuple[str, ...]]:
     return _from_dataset(data).shuffle(), ()
 
 
-def from_torch(data: Any, limit: int = 100_000) -> Pipeline:
+def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
     """Returns a pipeline over a data set or loader of torch, or anything that can be iterated over.
 
     Of a `DataLoader`, its data set, `collate_fn` and reading processes are used, and whether it shuffles; the job's
@@ -83,7 +83,7 @@ def from_torch(data: Any, limit: int = 100_000) -> Pipeline:
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):
             own_collate = None if data.collate_fn is default_collate else data.collate_fn
-            return Pipeline(DatasetSource(gathered(data.dataset, limit), own_collate))
+            return InputPipeline(DatasetSource(gathered(data.dataset, limit), own_collate))
         pipeline, _ = _from_loader(data)
         return dataclasses.replace(pipeline, shuffled=isinstance(data.sampler, RandomSampler))
     indexed = isinstance(data, Dataset | _MapStyle) and not isinstance(data, IterableDataset | Mapping)
@@ -111,7 +111,7 @@ def gathered(examples: Any, limit: int) -> list[Any]:
     return found
 
 
-def _from_dataset(dataset: Any, collate_fn: Any = None) -> Pipeline:
+def _from_dataset(dataset: Any, collate_fn: Any = None) -> InputPipeline:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{type(dataset).__name__} is an IterableDataset: its examples have no index, so no order can be "
@@ -122,11 +122,11 @@ def _from_dataset(dataset: Any, collate_fn: Any = None) -> Pipeline:
     if type(dataset) is TensorDataset and collate_fn is None:
         return from_arrays(*dataset.tensors)
     if isinstance(dataset, Dataset | _MapStyle) and not isinstance(dataset, str | bytes):
-        return Pipeline(DatasetSource(dataset, collate_fn))
+        return InputPipeline(DatasetSource(dataset, collate_fn))
     raise DataError(f"data cannot be a {type(dataset).__name__}; give {_FORMS}")
 
 
-def _from_loader(loader: DataLoader[Any]) -> tuple[Pipeline, tuple[str, ...]]:
+def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...]]:
     if isinstance(loader.dataset, IterableDataset):
         return _from_dataset(loader.dataset), ()  # raises
     if loader.batch_size is None and loader.batch_sampler is None:
@@ -142,7 +142,7 @@ def _from_loader(loader: DataLoader[Any]) -> tuple[Pipeline, tuple[str, ...]]:
         f"{_described(loader)}"
     )
     if loader.num_workers > 0 and isinstance(pipeline.source, DatasetSource):
-        pipeline = Pipeline(pipeline.source, shuffled=True, processes=_processes(loader))
+        pipeline = InputPipeline(pipeline.source, shuffled=True, processes=_processes(loader))
         notice += f"; each worker reads with {loader.num_workers} processes"
     return pipeline, (notice,)
 

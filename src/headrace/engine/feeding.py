@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.data.stages import Stages
+from headrace.data.stages import InputCounters
 from headrace.engine.journal import EventWriter
 from headrace.spec.event import Notice
 
@@ -26,7 +26,7 @@ class InputReporter:
         self._said = 0
         self._passed_on = 0
 
-    def tell(self, stages: Stages) -> None:
+    def tell(self, stages: InputCounters) -> None:
         """Writes an event; a loader calls this about once a second."""
         self._pass_on(stages)
         if stages.skipped and not self._said:
@@ -34,14 +34,14 @@ class InputReporter:
         self._journal.write(stages.event(self._rank, self._journal.now()))
 
     @contextmanager
-    def until_end(self, stages: Stages) -> Iterator[None]:
+    def until_end(self, stages: InputCounters) -> Iterator[None]:
         """Writes the last event when what is done meanwhile has ended, however it ends."""
         try:
             yield
         finally:
             self._end(stages)
 
-    def _end(self, stages: Stages) -> None:
+    def _end(self, stages: InputCounters) -> None:
         self._pass_on(stages)
         if stages.skipped > self._said:
             first = f"; the first: {'; '.join(stages.shown)}" if not self._said else ""
@@ -50,11 +50,11 @@ class InputReporter:
         if stages.event(self._rank, 0.0).batches:
             self._journal.write(stages.event(self._rank, self._journal.now()))
 
-    def _pass_on(self, stages: Stages) -> None:
+    def _pass_on(self, stages: InputCounters) -> None:
         for line in stages.notices[self._passed_on :]:
             self._journal.write(Notice(self._rank, self._journal.now(), line))
         self._passed_on = len(stages.notices)
 
-    def _say(self, stages: Stages, what: str) -> None:
+    def _say(self, stages: InputCounters, what: str) -> None:
         self._said = stages.skipped
         self._journal.write(Notice(self._rank, self._journal.now(), f"rank {self._rank} {what}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headrace.comm.collective import ProcessGroup
-from headrace.data import Hosts, Pipeline
+from headrace.data import Hosts, InputPipeline
 from headrace.errors import UsageError
 from headrace.spec.plan import Plan, Role
 
@@ -22,12 +22,12 @@ class DataAssignment:
         rank: which of them this worker is.
     """
 
-    pipeline: Pipeline
+    pipeline: InputPipeline
     shares: tuple[int, ...]
     rank: int
 
 
-def assign_data(pipeline: Pipeline, plan: Plan, role: Role, host: ProcessGroup) -> DataAssignment:
+def assign_data(pipeline: InputPipeline, plan: Plan, role: Role, host: ProcessGroup) -> DataAssignment:
     """Finds a worker's; where hosts list examples of their own, all workers call it together.
 
     Raises:

@@ -21,7 +21,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.comm.collective import Collective, ProcessGroup
 from headrace.comm.control import ControlPage
 from headrace.comm.in_process import ThreadCollective, ThreadGroup
-from headrace.data import Loader, Means, as_pipeline
+from headrace.data import CpuBudget, Loader, as_pipeline
 from headrace.engine.evaluation import Evaluation
 from headrace.engine.feeding import InputReporter
 from headrace.engine.journal import EventWriter
@@ -324,10 +324,10 @@ def _worker(
     return Worker(order, role.rank, replica, loader, evaluation, host, page, journal)
 
 
-def _means(plan: Plan, role: Role) -> Means:
+def _means(plan: Plan, role: Role) -> CpuBudget:
     """Returns what a worker may read its data with: its part of the host's cores."""
     mates = sum(other.host == role.host and other.kind == "worker" for other in plan.roles)
-    return Means(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)
+    return CpuBudget(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)
 
 
 def _save(module: nn.Module, saved: Mapping[str, Tensor], order: RunSpec, rank: int) -> None:

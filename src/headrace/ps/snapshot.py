@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from headrace.checkpoint.header import NAMES, PREFIX, Entry, encode, length, parse
+from headrace.checkpoint.header import NAMES, PREFIX, TensorEntry, encode, length, parse
 from headrace.checkpoint.tensors import views
 from headrace.ps.applier import ShardOptimizerState
 from headrace.ps.coordinator import CoordinatorState
@@ -102,9 +102,9 @@ def pack(state: ServerState, tensors: Mapping[str, Tensor], allocate: Callable[[
     rest = torch.frombuffer(bytearray(json.dumps(to_plain(state)).encode()), dtype=torch.uint8)
     # The widest elements first, so that every tensor is aligned.
     ordered = sorted([*tensors.items(), (_REST, rest)], key=lambda item: -item[1].element_size())
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     for name, tensor in ordered:
-        entries.append(Entry(name, _NAMES[tensor.dtype], tuple(tensor.shape), entries[-1].end if entries else 0))
+        entries.append(TensorEntry(name, _NAMES[tensor.dtype], tuple(tensor.shape), entries[-1].end if entries else 0))
     front = encode(entries)
     place = allocate(len(front) + entries[-1].end)
     place[: len(front)].copy_(torch.frombuffer(bytearray(front), dtype=torch.uint8))

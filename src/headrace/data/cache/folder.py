@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.data.cache.files import ENTRIES, RECORDS, repair
 from headrace.errors import UnfitMachine, UsageError
 
-__all__ = ["FORMAT", "Claim", "claim"]
+__all__ = ["FORMAT", "CacheFolderLock", "claim"]
 
 FORMAT = 1
 """Of records, entries and manifest. A folder of another one is made anew."""
@@ -21,7 +21,7 @@ _PATIENCE_S = 10.0
 _PAUSE_S = 0.02
 
 
-class Claim:
+class CacheFolderLock:
     """This process's share of a folder's lock, until this object is gone or the process is.
 
     A lock of fcntl is its process's alone: a fork does not keep it for ever. It is lost when the process closes
@@ -45,10 +45,12 @@ class Claim:
         return True
 
 
-_CLAIMS: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
+_CLAIMS: weakref.WeakValueDictionary[Path, CacheFolderLock] = weakref.WeakValueDictionary()
 
 
-def claim(folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S) -> tuple[Claim, tuple[str, ...]]:
+def claim(
+    folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S
+) -> tuple[CacheFolderLock, tuple[str, ...]]:
     """Makes a folder the cache of a pipeline, or finds that it is; returns what keeps it so, and lines for the user.
 
     One thread of a process at a time may call it. What the same process has of another pipeline in that folder is
@@ -69,7 +71,7 @@ def claim(folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S) -
         folder.mkdir(parents=True, exist_ok=True)
         held = _CLAIMS.get(folder)
         if held is None or held.process != os.getpid():
-            held = _CLAIMS[folder] = Claim(folder)
+            held = _CLAIMS[folder] = CacheFolderLock(folder)
         notices: tuple[str, ...] = ()
         while True:
             if held.lock(exclusive=True):

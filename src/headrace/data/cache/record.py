@@ -30,8 +30,8 @@ from headrace.errors import DataError
 __all__ = [
     "FRONT_BYTES",
     "Absent",
-    "Form",
     "Front",
+    "RecordLayout",
     "form_of",
     "front_at",
     "front_of",
@@ -230,7 +230,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Form:
+class RecordLayout:
     """What records of one header have in common.
 
     Attributes:
@@ -247,15 +247,15 @@ class Form:
 
 
 @functools.lru_cache(maxsize=4096)
-def form_of(header: bytes) -> Form:
+def form_of(header: bytes) -> RecordLayout:
     """Returns what a header says."""
     leaves: list[Leaf] = []
     build, batch = _read(json.loads(header), leaves)
     simple = all(leaf.stack is not None for leaf in leaves)
-    return Form(_aligned(FRONT_BYTES + len(header)), build, tuple(leaves), batch if simple else None)
+    return RecordLayout(_aligned(FRONT_BYTES + len(header)), build, tuple(leaves), batch if simple else None)
 
 
-def gathered(form: Form, records: Sequence[Bytes]) -> Any:
+def gathered(form: RecordLayout, records: Sequence[Bytes]) -> Any:
     """Returns the batch of records of one form that has `batch`, by copying each row once.
 
     It is what `collate` would make of the examples.

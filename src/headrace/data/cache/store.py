@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace.data.cache.record import (
     FRONT_BYTES,
     Absent,
-    Form,
+    RecordLayout,
     form_of,
     front_at,
     front_of,
@@ -53,7 +53,7 @@ class Store:
         self._offset = np.zeros(examples, dtype=np.int64)
         self._form = np.zeros(examples, dtype=np.int32)
         self._generations: dict[int, int] = {}
-        self._forms: list[Form] = []
+        self._forms: list[RecordLayout] = []
         self._numbers: dict[bytes, int] = {}
         self._full = False
         self._notices: list[str] = []

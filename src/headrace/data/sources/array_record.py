@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.data.source import Epoch, Source
-from headrace.data.sources.kept import Kept
+from headrace.data.sources.kept import BoundedCache
 from headrace.data.sources.spans import Spans
-from headrace.data.sources.storage import OPEN, File, find, identity_of
+from headrace.data.sources.storage import OPEN, SourceFile, find, identity_of
 from headrace.errors import DataError, UnfitMachine, UsageError
 
 __all__ = ["from_array_record"]
@@ -22,7 +22,7 @@ _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 """What its documentation says for random access; besides, it then starts no thread that a fork would lose."""
 
 
-def from_array_record(where: str | Sequence[str]) -> Pipeline:
+def from_array_record(where: str | Sequence[str]) -> InputPipeline:
     """Returns a pipeline over the records of ArrayRecord files on this machine.
 
     An example is a record's content as bytes.
@@ -39,7 +39,7 @@ def from_array_record(where: str | Sequence[str]) -> Pipeline:
     remote = [pattern for pattern in patterns if "://" in pattern]
     if remote:
         raise UsageError(f"ArrayRecord is read from this machine's files, got {remote[0]!r}; copy them here")
-    return Pipeline(_ArrayRecords(find(patterns, {})))
+    return InputPipeline(_ArrayRecords(find(patterns, {})))
 
 
 class _ArrayRecords(Source):
@@ -52,9 +52,9 @@ class _ArrayRecords(Source):
         DataError: one is no ArrayRecord.
     """
 
-    def __init__(self, files: Sequence[File]) -> None:
+    def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = tuple(files)
-        self._readers: Kept[Any] = Kept(OPEN, _one)
+        self._readers: BoundedCache[Any] = BoundedCache(OPEN, _one)
         self._spans = Spans(self._reader(at).num_records() for at in range(len(files)))
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class _ArrayRecords(Source):
         # A fork has not got the threads that a reader of its parent may have started.
         return self._readers.get((os.getpid(), at), lambda: self._opened(self._files[at]))
 
-    def _opened(self, file: File) -> Any:
+    def _opened(self, file: SourceFile) -> Any:
         try:
             from array_record.python.array_record_module import ArrayRecordReader
         except ImportError as error:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.data.source import Epoch, Source, emptied
 from headrace.data.sources.columns import arrow, batch_of, chosen, columns_of
 from headrace.data.sources.spans import Spans
-from headrace.data.sources.storage import File, each, find, identity_of
+from headrace.data.sources.storage import SourceFile, each, find, identity_of
 from headrace.errors import DataError, UsageError
 
 __all__ = ["from_csv"]
@@ -28,7 +28,7 @@ def from_csv(
     delimiter: str = ",",
     types: Mapping[str, str] | None = None,
     **options: Any,
-) -> Pipeline:
+) -> InputPipeline:
     """Returns a pipeline over the rows of CSV files, whose first line names the columns.
 
     An example is a dict of values: numbers as tensors, text as str. All rows are read at once into memory; what does
@@ -67,10 +67,10 @@ def from_csv(
                     f"{file.name}: column {name!r} is {found}, and in {files[0].name} it is {expected}; say what both "
                     f"are, types={{{name!r}: 'float64'}}"
                 )
-    return Pipeline(_Csv(files, [table.select(names) for table in tables], f"{delimiter!r} {dict(types or {})}"))
+    return InputPipeline(_Csv(files, [table.select(names) for table in tables], f"{delimiter!r} {dict(types or {})}"))
 
 
-def _read(file: File, delimiter: str, types: Mapping[str, Any]) -> Any:
+def _read(file: SourceFile, delimiter: str, types: Mapping[str, Any]) -> Any:
     pa = arrow()
     from pyarrow import csv
 
@@ -94,7 +94,7 @@ class _Csv(Source):
     how: they were read.
     """
 
-    def __init__(self, files: Sequence[File], tables: Sequence[Any], how: str) -> None:
+    def __init__(self, files: Sequence[SourceFile], tables: Sequence[Any], how: str) -> None:
         self._files = tuple(files)
         self._how = how
         self._spans = Spans(table.num_rows for table in tables)

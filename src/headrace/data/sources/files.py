@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.data.source import Epoch, Source
-from headrace.data.sources.storage import File, find, identity_of
+from headrace.data.sources.storage import SourceFile, find, identity_of
 
 __all__ = ["from_files"]
 
 
-def from_files(where: str | Sequence[str], *, label: Callable[[str], Any] | None = None, **options: Any) -> Pipeline:
+def from_files(
+    where: str | Sequence[str], *, label: Callable[[str], Any] | None = None, **options: Any
+) -> InputPipeline:
     """Returns a pipeline over whole files.
 
     An example is a file's content as bytes; with `label` it is a tuple `(content, label)`.
@@ -27,7 +29,7 @@ def from_files(where: str | Sequence[str], *, label: Callable[[str], Any] | None
         DataError: no file is found.
         UnfitMachine: what that file system needs is not installed.
     """
-    return Pipeline(_Files(find(where, options), label))
+    return InputPipeline(_Files(find(where, options), label))
 
 
 class _Files(Source):
@@ -36,7 +38,7 @@ class _Files(Source):
     label: see `from_files`.
     """
 
-    def __init__(self, files: Sequence[File], label: Callable[[str], Any] | None) -> None:
+    def __init__(self, files: Sequence[SourceFile], label: Callable[[str], Any] | None) -> None:
         self._files = tuple(files)
         self._label = label
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.data.source import DatasetSource, Epoch, Source, emptied
 from headrace.data.sources.columns import batch_of, chosen, columns_of
 from headrace.data.torch_source import gathered
@@ -17,7 +17,7 @@ from headrace.errors import DataError, UnfitMachine
 __all__ = ["from_hugging_face"]
 
 
-def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, limit: int = 100_000) -> Pipeline:
+def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, limit: int = 100_000) -> InputPipeline:
     """Returns a pipeline over a data set of Hugging Face's `datasets`.
 
     An example is a dict of values: numbers, and lists of them, as tensors; text as str. If the data set has a format of
@@ -48,7 +48,7 @@ def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, lim
     names = chosen(dataset.column_names, columns, "the data set")
     selected = dataset.select_columns(names)
     as_stored = dataset.format["type"] is None and all(_is_stored(selected.features[name]) for name in names)
-    return Pipeline(_Rows(selected) if as_stored else DatasetSource(selected))
+    return InputPipeline(_Rows(selected) if as_stored else DatasetSource(selected))
 
 
 def _is_stored(feature: Any) -> bool:

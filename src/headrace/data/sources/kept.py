@@ -9,12 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Kept"]
+__all__ = ["BoundedCache"]
 
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class BoundedCache(Generic[T]):
     """Values by key; those that were not asked for longest go first. A copy in another process begins empty.
 
     Args:
@@ -67,7 +67,7 @@ class Kept(Generic[T]):
         self._lock = threading.Lock()
 
 
-_ALL: weakref.WeakSet[Kept[Any]] = weakref.WeakSet()
+_ALL: weakref.WeakSet[BoundedCache[Any]] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

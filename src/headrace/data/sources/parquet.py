@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.data.source import Epoch, Source, emptied
 from headrace.data.sources.columns import Columns, arrow, batch_of, chosen, columns_of, joined, width
-from headrace.data.sources.kept import Kept
+from headrace.data.sources.kept import BoundedCache
 from headrace.data.sources.spans import Spans
-from headrace.data.sources.storage import File, each, find, identity_of, unreadable
+from headrace.data.sources.storage import SourceFile, each, find, identity_of, unreadable
 from headrace.errors import DataError
 
 __all__ = ["from_parquet"]
@@ -28,7 +28,7 @@ def from_parquet(
     *,
     memory_limit: int = 1 << 30,
     **options: Any,
-) -> Pipeline:
+) -> InputPipeline:
     """Returns a pipeline over the rows of Parquet files.
 
     An example is a dict of values: numbers, and lists of them, as tensors; text as str, the rest as Python has it.
@@ -55,14 +55,14 @@ def from_parquet(
         _require_schema(file, other.schema.to_arrow_schema(), schema, names, files[0].name)
     widths = [width(schema.field(name).type) for name in names]
     row = None if None in widths else sum(filter(None, widths))
-    return Pipeline(_Parquet(files, metadata, names, row, memory_limit))
+    return InputPipeline(_Parquet(files, metadata, names, row, memory_limit))
 
 
-def _metadata(file: File) -> Any:
+def _metadata(file: SourceFile) -> Any:
     return _opened(file, None, lambda opened: opened.metadata)
 
 
-def _opened(file: File, metadata: Any, use: Any) -> Any:
+def _opened(file: SourceFile, metadata: Any, use: Any) -> Any:
     """Returns what `use` makes of the opened file.
 
     Raises:
@@ -86,7 +86,7 @@ def _opened(file: File, metadata: Any, use: Any) -> Any:
             raise unreadable(file.name, error) from error
 
 
-def _require_schema(file: File, schema: Any, wanted: Any, names: Sequence[str], first: str) -> None:
+def _require_schema(file: SourceFile, schema: Any, wanted: Any, names: Sequence[str], first: str) -> None:
     for name in names:
         if name not in schema.names:
             raise DataError(f"{file.name} has no column {name!r}, which {first} has; it has {', '.join(schema.names)}")
@@ -123,7 +123,7 @@ class _Parquet(Source):
     """
 
     def __init__(
-        self, files: Sequence[File], metadata: Sequence[Any], names: Sequence[str], row: int | None, limit: int
+        self, files: Sequence[SourceFile], metadata: Sequence[Any], names: Sequence[str], row: int | None, limit: int
     ) -> None:
         self._files = tuple(files)
         self._metadata = tuple(metadata)
@@ -133,7 +133,7 @@ class _Parquet(Source):
         self._spans = Spans(metadata[at].row_group(group).num_rows for at, group in self._groups)
         whole = row is not None and row * len(self._spans) <= limit
         self._pieces = Spans([len(self._spans)]) if whole else self._spans
-        self._kept: Kept[Columns] = Kept(limit, _nbytes)
+        self._kept: BoundedCache[Columns] = BoundedCache(limit, _nbytes)
 
     def __len__(self) -> int:
         return len(self._spans)

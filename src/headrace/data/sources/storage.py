@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from headrace.errors import DataError, HeadraceError, UnfitMachine, UsageError
 
-__all__ = ["OPEN", "File", "Window", "each", "find", "identity_of", "unreadable"]
+__all__ = ["OPEN", "SourceFile", "Window", "each", "find", "identity_of", "unreadable"]
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", 
 class _Descriptor:
     """A file of this machine, open until nobody reads it any more."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: SourceFile) -> None:
         self.number = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
         file.require(os.fstat(self.number).st_size)
 
@@ -43,7 +43,7 @@ class _Local:
         self._open: OrderedDict[tuple[str, str], _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, file: File, start: int, count: int | None) -> bytes:
+    def read(self, file: SourceFile, start: int, count: int | None) -> bytes:
         # Whoever reads a whole file will not come back to it soon.
         descriptor = _Descriptor(file) if count is None else self._descriptor(file)
         wanted = file.length - start if count is None else count
@@ -58,7 +58,7 @@ class _Local:
         # Another thread may have held it when this process was forked.
         self._lock = threading.Lock()
 
-    def _descriptor(self, file: File) -> _Descriptor:
+    def _descriptor(self, file: SourceFile) -> _Descriptor:
         key = (file.name, file.stamp)
         with self._lock:
             found = self._open.pop(key, None) or _Descriptor(file)
@@ -103,7 +103,7 @@ class Remote:
 
 
 @dataclass(frozen=True, eq=False)
-class File:
+class SourceFile:
     """A file as it was when it was found.
 
     Attributes:
@@ -208,7 +208,7 @@ class Window:
     _LOCAL_BYTES = 1 << 16
     _REMOTE_BYTES = 1 << 23
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: SourceFile) -> None:
         self._file = file
         self._length = self._LOCAL_BYTES if file.remote is None else self._REMOTE_BYTES
         self._first = 0
@@ -224,7 +224,9 @@ class Window:
         return self._content[begin : begin + count]
 
 
-def find(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Mapping[str, Any]) -> list[File]:
+def find(
+    where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Mapping[str, Any]
+) -> list[SourceFile]:
     """Returns the files that patterns find, those of each in the order of their names.
 
     Raises:
@@ -235,7 +237,7 @@ def find(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], optio
     patterns = [where] if isinstance(where, str | os.PathLike) else list(where)
     if options and not any("://" in os.fspath(each) for each in patterns):
         raise UsageError(f"{', '.join(options)}: there is no such parameter, and files of this machine need none")
-    found: list[File] = []
+    found: list[SourceFile] = []
     for pattern in [os.fspath(each) for each in patterns]:
         files = _remote(pattern, options) if "://" in pattern else _local(pattern)
         if not files:
@@ -248,7 +250,7 @@ def find(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], optio
     return found
 
 
-def _local(pattern: str) -> list[File]:
+def _local(pattern: str) -> list[SourceFile]:
     expanded = os.path.expanduser(pattern)
     # A name may hold what would be a pattern.
     names = [expanded] if os.path.isfile(expanded) else glob.glob(expanded, recursive=True)
@@ -257,11 +259,11 @@ def _local(pattern: str) -> list[File]:
         if os.path.isfile(name):
             status = os.stat(name)
             # Absolute, since a worker may run elsewhere.
-            files.append(File(os.path.abspath(name), status.st_size, str(status.st_mtime_ns)))
+            files.append(SourceFile(os.path.abspath(name), status.st_size, str(status.st_mtime_ns)))
     return files
 
 
-def _remote(pattern: str, options: Mapping[str, Any]) -> list[File]:
+def _remote(pattern: str, options: Mapping[str, Any]) -> list[SourceFile]:
     remote = Remote(pattern, options)
     system, path = remote.open()
     try:
@@ -273,7 +275,7 @@ def _remote(pattern: str, options: Mapping[str, Any]) -> list[File]:
     for name, each in told.items():
         if each.get("type") != "directory":
             stamps = (str(each[key]) for key in _STAMPS if each.get(key))
-            files.append(File(name, each.get("size"), next(stamps, ""), remote))
+            files.append(SourceFile(name, each.get("size"), next(stamps, ""), remote))
     return files
 
 
@@ -283,7 +285,7 @@ def unreadable(name: str, error: Exception) -> DataError:
     return DataError(f"{name} cannot be read: {said or str(error) or repr(error)}")
 
 
-def each(function: Callable[[File], T], files: Sequence[File]) -> list[T]:
+def each(function: Callable[[SourceFile], T], files: Sequence[SourceFile]) -> list[T]:
     """Returns `function(file)` for every file; several at a time where they lie elsewhere."""
     if files[0].remote is None or len(files) == 1:
         return [function(file) for file in files]
@@ -291,7 +293,7 @@ def each(function: Callable[[File], T], files: Sequence[File]) -> list[T]:
         return list(pool.map(function, files))
 
 
-def identity_of(kind: str, files: Sequence[File], *details: Any) -> str:
+def identity_of(kind: str, files: Sequence[SourceFile], *details: Any) -> str:
     """Returns what a source reads from: a digest of the files as they were found, and how it reads them."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.data.source import Epoch, Source
 from headrace.data.sources.spans import Spans
-from headrace.data.sources.storage import File, each, find, identity_of
+from headrace.data.sources.storage import SourceFile, each, find, identity_of
 from headrace.errors import DataError, UsageError
 
 __all__ = ["from_text"]
@@ -20,7 +20,7 @@ _CHUNK = 1 << 24
 _NEWLINE = ord("\n")
 
 
-def from_text(where: str | Sequence[str], by: str = "line", **options: Any) -> Pipeline:
+def from_text(where: str | Sequence[str], by: str = "line", **options: Any) -> InputPipeline:
     """Returns a pipeline over lines of text, or whole texts, in UTF-8.
 
     An example is a str, a line without what ends it. Lines that are empty are examples, too.
@@ -38,10 +38,10 @@ def from_text(where: str | Sequence[str], by: str = "line", **options: Any) -> P
     if by not in ("line", "file"):
         raise UsageError(f"by must be 'line' or 'file', got {by!r}")
     files = find(where, options)
-    return Pipeline(_Lines(files, each(_scan, files)) if by == "line" else _Texts(files))
+    return InputPipeline(_Lines(files, each(_scan, files)) if by == "line" else _Texts(files))
 
 
-def _scan(file: File) -> NDArray[np.int64]:
+def _scan(file: SourceFile) -> NDArray[np.int64]:
     """Returns where each line begins, and, last, where the file ends; `(lines + 1,)`."""
     begins = [np.zeros(1, dtype=np.int64)]
     for start in range(0, file.length, _CHUNK):
@@ -57,7 +57,7 @@ class _Lines(Source):
     places: see `_scan`; of each.
     """
 
-    def __init__(self, files: Sequence[File], places: Sequence[NDArray[np.int64]]) -> None:
+    def __init__(self, files: Sequence[SourceFile], places: Sequence[NDArray[np.int64]]) -> None:
         self._files = tuple(files)
         self._places = tuple(places)
         self._spans = Spans(len(each) - 1 for each in places)
@@ -93,7 +93,7 @@ class _Texts(Source):
     files: one for each example.
     """
 
-    def __init__(self, files: Sequence[File]) -> None:
+    def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = tuple(files)
 
     def __len__(self) -> int:

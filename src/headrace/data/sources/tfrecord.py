@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.data.source import Epoch, Source
 from headrace.data.sources.spans import Spans
-from headrace.data.sources.storage import File, Window, each, find, identity_of
+from headrace.data.sources.storage import SourceFile, Window, each, find, identity_of
 from headrace.errors import DataError, UnfitMachine
 
 __all__ = ["from_tfrecord"]
@@ -27,7 +27,7 @@ _FOOT = struct.Struct("<I")
 _MASK = 0xA282EAD8
 
 
-def from_tfrecord(where: str | Sequence[str], **options: Any) -> Pipeline:
+def from_tfrecord(where: str | Sequence[str], **options: Any) -> InputPipeline:
     """Returns a pipeline over the records of TFRecord files that are not compressed.
 
     An example is a record's content as bytes; `.map(hr.data.ParseExample(...))` reads those of `tf.train.Example`.
@@ -44,10 +44,10 @@ def from_tfrecord(where: str | Sequence[str], **options: Any) -> Pipeline:
         UnfitMachine: google-crc32c is not installed, or what that file system needs.
     """
     files = find(where, options)
-    return Pipeline(_Records(files, each(_scan, files)))
+    return InputPipeline(_Records(files, each(_scan, files)))
 
 
-def _scan(file: File) -> NDArray[np.int64]:
+def _scan(file: SourceFile) -> NDArray[np.int64]:
     """Returns where each record's content begins, and, last, where one more would; `(records + 1,)`."""
     window, place = Window(file), 0
     found: list[int] = []
@@ -69,7 +69,7 @@ def _scan(file: File) -> NDArray[np.int64]:
     return np.array([*found, place + _HEAD.size], dtype=np.int64)
 
 
-def _truncated(file: File, record: int, place: int, wanted: int) -> DataError:
+def _truncated(file: SourceFile, record: int, place: int, wanted: int) -> DataError:
     return DataError(
         f"{file.name} is truncated: record {record} begins at byte {place:,} and takes {wanted:,}, but the file ends "
         f"at byte {file.length:,}; write it again"
@@ -91,7 +91,7 @@ class _Records(Source):
     places: see `_scan`; of each.
     """
 
-    def __init__(self, files: Sequence[File], places: Sequence[NDArray[np.int64]]) -> None:
+    def __init__(self, files: Sequence[SourceFile], places: Sequence[NDArray[np.int64]]) -> None:
         self._files = tuple(files)
         self._places = tuple(places)
         self._spans = Spans(len(each) - 1 for each in places)

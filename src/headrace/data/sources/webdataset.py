@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.pipeline import Pipeline
+from headrace.data.pipeline import InputPipeline
 from headrace.data.source import Epoch, Source
 from headrace.data.sources.spans import Spans
-from headrace.data.sources.storage import File, Window, each, find, identity_of
+from headrace.data.sources.storage import SourceFile, Window, each, find, identity_of
 from headrace.errors import DataError
 
 __all__ = ["from_webdataset"]
@@ -27,7 +27,7 @@ _FILES = b"0\0" + b"7"
 _PAX, _GNU_NAME, _GNU_SPARSE = b"x", b"L", b"S"
 
 
-def from_webdataset(where: str | Sequence[str], **options: Any) -> Pipeline:
+def from_webdataset(where: str | Sequence[str], **options: Any) -> InputPipeline:
     """Returns a pipeline over the examples of tar files in the form of WebDataset.
 
     An example is a dict: ending of a member's name to its content as bytes, and "__key__" to the name before the first
@@ -44,7 +44,7 @@ def from_webdataset(where: str | Sequence[str], **options: Any) -> Pipeline:
         UnfitMachine: what that file system needs is not installed.
     """
     files = find(where, options)
-    return Pipeline(_Tars(files, each(_scan, files)))
+    return InputPipeline(_Tars(files, each(_scan, files)))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Tar:
         return self.keys[begin : int(self.ends[example])].tobytes().decode(errors="surrogateescape")
 
 
-def _scan(file: File) -> _Tar:
+def _scan(file: SourceFile) -> _Tar:
     members: list[tuple[int, int]] = []
     endings: list[int] = []
     names: dict[str, int] = {}
@@ -103,7 +103,7 @@ def _scan(file: File) -> _Tar:
     )
 
 
-def _members(file: File) -> Iterator[tuple[str, int, int]]:
+def _members(file: SourceFile) -> Iterator[tuple[str, int, int]]:
     """Yields name, offset and size of every regular file in a tar.
 
     Raises:
@@ -147,7 +147,7 @@ def _members(file: File) -> Iterator[tuple[str, int, int]]:
         place = end + -size % _BLOCK
 
 
-def _checked(file: File, header: bytes, place: int) -> int:
+def _checked(file: SourceFile, header: bytes, place: int) -> int:
     """Returns the size that a header tells."""
     if len(header) < _BLOCK:
         raise DataError(
@@ -165,7 +165,7 @@ def _checked(file: File, header: bytes, place: int) -> int:
     return size
 
 
-def _damaged(file: File, place: int, why: str) -> DataError:
+def _damaged(file: SourceFile, place: int, why: str) -> DataError:
     packed = " (a compressed one must be unpacked)" if place == 0 else ""
     return DataError(f"{file.name} is damaged or no tar{packed}: at byte {place:,} there is no member: {why}")
 
@@ -187,7 +187,7 @@ def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode(errors="surrogateescape")
 
 
-def _pax(content: bytes, file: File, place: int) -> dict[str, str]:
+def _pax(content: bytes, file: SourceFile, place: int) -> dict[str, str]:
     """Returns the records `length key=value\\n` of an extended header."""
     records: dict[str, str] = {}
     try:
@@ -210,7 +210,7 @@ class _Tars(Source):
     tars: where everything is in each.
     """
 
-    def __init__(self, files: Sequence[File], tars: Sequence[_Tar]) -> None:
+    def __init__(self, files: Sequence[SourceFile], tars: Sequence[_Tar]) -> None:
         self._files = tuple(files)
         self._tars = tuple(tars)
         self._spans = Spans(len(tar.ends) for tar in tars)
