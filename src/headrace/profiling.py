@@ -16,9 +16,9 @@ from headrace.data.torch_source import as_pipeline
 from headrace.engine.order import Engine
 from headrace.engine.worker import Worker
 from headrace.report.bottleneck import Bottleneck
-from headrace.report.inputs import Inputs
+from headrace.report.inputs import InputSummary
 from headrace.report.summary import Summary
-from headrace.spec.event import Fed
+from headrace.spec.event import InputStats
 from headrace.spec.job import Job
 from headrace.strategies import OneDevice, Strategy
 from headrace.trainer import fit, launch
@@ -43,7 +43,7 @@ class Profile:
         together: of the training with its own input.
     """
 
-    alone: Fed
+    alone: InputStats
     alone_per_s: float | None
     ceiling: Summary
     together: Summary
@@ -54,9 +54,9 @@ class Profile:
         return self.together.bottleneck
 
     @property
-    def stages(self) -> Inputs:
+    def stages(self) -> InputSummary:
         """What each stage costs while nothing trains."""
-        return Inputs({0: self.alone})
+        return InputSummary({0: self.alone})
 
 
 def profile(
@@ -93,7 +93,7 @@ def profile(
     # In a worker of its own, since how a worker reads depends on what else its process does.
     reading = functools.partial(_read, seconds=seconds)
     told = launch(reading, endless, OneDevice(), device=device, engine=engine, checkpoints=False).events
-    alone = [event for event in told if isinstance(event, Fed)]
+    alone = [event for event in told if isinstance(event, InputStats)]
     data, size = replayed(_batches(job, seconds))
     say(f"the training alone, with {len(data) // size} batches that lie ready, for {seconds:g} s")
     ceiling = train(replace(endless, data=data, global_batch_size=size))
@@ -111,7 +111,7 @@ def _read(worker: Worker, seconds: float) -> None:
             break
 
 
-def _rate(told: Sequence[Fed]) -> float | None:
+def _rate(told: Sequence[InputStats]) -> float | None:
     """Returns the examples of a second, without the first one, which pays for what is opened and measured."""
     first, last = told[0], told[-1]
     examples, seconds = last.examples - first.examples, last.seconds - first.seconds

@@ -26,12 +26,12 @@ from headrace.engine.process import LAST_WORDS, log_path
 from headrace.errors import PeerLost, RunFailed, UsageError
 from headrace.policies.split import split
 from headrace.ps.snapshots import SnapshotSet
-from headrace.report.disk import Disk
+from headrace.report.disk import DiskMonitor
 from headrace.report.events import LogTail, Tail
 from headrace.report.servers import imbalance
-from headrace.report.show import Show
+from headrace.report.show import Console
 from headrace.report.stages import replica_lines, stage_lines
-from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted, Served
+from headrace.spec.event import LAUNCHER, Event, Notice, RunEnded, RunStarted, ServerStats
 from headrace.spec.plain import from_plain, to_plain
 
 __all__ = ["OnEvent", "supervise"]
@@ -151,11 +151,11 @@ def _follow(
     journal = EventWriter(order.run_dir, LAUNCHER, order.started)
     # Whoever wants no steps need not pay for reading them.
     tail = Tail(order.run_dir, skip=() if on_event else ("stepped",), new_only=True)
-    show = Show(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
+    show = Console(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
 
-    served: dict[int, Served] = {}
+    served: dict[int, ServerStats] = {}
     log = LogTail(log_path(order.run_dir, 0), until=LAST_WORDS, new_only=True)
-    disk = Disk(order.run_dir, show.line)
+    disk = DiskMonitor(order.run_dir, show.line)
 
     def follow(progress: RunProgress | None = None) -> None:
         if progress:
@@ -165,7 +165,7 @@ def _follow(
             show.line(line)
         for event in tail.read():
             show.event(event)
-            if isinstance(event, Served):
+            if isinstance(event, ServerStats):
                 served[event.rank] = event
             if on_event:
                 on_event(event)

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from headrace.cli import run
-from headrace.report.inputs import Inputs
+from headrace.report.inputs import InputSummary
 from headrace.report.summary import Summary, summarize
-from headrace.spec.event import Event, Fed, FedStage, Stepped
+from headrace.spec.event import Event, FedStage, InputStats, Stepped
 
 Capture = pytest.CaptureFixture[str]
 
 STAGES = (FedStage("source", 0.25, 0.125), FedStage(f"map({'very_' * 10}slow)", 2.0, 0.0), FedStage("batch", 0.25, 0.0))
 
 
-def fed(rank: int = 0) -> Fed:
-    return Fed(rank, 7.5, "threads", 2, 5.0, 3.0, 6, 6, 250, 24_000, 1, STAGES)
+def fed(rank: int = 0) -> InputStats:
+    return InputStats(rank, 7.5, "threads", 2, 5.0, 3.0, 6, 6, 250, 24_000, 1, STAGES)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, events: Callable[...,
             ceiling=ceiling,
             together=together,
             bottleneck=together.bottleneck,
-            stages=Inputs({0: alone}),
+            stages=InputSummary({0: alone}),
         )
 
     module = types.ModuleType("headrace.profiling")

@@ -16,7 +16,7 @@ from headrace.data import stages as stages_module
 from headrace.data.reader import ReadResult
 from headrace.data.stages import InputCounters
 from headrace.errors import DataError
-from headrace.spec.event import Fed, FedStage
+from headrace.spec.event import FedStage, InputStats
 
 BATCH = (torch.zeros(4, 2), torch.zeros(4))
 """48 bytes."""
@@ -38,7 +38,7 @@ def test_counts_are_sums(clock: list[float]) -> None:
     stages.add(0, ReadResult(BATCH, 4, (), (0.2, 0.1, 0.1), (0.1, 0.0, 0.0)), asked=10.0, ready=1)
     stages.add(0, ReadResult(BATCH, 3, ("b: gone",), (0.4, 0.2, 0.1), (0.2, 0.0, 0.0)), asked=11.0, ready=2)
     fed = stages.event(1, 7.0)
-    assert fed == Fed(
+    assert fed == InputStats(
         rank=1,
         time_s=7.0,
         parallel="threads",

@@ -16,7 +16,7 @@ from headrace.engine.local import LocalEngine
 from headrace.errors import WorkerFailed
 from headrace.report.events import read_events
 from headrace.run import Run
-from headrace.spec.event import Event, Failed, Fed, Notice, WorkerEnded
+from headrace.spec.event import Event, Failed, InputStats, Notice, WorkerEnded
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +57,8 @@ def test_an_error_comes_back_with_the_examples_key_and_the_users_traceback(
 def test_what_is_left_out_is_counted_and_said(engine: LocalEngine, parallel: str) -> None:
     data = pipeline(parallel).on_error("skip")
     run = hr.fit(make_job(data=data, epochs=3), hr.Mirrored(2), engine=engine)
-    last = [of_rank(run, Fed, rank)[-1] for rank in range(2)]
-    assert all(isinstance(event, Fed) for event in last)
+    last = [of_rank(run, InputStats, rank)[-1] for rank in range(2)]
+    assert all(isinstance(event, InputStats) for event in last)
     assert sum(event.skipped for event in last) == 3  # type: ignore[attr-defined]
     assert sum(event.examples for event in last) == 3 * (EXAMPLES - 1)  # type: ignore[attr-defined]
     said = [event.text for event in run.events if isinstance(event, Notice) and event.rank >= 0]
@@ -80,11 +80,11 @@ def test_every_worker_says_how_it_was_fed_and_says_it_before_its_end(engine: Loc
     data = hr.data.from_arrays(INPUTS, TARGETS).map(slow, parallel="inline")
     run = hr.fit(make_job(data=data, epochs=20), hr.Mirrored(2), engine=engine)
     for rank in range(2):
-        told = of_rank(run, Fed, rank)
+        told = of_rank(run, InputStats, rank)
         # Reading alone takes 1.28 s, and it speaks about once a second.
         assert len(told) >= 2
         last = told[-1]
-        assert isinstance(last, Fed)
+        assert isinstance(last, InputStats)
         assert (last.parallel, last.readers, last.batches, last.examples) == ("inline", 1, 160, 640)
         assert [stage.name for stage in last.stages] == ["source", "map(slow)", "batch"]
         assert last.stages[1].busy_s >= 640 * 0.002

@@ -14,10 +14,10 @@ from headrace.spec.event import (
     Notice,
     RunEnded,
     RunStarted,
-    Served,
     ServedShard,
     ServerEnded,
     ServerStarted,
+    ServerStats,
     Stepped,
     WorkerEnded,
     WorkerStarted,
@@ -142,14 +142,14 @@ def portions(workers: int, until_s: float = 6.0) -> list[Event]:
     return events
 
 
-def served(rank: int, time_s: float, workers: int, server: int = 0) -> Served:
+def served(rank: int, time_s: float, workers: int, server: int = 0) -> ServerStats:
     """What a server says at a time between 1 and 7 s; see `make_served_run`."""
     part = (time_s - 1.0) / 6.0
     others, each = workers - 1, round(60 * part)
     once, twice = 2 * (each - each // 3), 2 * (each // 3)
     counts = {str(others): once, str(2 * others): twice} if others else {"0": once + twice}
     pushes = each * workers
-    return Served(
+    return ServerStats(
         rank,
         time_s,
         busy_s=(time_s - 1.0) / 4,

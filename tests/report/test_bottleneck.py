@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headrace.report.bottleneck import Bottleneck, bottleneck_of
-from headrace.report.inputs import Inputs
+from headrace.report.inputs import InputSummary
 from headrace.report.training_clock import StepTimes
-from headrace.spec.event import Fed, FedStage
+from headrace.spec.event import FedStage, InputStats
 
 
 def step(wait: float = 0.0, compute: float = 0.0, exchange: float = 0.0) -> StepTimes:
@@ -16,7 +16,7 @@ def step(wait: float = 0.0, compute: float = 0.0, exchange: float = 0.0) -> Step
 
 def fed(
     source: float = 0.1, decode: float = 0.6, batch: float = 0.1, waiting: float = 0.0, parallel: str = "threads"
-) -> Fed:
+) -> InputStats:
     """Of 100 examples, by 2 readers."""
     stages = (
         FedStage("source", source, waiting),
@@ -24,13 +24,13 @@ def fed(
         FedStage("batch", batch, 0),
     )
     readers = 1 if parallel == "inline" else 2
-    return Fed(0, 1.0, parallel, readers, 1.0, 0.5, 0, 10, 100, 1000, 0, stages)
+    return InputStats(0, 1.0, parallel, readers, 1.0, 0.5, 0, 10, 100, 1000, 0, stages)
 
 
-def found(*workers: tuple[StepTimes, Fed]) -> Bottleneck:
+def found(*workers: tuple[StepTimes, InputStats]) -> Bottleneck:
     bottleneck = bottleneck_of(
         {rank: times for rank, (times, _) in enumerate(workers)},
-        Inputs({rank: work for rank, (_, work) in enumerate(workers)}),
+        InputSummary({rank: work for rank, (_, work) in enumerate(workers)}),
     )
     assert bottleneck is not None
     return bottleneck
@@ -93,9 +93,9 @@ def test_the_exchange() -> None:
         (fed(batch=2.0, parallel="inline"), "smaller tensors"),
     ],
 )
-def test_what_to_try_next_follows_from_where_the_time_goes(work: Fed, said: str) -> None:
+def test_what_to_try_next_follows_from_where_the_time_goes(work: InputStats, said: str) -> None:
     assert said in found((step(wait=0.5, compute=0.4), work)).remedy
 
 
 def test_nobody_knows_before_a_step() -> None:
-    assert bottleneck_of({}, Inputs({0: fed()})) is None
+    assert bottleneck_of({}, InputSummary({0: fed()})) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.report import disk
-from headrace.report.disk import Disk
+from headrace.report.disk import DiskMonitor
 
 
 def test_a_full_disk_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_a_full_disk_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "statvfs", found)
     said: list[str] = []
-    looked = Disk(tmp_path, said.append)
+    looked = DiskMonitor(tmp_path, said.append)
     for _ in range(5):
         looked.look()
     assert [line.partition(": ")[0].removeprefix(f"the disk of {tmp_path} ") for line in said] == [
@@ -40,7 +40,7 @@ def test_it_looks_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     real = os.statvfs(tmp_path)
     monkeypatch.setattr(disk, "monotonic", lambda: now)
     monkeypatch.setattr(os, "statvfs", lambda place: (looks.append(now), real)[1])
-    looked = Disk(tmp_path, lambda line: None)
+    looked = DiskMonitor(tmp_path, lambda line: None)
     for tenth in range(35):
         now = tenth / 10
         looked.look()

@@ -11,15 +11,15 @@ import pytest
 
 from headrace.report import References, comparison_table, run_table, summarize, write_page
 from headrace.report.input_words import INPUT_HEADS, input_cells
-from headrace.report.inputs import Inputs, blocked_s, busy_s, cost_s, inputs_of, occupancy
+from headrace.report.inputs import InputSummary, blocked_s, busy_s, cost_s, inputs_of, occupancy
 from headrace.report.table import comparison_plain, run_plain, run_rows
-from headrace.spec.event import Event, Fed, FedStage
+from headrace.spec.event import Event, FedStage, InputStats
 
 
-def fed(rank: int, time_s: float, batches: int, parallel: str = "threads") -> Fed:
+def fed(rank: int, time_s: float, batches: int, parallel: str = "threads") -> InputStats:
     """Of each batch: 8 examples, 0.02 s in the source, half of it waiting, 0.07 s in the transform, 0.01 s to batch."""
     stages = (("source", 0.02, 0.01), ("map(decode)", 0.07, 0.0), ("batch", 0.01, 0.0))
-    return Fed(
+    return InputStats(
         rank=rank,
         time_s=time_s,
         parallel=parallel,
@@ -35,7 +35,7 @@ def fed(rank: int, time_s: float, batches: int, parallel: str = "threads") -> Fe
     )
 
 
-def of(*events: Event, attempts: int = 1) -> Inputs:
+def of(*events: Event, attempts: int = 1) -> InputSummary:
     begun = [dataclasses.make_dataclass("Attempt", ["events"])(events) for _ in range(attempts)]
     found = inputs_of(begun)  # type: ignore[arg-type]
     assert found is not None

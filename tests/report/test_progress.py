@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from headrace.report import Progress
+from headrace.report import ProgressBar
 
 
 class _Terminal(io.StringIO):
@@ -23,7 +23,7 @@ class _Clock:
 
 def test_one_plain_line_every_10_seconds():
     stream, clock = io.StringIO(), _Clock()
-    with Progress(100, "mirrored", stream, clock=clock) as progress:
+    with ProgressBar(100, "mirrored", stream, clock=clock) as progress:
         for step in range(1, 101):
             clock.now = 100.0 + step * 0.25
             progress.update(step, 2.5, 4312.0)
@@ -37,7 +37,7 @@ def test_one_plain_line_every_10_seconds():
 
 def test_an_unknown_end_and_missing_numbers():
     stream, clock = io.StringIO(), _Clock()
-    progress = Progress(None, "a\x1b[31m", stream, clock=clock)
+    progress = ProgressBar(None, "a\x1b[31m", stream, clock=clock)
     clock.now += 10
     progress.update(7)
     progress.line("a notice")
@@ -46,7 +46,7 @@ def test_an_unknown_end_and_missing_numbers():
 
 def test_nothing_is_written_after_the_end():
     stream, clock = io.StringIO(), _Clock()
-    with Progress(5, "a", stream, clock=clock) as progress:
+    with ProgressBar(5, "a", stream, clock=clock) as progress:
         progress.close("over")
         clock.now += 100
         progress.update(5)
@@ -58,7 +58,7 @@ def test_nothing_is_written_after_the_end():
 def test_a_terminal_gets_a_bar_at_most_4_times_a_second_that_gives_way_to_the_last_line():
     stream, clock = _Terminal(), _Clock()
     drawn = []
-    with Progress(1000, "mirrored [red] {x}", stream, clock=clock) as progress:
+    with ProgressBar(1000, "mirrored [red] {x}", stream, clock=clock) as progress:
         for step in range(1, 999):
             before = stream.tell()
             clock.now = 100.0 + step * 0.01
@@ -78,7 +78,7 @@ def test_a_terminal_gets_a_bar_at_most_4_times_a_second_that_gives_way_to_the_la
 
 def test_plain_is_obeyed_on_a_terminal():
     stream, clock = _Terminal(), _Clock()
-    with Progress(10, "a", stream, plain=True, clock=clock) as progress:
+    with ProgressBar(10, "a", stream, plain=True, clock=clock) as progress:
         clock.now += 11
         progress.update(3)
     assert "\x1b" not in stream.getvalue()
@@ -88,6 +88,6 @@ def test_plain_is_obeyed_on_a_terminal():
 @pytest.mark.slow
 def test_plain_false_draws_a_bar_into_a_file():
     stream = io.StringIO()
-    with Progress(10, "a", stream, plain=False):
+    with ProgressBar(10, "a", stream, plain=False):
         pass
     assert "\x1b" in stream.getvalue()

@@ -11,7 +11,7 @@ from headrace.report import summarize, write_page
 from headrace.report.drawing import Histogram, draw_histograms
 from headrace.report.palette import colours_of
 from headrace.report.server_pictures import server_pictures
-from headrace.spec.event import Failed, Served, ServedShard
+from headrace.spec.event import Failed, ServedShard, ServerStats
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -80,7 +80,7 @@ def test_servers_without_a_step_and_with_hostile_names_have_a_page(tmp_path, mak
     started = summarize(make_served_run(tmp_path / "a")).started
     hostile = "<script>alert(1)</script>$\\bad$ &amp; \x00"
     shards = (ServedShard(hostile, 40, 0, 0, 0, 0.0, 0, 0),)
-    spoken = Served(2, 3.0, 0.0, 0.0, 0, {"0": {}}, {}, {hostile: 1}, shards)
+    spoken = ServerStats(2, 3.0, 0.0, 0.0, 0, {"0": {}}, {}, {hostile: 1}, shards)
     run_dir = write_events(tmp_path / "b", [started, spoken, Failed(0, 3.1, 0, "ValueError: bad")])
     page = write_page(tmp_path / "page.html", [summarize(run_dir)]).read_text()
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))

@@ -11,7 +11,7 @@ from headrace.ps.tally import ServerCounters
 from headrace.report import run_plain, summarize
 from headrace.report.servers import imbalance, to_mean
 from headrace.report.staleness import ROUNDS
-from headrace.spec.event import LAUNCHER, RunEnded, Served, ServedShard, ServerEnded, ServerStarted
+from headrace.spec.event import LAUNCHER, RunEnded, ServedShard, ServerEnded, ServerStarted, ServerStats
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (4, 2), (16, 4)])
@@ -75,7 +75,7 @@ def test_runs_without_servers_have_none(tmp_path, make_run, write_events):
 
 
 def test_means_of_rounds_are_nobodys(tmp_path, make_run):
-    served = Served(2, 2.0, 0.1, 1.0, 1, {"-1": {"0": 10}}, {"0": 0.5, "1": 0.25}, {"late": 3}, _shards(1000))
+    served = ServerStats(2, 2.0, 0.1, 1.0, 1, {"-1": {"0": 10}}, {"0": 0.5, "1": 0.25}, {"late": 3}, _shards(1000))
     servers = summarize(make_run(tmp_path / "a", "parameter_server", extra=[served])).servers
     assert set(servers.staleness) == {ROUNDS}
     assert servers.staleness_of_all.largest == 0
@@ -103,8 +103,8 @@ def test_attempts_add_up(tmp_path, make_served_run, write_events):
     events = [
         started,
         *(ServerStarted(rank, 11.0, "weir", 7, 2, 4040) for rank in (2, 4)),
-        Served(2, 13.0, 1.0, 3.0, 9, {"0": {"7": 5}}, {"0": 0.2}, {"late": 1}, _shards(1000)),
-        Served(4, 13.0, 0.5, 2.0, 1, {"0": {"7": 5}}, {"0": 0.1}, {}, _shards(10)),
+        ServerStats(2, 13.0, 1.0, 3.0, 9, {"0": {"7": 5}}, {"0": 0.2}, {"late": 1}, _shards(1000)),
+        ServerStats(4, 13.0, 0.5, 2.0, 1, {"0": {"7": 5}}, {"0": 0.1}, {}, _shards(10)),
         *(ServerEnded(rank, 13.1, 1, 2, 3, 4) for rank in (2, 4)),
         RunEnded(LAUNCHER, 14.0, "ok"),
     ]
@@ -148,7 +148,7 @@ def _shards(*sizes, apply_s=0.2):
 
 
 def _says(rank, shards, queue_mean=1.0, time_s=2.0):
-    return Served(rank, time_s, 0.1, queue_mean, 4, {}, {}, {}, shards)
+    return ServerStats(rank, time_s, 0.1, queue_mean, 4, {}, {}, {}, shards)
 
 
 def test_a_server_with_more_than_its_share_is_named_with_its_shard():

@@ -6,13 +6,13 @@ import io
 from pathlib import Path
 
 from headrace.report.events import LogTail
-from headrace.report.show import Show
+from headrace.report.show import Console
 from headrace.spec.event import Averaged, Evaluated, NonFinite, Notice, Saved
 
 
 def test_lines_that_are_worth_one() -> None:
     stream = io.StringIO()
-    show = Show("mirrored", 10, plain=True, stream=stream)
+    show = Console("mirrored", 10, plain=True, stream=stream)
     show.event(Notice(-1, 0.0, "2 workers"))
     show.event(Evaluated(0, 1.0, 5, 1, 100, {"loss": 0.25, "accuracy": 0.5}, 0.1))
     show.event(Evaluated(0, 1.0, 1, 1, 100, {"loss": 0.25}, 0.1))
@@ -29,12 +29,12 @@ def test_lines_that_are_worth_one() -> None:
 def test_a_save_has_a_line_where_there_is_no_bar() -> None:
     saved = Saved(0, 1.0, 120, 84_000_000, 0.01, 0.2)
     stream = io.StringIO()
-    show = Show("mirrored", 10, plain=True, stream=stream)
+    show = Console("mirrored", 10, plain=True, stream=stream)
     show.event(saved)
     show.close()
     assert stream.getvalue() == "mirrored: saved step 120, 84.0 MB\n"
     stream = io.StringIO()
-    show = Show("mirrored", 10, plain=False, stream=stream)
+    show = Console("mirrored", 10, plain=False, stream=stream)
     show.event(saved)
     show.close()
     assert "saved" not in stream.getvalue()
@@ -42,7 +42,7 @@ def test_a_save_has_a_line_where_there_is_no_bar() -> None:
 
 def test_rounds_that_are_not_finite_do_not_fill_the_screen() -> None:
     stream = io.StringIO()
-    show = Show("mirrored", 2000, plain=True, stream=stream)
+    show = Console("mirrored", 2000, plain=True, stream=stream)
     for step, ranks in ((3, (1,)), (4, (0, 1)), (5, ())):
         show.event(NonFinite(0, 1.0, step, ranks, "rollback" if not ranks else "skip"))
     for step in range(6, 1206):
@@ -61,7 +61,7 @@ def test_rounds_that_are_not_finite_do_not_fill_the_screen() -> None:
 
 def test_copies_that_were_left_out_are_told() -> None:
     stream = io.StringIO()
-    show = Show("mean", 100, plain=True, stream=stream)
+    show = Console("mean", 100, plain=True, stream=stream)
     for left_out in ((), (1,), (0, 2)):
         show.event(Averaged(0, 1.0, 16, 16, 16, "as asked for", 0.1, 0.01, left_out))
     show.close()
@@ -73,7 +73,7 @@ def test_copies_that_were_left_out_are_told() -> None:
 
 def test_nothing_is_said_before_the_first_step() -> None:
     stream = io.StringIO()
-    show = Show("mirrored", None, plain=True, stream=stream)
+    show = Console("mirrored", None, plain=True, stream=stream)
     show.update(0, 0.0, 0)
     show.close()
     assert stream.getvalue() == ""

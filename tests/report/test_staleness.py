@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.report.attempts import attempts
 from headrace.report.staleness import Staleness, staleness_over_time
 from headrace.report.training_clock import TrainingClock
-from headrace.spec.event import LAUNCHER, Evaluated, RunStarted, Served, Stepped
+from headrace.spec.event import LAUNCHER, Evaluated, RunStarted, ServerStats, Stepped
 
 COUNTS = st.dictionaries(st.integers(0, 300).map(str), st.integers(0, 50), max_size=12)
 
@@ -41,7 +41,7 @@ def _step(rank, time_s, step):
 
 
 def _served(rank, time_s, staleness):
-    return Served(rank, time_s, 0.1, 1.0, 1, staleness, {}, {}, ())
+    return ServerStats(rank, time_s, 0.1, 1.0, 1, staleness, {}, {}, ())
 
 
 def _over_time(events):

@@ -47,12 +47,12 @@ EVENTS = {
     "worker_ended": st.builds(event.WorkerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT, COUNT),
     "server_started": st.builds(event.ServerStarted, *STAMP, WORD, COUNT, COUNT, COUNT),
     "served": st.builds(
-        event.Served,
+        event.ServerStats,
         *(*STAMP, SECONDS, SECONDS, COUNT, st.dictionaries(WORD, COUNTS, max_size=3)),
         *(st.dictionaries(WORD, SECONDS, max_size=3), COUNTS, st.lists(SHARD, max_size=2).map(tuple)),
     ),
     "fed": st.builds(
-        event.Fed,
+        event.InputStats,
         *(*STAMP, WORD, COUNT, SECONDS, SECONDS, *(COUNT,) * 5),
         st.lists(STAGE, max_size=3).map(tuple),
     ),

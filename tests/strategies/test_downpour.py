@@ -19,7 +19,7 @@ import headrace as hr
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UsageError
 from headrace.ps.background import Background
-from headrace.spec.event import NonFinite, Served
+from headrace.spec.event import NonFinite, ServerStats
 from strategies.contract_models import BATCH, COUNTS, MODELS, VARIANTS, verb_by_verb
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import distance, train
@@ -239,8 +239,8 @@ def test_a_gradient_that_is_not_finite_is_left_out_of_the_sum(overlap: bool) -> 
     assert dict(served(run).refused) == {"not_finite": len(served(run).shards)}
 
 
-def served(run: hr.Run) -> Served:
-    return [event for event in run.events if isinstance(event, Served)][-1]
+def served(run: hr.Run) -> ServerStats:
+    return [event for event in run.events if isinstance(event, ServerStats)][-1]
 
 
 def staleness(run: hr.Run) -> dict[int, float]:

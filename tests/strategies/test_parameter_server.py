@@ -20,7 +20,7 @@ from headrace.data import Loader, as_pipeline
 from headrace.errors import InfeasiblePlan, NonFiniteGradient, NonFiniteLoss, UnknownName, UsageError, WorkerFailed
 from headrace.ps.applier import Remedies
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.event import NonFinite, Served, Stepped
+from headrace.spec.event import NonFinite, ServerStats, Stepped
 from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Bang, Case, dense, verb_by_verb
 from strategies.contract_options import BF16, OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, distance, train
@@ -261,7 +261,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_the_others_go_on(strategy:
     assert all(tensor.isfinite().all() for tensor in run.model.state_dict().values())
     told = [event for event in run.events if isinstance(event, NonFinite)]
     assert [(event.rank, event.step, event.action) for event in told] == [(1, 1, "skip"), (1, 3, "skip")]
-    (served,) = [event for event in run.events if isinstance(event, Served)][-1:]
+    (served,) = [event for event in run.events if isinstance(event, ServerStats)][-1:]
     shards = len(served.shards)
     assert dict(served.refused) == {"not_finite": 2 * shards}
     losses = {(event.rank, event.step): event.loss for event in run.events if isinstance(event, Stepped)}

@@ -22,7 +22,7 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.replica.outer import Elastic, MeanStep, Nesterov, OuterStep
 from headrace.report.attempts import attempts
 from headrace.report.averaging import averaging_of
-from headrace.spec.event import Served, Stepped
+from headrace.spec.event import ServerStats, Stepped
 from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, carried, distance, train
@@ -229,15 +229,15 @@ def test_nobody_waits_for_who_does_not_come(wait: float, servers: int) -> None:
 
     run = hr.launch(loop, job_of(count=96), THROUGH(3, period=3, wait=wait, servers=servers), engine=hr.ThreadEngine())
     assert run.status == "ok"
-    late = [event.refused.get("late", 0) for event in run.events if isinstance(event, Served)]
+    late = [event.refused.get("late", 0) for event in run.events if isinstance(event, ServerStats)]
     assert max(late) >= 1, "what the last one made for the first average is of no use"
     begun, then = [event.lease for event in run.events if isinstance(event, Stepped) and event.rank == 1][:2]
     assert begun >= 0 > then, "so it does not go on with that"
     assert all(bool(each.isfinite().all()) for each in run.model.parameters())
 
 
-def served(run: hr.Run) -> Served:
-    return [event for event in run.events if isinstance(event, Served)][-1]
+def served(run: hr.Run) -> ServerStats:
+    return [event for event in run.events if isinstance(event, ServerStats)][-1]
 
 
 def test_a_deadline_that_no_step_keeps() -> None:

@@ -18,7 +18,7 @@ import headrace as hr
 from headrace.engine.local import LocalEngine
 from headrace.errors import InfeasiblePlan, NonFiniteLoss, UsageError
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.event import Served, Stepped
+from headrace.spec.event import ServerStats, Stepped
 from headrace.strategies import resolve
 from strategies.contract_models import ADAM, MODELS, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import OPTIONS
@@ -177,7 +177,7 @@ def test_an_epoch_visits_every_example_once_and_every_shard_has_every_push_once(
         if span == 1:
             assert len(set(leases)) == len(leases) == run.plan.replicas * 4 * epochs
     assert sum(event.examples for event in steps) == count * epochs, "the last stage counts"
-    last = {event.rank: event for event in run.events if isinstance(event, Served)}
+    last = {event.rank: event for event in run.events if isinstance(event, ServerStats)}
     pushed = len({event.lease for event in steps})
     assert {shard.pushes for served in last.values() for shard in served.shards} == {pushed}
     assert [served.refused for served in last.values()] == [{}] * len(last)
@@ -200,7 +200,7 @@ def test_an_evaluation_is_that_of_the_parameters_that_are_left(regime: str, inne
 def test_slices_move_once_and_what_all_hold_once() -> None:
     run = hr.fit(CASES["mlp"].job(8), hr.Hybrid(LOCK_STEP(2), SLICES), engine=hr.ThreadEngine())
     sizes = {name: each.numel() * each.element_size() for name, each in run.model.named_parameters()}
-    last = {event.rank: event for event in run.events if isinstance(event, Served)}
+    last = {event.rank: event for event in run.events if isinstance(event, ServerStats)}
     pushed = sum(shard.pushed_bytes for served in last.values() for shard in served.shards)
     assert pushed == 2 * run.summary.steps * sum(sizes.values())
 
@@ -210,7 +210,7 @@ def test_each_rank_moves_the_bytes_of_its_own_stage() -> None:
     run = hr.fit(job, hr.Hybrid(outer, ONE_BY_ONE), engine=hr.ThreadEngine())
     rounds = run.summary.steps
     sizes = {name: each.numel() * each.element_size() for name, each in run.model.named_parameters()}
-    last = {event.rank: event for event in run.events if isinstance(event, Served)}
+    last = {event.rank: event for event in run.events if isinstance(event, ServerStats)}
     named = [{shard.name for shard in served.shards} for served in last.values()]
     assert named[0] | named[1] == set(sizes)
     assert not named[0] & named[1]
@@ -243,7 +243,7 @@ def test_a_bad_gradient_of_one_stage_is_that_of_the_replica() -> None:
     job = Case(dense, options=hr.Options(on_nonfinite="skip")).job(8)
     run = hr.launch(poisoned, job, hr.Hybrid(LOCK_STEP(2), ONE_BY_ONE), engine=hr.ThreadEngine())
     assert all(tensor.isfinite().all() for tensor in run.model.state_dict().values())
-    last = {event.rank: event for event in run.events if isinstance(event, Served)}
+    last = {event.rank: event for event in run.events if isinstance(event, ServerStats)}
     assert [dict(served.refused) for served in last.values()] == [
         {"not_finite": len(served.shards)} for served in last.values()
     ]

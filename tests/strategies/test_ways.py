@@ -12,7 +12,7 @@ from torch import nn
 import headrace as hr
 from headrace.comm.remote_link import RemoteClientTransport
 from headrace.errors import UnknownName
-from headrace.spec.event import Served
+from headrace.spec.event import ServerStats
 
 THREADS = hr.ThreadEngine()
 GENERATOR = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ def on_one_device() -> hr.Run:
 
 def moved(run: hr.Run) -> tuple[int, int]:
     """Bytes that were pushed, and pulled."""
-    last = {event.rank: event for event in run.events if isinstance(event, Served)}
+    last = {event.rank: event for event in run.events if isinstance(event, ServerStats)}
     shards = [shard for event in last.values() for shard in event.shards]
     return sum(shard.pushed_bytes for shard in shards), sum(shard.pulled_bytes for shard in shards)
 
@@ -64,7 +64,7 @@ def test_a_model_of_more_pushes_than_may_be_on_their_way(workers: int, servers: 
     # Every worker waits for answers in the middle of its push, and they depend on the others' pushes.
     run, alone = (train(each, model=wide, epochs=1) for each in (strategy, hr.OneDevice()))
     assert distance(run, alone) <= 1e-9
-    last = {event.rank: event for event in run.events if isinstance(event, Served)}
+    last = {event.rank: event for event in run.events if isinstance(event, ServerStats)}
     assert min(len(event.shards) for event in last.values()) > RemoteClientTransport.window
 
 
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_not_finite_is_refused_in_fewer_bits_too(codec: str) 
     data = hr.data.from_arrays(inputs, CLASSES)
     run = train(hr.ParameterServer(2, push_codec=codec), data=data, options=hr.Options(on_nonfinite="skip"))
     assert all(bool(parameter.isfinite().all()) for parameter in run.model.parameters())
-    last = [event for event in run.events if isinstance(event, Served)][-1]
+    last = [event for event in run.events if isinstance(event, ServerStats)][-1]
     assert last.refused == {"not_finite": 3 * 4}, "one push an epoch, on each of four shards"
 
 

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from headrace.data.reader import ReadResult
 from headrace.errors import DataError
-from headrace.spec.event import Fed, FedStage
+from headrace.spec.event import FedStage, InputStats
 
 __all__ = ["InputCounters"]
 
@@ -87,9 +87,9 @@ class InputCounters:
             self._told = self._last
             self._tell(self)
 
-    def event(self, rank: int, time_s: float) -> Fed:
+    def event(self, rank: int, time_s: float) -> InputStats:
         """Returns the counts as they are now."""
-        return Fed(
+        return InputStats(
             rank=rank,
             time_s=time_s,
             parallel=self.parallel,

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from headrace.engine.journal import EventWriter
 from headrace.replica.meetings import PeriodicSync, SyncResult
-from headrace.spec.averaged import Averaged
+from headrace.spec.averaged import ParametersAveraged
 
 __all__ = ["PeriodicLoop", "averaged_event"]
 
@@ -46,6 +46,8 @@ class PeriodicLoop:
             )
 
 
-def averaged_event(rank: int, now: float, done: int, met: SyncResult) -> Averaged:
+def averaged_event(rank: int, now: float, done: int, met: SyncResult) -> ParametersAveraged:
     """Returns the event that tells of a meeting after so many rounds."""
-    return Averaged(rank, now, done, met.rounds, met.period, met.why, met.drift, met.took_s, met.left_out, met.number)
+    return ParametersAveraged(
+        rank, now, done, met.rounds, met.period, met.why, met.drift, met.took_s, met.left_out, met.number
+    )

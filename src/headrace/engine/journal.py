@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.spec.event import Event, encode
-from headrace.spec.passed import Passed, StagePass
+from headrace.spec.passed import PipelineStepTimed, StagePass
 
 __all__ = ["EventWriter", "events_path"]
 
@@ -74,13 +74,13 @@ class EventWriter:
             self.flush()
 
     def passed(self, step: int, in_flight: int, passes: Sequence[StagePass]) -> None:
-        """Appends a `Passed` event after some of the steps of a pipeline: the same ones on all of its ranks."""
+        """Appends a `PipelineStepTimed` event after some of the steps of a pipeline: the same ones on all of its ranks."""
         if passes and step % _PASSED_EVERY == _PASSED_AT:
             started = self._started
             told = tuple(
                 replace(each, began_s=each.began_s - started, ended_s=each.ended_s - started) for each in passes
             )
-            self._lines.append(encode(Passed(self.rank, self.now(), step, in_flight, told)))
+            self._lines.append(encode(PipelineStepTimed(self.rank, self.now(), step, in_flight, told)))
 
     def flush(self) -> None:
         """Hands what waits to the operating system."""

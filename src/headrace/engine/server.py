@@ -21,7 +21,7 @@ from headrace.ps.pairing import ReplicatedTransport
 from headrace.ps.replication import View
 from headrace.ps.server import Server
 from headrace.ps.snapshots import Snapshots, SnapshotSet, read
-from headrace.spec.event import Failed, Notice, Served, ServerEnded, ServerStarted, SnapshotTaken
+from headrace.spec.event import Failed, Notice, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
 from headrace.spec.plan import Plan
 from headrace.strategies.strategy import ServerContext
 
@@ -129,7 +129,7 @@ class _Snapshotting:
         self._snapshots.close()
 
 
-def _by_rank(served: Served, plan: Plan) -> Served:
+def _by_rank(served: ServerStats, plan: Plan) -> ServerStats:
     """Returns what was done for whom by rank: where several ranks hold a replica, a server knows it as one worker."""
     ranks, stage = plan.workers // plan.replicas, plan.role(served.rank).stage
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import mul
 
 from headrace.ps.form import ShardLayout
-from headrace.spec.event import Served, ServedShard
+from headrace.spec.event import ServedShard, ServerStats
 
 __all__ = ["ServerCounters"]
 
@@ -74,11 +74,11 @@ class ServerCounters:
         moved = (*map(mul, self._pushed_lengths, self._pushes), *map(mul, self._pulled_lengths, self._pulls))
         return int(sum(moved))
 
-    def event(self, rank: int, time_s: float) -> Served:
+    def event(self, rank: int, time_s: float) -> ServerStats:
         """Returns the counts as they are now."""
         pushed, pulled = map(mul, self._pushed_lengths, self._pushes), map(mul, self._pulled_lengths, self._pulls)
         columns = (self._names, self._lengths, self._pushes, self._pulls, self._steps, self._apply_s, pushed, pulled)
-        return Served(
+        return ServerStats(
             rank=rank,
             time_s=time_s,
             busy_s=self.busy_s,

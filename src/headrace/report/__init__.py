@@ -2,7 +2,7 @@
 
 from headrace.report.events import EventLog, Tail, read_events, read_log
 from headrace.report.page import write_page
-from headrace.report.progress import Progress
+from headrace.report.progress import ProgressBar
 from headrace.report.references import References, verdict
 from headrace.report.summary import Summary, summarize
 from headrace.report.table import comparison_plain, comparison_table, run_plain, run_table
@@ -10,7 +10,7 @@ from headrace.report.tensorboard import TensorBoard
 
 __all__ = [
     "EventLog",
-    "Progress",
+    "ProgressBar",
     "References",
     "Summary",
     "Tail",

@@ -10,21 +10,21 @@ from typing import Any
 
 from headrace.report.attempts import Attempt, of_kind
 from headrace.report.quantities import duration, short
-from headrace.spec.averaged import Averaged
+from headrace.spec.averaged import ParametersAveraged
 from headrace.spec.plain import to_plain
 
-__all__ = ["Averaging", "averaging_line", "averaging_of", "averaging_plain", "averaging_rows"]
+__all__ = ["AveragingSummary", "averaging_line", "averaging_of", "averaging_plain", "averaging_rows"]
 
 
 @dataclass(frozen=True)
-class Averaging:
+class AveragingSummary:
     """The meetings of a run; what a later attempt did again counts once.
 
     Attributes:
         meetings: at least one, in their order.
     """
 
-    meetings: tuple[Averaged, ...]
+    meetings: tuple[ParametersAveraged, ...]
 
     @property
     def mean_rounds(self) -> float:
@@ -37,7 +37,7 @@ class Averaging:
         return sum(each.drift for each in self.meetings) / len(self.meetings)
 
     @property
-    def furthest(self) -> Averaged:
+    def furthest(self) -> ParametersAveraged:
         """The meeting at which the workers had drifted furthest apart."""
         return max(self.meetings, key=lambda each: each.drift)
 
@@ -47,19 +47,19 @@ class Averaging:
         return Counter(rank for each in self.meetings for rank in each.left_out)
 
 
-def averaging_of(attempts: Sequence[Attempt]) -> Averaging | None:
+def averaging_of(attempts: Sequence[Attempt]) -> AveragingSummary | None:
     """Returns the meetings of a run; None where there were none."""
-    meetings: list[Averaged] = []
+    meetings: list[ParametersAveraged] = []
     for attempt, then in zip_longest(attempts, attempts[1:]):
         until = then.started.resumed_step if then else None
-        told = [each for each in of_kind(Averaged, attempt.events) if until is None or each.step <= until]
+        told = [each for each in of_kind(ParametersAveraged, attempt.events) if until is None or each.step <= until]
         meetings += _merged(told)
-    return Averaging(tuple(meetings)) if meetings else None
+    return AveragingSummary(tuple(meetings)) if meetings else None
 
 
-def _merged(told: Sequence[Averaged]) -> list[Averaged]:
+def _merged(told: Sequence[ParametersAveraged]) -> list[ParametersAveraged]:
     """Returns one event a meeting: where each worker tells of itself, that of whoever had drifted furthest."""
-    meetings: dict[int, list[Averaged]] = {}
+    meetings: dict[int, list[ParametersAveraged]] = {}
     for each in told:
         # What one tells for all has no number.
         meetings.setdefault(each.meeting or -1 - len(meetings), []).append(each)
@@ -72,7 +72,7 @@ def _merged(told: Sequence[Averaged]) -> list[Averaged]:
     return merged
 
 
-def averaging_line(averaging: Averaging) -> str:
+def averaging_line(averaging: AveragingSummary) -> str:
     """Returns what stands below a comparison."""
     last = averaging.meetings[-1]
     return (
@@ -81,7 +81,7 @@ def averaging_line(averaging: Averaging) -> str:
     )
 
 
-def averaging_rows(averaging: Averaging) -> list[tuple[str, str]]:
+def averaging_rows(averaging: AveragingSummary) -> list[tuple[str, str]]:
     """Returns what is worth saying of a run's meetings, as names and values in words."""
     last, furthest = averaging.meetings[-1], averaging.furthest
     mean_s = sum(each.exchange_s for each in averaging.meetings) / len(averaging.meetings)
@@ -101,7 +101,7 @@ def averaging_rows(averaging: Averaging) -> list[tuple[str, str]]:
     return rows
 
 
-def averaging_plain(averaging: Averaging) -> dict[str, Any]:
+def averaging_plain(averaging: AveragingSummary) -> dict[str, Any]:
     """Returns the same and more as JSON values, with all digits."""
     return {
         "meetings": [to_plain(each) for each in averaging.meetings],
@@ -112,7 +112,7 @@ def averaging_plain(averaging: Averaging) -> dict[str, Any]:
     }
 
 
-def _meetings(averaging: Averaging) -> str:
+def _meetings(averaging: AveragingSummary) -> str:
     count = len(averaging.meetings)
     return f"{count} meeting{'s' * (count != 1)}, one in {short(averaging.mean_rounds)} rounds"
 

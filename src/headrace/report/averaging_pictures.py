@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from headrace.report.drawing import Curve, draw_curves
 from headrace.report.looks import Picture, looks
 from headrace.report.summary import Summary
-from headrace.spec.averaged import Averaged
+from headrace.spec.averaged import ParametersAveraged
 
 __all__ = ["averaging_pictures"]
 
@@ -42,7 +42,7 @@ def averaging_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
 
 
 def _picture(
-    summaries: Sequence[Summary], title: str, value: Callable[[Averaged], float], axis: str, reading: str
+    summaries: Sequence[Summary], title: str, value: Callable[[ParametersAveraged], float], axis: str, reading: str
 ) -> Picture:
     curves = []
     for each, look in zip(summaries, looks(summaries), strict=True):

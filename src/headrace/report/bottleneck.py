@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from headrace.report.inputs import Inputs, cost_s
+from headrace.report.inputs import InputSummary, cost_s
 from headrace.report.quantities import percent, ratio
 from headrace.report.training_clock import StepTimes
-from headrace.spec.event import Fed, FedStage
+from headrace.spec.event import FedStage, InputStats
 
 __all__ = ["WORTH", "Bottleneck", "bottleneck_of"]
 
@@ -47,7 +47,7 @@ class Bottleneck:
         return f"{self.kind}: {self.because}"
 
 
-def bottleneck_of(times: Mapping[int, StepTimes], inputs: Inputs) -> Bottleneck | None:
+def bottleneck_of(times: Mapping[int, StepTimes], inputs: InputSummary) -> Bottleneck | None:
     """Returns what holds a run up; None where no step has been measured.
 
     Where workers go in step, whoever comes last is waited for in the exchange by all others. So the worker that waits
@@ -109,7 +109,7 @@ def _slowest(times: Mapping[int, StepTimes]) -> tuple[int, float]:
     return slow, (times[slow].compute_s - median(others)) / times[slow].total_s if others else 0.0
 
 
-def _input(rank: int, share: float, inputs: Inputs) -> Bottleneck:
+def _input(rank: int, share: float, inputs: InputSummary) -> Bottleneck:
     own = inputs.by_rank[rank]
     costs = {other: cost_s(each) for other, each in inputs.by_rank.items() if each.examples}
     others = [cost for other, cost in costs.items() if other != rank]
@@ -143,7 +143,7 @@ def _busiest(stages: tuple[FedStage, ...]) -> FedStage:
     return max(stages, key=lambda stage: stage.busy_s)
 
 
-def _remedy(stage: FedStage, own: Fed) -> str:
+def _remedy(stage: FedStage, own: InputStats) -> str:
     """Returns what to try, by where the time goes and how it is read already."""
     waits = stage.waiting_s > _WAITS * stage.busy_s
     if own.parallel == "inline" and stage.name != "batch":

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
-__all__ = ["Disk"]
+__all__ = ["DiskMonitor"]
 
 _LOOK_EVERY_S = 1.0
 
 
-class Disk:
+class DiskMonitor:
     """Says when a run's disk is full: the run's own notices of that wait for room on it.
 
     Args:

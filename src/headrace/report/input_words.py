@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.report.bottleneck import Bottleneck
-from headrace.report.inputs import Inputs, blocked_s, busy_s, occupancy
+from headrace.report.inputs import InputSummary, blocked_s, busy_s, occupancy
 from headrace.report.quantities import byte_count, fixed, percent, short
-from headrace.spec.event import Fed, FedStage
+from headrace.spec.event import FedStage, InputStats
 
 __all__ = ["INPUT_HEADS", "bottleneck_plain", "input_cells", "input_plain", "input_rows", "readers", "stage_plain"]
 
@@ -15,7 +15,7 @@ INPUT_HEADS = ("bottleneck", "read by", "ms an\nexample", "dearest\nstage", "bat
 """Names of what `input_cells` returns, in lines."""
 
 
-def input_cells(inputs: Inputs, bottleneck: Bottleneck | None) -> tuple[str, ...]:
+def input_cells(inputs: InputSummary, bottleneck: Bottleneck | None) -> tuple[str, ...]:
     """Returns one run's input in one row."""
     busiest, first = inputs.busiest, next(iter(inputs.by_rank.values()))
     busy = sum(stage.busy_s for stage in inputs.stages)
@@ -29,7 +29,7 @@ def input_cells(inputs: Inputs, bottleneck: Bottleneck | None) -> tuple[str, ...
     )
 
 
-def input_rows(inputs: Inputs, bottleneck: Bottleneck | None) -> list[tuple[str, str]]:
+def input_rows(inputs: InputSummary, bottleneck: Bottleneck | None) -> list[tuple[str, str]]:
     """Returns what is worth saying of a run's input, as names and values in words."""
     first = next(iter(inputs.by_rank.values()))
     busy = sum(stage.busy_s for stage in inputs.stages)
@@ -47,7 +47,7 @@ def input_rows(inputs: Inputs, bottleneck: Bottleneck | None) -> list[tuple[str,
     return rows
 
 
-def readers(of: Fed) -> str:
+def readers(of: InputStats) -> str:
     """Returns who reads."""
     if of.parallel == "inline":
         return "the worker itself"
@@ -68,7 +68,7 @@ def bottleneck_plain(bottleneck: Bottleneck | None) -> dict[str, Any] | None:
     }
 
 
-def input_plain(inputs: Inputs) -> dict[str, Any]:
+def input_plain(inputs: InputSummary) -> dict[str, Any]:
     """Returns the same and more as JSON values, with all digits."""
     return {
         "stages": [stage_plain(stage, inputs.examples) for stage in inputs.stages],
@@ -102,7 +102,7 @@ def stage_plain(stage: FedStage, examples: int) -> dict[str, Any]:
     }
 
 
-def _cost(inputs: Inputs, busy: float) -> str:
+def _cost(inputs: InputSummary, busy: float) -> str:
     total = sum(each.bytes for each in inputs.by_rank.values())
     if not inputs.examples:
         return "no example"

@@ -6,22 +6,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.report.attempts import Attempt, of_kind
-from headrace.spec.event import Fed, FedStage
+from headrace.spec.event import FedStage, InputStats
 
-__all__ = ["Inputs", "blocked_s", "busy_s", "cost_s", "inputs_of", "occupancy"]
+__all__ = ["InputSummary", "blocked_s", "busy_s", "cost_s", "inputs_of", "occupancy"]
 
 _COUNTS = ("seconds", "waited_s", "ready", "batches", "examples", "bytes", "skipped")
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputSummary:
     """What fed all workers. What a later attempt did again counts twice here: it was read twice.
 
     Attributes:
         by_rank: what fed each worker, in all attempts together.
     """
 
-    by_rank: Mapping[int, Fed]
+    by_rank: Mapping[int, InputStats]
 
     @property
     def stages(self) -> tuple[FedStage, ...]:
@@ -47,21 +47,21 @@ class Inputs:
         return sum(each.skipped for each in self.by_rank.values())
 
 
-def inputs_of(attempts: Iterable[Attempt]) -> Inputs | None:
+def inputs_of(attempts: Iterable[Attempt]) -> InputSummary | None:
     """Returns how the workers of a run were fed; None where none has spoken yet."""
-    by_rank: dict[int, Fed] = {}
+    by_rank: dict[int, InputStats] = {}
     for attempt in attempts:
-        for fed in _lasts(of_kind(Fed, attempt.events)):
+        for fed in _lasts(of_kind(InputStats, attempt.events)):
             by_rank[fed.rank] = _sum(fed, by_rank.get(fed.rank))
-    return Inputs(dict(sorted(by_rank.items()))) if by_rank else None
+    return InputSummary(dict(sorted(by_rank.items()))) if by_rank else None
 
 
-def busy_s(fed: Fed) -> float:
+def busy_s(fed: InputStats) -> float:
     """Returns the seconds in all stages, in all readers together."""
     return sum(stage.busy_s for stage in fed.stages)
 
 
-def blocked_s(fed: Fed) -> float:
+def blocked_s(fed: InputStats) -> float:
     """Returns the seconds in which readers had nothing to do: enough batches waited, or memory was full.
 
     0 where the worker itself reads.
@@ -69,20 +69,20 @@ def blocked_s(fed: Fed) -> float:
     return 0.0 if fed.parallel == "inline" else max(0.0, fed.readers * fed.seconds - busy_s(fed))
 
 
-def occupancy(fed: Fed) -> float:
+def occupancy(fed: InputStats) -> float:
     """Returns how many batches were there when one was asked for, on the mean."""
     return fed.ready / fed.batches if fed.batches else 0.0
 
 
-def cost_s(fed: Fed) -> float:
+def cost_s(fed: InputStats) -> float:
     """Returns the seconds for which one example keeps all readers busy."""
     return busy_s(fed) / fed.readers / fed.examples if fed.examples else 0.0
 
 
-def _lasts(told: Iterable[Fed]) -> list[Fed]:
+def _lasts(told: Iterable[InputStats]) -> list[InputStats]:
     """Returns what each worker said last; where another took its place and began to count anew, what both did."""
-    lasts: list[Fed] = []
-    current: dict[int, Fed] = {}
+    lasts: list[InputStats] = []
+    current: dict[int, InputStats] = {}
     for event in told:
         before = current.get(event.rank)
         if before is not None and event.batches < before.batches:
@@ -91,7 +91,7 @@ def _lasts(told: Iterable[Fed]) -> list[Fed]:
     return [*lasts, *current.values()]
 
 
-def _sum(fed: Fed, before: Fed | None) -> Fed:
+def _sum(fed: InputStats, before: InputStats | None) -> InputStats:
     """Returns both together; by whom it was read is of the later one."""
     if before is None:
         return fed

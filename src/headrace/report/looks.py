@@ -9,11 +9,11 @@ from headrace.report.drawing import DASHES
 from headrace.report.palette import colours_of
 from headrace.report.summary import Summary
 
-__all__ = ["Look", "Picture", "looks"]
+__all__ = ["Picture", "RunStyle", "looks"]
 
 
 @dataclass(frozen=True)
-class Look:
+class RunStyle:
     """How one run appears in every picture.
 
     Attributes:
@@ -42,10 +42,10 @@ class Picture:
     key: str = ""
 
 
-def looks(summaries: Sequence[Summary]) -> tuple[Look, ...]:
+def looks(summaries: Sequence[Summary]) -> tuple[RunStyle, ...]:
     """Returns one look a run, in order."""
     colours = colours_of(each.strategy for each in summaries)
     return tuple(
-        Look(colours[each.strategy], DASHES[index % len(DASHES)], 2.4 if index == 0 and len(summaries) > 1 else 1.6)
+        RunStyle(colours[each.strategy], DASHES[index % len(DASHES)], 2.4 if index == 0 and len(summaries) > 1 else 1.6)
         for index, each in enumerate(summaries)
     )

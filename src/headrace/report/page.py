@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.errors import UsageError
 from headrace.report.input_words import INPUT_HEADS, input_cells
-from headrace.report.looks import Look, Picture, looks
+from headrace.report.looks import Picture, RunStyle, looks
 from headrace.report.palette import PARTS, STAND_INS, style_variables
 from headrace.report.pictures import pictures
 from headrace.report.quantities import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
@@ -232,7 +232,7 @@ def _scrolled(heads: Iterable[str], rows: Iterable[str], first: str = "run") -> 
     )
 
 
-def _row(summary: Summary, look: Look, references: References, metric: str | None, fastest: float) -> str:
+def _row(summary: Summary, look: RunStyle, references: References, metric: str | None, fastest: float) -> str:
     times = summary.times
     rate = short(summary.examples_per_s)
     parts = ("compute_s", "exchange_s", "update_s", "wait_s")
@@ -255,7 +255,7 @@ def _cells(head: str, cells: Sequence[str], kind: str = "") -> str:
     return f'<tr{of_kind}><th scope="row">{head}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
-def _swatch(look: Look) -> str:
+def _swatch(look: RunStyle) -> str:
     """A piece of the run's line, as drawn in the pictures."""
     dashes = " ".join(f"{length * look.width:g}" for length in look.dashes)
     pattern = f' stroke-dasharray="{dashes}"' if dashes else ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headrace.report.drawing import Lane, draw_lanes
 from headrace.report.looks import Picture
 from headrace.report.palette import PARTS
-from headrace.report.passes import PassedStep
+from headrace.report.passes import PipelineStep
 from headrace.report.quantities import percent
 from headrace.report.summary import Summary
 
@@ -25,7 +25,7 @@ def passed_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
     )
 
 
-def _picture(title: str, passed: PassedStep) -> Picture:
+def _picture(title: str, passed: PipelineStep) -> Picture:
     measured = [
         Lane(
             f"rank {rank}",

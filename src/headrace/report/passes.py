@@ -9,16 +9,16 @@ from functools import cached_property
 from typing import Any, cast
 
 from headrace.policies.schedule import Action
-from headrace.policies.schedule.timing import Span, bubble, timed
+from headrace.policies.schedule.timing import ActionSpan, bubble, timed
 from headrace.report.attempts import Attempt, of_kind
 from headrace.report.quantities import percent, short
-from headrace.spec.passed import Passed, StagePass
+from headrace.spec.passed import PipelineStepTimed, StagePass
 
-__all__ = ["PassedStep", "passed_of", "passed_plain", "passed_rows"]
+__all__ = ["PipelineStep", "passed_of", "passed_plain", "passed_rows"]
 
 
 @dataclass(frozen=True)
-class PassedStep:
+class PipelineStep:
     """One step of one replica.
 
     Attributes:
@@ -64,7 +64,7 @@ class PassedStep:
         return 1.0 - busy / (self.seconds * len(self.passes)) if self.seconds else 0.0
 
     @cached_property
-    def scheduled(self) -> tuple[Span, ...]:
+    def scheduled(self) -> tuple[ActionSpan, ...]:
         """The same passes in the same order where all stages are alike and nothing is on its way, in seconds.
 
         A forward and a backward take what they took on the mean here.
@@ -85,16 +85,16 @@ class PassedStep:
         return bubble(self.scheduled)
 
 
-def passed_of(attempts: Sequence[Attempt]) -> PassedStep | None:
+def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
     """Returns the step of median length among those that the last attempt's first replica has told of; or None."""
     last = attempts[-1]
     ranks = _first_replica(last.started.plan)
-    told: dict[int, dict[int, Passed]] = defaultdict(dict)
-    for event in of_kind(Passed, last.events):
+    told: dict[int, dict[int, PipelineStepTimed]] = defaultdict(dict)
+    for event in of_kind(PipelineStepTimed, last.events):
         if event.rank in ranks and event.passes:
             told[event.step][event.rank] = event
     whole = [
-        PassedStep(
+        PipelineStep(
             step,
             {rank: by_rank[rank].passes for rank in sorted(by_rank)},
             {rank: by_rank[rank].in_flight for rank in sorted(by_rank)},
@@ -106,7 +106,7 @@ def passed_of(attempts: Sequence[Attempt]) -> PassedStep | None:
     return sorted(whole, key=lambda each: each.seconds)[len(whole) // 2] if whole else None
 
 
-def passed_rows(passed: PassedStep) -> list[tuple[str, str]]:
+def passed_rows(passed: PipelineStep) -> list[tuple[str, str]]:
     """Returns what stands in a run's table."""
     held = max(passed.in_flight.values())
     return [
@@ -120,7 +120,7 @@ def passed_rows(passed: PassedStep) -> list[tuple[str, str]]:
     ]
 
 
-def passed_plain(passed: PassedStep) -> dict[str, Any]:
+def passed_plain(passed: PipelineStep) -> dict[str, Any]:
     """Returns the same as JSON values."""
     return {
         "step": passed.step,
@@ -134,7 +134,7 @@ def passed_plain(passed: PassedStep) -> dict[str, Any]:
     }
 
 
-def _stage_words(passed: PassedStep) -> str:
+def _stage_words(passed: PipelineStep) -> str:
     took = ", ".join(short(1e3 * seconds) for seconds in passed.stage_s.values())
     expected = ", ".join(short(1e3 * seconds) for seconds in passed.expected_s)
     return f"{took} ms a micro-batch" + (f"; profiled: {expected} ms" if any(passed.expected_s) else "")

@@ -12,16 +12,16 @@ from headrace.report.quantities import MISSING, clean, duration, short
 
 if TYPE_CHECKING:
     # Importing rich takes 40 ms, which `headrace --help` does not have.
-    from rich.progress import Progress as Bar
+    from rich.progress import ProgressBar as Bar
     from rich.progress import TaskID
 
-__all__ = ["Progress"]
+__all__ = ["ProgressBar"]
 
 _BAR_PERIOD_S = 0.25
 _LINE_PERIOD_S = 10.0
 
 
-class Progress:
+class ProgressBar:
     """Shows one run's progress until it is closed.
 
     No thread draws: a draw happens inside `update`, at most 4 times a second (or once in 10 s, without a
@@ -115,7 +115,7 @@ class Progress:
     def _open_bar(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import ProgressBar as Bar
 
         self._bar = Bar(
             TextColumn("{task.description}", markup=False),

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.report.drawing import DASHES, Bar, Curve, Histogram, Mark, draw_bars, draw_curves, draw_histograms
-from headrace.report.looks import Look, Picture, looks
+from headrace.report.looks import Picture, RunStyle, looks
 from headrace.report.palette import PARTS
 from headrace.report.quantities import byte_count, duration, fixed, percent, short
 from headrace.report.server_words import worker_name
-from headrace.report.servers import UNEVEN, Servers, Waiting
+from headrace.report.servers import UNEVEN, ServerSummary, Waiting
 from headrace.report.staleness import Staleness
 from headrace.report.summary import Summary
 from headrace.spec.event import ServedShard
@@ -35,8 +35,8 @@ class _Shown:
     """
 
     prefix: str
-    look: Look
-    servers: Servers
+    look: RunStyle
+    servers: ServerSummary
 
     @property
     def alone(self) -> bool:
@@ -206,7 +206,7 @@ def _apply_time(shown: Sequence[_Shown]) -> Picture:
     return Picture(title, draw_bars(title, bars, "seconds"), reading + _left_out(shown, count))
 
 
-def _traffic(shards: Sequence[ServedShard], look: Look) -> tuple[str, list[tuple[float, str]]]:
+def _traffic(shards: Sequence[ServedShard], look: RunStyle) -> tuple[str, list[tuple[float, str]]]:
     """Returns the note and the parts of a bar."""
     pushed, pulled = sum(shard.pushed_bytes for shard in shards), sum(shard.pulled_bytes for shard in shards)
     note = f"{byte_count(pushed)} pushed, {byte_count(pulled)} pulled"

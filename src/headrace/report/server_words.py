@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.report.quantities import MISSING, byte_count, duration, fixed, percent, ratio
-from headrace.report.servers import Servers, to_mean
+from headrace.report.servers import ServerSummary, to_mean
 from headrace.report.staleness import ROUNDS, Staleness
 from headrace.spec.event import ServedShard
 from headrace.spec.plain import to_plain
@@ -28,7 +28,7 @@ def worker_name(worker: int) -> str:
     return "means of rounds" if worker == ROUNDS else f"worker {worker}"
 
 
-def server_cells(servers: Servers) -> tuple[str, ...]:
+def server_cells(servers: ServerSummary) -> tuple[str, ...]:
     """Returns one run's servers in one row."""
     staleness = servers.staleness_of_all
     return (
@@ -42,7 +42,7 @@ def server_cells(servers: Servers) -> tuple[str, ...]:
     )
 
 
-def server_line(servers: Servers) -> str:
+def server_line(servers: ServerSummary) -> str:
     """Returns what stands below a comparison."""
     count = len(servers.by_rank)
     many = "servers" if count > 1 else "server"
@@ -52,7 +52,7 @@ def server_line(servers: Servers) -> str:
     )
 
 
-def server_rows(servers: Servers) -> list[tuple[str, str]]:
+def server_rows(servers: ServerSummary) -> list[tuple[str, str]]:
     """Returns what is worth saying of a run's servers, as names and values in words."""
     busiest = max(servers.by_rank, key=lambda rank: servers.by_rank[rank].busy_share)
     busy = f"busy {percent(servers.busy_share)} of the time"
@@ -78,7 +78,7 @@ def server_rows(servers: Servers) -> list[tuple[str, str]]:
     return rows
 
 
-def server_plain(servers: Servers) -> dict[str, Any]:
+def server_plain(servers: ServerSummary) -> dict[str, Any]:
     """Returns the same and more as JSON values, with all digits."""
     return {
         "staleness": _staleness_plain(servers.staleness_of_all),
@@ -129,14 +129,14 @@ def _words(staleness: Staleness | None) -> str:
     return f"mean {mean}, median {median}, 99 % at most {most}, largest {largest}"
 
 
-def _refused(servers: Servers) -> str:
+def _refused(servers: ServerSummary) -> str:
     if not servers.refused:
         return "none"
     reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in servers.refused.items())
     return f"{percent(servers.refused_share)} ({reasons})"
 
 
-def _worker(servers: Servers, worker: int) -> str:
+def _worker(servers: ServerSummary, worker: int) -> str:
     staleness, waiting = servers.staleness.get(worker), servers.waiting.get(worker)
     said = [f"staleness {_words(staleness)}"] if staleness else []
     if waiting is not None:
@@ -147,7 +147,7 @@ def _worker(servers: Servers, worker: int) -> str:
     return "; ".join(filter(None, said))
 
 
-def _most(servers: Servers, load: Callable[[ServedShard], float]) -> str:
+def _most(servers: ServerSummary, load: Callable[[ServedShard], float]) -> str:
     """Says how far the server and the shard that carry most are above the mean, where there are several."""
     said = []
     if len(servers.by_rank) > 1:

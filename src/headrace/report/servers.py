@@ -11,9 +11,9 @@ from headrace.report.attempts import Attempt, of_kind
 from headrace.report.quantities import byte_count, duration, ratio
 from headrace.report.staleness import Staleness, StalenessPoint, staleness_over_time
 from headrace.report.training_clock import TrainingClock
-from headrace.spec.event import Served, ServedShard, ServerStarted, Stepped
+from headrace.spec.event import ServedShard, ServerStarted, ServerStats, Stepped
 
-__all__ = ["UNEVEN", "ServerWork", "Servers", "Waiting", "imbalance", "servers_of", "to_mean"]
+__all__ = ["UNEVEN", "ServerSummary", "ServerWork", "Waiting", "imbalance", "servers_of", "to_mean"]
 
 UNEVEN = 1.5
 """Above so many times the mean, a server or shard is worth a line."""
@@ -77,7 +77,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Servers:
+class ServerSummary:
     """All servers of a run. What a later attempt did again counts twice here: it was moved and applied twice.
 
     Attributes:
@@ -127,9 +127,9 @@ class Servers:
         return max(work.queue_longest for work in self.by_rank.values())
 
 
-def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> Servers | None:
+def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> ServerSummary | None:
     """Returns what the servers of a run did; None where there were none, or none has spoken yet."""
-    lasts = [_last(of_kind(Served, attempt.events)) for attempt in attempts]
+    lasts = [_last(of_kind(ServerStats, attempt.events)) for attempt in attempts]
     spoken = [served for last in lasts for served in last.values()]
     if not spoken:
         return None
@@ -144,7 +144,7 @@ def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> Servers | N
         for worker, each in served.staleness.items():
             counts[int(worker)].append(each)
     staleness = {worker: Staleness.of(each) for worker, each in sorted(counts.items())}
-    return Servers(
+    return ServerSummary(
         by_rank=dict(sorted(by_rank.items())),
         staleness={worker: each for worker, each in staleness.items() if each is not None},
         over_time=staleness_over_time(attempts, clock),
@@ -160,7 +160,7 @@ def to_mean(values: Sequence[float]) -> tuple[float, int]:
     return (values[which] / mean if mean > 0 else 1.0), which
 
 
-def imbalance(served: Iterable[Served]) -> str | None:
+def imbalance(served: Iterable[ServerStats]) -> str | None:
     """Returns a line for the user where one server carries much more than the others; None where none does.
 
     It speaks of servers whose traffic, apply time or mean queue is above `UNEVEN` times the servers' mean, and of
@@ -217,7 +217,7 @@ def _apply_s(of: ServerWork | ServedShard) -> float:
     return of.apply_s
 
 
-def _last(served: Iterable[Served]) -> dict[int, Served]:
+def _last(served: Iterable[ServerStats]) -> dict[int, ServerStats]:
     """Returns what each server said last: its counts grow from its begin to its end."""
     return {event.rank: event for event in served}
 
@@ -230,7 +230,7 @@ def _began(attempt: Attempt, rank: int) -> float:
     return max(started, first)
 
 
-def _work(served: Served, began_s: float, before: ServerWork | None) -> ServerWork:
+def _work(served: ServerStats, began_s: float, before: ServerWork | None) -> ServerWork:
     """Returns one server's work, added to what it did in attempts before."""
     work = ServerWork(
         served.busy_s,
@@ -266,7 +266,7 @@ def _sum(shard: ServedShard, before: ServedShard | None) -> ServedShard:
     )
 
 
-def _waiting(attempts: Sequence[Attempt], spoken: Sequence[Served]) -> dict[int, Waiting]:
+def _waiting(attempts: Sequence[Attempt], spoken: Sequence[ServerStats]) -> dict[int, Waiting]:
     steps: dict[int, list[Stepped]] = defaultdict(list)
     for attempt in attempts:
         for rank, each in attempt.steps.items():

@@ -6,11 +6,11 @@ import sys
 from time import monotonic
 from typing import TextIO
 
-from headrace.report.progress import Progress
+from headrace.report.progress import ProgressBar
 from headrace.report.quantities import byte_count
 from headrace.spec.event import Averaged, Evaluated, Event, Lost, NonFinite, Notice, Saved
 
-__all__ = ["Show", "whose"]
+__all__ = ["Console", "whose"]
 
 _TOLD_ONE_BY_ONE = 3
 _ACTIONS = {
@@ -34,7 +34,7 @@ def _lost_numbers(event: Averaged) -> str:
     return f"the parameters of {ranks} are not finite after {event.step} steps: {then}"
 
 
-class Show:
+class Console:
     """Lines and one bar on stderr.
 
     Args:
@@ -47,7 +47,7 @@ class Show:
     def __init__(self, label: str, rounds: int | None, plain: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._plain = not self._stream.isatty() if plain is None else plain
-        self._progress = Progress(rounds, label, self._stream, self._plain)
+        self._progress = ProgressBar(rounds, label, self._stream, self._plain)
         self._label = label
         self._non_finite = 0
         self._began: tuple[float, int] | None = None

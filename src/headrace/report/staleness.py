@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.report.attempts import Attempt, of_kind
 from headrace.report.training_clock import TrainingClock
-from headrace.spec.event import Served
+from headrace.spec.event import ServerStats
 
 __all__ = ["ROUNDS", "Staleness", "StalenessPoint", "staleness_over_time"]
 
@@ -96,7 +96,7 @@ def _pieces(attempt: Attempt, clock: TrainingClock) -> list[tuple[float, Mapping
     """Returns when each server spoke, and what it had applied since it spoke before."""
     before: dict[int, Counter[str]] = defaultdict(Counter)
     pieces: list[tuple[float, Mapping[str, int]]] = []
-    for event in of_kind(Served, attempt.events):
+    for event in of_kind(ServerStats, attempt.events):
         now: Counter[str] = Counter()
         for counts in event.staleness.values():
             now.update(counts)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from headrace.errors import DataError
 from headrace.report.attempts import Attempt, attempts, of_kind
-from headrace.report.averaging import Averaging, averaging_of
+from headrace.report.averaging import AveragingSummary, averaging_of
 from headrace.report.bottleneck import Bottleneck, bottleneck_of
 from headrace.report.curves import Curves, curves_of
 from headrace.report.events import read_log
-from headrace.report.inputs import Inputs, inputs_of
-from headrace.report.passes import PassedStep, passed_of
-from headrace.report.servers import Servers, servers_of
+from headrace.report.inputs import InputSummary, inputs_of
+from headrace.report.passes import PipelineStep, passed_of
+from headrace.report.servers import ServerSummary, servers_of
 from headrace.report.training_clock import StepTimes, TrainingClock
 from headrace.spec.event import (
     Evaluated,
@@ -160,10 +160,10 @@ class Summary:
     curves: Curves
     saves: Saves | None = None
     non_finite: NonFiniteRounds | None = None
-    servers: Servers | None = None
-    inputs: Inputs | None = None
-    averaging: Averaging | None = None
-    passed: PassedStep | None = None
+    servers: ServerSummary | None = None
+    inputs: InputSummary | None = None
+    averaging: AveragingSummary | None = None
+    passed: PipelineStep | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from headrace.spec.evidence import Event
 
-__all__ = ["Averaged"]
+__all__ = ["ParametersAveraged"]
 
 
 @dataclass(frozen=True)
-class Averaged(Event):
+class ParametersAveraged(Event):
     """When workers have met and their parameters were averaged: by rank 0, or by each where they meet through servers.
 
     Attributes:

@@ -12,31 +12,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from headrace.spec.averaged import Averaged
+from headrace.spec.averaged import ParametersAveraged
 from headrace.spec.evidence import LAUNCHER, Event
-from headrace.spec.passed import Passed, StagePass
+from headrace.spec.passed import PipelineStepTimed, StagePass
 from headrace.spec.plain import from_plain, to_plain
-from headrace.spec.tallies import FedStage, ServedShard
+from headrace.spec.tallies import InputStageStats, ShardStats
 
 __all__ = [
     "LAUNCHER",
-    "Averaged",
     "Evaluated",
     "Event",
     "Failed",
-    "Fed",
-    "FedStage",
+    "InputStageStats",
+    "InputStats",
     "Lost",
     "NonFinite",
     "Notice",
-    "Passed",
+    "ParametersAveraged",
+    "PipelineStepTimed",
     "RunEnded",
     "RunStarted",
     "Saved",
-    "Served",
-    "ServedShard",
     "ServerEnded",
     "ServerStarted",
+    "ServerStats",
+    "ShardStats",
     "SnapshotTaken",
     "StagePass",
     "Stepped",
@@ -121,7 +121,7 @@ class Stepped(Event):
 
 
 @dataclass(frozen=True)
-class Fed(Event):
+class InputStats(Event):
     """By a worker, about once a second and at its end: how its batches have been read since it began.
 
     Attributes:
@@ -145,7 +145,7 @@ class Fed(Event):
     examples: int
     bytes: int
     skipped: int
-    stages: tuple[FedStage, ...]
+    stages: tuple[InputStageStats, ...]
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class ServerStarted(Event):
 
 
 @dataclass(frozen=True)
-class Served(Event):
+class ServerStats(Event):
     """By a server, about once a second and at its end: what it has done since it began.
 
     Attributes:
@@ -305,7 +305,7 @@ class Served(Event):
     staleness: Mapping[str, Mapping[str, int]]
     waited_s: Mapping[str, float]
     refused: Mapping[str, int]
-    shards: tuple[ServedShard, ...]
+    shards: tuple[ShardStats, ...]
 
 
 @dataclass(frozen=True)
@@ -355,8 +355,8 @@ _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
         *(RunStarted, WorkerStarted, Stepped, Evaluated, Saved, NonFinite, Notice, Failed, Lost, WorkerEnded, RunEnded),
-        *(Fed, Averaged, Passed),
-        *(ServerStarted, Served, SnapshotTaken, ServerEnded),
+        *(InputStats, ParametersAveraged, PipelineStepTimed),
+        *(ServerStarted, ServerStats, SnapshotTaken, ServerEnded),
     )
 }
 

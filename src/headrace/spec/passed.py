@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from headrace.spec.evidence import Event
 
-__all__ = ["Passed", "StagePass"]
+__all__ = ["PipelineStepTimed", "StagePass"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StagePass:
 
 
 @dataclass(frozen=True)
-class Passed(Event):
+class PipelineStepTimed(Event):
     """By a worker of a pipeline, after some of its steps.
 
     Attributes:

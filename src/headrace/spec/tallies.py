@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FedStage", "ServedShard"]
+__all__ = ["InputStageStats", "ShardStats"]
 
 
 @dataclass(frozen=True)
-class FedStage:
+class InputStageStats:
     """What one stage of a worker's input has cost, in all threads or processes together.
 
     Attributes:
@@ -23,7 +23,7 @@ class FedStage:
 
 
 @dataclass(frozen=True)
-class ServedShard:
+class ShardStats:
     """What a server has done with one shard.
 
     Attributes:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from headrace.policies.schedule.action import Action, Schedule
 
-__all__ = ["Span", "bubble", "draw", "in_flight", "timed"]
+__all__ = ["ActionSpan", "bubble", "draw", "in_flight", "timed"]
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """When a rank does an action, in seconds, or in units.
 
     Attributes:
@@ -35,7 +35,7 @@ def timed(
     chunks: int = 1,
     cost: Callable[[Action], float] = lambda action: 1.0,
     transfer: float = 0.0,
-) -> tuple[Span, ...]:
+) -> tuple[ActionSpan, ...]:
     """Returns when each action runs, each as soon as it can, by rank and time.
 
     Args:
@@ -49,7 +49,7 @@ def timed(
     """
     left = [list(schedule(rank, ranks, micro_batches, chunks)) for rank in range(ranks)]
     done: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in range(ranks)]
+    spans: list[list[ActionSpan]] = [[] for _ in range(ranks)]
     while any(left):
         moved = False
         for rank in range(ranks):
@@ -61,14 +61,14 @@ def timed(
                 ]
                 start = max([*ready, spans[rank][-1].stop if spans[rank] else 0.0])
                 done[action] = start + cost(action)
-                spans[rank].append(Span(rank, action, start, done[action]))
+                spans[rank].append(ActionSpan(rank, action, start, done[action]))
                 moved = True
         if not moved:
             raise ValueError(f"all ranks wait, and {sum(map(len, left))} actions are left")
     return tuple(span for each in spans for span in each)
 
 
-def bubble(spans: Sequence[Span]) -> float:
+def bubble(spans: Sequence[ActionSpan]) -> float:
     """Returns the part of the time, from the first start to the last stop, in which the ranks idle, on average."""
     length = max(span.stop for span in spans) - min(span.start for span in spans)
     busy = sum(span.stop - span.start for span in spans)
@@ -84,7 +84,7 @@ def in_flight(actions: Iterable[Action]) -> int:
     return most
 
 
-def draw(spans: Sequence[Span]) -> str:
+def draw(spans: Sequence[ActionSpan]) -> str:
     """Draws a schedule whose actions take a unit each, one row a rank.
 
     2 is the forward of micro-batch 2, 2' its backward, a dot a unit in which nothing is done. Where ranks have several
