@@ -20,7 +20,7 @@ import headrace as hr
 from headrace.engine.local import LocalEngine
 from headrace.policies.schedule import SCHEDULES, Action
 from headrace.policies.schedule.timing import timed
-from headrace.spec.event import Passed, Stepped
+from headrace.spec.event import PipelineStepTimed, Stepped
 
 WIDTH, LAYERS, BATCH, STAGES, WARM = 1024, 8, 256, 2, 10
 CASES = (("gpipe", 4), ("gpipe", 8), ("1f1b", 4), ("1f1b", 8))
@@ -53,7 +53,7 @@ def allowed_ms(run: hr.Run, schedule: str, micro_batches: int) -> float:
     """Returns what the schedule's compute takes if nothing else does, by the passes as they were measured."""
     took: dict[tuple[int, bool], list[float]] = {}
     for event in run.events:
-        for each in event.passes if isinstance(event, Passed) else ():
+        for each in event.passes if isinstance(event, PipelineStepTimed) else ():
             took.setdefault((each.stage, each.backward), []).append(each.ended_s - each.began_s - each.waited_s)
 
     def cost(action: Action) -> float:

@@ -18,7 +18,7 @@ from headrace.comm.remote_link import RemoteClientTransport
 from headrace.comm.remote_port import RemoteServerTransport
 from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.ps.applier import ShardOptimizer
-from headrace.ps.client import Client, Connection
+from headrace.ps.client import Client, ServerConnection
 from headrace.ps.form import ShardLayout, ShardSpec
 from headrace.ps.messages import Kind, Message
 from headrace.ps.server import Server
@@ -85,7 +85,7 @@ def spawn(run: Callable[[int], None]) -> tuple[int, int]:
     return child, reading
 
 
-def join(address: str, form: ShardLayout, parameters: torch.Tensor, worker: int) -> Connection:
+def join(address: str, form: ShardLayout, parameters: torch.Tensor, worker: int) -> ServerConnection:
     """Returns a worker's connection to the server of these parameters."""
     slots = form.slots
     link = (
@@ -93,7 +93,7 @@ def join(address: str, form: ShardLayout, parameters: torch.Tensor, worker: int)
         if address.startswith("local:")
         else RemoteClientTransport(address, slots, slots, secret=SECRET)
     )
-    return Connection(link, form, cut(form, parameters))
+    return ServerConnection(link, form, cut(form, parameters))
 
 
 def cut(form: ShardLayout, whole: torch.Tensor) -> list[torch.Tensor]:

@@ -14,11 +14,15 @@ import pytest
 from headrace.cli import run
 from headrace.report.inputs import InputSummary
 from headrace.report.summary import Summary, summarize
-from headrace.spec.event import Event, FedStage, InputStats, Stepped
+from headrace.spec.event import Event, InputStageStats, InputStats, Stepped
 
 Capture = pytest.CaptureFixture[str]
 
-STAGES = (FedStage("source", 0.25, 0.125), FedStage(f"map({'very_' * 10}slow)", 2.0, 0.0), FedStage("batch", 0.25, 0.0))
+STAGES = (
+    InputStageStats("source", 0.25, 0.125),
+    InputStageStats(f"map({'very_' * 10}slow)", 2.0, 0.0),
+    InputStageStats("batch", 0.25, 0.0),
+)
 
 
 def fed(rank: int = 0) -> InputStats:

@@ -16,7 +16,7 @@ from headrace.data import stages as stages_module
 from headrace.data.reader import ReadResult
 from headrace.data.stages import InputCounters
 from headrace.errors import DataError
-from headrace.spec.event import FedStage, InputStats
+from headrace.spec.event import InputStageStats, InputStats
 
 BATCH = (torch.zeros(4, 2), torch.zeros(4))
 """48 bytes."""
@@ -51,9 +51,9 @@ def test_counts_are_sums(clock: list[float]) -> None:
         bytes=96,
         skipped=1,
         stages=(
-            FedStage("source", pytest.approx(0.6), pytest.approx(0.3)),
-            FedStage("map(f)", pytest.approx(0.3), 0.0),
-            FedStage("batch", pytest.approx(0.2), 0.0),
+            InputStageStats("source", pytest.approx(0.6), pytest.approx(0.3)),
+            InputStageStats("map(f)", pytest.approx(0.3), 0.0),
+            InputStageStats("batch", pytest.approx(0.2), 0.0),
         ),
     )
 

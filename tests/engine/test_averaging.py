@@ -13,7 +13,7 @@ from engine import lasting
 from engine.lasting import OFTEN, ROUNDS, broken_off, files_of, lasting_job, left_by
 from headrace.engine.local import LocalEngine
 from headrace.errors import PeerLost, WorkerFailed
-from headrace.spec.event import Averaged, Stepped
+from headrace.spec.event import ParametersAveraged, Stepped
 
 PERIOD = 3
 WAYS = {
@@ -66,4 +66,6 @@ def test_a_run_that_ends_by_the_clock_ends_when_workers_meet(engine: LocalEngine
     assert steps[0] == steps[1] == list(range(len(steps[0])))
     assert len(steps[0]) % 7 == 0
     assert files_of(tmp_path)[0] == len(steps[0])
-    assert [event.step for event in run.events if isinstance(event, Averaged)] == list(range(7, len(steps[0]) + 1, 7))
+    assert [event.step for event in run.events if isinstance(event, ParametersAveraged)] == list(
+        range(7, len(steps[0]) + 1, 7)
+    )

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from comm.ways import WAYS, open_link, open_port
 from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.ps.applier import ShardOptimizer
-from headrace.ps.client import Client, Connection
+from headrace.ps.client import Client, ServerConnection
 from headrace.ps.events import Reason
 from headrace.ps.form import ShardLayout, ShardSpec
 from headrace.ps.server import Server
@@ -84,7 +84,7 @@ def joined(way: str, servers: Sequence[Server], model: nn.Linear) -> Iterator[Cl
     """Joins as worker 0, with a model whose parameters are its copy."""
     places = pieces_of(model.weight.data, model.bias.data)
     connections = [
-        Connection(open_link(way, server.address, form.slots, form.slots), form, own)
+        ServerConnection(open_link(way, server.address, form.slots, form.slots), form, own)
         for server, form, own in zip(servers, FORMS, places, strict=True)
     ]
     client = Client(connections, worker=0)

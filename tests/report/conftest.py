@@ -14,10 +14,10 @@ from headrace.spec.event import (
     Notice,
     RunEnded,
     RunStarted,
-    ServedShard,
     ServerEnded,
     ServerStarted,
     ServerStats,
+    ShardStats,
     Stepped,
     WorkerEnded,
     WorkerStarted,
@@ -159,7 +159,7 @@ def served(rank: int, time_s: float, workers: int, server: int = 0) -> ServerSta
         waited_s={str(worker): 0.3 * part * (server + 1) for worker in range(workers)},
         refused={"late": 2, "not_finite": 1} if part >= 1 else {},
         shards=tuple(
-            ServedShard(name, size, pushes, pushes, pushes, 1e-7 * size * pushes, size * pushes, size * pushes)
+            ShardStats(name, size, pushes, pushes, pushes, 1e-7 * size * pushes, size * pushes, size * pushes)
             for name, size in (("weight", 4000 * (server + 1)), ("bias", 40))
         ),
     )

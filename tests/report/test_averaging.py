@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from headrace.report import References, comparison_table, run_plain, summarize, write_page
 from headrace.report.table import run_rows
-from headrace.spec.event import Averaged, RunEnded, RunStarted
+from headrace.spec.event import ParametersAveraged, RunEnded, RunStarted
 from report.test_server_words import _render
 
 BECAUSE = "the exchange takes 3.1% of the time, at most 5% is allowed"
 MEETINGS = (
-    Averaged(0, 1.2, 2, 2, 4, "as asked for", 0.02, 0.004),
-    Averaged(0, 2.2, 6, 4, 4, "as asked for", 0.06, 0.006),
-    Averaged(0, 3.0, 10, 4, 8, BECAUSE, 0.04, 0.005, (1,)),
+    ParametersAveraged(0, 1.2, 2, 2, 4, "as asked for", 0.02, 0.004),
+    ParametersAveraged(0, 2.2, 6, 4, 4, "as asked for", 0.06, 0.006),
+    ParametersAveraged(0, 3.0, 10, 4, 8, BECAUSE, 0.04, 0.005, (1,)),
 )
 
 
@@ -62,7 +62,7 @@ def test_what_was_done_again_counts_once(tmp_path, make_run, write_events):
     run_dir = make_run(tmp_path / "run", "parameter_averaging", status="interrupted", extra=MEETINGS)
     first = summarize(run_dir).started
     again = RunStarted(-1, 4.0, *(getattr(first, name) for name in RunStarted.__match_args__[2:11]), resumed_step=6)
-    last = Averaged(0, 5.0, 9, 3, 3, "as asked for", 0.01, 0.004)
+    last = ParametersAveraged(0, 5.0, 9, 3, 3, "as asked for", 0.01, 0.004)
     write_events(run_dir, [again, last, RunEnded(-1, 6.0, "ok")])
     meetings = summarize(run_dir).averaging.meetings
     assert [(meeting.step, meeting.time_s) for meeting in meetings] == [(2, 1.2), (6, 2.2), (9, 5.0)]

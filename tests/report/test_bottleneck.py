@@ -7,7 +7,7 @@ import pytest
 from headrace.report.bottleneck import Bottleneck, bottleneck_of
 from headrace.report.inputs import InputSummary
 from headrace.report.training_clock import StepTimes
-from headrace.spec.event import FedStage, InputStats
+from headrace.spec.event import InputStageStats, InputStats
 
 
 def step(wait: float = 0.0, compute: float = 0.0, exchange: float = 0.0) -> StepTimes:
@@ -19,9 +19,9 @@ def fed(
 ) -> InputStats:
     """Of 100 examples, by 2 readers."""
     stages = (
-        FedStage("source", source, waiting),
-        FedStage("map(decode)", decode, waiting),
-        FedStage("batch", batch, 0),
+        InputStageStats("source", source, waiting),
+        InputStageStats("map(decode)", decode, waiting),
+        InputStageStats("batch", batch, 0),
     )
     readers = 1 if parallel == "inline" else 2
     return InputStats(0, 1.0, parallel, readers, 1.0, 0.5, 0, 10, 100, 1000, 0, stages)

@@ -13,7 +13,7 @@ from headrace.report import References, comparison_table, run_table, summarize, 
 from headrace.report.input_words import INPUT_HEADS, input_cells
 from headrace.report.inputs import InputSummary, blocked_s, busy_s, cost_s, inputs_of, occupancy
 from headrace.report.table import comparison_plain, run_plain, run_rows
-from headrace.spec.event import Event, FedStage, InputStats
+from headrace.spec.event import Event, InputStageStats, InputStats
 
 
 def fed(rank: int, time_s: float, batches: int, parallel: str = "threads") -> InputStats:
@@ -31,7 +31,7 @@ def fed(rank: int, time_s: float, batches: int, parallel: str = "threads") -> In
         examples=8 * batches,
         bytes=8000 * batches,
         skipped=batches // 4,
-        stages=tuple(FedStage(name, busy * batches, waiting * batches) for name, busy, waiting in stages),
+        stages=tuple(InputStageStats(name, busy * batches, waiting * batches) for name, busy, waiting in stages),
     )
 
 

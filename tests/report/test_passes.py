@@ -12,7 +12,7 @@ from headrace.report import run_plain, summarize, write_page
 from headrace.report.attempts import Attempt
 from headrace.report.passes import passed_of
 from headrace.report.table import run_rows
-from headrace.spec.event import LAUNCHER, Pass, Passed, RunEnded, RunStarted, Stepped
+from headrace.spec.event import LAUNCHER, PipelineStepTimed, RunEnded, RunStarted, StagePass, Stepped
 
 ROLES = [
     {"rank": rank, "kind": "worker", "host": "mill", "device": "cpu", "threads": 1, "data_rank": rank // 2}
@@ -22,7 +22,7 @@ PLAN = {"roles": ROLES, "partition": [["a"], ["b"]], "stages": [{"seconds": 2.9}
 STARTED = RunStarted(LAUNCHER, 0.0, "pipeline", 4, "cpu", 1, 8, 80, "2026-11-22T05:00:00+00:00", PLAN, {})
 
 
-def passes_of(rank: int, begin: float, stretch: float = 1.0) -> tuple[Pass, ...]:
+def passes_of(rank: int, begin: float, stretch: float = 1.0) -> tuple[StagePass, ...]:
     """Two micro-batches through two stages: forward 1 s, backward 2 s; the second stage waits 1 s, the first 3 s.
 
     stage 0   0 1 . . . . 1 1 0 0
@@ -33,15 +33,16 @@ def passes_of(rank: int, begin: float, stretch: float = 1.0) -> tuple[Pass, ...]
         1: [(0, False, 0, 2, 1), (1, False, 2, 3, 0), (1, True, 3, 5, 0), (0, True, 5, 7, 0)],
     }[rank]
     return tuple(
-        Pass(rank, micro_batch, backward, begin + stretch * began, begin + stretch * ended, stretch * waited)
+        StagePass(rank, micro_batch, backward, begin + stretch * began, begin + stretch * ended, stretch * waited)
         for micro_batch, backward, began, ended, waited in spans
     )
 
 
-def told(step: int, stretch: float = 1.0, ranks: Sequence[int] = (0, 1)) -> list[Passed]:
+def told(step: int, stretch: float = 1.0, ranks: Sequence[int] = (0, 1)) -> list[PipelineStepTimed]:
     began = 100.0 * step
     return [
-        Passed(rank, began + 10, step, 2, passes_of(rank % 2, began, stretch if rank < 2 else 50.0)) for rank in ranks
+        PipelineStepTimed(rank, began + 10, step, 2, passes_of(rank % 2, began, stretch if rank < 2 else 50.0))
+        for rank in ranks
     ]
 
 
@@ -70,7 +71,7 @@ def test_waiting_for_transfers_makes_the_bubble_larger_than_the_schedules() -> N
     assert passed.scheduled_bubble == pytest.approx(1 / 3)
 
 
-def _later(last: Pass, seconds: float) -> Pass:
+def _later(last: StagePass, seconds: float) -> StagePass:
     return replace(last, ended_s=last.ended_s + seconds, waited_s=last.waited_s + seconds)
 
 

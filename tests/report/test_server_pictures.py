@@ -11,7 +11,7 @@ from headrace.report import summarize, write_page
 from headrace.report.drawing import Histogram, draw_histograms
 from headrace.report.palette import colours_of
 from headrace.report.server_pictures import server_pictures
-from headrace.spec.event import Failed, ServedShard, ServerStats
+from headrace.spec.event import Failed, ServerStats, ShardStats
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -79,7 +79,7 @@ def test_a_page_of_several_runs_has_a_table_and_fewer_rows(tmp_path, make_run, m
 def test_servers_without_a_step_and_with_hostile_names_have_a_page(tmp_path, make_served_run, write_events):
     started = summarize(make_served_run(tmp_path / "a")).started
     hostile = "<script>alert(1)</script>$\\bad$ &amp; \x00"
-    shards = (ServedShard(hostile, 40, 0, 0, 0, 0.0, 0, 0),)
+    shards = (ShardStats(hostile, 40, 0, 0, 0, 0.0, 0, 0),)
     spoken = ServerStats(2, 3.0, 0.0, 0.0, 0, {"0": {}}, {}, {hostile: 1}, shards)
     run_dir = write_events(tmp_path / "b", [started, spoken, Failed(0, 3.1, 0, "ValueError: bad")])
     page = write_page(tmp_path / "page.html", [summarize(run_dir)]).read_text()

@@ -11,7 +11,7 @@ from headrace.ps.tally import ServerCounters
 from headrace.report import run_plain, summarize
 from headrace.report.servers import imbalance, to_mean
 from headrace.report.staleness import ROUNDS
-from headrace.spec.event import LAUNCHER, RunEnded, ServedShard, ServerEnded, ServerStarted, ServerStats
+from headrace.spec.event import LAUNCHER, RunEnded, ServerEnded, ServerStarted, ServerStats, ShardStats
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (4, 2), (16, 4)])
@@ -142,7 +142,7 @@ def test_the_json_values_say_the_same(tmp_path, make_served_run, make_run):
 def _shards(*sizes, apply_s=0.2):
     names = ("weight", "bias", "gain")
     return tuple(
-        ServedShard(name, size, 10, 10, 10, apply_s * size / sum(sizes), 10 * size, 10 * size)
+        ShardStats(name, size, 10, 10, 10, apply_s * size / sum(sizes), 10 * size, 10 * size)
         for name, size in zip(names, sizes, strict=False)
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.report.events import LogTail
 from headrace.report.show import Console
-from headrace.spec.event import Averaged, Evaluated, NonFinite, Notice, Saved
+from headrace.spec.event import Evaluated, NonFinite, Notice, ParametersAveraged, Saved
 
 
 def test_lines_that_are_worth_one() -> None:
@@ -63,7 +63,7 @@ def test_copies_that_were_left_out_are_told() -> None:
     stream = io.StringIO()
     show = Console("mean", 100, plain=True, stream=stream)
     for left_out in ((), (1,), (0, 2)):
-        show.event(Averaged(0, 1.0, 16, 16, 16, "as asked for", 0.1, 0.01, left_out))
+        show.event(ParametersAveraged(0, 1.0, 16, 16, 16, "as asked for", 0.1, 0.01, left_out))
     show.close()
     assert stream.getvalue().splitlines() == [
         "mean: the parameters of rank 1 are not finite after 16 steps: left out of the mean, from which it goes on",

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import UnfitMachine
 from headrace.report import TensorBoard, read_events
-from headrace.spec.event import LAUNCHER, Averaged, Evaluated, NonFinite, RunStarted, Saved, Stepped
+from headrace.spec.event import LAUNCHER, Evaluated, NonFinite, ParametersAveraged, RunStarted, Saved, Stepped
 
 
 @pytest.mark.slow
@@ -17,7 +17,7 @@ def test_a_run_read_back_with_tensorboards_own_reader(tmp_path, make_run):
         for event in read_events(run_dir):
             board(event)
         board(Stepped(0, 2.7, 10, 2, 8, 0.25, 8.0, 0.0, 0.1, 0.0, 0.0))
-        board(Averaged(0, 2.7, 10, 5, 8, "as asked for", 0.125, 0.01))
+        board(ParametersAveraged(0, 2.7, 10, 5, 8, "as asked for", 0.125, 0.01))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(tmp_path / "board"))

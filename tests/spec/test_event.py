@@ -13,9 +13,9 @@ WORD = st.text(max_size=20)
 COUNTS = st.dictionaries(WORD, COUNT, max_size=3)
 STAMP = (st.integers(LAUNCHER, 1000), SECONDS)
 
-SHARD = st.builds(event.ServedShard, WORD, *(COUNT,) * 4, SECONDS, *(COUNT,) * 2)
+SHARD = st.builds(event.ShardStats, WORD, *(COUNT,) * 4, SECONDS, *(COUNT,) * 2)
 PASS = st.builds(event.Pass, COUNT, COUNT, st.booleans(), SECONDS, SECONDS, SECONDS)
-STAGE = st.builds(event.FedStage, WORD, SECONDS, SECONDS)
+STAGE = st.builds(event.InputStageStats, WORD, SECONDS, SECONDS)
 EVENTS = {
     "run_started": st.builds(
         event.RunStarted,
@@ -34,11 +34,11 @@ EVENTS = {
         event.Evaluated, *STAMP, COUNT, COUNT, COUNT, st.dictionaries(WORD, SECONDS, max_size=3), SECONDS
     ),
     "averaged": st.builds(
-        event.Averaged,
+        event.ParametersAveraged,
         *(*STAMP, COUNT, COUNT, COUNT, WORD, SECONDS, SECONDS),
         st.lists(COUNT, max_size=3).map(tuple),
     ),
-    "passed": st.builds(event.Passed, *STAMP, COUNT, COUNT, st.lists(PASS, max_size=3).map(tuple)),
+    "passed": st.builds(event.PipelineStepTimed, *STAMP, COUNT, COUNT, st.lists(PASS, max_size=3).map(tuple)),
     "saved": st.builds(event.Saved, *STAMP, COUNT, COUNT, SECONDS, SECONDS),
     "non_finite": st.builds(event.NonFinite, *STAMP, COUNT, st.lists(COUNT, max_size=3).map(tuple), WORD),
     "lost": st.builds(event.Lost, *STAMP, st.integers(0, 9), st.integers(0, 9), st.text(), st.booleans()),

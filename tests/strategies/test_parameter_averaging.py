@@ -19,7 +19,7 @@ from headrace.data import Loader, as_pipeline
 from headrace.errors import RunFailed
 from headrace.metrics import weigh
 from headrace.replica.exchange import Replica, StatePiece
-from headrace.spec.event import Averaged, Evaluated
+from headrace.spec.event import Evaluated, ParametersAveraged
 from headrace.strategies import parameter_averaging
 from strategies.contract_models import ADAM, COUNTS, MODELS, VARIANTS, Case, Convolutional, dense, images
 from strategies.contract_options import SCHEDULES
@@ -281,8 +281,8 @@ def test_micro_batches_schedules_and_warm_up_are_those_of_one_device(every: str)
     assert distance(outcome.tensors, train(job, hr.OneDevice()).tensors) <= DOUBLE
 
 
-def history(run: hr.Run) -> list[Averaged]:
-    return [event for event in run.events if isinstance(event, Averaged)]
+def history(run: hr.Run) -> list[ParametersAveraged]:
+    return [event for event in run.events if isinstance(event, ParametersAveraged)]
 
 
 def fit(job: hr.Job, strategy: hr.Strategy, **asked: Any) -> hr.Run:

@@ -184,7 +184,9 @@ class Reassembler:
         """
         sort = sort_of(parts)
         if sort not in (FrameKind.PART, FrameKind.LAST):
-            raise ValueError(f"a letter is {sort.name}, and only {Sort.PART.name} and {Sort.LAST.name} hold payload")
+            raise ValueError(
+                f"a letter is {sort.name}, and only {FrameKind.PART.name} and {FrameKind.LAST.name} hold payload"
+            )
         entries = _ENTRY.iter_unpack(parts[0][_HEAD.size :])
         for (slot, start, version), content in zip(entries, parts[2:], strict=True):
             if slot == _BLOB:

@@ -1,8 +1,9 @@
 """Both ends of the way between a worker and a server: the seam that every transport implements.
 
-A `ClientTransport` is a worker's end, a `ServerTransport` the server's, for any number of links. Three kinds of things go over it: messages
-of a few hundred bytes; slots, whose place and length both ends know beforehand (gradients one way, parameters the
-other); and blobs, rare and of any length. Messages of one link arrive in the order in which they were sent.
+A `ClientTransport` is a worker's end, a `ServerTransport` the server's, for any number of clients. It carries three
+kinds of data: messages of a few hundred bytes; slots, whose place and length both ends know beforehand (gradients one
+way, parameters the other); and blobs, rare and of any length. Messages of one link arrive in the order in which
+they were sent.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Loader:
         shares: Sequence[int],
         data_rank: int,
         ordered: bool = False,
-        means: Means = _ANY,
+        means: CpuBudget = _ANY,
         tell: Callable[[InputCounters], None] | None = None,
     ) -> None:
         if global_batch_size < 1:

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from headrace.data.reader import ReadResult
 from headrace.errors import DataError
-from headrace.spec.event import FedStage, InputStats
+from headrace.spec.event import InputStageStats, InputStats
 
 __all__ = ["InputCounters"]
 
@@ -101,7 +101,7 @@ class InputCounters:
             examples=self.examples,
             bytes=self._bytes,
             skipped=self.skipped,
-            stages=tuple(map(FedStage, self._names, self._busy, self._waiting)),
+            stages=tuple(map(InputStageStats, self._names, self._busy, self._waiting)),
         )
 
     def _skip(self, epoch: int, reasons: Sequence[str]) -> None:

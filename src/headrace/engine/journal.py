@@ -74,7 +74,7 @@ class EventWriter:
             self.flush()
 
     def passed(self, step: int, in_flight: int, passes: Sequence[StagePass]) -> None:
-        """Appends a `PipelineStepTimed` event after some of the steps of a pipeline: the same ones on all of its ranks."""
+        """Appends a `PipelineStepTimed` event after some steps of a pipeline: the same steps on all ranks."""
         if passes and step % _PASSED_EVERY == _PASSED_AT:
             started = self._started
             told = tuple(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import mul
 
 from headrace.ps.form import ShardLayout
-from headrace.spec.event import ServedShard, ServerStats
+from headrace.spec.event import ServerStats, ShardStats
 
 __all__ = ["ServerCounters"]
 
@@ -90,5 +90,5 @@ class ServerCounters:
             },
             waited_s={str(worker): seconds for worker, seconds in sorted(self._waited_s.items())},
             refused=dict(self._refused),
-            shards=tuple(map(ServedShard, *columns)),
+            shards=tuple(map(ShardStats, *columns)),
         )

@@ -9,7 +9,7 @@ from statistics import median
 from headrace.report.inputs import InputSummary, cost_s
 from headrace.report.quantities import percent, ratio
 from headrace.report.training_clock import StepTimes
-from headrace.spec.event import FedStage, InputStats
+from headrace.spec.event import InputStageStats, InputStats
 
 __all__ = ["WORTH", "Bottleneck", "bottleneck_of"]
 
@@ -139,11 +139,11 @@ def _input(rank: int, share: float, inputs: InputSummary) -> Bottleneck:
     )
 
 
-def _busiest(stages: tuple[FedStage, ...]) -> FedStage:
+def _busiest(stages: tuple[InputStageStats, ...]) -> InputStageStats:
     return max(stages, key=lambda stage: stage.busy_s)
 
 
-def _remedy(stage: FedStage, own: InputStats) -> str:
+def _remedy(stage: InputStageStats, own: InputStats) -> str:
     """Returns what to try, by where the time goes and how it is read already."""
     waits = stage.waiting_s > _WAITS * stage.busy_s
     if own.parallel == "inline" and stage.name != "batch":

@@ -7,7 +7,7 @@ from typing import Any
 from headrace.report.bottleneck import Bottleneck
 from headrace.report.inputs import InputSummary, blocked_s, busy_s, occupancy
 from headrace.report.quantities import byte_count, fixed, percent, short
-from headrace.spec.event import FedStage, InputStats
+from headrace.spec.event import InputStageStats, InputStats
 
 __all__ = ["INPUT_HEADS", "bottleneck_plain", "input_cells", "input_plain", "input_rows", "readers", "stage_plain"]
 
@@ -92,7 +92,7 @@ def input_plain(inputs: InputSummary) -> dict[str, Any]:
     }
 
 
-def stage_plain(stage: FedStage, examples: int) -> dict[str, Any]:
+def stage_plain(stage: InputStageStats, examples: int) -> dict[str, Any]:
     """Returns one stage as JSON values."""
     return {
         "name": stage.name,
@@ -109,5 +109,5 @@ def _cost(inputs: InputSummary, busy: float) -> str:
     return f"{short(1e3 * busy / inputs.examples)} ms and {byte_count(total / inputs.examples)} an example"
 
 
-def _parts(stages: tuple[FedStage, ...], busy: float) -> str:
+def _parts(stages: tuple[InputStageStats, ...], busy: float) -> str:
     return ", ".join(f"{stage.name} {percent(stage.busy_s / busy if busy else 0.0)}" for stage in stages)

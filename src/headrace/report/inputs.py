@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.report.attempts import Attempt, of_kind
-from headrace.spec.event import FedStage, InputStats
+from headrace.spec.event import InputStageStats, InputStats
 
 __all__ = ["InputSummary", "blocked_s", "busy_s", "cost_s", "inputs_of", "occupancy"]
 
@@ -24,15 +24,15 @@ class InputSummary:
     by_rank: Mapping[int, InputStats]
 
     @property
-    def stages(self) -> tuple[FedStage, ...]:
+    def stages(self) -> tuple[InputStageStats, ...]:
         """Of all workers together."""
-        merged: tuple[FedStage, ...] = ()
+        merged: tuple[InputStageStats, ...] = ()
         for each in self.by_rank.values():
             merged = _merged(merged, each.stages)
         return merged
 
     @property
-    def busiest(self) -> FedStage:
+    def busiest(self) -> InputStageStats:
         """The stage that cost most."""
         return max(self.stages, key=lambda stage: stage.busy_s)
 
@@ -99,13 +99,13 @@ def _sum(fed: InputStats, before: InputStats | None) -> InputStats:
     return replace(fed, stages=_merged(before.stages, fed.stages), **added)
 
 
-def _merged(some: Sequence[FedStage], more: Sequence[FedStage]) -> tuple[FedStage, ...]:
+def _merged(some: Sequence[InputStageStats], more: Sequence[InputStageStats]) -> tuple[InputStageStats, ...]:
     """Adds stages up that have one place and name; two steps of a pipeline may share a name."""
     merged = list(some)
     for place, stage in enumerate(more):
         if place < len(merged) and merged[place].name == stage.name:
             old = merged[place]
-            merged[place] = FedStage(stage.name, old.busy_s + stage.busy_s, old.waiting_s + stage.waiting_s)
+            merged[place] = InputStageStats(stage.name, old.busy_s + stage.busy_s, old.waiting_s + stage.waiting_s)
         else:
             merged.append(stage)
     return tuple(merged)

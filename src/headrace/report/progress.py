@@ -12,7 +12,7 @@ from headrace.report.quantities import MISSING, clean, duration, short
 
 if TYPE_CHECKING:
     # Importing rich takes 40 ms, which `headrace --help` does not have.
-    from rich.progress import ProgressBar as Bar
+    from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
 __all__ = ["ProgressBar"]
@@ -115,7 +115,7 @@ class ProgressBar:
     def _open_bar(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import ProgressBar as Bar
+        from rich.progress import Progress as Bar
 
         self._bar = Bar(
             TextColumn("{task.description}", markup=False),

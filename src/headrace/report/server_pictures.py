@@ -13,7 +13,7 @@ from headrace.report.server_words import worker_name
 from headrace.report.servers import UNEVEN, ServerSummary, Waiting
 from headrace.report.staleness import Staleness
 from headrace.report.summary import Summary
-from headrace.spec.event import ServedShard
+from headrace.spec.event import ShardStats
 
 __all__ = ["server_pictures"]
 
@@ -176,7 +176,7 @@ def _traffic_of_servers(shown: Sequence[_Shown]) -> Picture:
 
 
 def _traffic_of_shards(shown: Sequence[_Shown]) -> Picture:
-    def traffic(shard: ServedShard) -> float:
+    def traffic(shard: ShardStats) -> float:
         return (shard.pushed_bytes + shard.pulled_bytes) * 1e-6
 
     bars = []
@@ -191,7 +191,7 @@ def _traffic_of_shards(shown: Sequence[_Shown]) -> Picture:
 
 
 def _apply_time(shown: Sequence[_Shown]) -> Picture:
-    def apply_s(shard: ServedShard) -> float:
+    def apply_s(shard: ShardStats) -> float:
         return shard.apply_s
 
     bars = []
@@ -206,7 +206,7 @@ def _apply_time(shown: Sequence[_Shown]) -> Picture:
     return Picture(title, draw_bars(title, bars, "seconds"), reading + _left_out(shown, count))
 
 
-def _traffic(shards: Sequence[ServedShard], look: RunStyle) -> tuple[str, list[tuple[float, str]]]:
+def _traffic(shards: Sequence[ShardStats], look: RunStyle) -> tuple[str, list[tuple[float, str]]]:
     """Returns the note and the parts of a bar."""
     pushed, pulled = sum(shard.pushed_bytes for shard in shards), sum(shard.pulled_bytes for shard in shards)
     note = f"{byte_count(pushed)} pushed, {byte_count(pulled)} pulled"
@@ -218,7 +218,7 @@ def _mean_mark(values: Sequence[float]) -> list[Mark]:
     return [Mark(sum(values) / len(values))] if len(values) > 1 else []
 
 
-def _most(run: _Shown, load: Callable[[ServedShard], float], count: int) -> list[tuple[int, ServedShard]]:
+def _most(run: _Shown, load: Callable[[ShardStats], float], count: int) -> list[tuple[int, ShardStats]]:
     """Returns the shards that carry most, in order."""
     return sorted(run.servers.shards, key=lambda pair: -load(pair[1]))[:count]
 

@@ -8,7 +8,7 @@ from typing import Any
 from headrace.report.quantities import MISSING, byte_count, duration, fixed, percent, ratio
 from headrace.report.servers import ServerSummary, to_mean
 from headrace.report.staleness import ROUNDS, Staleness
-from headrace.spec.event import ServedShard
+from headrace.spec.event import ShardStats
 from headrace.spec.plain import to_plain
 
 __all__ = ["SERVER_HEADS", "server_cells", "server_line", "server_plain", "server_rows", "worker_name"]
@@ -147,13 +147,13 @@ def _worker(servers: ServerSummary, worker: int) -> str:
     return "; ".join(filter(None, said))
 
 
-def _most(servers: ServerSummary, load: Callable[[ServedShard], float]) -> str:
+def _most(servers: ServerSummary, load: Callable[[ShardStats], float]) -> str:
     """Says how far the server and the shard that carry most are above the mean, where there are several."""
     said = []
     if len(servers.by_rank) > 1:
         factor, which = to_mean([sum(map(load, work.shards)) for work in servers.by_rank.values()])
         said.append(f"rank {list(servers.by_rank)[which]} {ratio(factor)}")
-    shards: Sequence[tuple[int, ServedShard]] = servers.shards
+    shards: Sequence[tuple[int, ShardStats]] = servers.shards
     if len(shards) > 1:
         factor, which = to_mean([load(shard) for _, shard in shards])
         said.append(f"shard {shards[which][1].name} {ratio(factor)}")

@@ -11,7 +11,7 @@ from headrace.report.attempts import Attempt, of_kind
 from headrace.report.quantities import byte_count, duration, ratio
 from headrace.report.staleness import Staleness, StalenessPoint, staleness_over_time
 from headrace.report.training_clock import TrainingClock
-from headrace.spec.event import ServedShard, ServerStarted, ServerStats, Stepped
+from headrace.spec.event import ServerStarted, ServerStats, ShardStats, Stepped
 
 __all__ = ["UNEVEN", "ServerSummary", "ServerWork", "Waiting", "imbalance", "servers_of", "to_mean"]
 
@@ -41,7 +41,7 @@ class ServerWork:
     seconds: float
     queue_mean: float
     queue_longest: int
-    shards: tuple[ServedShard, ...]
+    shards: tuple[ShardStats, ...]
 
     @property
     def busy_share(self) -> float:
@@ -102,7 +102,7 @@ class ServerSummary:
         )
 
     @property
-    def shards(self) -> tuple[tuple[int, ServedShard], ...]:
+    def shards(self) -> tuple[tuple[int, ShardStats], ...]:
         """All shards, each with its server."""
         return tuple((rank, shard) for rank, work in self.by_rank.items() for shard in work.shards)
 
@@ -190,7 +190,7 @@ def _uneven(
     verb: str,
     what: str,
     of_server: Callable[[ServerWork], float],
-    of_shard: Callable[[ServedShard], float],
+    of_shard: Callable[[ShardStats], float],
     words: Callable[[float], str],
     least: float,
 ) -> Iterable[str]:
@@ -209,11 +209,11 @@ def _uneven(
         yield f"server {rank} {verb} {ratio(factor)} × the mean {what} ({words(loads[rank])}){because}"
 
 
-def _moved(shard: ServedShard) -> int:
+def _moved(shard: ShardStats) -> int:
     return shard.pushed_bytes + shard.pulled_bytes
 
 
-def _apply_s(of: ServerWork | ServedShard) -> float:
+def _apply_s(of: ServerWork | ShardStats) -> float:
     return of.apply_s
 
 
@@ -251,10 +251,10 @@ def _work(served: ServerStats, began_s: float, before: ServerWork | None) -> Ser
     )
 
 
-def _sum(shard: ServedShard, before: ServedShard | None) -> ServedShard:
+def _sum(shard: ShardStats, before: ShardStats | None) -> ShardStats:
     if before is None:
         return shard
-    return ServedShard(
+    return ShardStats(
         name=shard.name,
         bytes=shard.bytes,
         pushes=shard.pushes + before.pushes,

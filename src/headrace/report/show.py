@@ -8,7 +8,7 @@ from typing import TextIO
 
 from headrace.report.progress import ProgressBar
 from headrace.report.quantities import byte_count
-from headrace.spec.event import Averaged, Evaluated, Event, Lost, NonFinite, Notice, Saved
+from headrace.spec.event import Evaluated, Event, Lost, NonFinite, Notice, ParametersAveraged, Saved
 
 __all__ = ["Console", "whose"]
 
@@ -27,7 +27,7 @@ def whose(event: NonFinite) -> str:
     return f"the loss of {ranks} is not finite"
 
 
-def _lost_numbers(event: Averaged) -> str:
+def _lost_numbers(event: ParametersAveraged) -> str:
     alone = len(event.left_out) == 1
     ranks = f"rank {event.left_out[0]}" if alone else f"{len(event.left_out)} ranks"
     then = f"left out of the mean, from which {'it goes' if alone else 'they go'} on"
@@ -77,7 +77,7 @@ class Console:
                 self._progress.line(f"{self._label}: saved step {event.step}, {byte_count(event.bytes)}")
             case NonFinite() if event.action in _ACTIONS:
                 self._count(event)
-            case Averaged() if event.left_out:
+            case ParametersAveraged() if event.left_out:
                 self._progress.line(f"{self._label}: {_lost_numbers(event)}")
             case Lost():
                 self._progress.line(f"{self._label}: {event.line}")

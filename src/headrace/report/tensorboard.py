@@ -11,7 +11,18 @@ from typing import Self
 
 from headrace.errors import UnfitMachine
 from headrace.report.show import whose
-from headrace.spec.event import Averaged, Evaluated, Event, Failed, Lost, NonFinite, Notice, RunStarted, Saved, Stepped
+from headrace.spec.event import (
+    Evaluated,
+    Event,
+    Failed,
+    Lost,
+    NonFinite,
+    Notice,
+    ParametersAveraged,
+    RunStarted,
+    Saved,
+    Stepped,
+)
 
 __all__ = ["TensorBoard"]
 
@@ -75,7 +86,7 @@ class TensorBoard:
             case Evaluated():
                 for name, value in event.metrics.items():
                     self._writer.add_scalar(f"evaluation/{name}", value, event.step, time_s)
-            case Averaged():
+            case ParametersAveraged():
                 self._writer.add_scalar("averaging/drift", event.drift, event.step, time_s)
                 self._writer.add_scalar("averaging/period", event.period, event.step, time_s)
             case Saved():

@@ -5,14 +5,14 @@ the one into the other, and its backward changes gradients back (Shoeybi et al.,
 the first two f and g):
 
     crossing   forward                          backward
-    enter      whole -> whole: nothing          sum over ranks
-    reduce     parts of a sum -> whole: sum     nothing
-    gather     split -> whole: all-gather       take one's slice: every rank has the same gradient
-    scatter    whole -> split: take one's       all-gather
-    spread     split -> whole: all-gather       sum over ranks, each gets its slice (reduce-scatter)
+    copy_to        whole -> whole: nothing         sum over ranks
+    reduce_from    parts of a sum -> whole: sum    nothing
+    gather_from    split -> whole: all-gather      take one's slice: every rank has the same gradient
+    scatter_to     whole -> split: take one's      all-gather
+    all_gather_to  split -> whole: all-gather      sum over ranks, each gets its slice (reduce-scatter)
 
-After `copy_to` and `all_gather_to` every rank does other work with the whole value, so that gradients differ and are summed;
-after `reduce_from` and `gather_from` all do the same.
+After `copy_to` and `all_gather_to` each rank computes something else from the whole value, so the gradients differ and
+are summed. After `reduce_from` and `gather_from` all ranks compute the same.
 """
 
 from __future__ import annotations
