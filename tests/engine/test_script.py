@@ -42,7 +42,7 @@ class Lent:
 
 @pytest.fixture(autouse=True)
 def _one_nursery(nursery: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.script.Nursery", lambda: Lent(nursery))
+    monkeypatch.setattr("headrace.engine.script.ForkServer", lambda: Lent(nursery))
 
 
 @pytest.fixture

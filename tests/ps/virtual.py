@@ -295,7 +295,7 @@ class _Run:
 
     def _tell(self, place: int, event: shard.Event) -> None:
         for action in self.books[place].handle(event):
-            if isinstance(action, shard.Step) and isinstance(event, Push):
+            if isinstance(action, shard.ApplyStep) and isinstance(event, Push):
                 asked = self.asking.get((event.worker, place))
                 if asked is not None and asked.lease == event.lease:
                     asked.version, asked.staleness = self.books[place].version, action.staleness
@@ -359,5 +359,5 @@ class _Run:
         if isinstance(self.world.combination, FirstPushes) and self.world.ahead:
             for place, book in enumerate(self.books):
                 ahead = (self.leases.until - self.leases.begin) * self.world.portions
-                self._tell(place, shard.Ahead(ahead))
+                self._tell(place, shard.LeasesAhead(ahead))
                 assert book.ahead == ahead

@@ -14,7 +14,7 @@ COUNTS = st.dictionaries(WORD, COUNT, max_size=3)
 STAMP = (st.integers(LAUNCHER, 1000), SECONDS)
 
 SHARD = st.builds(event.ShardStats, WORD, *(COUNT,) * 4, SECONDS, *(COUNT,) * 2)
-PASS = st.builds(event.Pass, COUNT, COUNT, st.booleans(), SECONDS, SECONDS, SECONDS)
+PASS = st.builds(event.StagePass, COUNT, COUNT, st.booleans(), SECONDS, SECONDS, SECONDS)
 STAGE = st.builds(event.InputStageStats, WORD, SECONDS, SECONDS)
 EVENTS = {
     "run_started": st.builds(
