@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import ClassVar
 
-from headrace.replica.exchange import Replica
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, WorkerContext
+from headrace.training.exchange import Replica
 
 SLOWER = 4
 

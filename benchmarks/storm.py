@@ -9,7 +9,7 @@ import threading
 import time
 
 import headrace as hr
-from headrace.spec.event import Event, ServerStarted, WorkerEnded, WorkerStarted
+from headrace.spec.events import Event, ServerStarted, WorkerEnded, WorkerStarted
 
 
 class Storm:

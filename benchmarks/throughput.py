@@ -11,7 +11,7 @@ from harness import alternate, ratio, report, rival
 from workloads import EXAMPLES_A_WORKER, throughput
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 
 
 def main(workload: str, folder: Path) -> None:

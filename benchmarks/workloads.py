@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.models import cnn, mlp
 
 MODELS = {"mlp": (mlp, (784,)), "cnn": (cnn, (3, 32, 32))}
@@ -37,7 +37,7 @@ def throughput(
         global_batch_size=EXAMPLES_A_WORKER * workers,
         steps=1_000_000,
     )
-    from headrace.trainer import fit
+    from headrace.api.fit import fit
 
     with tempfile.TemporaryDirectory() as folder:
         run = fit(job, strategy, device=device, run_dir=Path(folder) / "run", seconds=seconds, engine=engine)

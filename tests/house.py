@@ -7,11 +7,24 @@ every rule to the package, and to planted violations.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-__all__ = ["PACKAGE", "Import", "Module", "Modules", "Rule", "complaint", "definitions", "read", "room", "words"]
+__all__ = [
+    "PACKAGE",
+    "Import",
+    "Module",
+    "Modules",
+    "Rule",
+    "complaint",
+    "definitions",
+    "floors",
+    "read",
+    "room",
+    "words",
+]
 
 PACKAGE = "headrace"
 
@@ -110,6 +123,13 @@ def words(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Attribute) and (front := words(node.value)):
         return [*front, node.attr]
     return []
+
+
+def floors(contributing: str) -> tuple[frozenset[str], ...]:
+    """Returns the rooms of each floor, the lowest first, from the table in CONTRIBUTING.md; "" for the front door."""
+    rows = re.findall(r"^\| *(-?\d+) *\|(.*)\|$", contributing, re.MULTILINE)
+    found = {int(floor): re.findall(r"`([\w.]+?)(?:/|\.py)`", cells) for floor, cells in rows}
+    return tuple(frozenset("" if name == "__init__" else name for name in found[floor]) for floor in sorted(found))
 
 
 def room(name: str) -> str:

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import TypeGuard
 
-from house import PACKAGE, Import, Module, Modules, Rule, complaint, definitions, room, words
+from house import PACKAGE, Import, Module, Modules, Rule, complaint, definitions, floors, room, words
 
 __all__ = ["RULES"]
 
-FLOORS = (
-    {"spec", "errors"},
-    {"policies", "comm", "tasks", "memory", "metrics", "trees"},
-    {"replica", "data", "models", "checkpoint"},
-    {"ps", "pipelining", "splitting"},
-    {"strategies"},
-    {"engine", "planner", "report"},
-    {"trainer", "run", "comparison", "profiling", "script", "supervision", "export"},
-    {"cli", "serving", ""},
-)
+FLOORS = floors((Path(__file__).resolve().parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 FLOOR = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
-LOOSE = {"tasks", "memory", "metrics", "trees", "trainer", "run", "comparison", "profiling", "script", "supervision"}
+LOOSE = {"machine", "memory", "metrics", "tasks", "trees"}
 """Files that stand in no folder: those of one floor are one room."""
-SIDEWAYS = {("data", "headrace.replica.compute")}
+SIDEWAYS: set[tuple[str, str]] = set()
 """Room and module: the loader makes the `Share` that the compute takes."""
 
+FRONTS = {"headrace", "headrace.data", "headrace.metrics", "headrace.strategies", "headrace.tasks"}
+"""What users import from."""
+ENTRIES = {"headrace.strategies", "headrace.data.sources"}
+"""One file an entry of a dict, however many there are."""
+
+MODULES = 12
 FORBIDDEN_WORDS = {"common", "helper", "helpers", "manager", "managers", "util", "utils", "v2"}
 FILE_LINES, FUNCTION_LINES, METHODS, ARGUMENTS, FIELDS = 400, 60, 10, 8, 14
 
-READS_ENVIRONMENT = {"engine", "cli"}
+READS_ENVIRONMENT = {"engine", "cli", "machine"}
 SHIPS_CODE = {"engine"}
 PICKLES = {"pickle", "_pickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_CALLS = {
@@ -85,11 +84,15 @@ def names(modules: Modules) -> list[str]:
 
 
 def exports(modules: Modules) -> list[str]:
-    """Every module has a sorted `__all__` of literal strings, and binds what it lists."""
+    """An `__all__` is a sorted list of literal strings, and the module binds what it lists; fronts have one."""
     found = []
     for module in modules.values():
         own = definitions(module)
-        listed = _listed(own.get("__all__"))
+        if "__all__" not in own:
+            if module.name in FRONTS:
+                found.append(complaint(module, 1, "has no __all__, and users import it"))
+            continue
+        listed = _listed(own["__all__"])
         if listed is None:
             found.append(complaint(module, 1, "has no __all__ of literal strings"))
             continue
@@ -100,6 +103,28 @@ def exports(modules: Modules) -> list[str]:
         bound = {*own, *(item.local for item in module.imports if item.when == "top")}
         found += [complaint(module, 1, f"__all__ lists {name!r}, unbound") for name in listed if name not in bound]
     return found
+
+
+def folders(modules: Modules) -> list[str]:
+    """A folder has at most 12 modules besides its `__init__`; a folder of entries, one file each, may have more."""
+    counts = Counter(
+        module.name.rpartition(".")[0] for module in modules.values() if module.name not in _folders(modules)
+    )
+    return [
+        f"{name}: {count} modules, at most {MODULES}"
+        for name, count in sorted(counts.items())
+        if count > MODULES and name not in ENTRIES
+    ]
+
+
+def meanings(modules: Modules) -> list[str]:
+    """A public class name has one meaning in the whole package."""
+    homes: dict[str, list[str]] = {}
+    for module in modules.values():
+        for name, node in definitions(module).items():
+            if isinstance(node, ast.ClassDef) and not name.startswith("_"):
+                homes.setdefault(name, []).append(module.name)
+    return [f"{name} is a class in {', '.join(found)}" for name, found in sorted(homes.items()) if len(found) > 1]
 
 
 def budgets(modules: Modules) -> list[str]:
@@ -215,10 +240,15 @@ def hiding(modules: Modules) -> list[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    *(directions, circles, names, exports, budgets, environment),
+    *(directions, circles, names, exports, folders, meanings, budgets, environment),
     *(pickling, finals, light, purity, asking, hiding),
 )
 """All of them."""
+
+
+def _folders(modules: Modules) -> set[str]:
+    """Returns the names of packages: modules that have modules in them."""
+    return {name.rpartition(".")[0] for name in modules}
 
 
 def _own(module: Module) -> Iterator[Import]:

@@ -38,7 +38,7 @@ SOUND = {
     "spec/job.py": (
         "from typing import TYPE_CHECKING\n__all__ = ['Job']\nif TYPE_CHECKING:\n    import torch\nclass Job: ..."
     ),
-    "comm/seam.py": (
+    "collectives/seam.py": (
         "import torch\nfrom abc import ABC, abstractmethod\n__all__ = ['LIMIT', 'Seam', 'cut']\nLIMIT: int = 3\n"
         "class Seam(ABC):\n    @abstractmethod\n    def cut(self): ...\n"
         "class Finer(Seam):\n    @abstractmethod\n    def fine(self): ...\n"
@@ -46,12 +46,13 @@ SOUND = {
         "def cut(): ..."
     ),
     "tasks.py": "from headrace import errors, metrics\n__all__ = []",
+    "machine.py": "",
     "metrics.py": "from . import errors\n__all__ = []",
     "engine/ship.py": "import os, pickle, cloudpickle\n__all__ = []\nhome = os.environ['HOME']",
     "cli/main.py": "__all__ = []\ndef run():\n    import torch\n    from headrace.models.zoo import cnn",
     "models/zoo.py": "import torch\n__all__ = ['cnn']\ncnn = torch.nn.ReLU",
-    "data/loader.py": "from headrace.replica.compute import Share\n__all__ = []",
-    "replica/compute.py": "__all__ = ['Share']\nclass Share: ...",
+    "data/loader.py": "from headrace.policies import split\n__all__ = []",
+    "policies/split.py": "__all__ = ['Share']\nclass Share: ...",
     "report/page.py": (
         "import os.path\n__all__ = []\n"
         "def page():\n    try:\n        open('x')\n    except Exception as error:\n        raise OSError from error\n"
@@ -72,54 +73,88 @@ MANY_FIELDS = (
 )
 
 PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
-    (rules.directions, {"spec/a.py": "from headrace.comm.seam import Seam"}, "may not import headrace.comm.seam"),
-    (rules.directions, {"comm/a.py": "from ..data import loader"}, "may not import headrace.data.loader"),
-    (rules.directions, {"comm/a.py": "from headrace import tasks"}, "may not import headrace.tasks"),
+    (
+        rules.directions,
+        {"spec/a.py": "from headrace.collectives.seam import Seam"},
+        "may not import headrace.collectives.seam",
+    ),
+    (
+        rules.directions,
+        {"collectives/a.py": "from ..data import loader"},
+        "may not import headrace.data.loader",
+    ),
+    (rules.directions, {"policies/a.py": "from headrace import machine"}, "may not import headrace.machine"),
     (rules.directions, {"data/a.py": "def f():\n    import headrace.cli.main"}, "a:2: may not import headrace.cli"),
     (
         rules.directions,
-        {"spec/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from headrace.comm import seam"},
-        "may not import headrace.comm.seam",
+        {"spec/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from headrace.collectives import seam"},
+        "may not import headrace.collectives.seam",
     ),
-    (rules.directions, {"spec/a.py": "import importlib\nimportlib.import_module('headrace.run')"}, "headrace.run"),
+    (
+        rules.directions,
+        {"spec/a.py": "import importlib\nimportlib.import_module('headrace.api.run')"},
+        "headrace.api.run",
+    ),
     (rules.directions, {"engine/a.py": "from headrace import Job"}, "may not import headrace"),
     (rules.directions, {"attic/a.py": ""}, "'attic' stands on no floor"),
     (rules.directions, {"engine/a.py": "from headrace.models.zoo import cnn"}, "for the command line alone"),
-    (rules.directions, {"data/a.py": "from headrace.replica.exchange import Exchange"}, "may not import"),
+    (rules.directions, {"data/a.py": "from headrace.worker.main import Exchange"}, "may not import"),
     (
         rules.circles,
         {"spec/a.py": "def f():\n    from headrace.spec import b", "spec/b.py": "from headrace.spec.a import f"},
         "headrace.spec.a",
     ),
     (rules.circles, {"spec/a.py": "from headrace.spec import Job", "spec/job.py": "import headrace.spec.a"}, "circle"),
-    (rules.names, {"comm/net_utils.py": ""}, "'utils'"),
+    (rules.names, {"collectives/net_utils.py": ""}, "'utils'"),
     (rules.names, {"data/common/a.py": ""}, "'common'"),
-    (rules.exports, {"comm/a.py": "x = 1"}, "no __all__"),
-    (rules.exports, {"comm/a.py": "__all__ = list('ab')"}, "no __all__"),
-    (rules.exports, {"comm/a.py": "__all__ = ['b', 'a']\na = b = 1"}, "not sorted"),
-    (rules.exports, {"comm/a.py": "__all__ = ['Ab', 'B']\nclass Ab: ...\nB = 1"}, "not sorted"),
-    (rules.exports, {"comm/a.py": "__all__ = ['gone']\ndef f():\n    gone = 1"}, "'gone', unbound"),
-    (rules.budgets, {"comm/a.py": TOO_LONG}, "401 lines"),
-    (rules.budgets, {"comm/a.py": LONG_FUNCTION}, "f: 61 lines"),
-    (rules.budgets, {"comm/a.py": MANY_METHODS}, "C: 11 public methods"),
-    (rules.budgets, {"comm/a.py": MANY_ARGUMENTS}, "C: 9 arguments"),
-    (rules.budgets, {"comm/a.py": MANY_FIELDS}, "B: 15 fields"),
-    (rules.environment, {"comm/a.py": "import os\nprint(os.environ.get('A'))"}, "a:2"),
-    (rules.environment, {"comm/a.py": "import os as system\nprint(system.getenv('A'))"}, "a:2"),
-    (rules.environment, {"comm/a.py": "from os import environ"}, "a:1"),
-    (rules.environment, {"trainer.py": "import os.path\nprint(os.environ['A'])"}, "trainer:2"),
-    (rules.pickling, {"comm/a.py": "import pickle"}, "pickle reads"),
+    (rules.exports, {"tasks.py": "x = 1"}, "no __all__"),
+    (rules.exports, {"collectives/a.py": "__all__ = list('ab')"}, "no __all__"),
+    (rules.exports, {"collectives/a.py": "__all__ = ['b', 'a']\na = b = 1"}, "not sorted"),
+    (rules.exports, {"collectives/a.py": "__all__ = ['Ab', 'B']\nclass Ab: ...\nB = 1"}, "not sorted"),
+    (rules.exports, {"collectives/a.py": "__all__ = ['gone']\ndef f():\n    gone = 1"}, "'gone', unbound"),
+    (rules.folders, {f"collectives/m{i}.py": "" for i in range(12)}, "headrace.collectives: 13 modules"),
+    (rules.meanings, {"collectives/a.py": "class Job: ..."}, "Job is a class in"),
+    (rules.budgets, {"collectives/a.py": TOO_LONG}, "401 lines"),
+    (rules.budgets, {"collectives/a.py": LONG_FUNCTION}, "f: 61 lines"),
+    (rules.budgets, {"collectives/a.py": MANY_METHODS}, "C: 11 public methods"),
+    (rules.budgets, {"collectives/a.py": MANY_ARGUMENTS}, "C: 9 arguments"),
+    (rules.budgets, {"collectives/a.py": MANY_FIELDS}, "B: 15 fields"),
+    (rules.environment, {"collectives/a.py": "import os\nprint(os.environ.get('A'))"}, "a:2"),
+    (rules.environment, {"collectives/a.py": "import os as system\nprint(system.getenv('A'))"}, "a:2"),
+    (rules.environment, {"collectives/a.py": "from os import environ"}, "a:1"),
+    (rules.environment, {"api/fit.py": "import os.path\nprint(os.environ['A'])"}, "fit:2"),
+    (rules.pickling, {"collectives/a.py": "import pickle"}, "pickle reads"),
     (rules.pickling, {"data/a.py": "def f():\n    from cloudpickle import dumps"}, "only engine/"),
     (rules.pickling, {"engine/a.py": "import pickle"}, "pickle reads"),
     (rules.pickling, {"engine/a.py": "import torch\ntorch.load('a')"}, "torch.load"),
-    (rules.pickling, {"comm/a.py": "from torch import distributed as d\nd.broadcast_object_list([1])"}, "pickles"),
-    (rules.finals, {"comm/a.py": "from headrace.comm.seam import Done\nclass C(Done): ..."}, "C subclasses Done"),
-    (rules.finals, {"comm/a.py": "from headrace.comm import seam\nclass C(seam.Done): ..."}, "C subclasses Done"),
-    (rules.finals, {"comm/a.py": "import headrace.comm.seam\nclass C(headrace.comm.seam.Done): ..."}, "Done"),
-    (rules.finals, {"comm/a.py": "from headrace.spec import Job\nclass C(Job[int]): ..."}, "C subclasses Job"),
-    (rules.finals, {"comm/a.py": "from headrace.errors import Root\nclass C(Root): ..."}, "C subclasses Root"),
+    (
+        rules.pickling,
+        {"collectives/a.py": "from torch import distributed as d\nd.broadcast_object_list([1])"},
+        "pickles",
+    ),
+    (
+        rules.finals,
+        {"collectives/a.py": "from headrace.collectives.seam import Done\nclass C(Done): ..."},
+        "C subclasses Done",
+    ),
+    (
+        rules.finals,
+        {"collectives/a.py": "from headrace.collectives import seam\nclass C(seam.Done): ..."},
+        "C subclasses Done",
+    ),
+    (
+        rules.finals,
+        {"collectives/a.py": "import headrace.collectives.seam\nclass C(headrace.collectives.seam.Done): ..."},
+        "Done",
+    ),
+    (rules.finals, {"collectives/a.py": "from headrace.spec import Job\nclass C(Job[int]): ..."}, "C subclasses Job"),
+    (rules.finals, {"collectives/a.py": "from headrace.errors import Root\nclass C(Root): ..."}, "C subclasses Root"),
     (rules.light, {"spec/a.py": "import torch.nn"}, "imports torch.nn"),
-    (rules.light, {"cli/a.py": "from headrace.comm.seam import Seam"}, "headrace.cli.a -> headrace.comm.seam"),
+    (
+        rules.light,
+        {"cli/a.py": "from headrace.collectives.seam import Seam"},
+        "headrace.cli.a -> headrace.collectives.seam",
+    ),
     (rules.light, {"report/a.py": "class C:\n    import torch"}, "imports torch"),
     (
         rules.light,
@@ -128,10 +163,10 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     ),
     (rules.purity, {"policies/a.py": "def f():\n    import torch"}, "torch is not"),
     (rules.purity, {"policies/a.py": "from time import monotonic"}, "time is not"),
-    (rules.asking, {"comm/a.py": "print(hasattr(1, 'x'))"}, "hasattr"),
-    (rules.hiding, {"comm/a.py": "try:\n    f()\nexcept:\n    raise"}, "a:3"),
-    (rules.hiding, {"comm/a.py": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "a:3"),
-    (rules.hiding, {"comm/a.py": "import contextlib\nwith contextlib.suppress(Exception):\n    f()"}, "a:2"),
+    (rules.asking, {"collectives/a.py": "print(hasattr(1, 'x'))"}, "hasattr"),
+    (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept:\n    raise"}, "a:3"),
+    (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "a:3"),
+    (rules.hiding, {"collectives/a.py": "import contextlib\nwith contextlib.suppress(Exception):\n    f()"}, "a:2"),
 ]
 
 

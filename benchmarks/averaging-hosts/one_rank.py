@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 
 import headrace as hr
-from headrace.spec.event import Stepped
+from headrace.spec.events import Stepped
 
 ROOT = Path(__file__).parents[2]
 EVALUATE_EVERY = 20

@@ -19,10 +19,10 @@ from harness import alternate, ratio, report
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.models import mlp
-from headrace.ps.server import Server
-from headrace.spec.event import Event, Lost, Stepped, WorkerStarted
+from headrace.parameter_server.server.server import Server
+from headrace.spec.events import Event, Lost, Stepped, WorkerStarted
 from headrace.spec.plan import Plan
 from headrace.strategies.strategy import ServerContext
 

@@ -15,9 +15,9 @@ from harness import alternate, ratio, report
 from one_slow import OneSlow
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.models import mlp
-from headrace.spec.event import Stepped
+from headrace.spec.events import Stepped
 from headrace.strategies import Strategy
 
 WORKERS, PERIOD = 4, 16

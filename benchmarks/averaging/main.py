@@ -13,7 +13,7 @@ from harness import alternate, ratio, report, rival
 from workloads import throughput
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 
 CEILING = "ceiling: 2 unconnected, tuned"
 FRESH = "the same, fresh batches"

@@ -13,8 +13,8 @@ from harness import report
 from workloads import MODELS, examples
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
-from headrace.trainer import fit
+from headrace.api.fit import fit
+from headrace.engine.local.engine import LocalEngine
 
 
 def held(strategy: hr.Strategy, engine: LocalEngine) -> float:

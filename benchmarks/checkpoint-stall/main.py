@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import alternate, ratio, report
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
-from headrace.spec.event import Saved, Stepped
+from headrace.engine.local.engine import LocalEngine
+from headrace.spec.events import Saved, Stepped
 
 WIDTH = 2500
 WARM_UP_S = 2.0

@@ -15,8 +15,8 @@ from harness import alternate, ratio, report, rival
 from workloads import MODELS, examples
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
-from headrace.trainer import fit
+from headrace.api.fit import fit
+from headrace.engine.local.engine import LocalEngine
 
 BATCH = 256
 

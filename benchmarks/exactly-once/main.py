@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from headrace.comm.faulty import Odds
 from ps.counting import World, count
+
+from headrace.transport.faulty import Odds
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.spec.event import Stepped
+from headrace.spec.events import Stepped
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from storm import Storm

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import headrace as hr
-from headrace.spec.event import Event, Lost, RunStarted, ServerStarted, Stepped
+from headrace.spec.events import Event, Lost, RunStarted, ServerStarted, Stepped
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from workloads import endless

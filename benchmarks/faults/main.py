@@ -29,7 +29,7 @@ from processes import below, descriptors, rank_of, shared_files, workers
 from torch import nn
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 
 WORKERS = 2

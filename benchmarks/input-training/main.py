@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import DecodeImage, Loader
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.models import cnn
-from headrace.spec.event import Stepped
+from headrace.spec.events import Stepped
 
 BATCH = 32
 WARM_UP_STEPS = 20

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
-from headrace.spec.event import Event, ServerStarted, Stepped, WorkerStarted
+from headrace.engine.local.engine import LocalEngine
+from headrace.spec.events import Event, ServerStarted, Stepped, WorkerStarted
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from workloads import endless

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import headrace as hr
-from headrace.spec.event import Event, Lost, Stepped, WorkerStarted
+from headrace.spec.events import Event, Lost, Stepped, WorkerStarted
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from storm import Storm

@@ -24,8 +24,8 @@ from torch import nn
 from turns import Turns, make_turns
 
 import headrace as hr
+from headrace.api.fit import fit
 from headrace.strategies import OneDevice
-from headrace.trainer import fit
 
 BLOCK = 10
 

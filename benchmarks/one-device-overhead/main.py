@@ -16,10 +16,10 @@ from harness import alternate, ratio, report, rival
 from overhead_job import make_data, make_model
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
-from headrace.spec.event import Stepped
+from headrace.api.fit import fit
+from headrace.engine.local.engine import LocalEngine
+from headrace.spec.events import Stepped
 from headrace.strategies import OneDevice
-from headrace.trainer import fit
 
 STEPS = {"tiny": 8000, "cnn": 60}
 

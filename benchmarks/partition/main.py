@@ -24,13 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from harness import machine
 
 from headrace.models import char_lstm, cnn, fashion_cnn, mlp
-from headrace.pipelining import Traced, cut, trace
-from headrace.planner import profile
-from headrace.planner.sweep import Sweep
-from headrace.policies.partition import Terms, split
-from headrace.replica.describe import describe
-from headrace.replica.whole_model import Objective
+from headrace.pipeline.partition import Terms, split
+from headrace.pipeline.profile.layers import profile
+from headrace.pipeline.profile.sweep import Sweep
+from headrace.pipeline.stages.stage import cut
+from headrace.pipeline.trace.tracing import Traced, trace
 from headrace.spec.model import ModelSpec
+from headrace.training.model_spec import describe
+from headrace.training.whole_model import Objective
 
 EXAMPLES = 32
 STAGES = (2, 3, 4)

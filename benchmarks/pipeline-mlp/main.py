@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import alternate, ratio, report, rival
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
-from headrace.policies.schedule import SCHEDULES, Action
-from headrace.policies.schedule.timing import timed
-from headrace.spec.event import PipelineStepTimed, Stepped
+from headrace.engine.local.engine import LocalEngine
+from headrace.pipeline.schedules import SCHEDULES, Action
+from headrace.pipeline.schedules.timing import timed
+from headrace.spec.events import PipelineStepTimed, Stepped
 
 WIDTH, LAYERS, BATCH, STAGES, WARM = 1024, 8, 256, 2, 10
 CASES = (("gpipe", 4), ("gpipe", 8), ("1f1b", 4), ("1f1b", 8))

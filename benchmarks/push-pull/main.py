@@ -1,4 +1,4 @@
-"""A push and a pull between a worker and a server: headrace.ps beside gloo, torch RPC and a Ray actor."""
+"""A push and a pull between a worker and a server: headrace.parameter_server beside gloo, torch RPC and a Ray actor."""
 
 from __future__ import annotations
 

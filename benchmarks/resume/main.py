@@ -33,9 +33,9 @@ from processes import below, rank_of, workers
 
 import headrace as hr
 from headrace.checkpoint import CheckpointFolder
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost, UsageError
-from headrace.spec.event import RunStarted
+from headrace.spec.events import RunStarted
 
 EXAMPLES = 50
 ROUNDS = 30

@@ -8,9 +8,9 @@ import time
 
 import torch
 
-from headrace.comm.control import ControlPage
-from headrace.comm.segment import SharedSegment
-from headrace.comm.shared_memory import SharedMemoryGroup
+from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
 
 
 def run(rank: int, workers: int, elements: int, segment: SharedSegment) -> None:

@@ -1,4 +1,4 @@
-"""Pushes and pulls through headrace.ps, to and from the worker's private memory; see `--help`."""
+"""Pushes and pulls through headrace.parameter_server, to and from the worker's private memory; see `--help`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from functools import partial
 
 import torch
 
-from headrace.comm.local_link import LocalClientTransport
-from headrace.comm.local_port import LocalServerTransport
-from headrace.comm.remote_link import RemoteClientTransport
-from headrace.comm.remote_port import RemoteServerTransport
+from headrace.parameter_server.client.client import Client, ServerConnection
+from headrace.parameter_server.core.shard import Shard
+from headrace.parameter_server.server.optimizer import ShardOptimizer
+from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
+from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.policies.staleness import EveryPush, Unbounded
-from headrace.ps.applier import ShardOptimizer
-from headrace.ps.client import Client, ServerConnection
-from headrace.ps.form import ShardLayout, ShardSpec
-from headrace.ps.messages import Kind, Message
-from headrace.ps.server import Server
-from headrace.ps.shard import Shard
 from headrace.spec.model import ParameterSpec
+from headrace.transport.local_client import LocalClientTransport
+from headrace.transport.local_server import LocalServerTransport
+from headrace.transport.remote_client import RemoteClientTransport
+from headrace.transport.remote_server import RemoteServerTransport
 
 RATE = 0.1
 SECRET = b"both ends of a benchmark know it"

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from ours_push_pull import RATE, form_of, join, serve, spawn
 
-from headrace.ps.client import Client
-from headrace.ps.form import ShardLayout
-from headrace.ps.messages import Kind, Message
+from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire.messages import Kind, Message
 
 SECONDS = 3.0
 

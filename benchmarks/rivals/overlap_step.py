@@ -19,15 +19,15 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from workloads import EXAMPLES_A_WORKER, MODELS, examples
 
-from headrace.comm.collective import ProcessGroup
-from headrace.comm.control import ControlPage
-from headrace.comm.distributed import TorchDistributed
-from headrace.comm.segment import SharedSegment
-from headrace.comm.shared_memory import SharedMemoryGroup
-from headrace.replica.describe import describe
-from headrace.replica.gradients import UsedParameters
-from headrace.replica.layout import FlatLayout
-from headrace.replica.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
+from headrace.collectives.base import ProcessGroup
+from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.collectives.torch_distributed import TorchDistributed
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
+from headrace.training.flat_layout import FlatLayout
+from headrace.training.gradients import UsedParameters
+from headrace.training.model_spec import describe
+from headrace.training.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
 
 WORKERS = 2
 

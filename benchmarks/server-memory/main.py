@@ -19,9 +19,9 @@ import torch
 from harness import alternate, report
 from ours_push_pull import cut, form_of, join, serve, spawn
 
-from headrace.ps.client import Client
-from headrace.ps.form import ShardLayout
-from headrace.ps.messages import Kind, Message
+from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire.messages import Kind, Message
 
 MODEL_BYTES = 100 << 20
 SHARD_BYTES = {False: 4 << 20, True: 1 << 20}

@@ -15,7 +15,7 @@ from harness import alternate, ratio, report
 from one_slow import OneSlow
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.models import mlp
 from headrace.strategies import Strategy
 
@@ -58,7 +58,7 @@ STRATEGIES = {
 
 def throughput(strategy: Strategy, seconds: float, engine: LocalEngine) -> float:
     """Trains for some seconds; returns examples/s in steady state."""
-    from headrace.trainer import fit
+    from headrace.api.fit import fit
 
     generator = torch.Generator().manual_seed(0)
     examples = torch.randn(EXAMPLES, 64, generator=generator), torch.randint(10, (EXAMPLES,), generator=generator)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from blocks import BATCH, blocks

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from processes import below, processes
 
 from headrace.checkpoint import CheckpointFolder
-from headrace.report.events import read_events
-from headrace.spec.event import Stepped
+from headrace.report.model.events import read_events
+from headrace.spec.events import Stepped
 
 TARGET_S = 5.0
 EARLY_IN = 10

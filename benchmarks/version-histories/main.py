@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from headrace.ps import shard
 from ps.operations import BareBook, violations
 from ps.seeded import SEEDED, found, world
 from ps.virtual import Machines, run
 from ps.worlds import mutated
+
+from headrace.parameter_server.core import shard
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

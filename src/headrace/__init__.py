@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace import data, metrics, tasks
-    from headrace.comparison import Comparison, compare
+    from headrace.api.comparison import Comparison, compare
+    from headrace.api.fit import fit, launch
+    from headrace.api.run import Run
+    from headrace.api.setup import setup
+    from headrace.averaging.outer_steps import Elastic, Nesterov
+    from headrace.averaging.period import AutoPeriod
     from headrace.engine.threads import ThreadEngine
-    from headrace.engine.worker import Worker
     from headrace.metrics import Mean
-    from headrace.policies.period import AutoPeriod
-    from headrace.ps.applier import Remedies
-    from headrace.replica.outer import Elastic, Nesterov
-    from headrace.report.tensorboard import TensorBoard
-    from headrace.run import Run
-    from headrace.script import setup
+    from headrace.parameter_server.server.optimizer import Remedies
+    from headrace.report.views.tensorboard import TensorBoard
     from headrace.spec.checkpoints import Checkpoints
     from headrace.spec.job import Job
     from headrace.spec.options import EarlyStopping, Options
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TensorParallel,
         Unconnected,
     )
-    from headrace.trainer import fit, launch
+    from headrace.worker.worker import Worker
 
 __all__ = [
     "EASGD",
@@ -78,38 +78,38 @@ __all__ = [
 
 # What is imported when it is first asked for: `import headrace` alone does not import torch.
 _HOMES = {
-    "AutoPeriod": "headrace.policies.period",
+    "AutoPeriod": "headrace.averaging.period",
     "CentralStorage": "headrace.strategies",
     "Checkpoints": "headrace.spec.checkpoints",
-    "Comparison": "headrace.comparison",
+    "Comparison": "headrace.api.comparison",
     "DiLoCo": "headrace.strategies",
     "Downpour": "headrace.strategies",
     "EASGD": "headrace.strategies",
     "EarlyStopping": "headrace.spec.options",
-    "Elastic": "headrace.replica.outer",
+    "Elastic": "headrace.averaging.outer_steps",
     "Hybrid": "headrace.strategies",
     "Job": "headrace.spec.job",
     "LocalSGD": "headrace.strategies",
     "Mean": "headrace.metrics",
     "Mirrored": "headrace.strategies",
-    "Nesterov": "headrace.replica.outer",
+    "Nesterov": "headrace.averaging.outer_steps",
     "OneDevice": "headrace.strategies",
     "Options": "headrace.spec.options",
     "ParameterAveraging": "headrace.strategies",
     "ParameterServer": "headrace.strategies",
     "Pipeline": "headrace.strategies",
-    "Remedies": "headrace.ps.applier",
-    "Run": "headrace.run",
+    "Remedies": "headrace.parameter_server.server.optimizer",
+    "Run": "headrace.api.run",
     "Strategy": "headrace.strategies",
-    "TensorBoard": "headrace.report.tensorboard",
+    "TensorBoard": "headrace.report.views.tensorboard",
     "ThreadEngine": "headrace.engine.threads",
     "TensorParallel": "headrace.strategies",
     "Unconnected": "headrace.strategies",
-    "Worker": "headrace.engine.worker",
-    "compare": "headrace.comparison",
-    "fit": "headrace.trainer",
-    "launch": "headrace.trainer",
-    "setup": "headrace.script",
+    "Worker": "headrace.worker.worker",
+    "compare": "headrace.api.comparison",
+    "fit": "headrace.api.fit",
+    "launch": "headrace.api.fit",
+    "setup": "headrace.api.setup",
 }
 
 

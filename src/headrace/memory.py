@@ -6,17 +6,6 @@ import ctypes
 import os
 from pathlib import Path
 
-__all__ = [
-    "MMAP_THRESHOLD",
-    "MOST_ARENAS",
-    "TOP_PAD",
-    "TRIM_THRESHOLD",
-    "give_back",
-    "prefer_large_pages",
-    "resident_bytes",
-    "tune",
-]
-
 # Numbers of `mallopt` (malloc.h).
 TRIM_THRESHOLD = -1
 """Of bytes that are free at the heap's end, and kept."""

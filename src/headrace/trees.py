@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["map_leaves", "map_tensors", "nbytes"]
-
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Returns the tree with `function(tensor)` in the place of every tensor."""

@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 
 from headrace.cli.jobfile import MODULE
-from headrace.report.references import References
-from headrace.report.summary import summarize
-from headrace.spec.event import Evaluated, Event, RunEnded, RunStarted, Stepped, WorkerEnded, WorkerStarted, encode
+from headrace.report.model.references import References
+from headrace.report.model.summary import summarize
+from headrace.spec.events import (
+    Evaluated,
+    Event,
+    RunEnded,
+    RunStarted,
+    Stepped,
+    WorkerEnded,
+    WorkerStarted,
+    encode,
+)
 from headrace.spec.job import Job
 
 JOB = """
@@ -139,9 +148,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
             stage.seen.append("engine ends")
 
     for name, content in {
-        "headrace.trainer": {"fit": stage.fit},
-        "headrace.comparison": {"compare": stage.compare},
-        "headrace.engine.local": {"LocalEngine": LocalEngine},
+        "headrace.api.fit": {"fit": stage.fit},
+        "headrace.api.comparison": {"compare": stage.compare},
+        "headrace.engine.local.engine": {"LocalEngine": LocalEngine},
     }.items():
         module = types.ModuleType(name)
         vars(module).update(content)

@@ -5,7 +5,7 @@ import pytest
 
 from headrace.cli.boards import check_tensorboard, tensorboards
 from headrace.errors import UnfitMachine
-from headrace.spec.event import Event
+from headrace.spec.events import Event
 
 
 @pytest.mark.slow

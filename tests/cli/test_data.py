@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from headrace.cli import run
-from headrace.report.inputs import InputSummary
-from headrace.report.summary import Summary, summarize
-from headrace.spec.event import Event, InputStageStats, InputStats, Stepped
+from headrace.report.model.inputs import InputSummary
+from headrace.report.model.summary import Summary, summarize
+from headrace.spec.events import Event, InputStageStats, InputStats, Stepped
 
 Capture = pytest.CaptureFixture[str]
 
@@ -64,9 +64,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, events: Callable[...,
             stages=InputSummary({0: alone}),
         )
 
-    module = types.ModuleType("headrace.profiling")
+    module = types.ModuleType("headrace.api.profiling")
     vars(module)["profile"] = profile
-    monkeypatch.setitem(sys.modules, "headrace.profiling", module)
+    monkeypatch.setitem(sys.modules, "headrace.api.profiling", module)
     return asked
 
 

@@ -15,7 +15,7 @@ PROBLEM = Check("torch", Verdict.PROBLEM, "not installed", "pip install torch==2
 def say(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> None:
     import sys
 
-    monkeypatch.setattr(sys.modules["headrace.cli.doctor"], "examine", lambda: list(checks))
+    monkeypatch.setattr(sys.modules["headrace.cli.commands.doctor"], "examine", lambda: list(checks))
 
 
 @pytest.mark.parametrize(("checks", "code"), [((OK,), 0), ((OK, WARNING), 0), ((WARNING, PROBLEM, OK), 3)])

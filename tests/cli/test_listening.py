@@ -18,10 +18,10 @@ from engine.victims import faulty, make_job
 from headrace.cli import run
 from headrace.cli.checks import Verdict, examine
 from headrace.cli.listening import Listener, listeners
-from headrace.comm.local_port import LocalServerTransport
-from headrace.comm.port import Slots
-from headrace.comm.remote_port import RemoteServerTransport
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
+from headrace.transport.base import Slots
+from headrace.transport.local_server import LocalServerTransport
+from headrace.transport.remote_server import RemoteServerTransport
 
 SLOTS = Slots([8])
 SECRET = b"what a test may know of secrets."

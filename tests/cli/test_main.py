@@ -120,13 +120,13 @@ def test_signals_end_a_command_in_order(number: signal.Signals, code: int, tmp_p
     # The job file is read by this command's own process; what stands before it needs no torch.
     program = (
         "import sys, types, contextlib\n"
-        "engine = types.ModuleType('headrace.engine.local')\n"
+        "engine = types.ModuleType('headrace.engine.local.engine')\n"
         "@contextlib.contextmanager\n"
         "def local(forks):\n"
         "    try: yield\n"
         "    finally: print('engine ends', file=sys.stderr)\n"
         "engine.LocalEngine = local\n"
-        "sys.modules['headrace.engine.local'] = engine\n"
+        "sys.modules['headrace.engine.local.engine'] = engine\n"
         "from headrace.cli import main; main()"
     )
     command = [sys.executable, "-c", program, "train", "job.py", "--json"]

@@ -115,7 +115,7 @@ def test_workers_see_the_folder_of_the_job(
     import sys
 
     paths: list[list[str]] = []
-    module = sys.modules["headrace.engine.local"]
+    module = sys.modules["headrace.engine.local.engine"]
     engine = module.LocalEngine
     monkeypatch.setattr(module, "LocalEngine", lambda forks: (paths.append(list(sys.path)), engine(forks))[1])
     assert run(["train", "digits.py"]) == 0

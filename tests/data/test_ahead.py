@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data import InputPipeline, Loader, Source, from_arrays, running
-from headrace.data.ahead import Prefetcher
-from headrace.data.budget import MemoryBudget
-from headrace.data.reader import ReadResult
-from headrace.data.source import Epoch
+from headrace.data import InputPipeline, Loader, Source, from_arrays
+from headrace.data.loading import batch_reader as running
+from headrace.data.loading.memory_budget import MemoryBudget
+from headrace.data.loading.prefetcher import Prefetcher
+from headrace.data.loading.reader import ReadResult
+from headrace.data.pipeline.source import Epoch
 from headrace.errors import DataError
 
 DEADLINE_S = 60.0

@@ -12,7 +12,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 import headrace as hr
 from data.readers import forked
-from headrace.data.source import Epoch
+from headrace.data.pipeline.source import Epoch
 from headrace.errors import DataError, UsageError
 
 EPOCH = Epoch(0, 0)

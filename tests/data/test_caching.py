@@ -26,9 +26,9 @@ from headrace.data import (
     interleave,
     mix,
 )
-from headrace.data.choosing import ReadMode, ReadModes
-from headrace.data.source import Epoch
-from headrace.data.steps import Cache
+from headrace.data.loading.autotune import ReadMode, ReadModes
+from headrace.data.pipeline.source import Epoch
+from headrace.data.pipeline.steps import Cache
 from headrace.errors import DataError, UsageError
 from headrace.spec.share import Share
 
@@ -303,7 +303,7 @@ def test_what_draws_may_stand_behind() -> None:
 
 
 def test_arrays_too_large_to_be_looked_at_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.data.source._MOST_HASHED", 100)
+    monkeypatch.setattr("headrace.data.pipeline.source._MOST_HASHED", 100)
     with pytest.raises(UsageError, match="ArraySource cannot tell"):
         numbers().cache("folder")
     assert numbers().cache("folder", key="mine").steps

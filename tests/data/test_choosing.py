@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
-from headrace.data.choosing import Autotuner, ReadMode, ReadModes
-from headrace.data.running import CpuBudget
+from headrace.data.loading.autotune import Autotuner, ReadMode, ReadModes
+from headrace.data.loading.batch_reader import CpuBudget
 
 READ_S = 0.02
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data.test_steps import values
 from headrace.data import InputPipeline, from_arrays, interleave, mix
-from headrace.data.loader import Loader
+from headrace.data.loading.loader import Loader
 from headrace.errors import UsageError
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data import digits, fashion_mnist, fashion_mnist_or_digits, fetching
+from headrace.data import digits, fashion_mnist, fashion_mnist_or_digits
+from headrace.data.loading import fetching
 from headrace.errors import DataError, UnfitMachine
 
 

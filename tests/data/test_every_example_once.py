@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.data import InputPipeline, from_arrays
-from headrace.data.loader import Loader
+from headrace.data.loading.loader import Loader
 from headrace.spec.share import Share
 
 

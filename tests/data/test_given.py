@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import headrace as hr
-from headrace.data.source import Epoch
+from headrace.data.pipeline.source import Epoch
 from headrace.errors import DataError, UsageError
 
 EPOCH = Epoch(0, 0)

@@ -11,7 +11,7 @@ from PIL import Image
 
 import headrace as hr
 from headrace.data import DecodeImage
-from headrace.data.loader import Loader
+from headrace.data.loading.loader import Loader
 from headrace.errors import DataError, UsageError
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
-from headrace.data.source import collate
+from headrace.data.pipeline.source import collate
 from headrace.errors import DataError, UsageError
 from headrace.spec.share import Share
 

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from belongings import descriptors
-from headrace.data import Loader, from_arrays, processes, running
-from headrace.data.processes import ReaderProcesses
-from headrace.data.reader import ReadResult
-from headrace.data.running import CpuBudget
+from headrace.data import Loader, from_arrays
+from headrace.data.loading import batch_reader as running
+from headrace.data.loading import processes
+from headrace.data.loading.batch_reader import CpuBudget
+from headrace.data.loading.processes import ReaderProcesses
+from headrace.data.loading.reader import ReadResult
 from headrace.errors import DataError, RunFailed, UsageError
 
 DEADLINE_S = 60.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.data import Hosts, InputPipeline, Loader, from_arrays, local
-from headrace.data.rounds import Rounds
+from headrace.data.pipeline.rounds import Rounds
 from headrace.spec.share import Share
 
 COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=4)

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
-from headrace.data import stages as stages_module
-from headrace.data.reader import ReadResult
-from headrace.data.stages import InputCounters
+from headrace.data.loading import input_counters as stages_module
+from headrace.data.loading.input_counters import InputCounters
+from headrace.data.loading.reader import ReadResult
 from headrace.errors import DataError
-from headrace.spec.event import InputStageStats, InputStats
+from headrace.spec.events import InputStageStats, InputStats
 
 BATCH = (torch.zeros(4, 2), torch.zeros(4))
 """48 bytes."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import headrace as hr
 from headrace.data import InputPipeline, from_arrays
-from headrace.data.loader import Loader
-from headrace.data.padding import padded
+from headrace.data.loading.loader import Loader
+from headrace.data.loading.padding import padded
 from headrace.errors import DataError, UsageError
 
 

@@ -24,7 +24,7 @@ from pyarrow import parquet
 
 import headrace as hr
 from data.readers import forked, tfrecord
-from headrace.data.source import Epoch
+from headrace.data.pipeline.source import Epoch
 from headrace.data.sources import storage
 from headrace.errors import DataError, UnfitMachine, UsageError
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headrace as hr
-from headrace.data.source import Epoch
+from headrace.data.pipeline.source import Epoch
 from headrace.data.sources import text
 from headrace.errors import DataError, UsageError
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from data.readers import masked, tfrecord
-from headrace.data.source import Epoch
+from headrace.data.pipeline.source import Epoch
 from headrace.errors import DataError, UsageError
 
 EPOCH = Epoch(0, 0)

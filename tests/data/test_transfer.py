@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.data import Loader, delivered, from_arrays, transfer
+from headrace.data import Loader, delivered, from_arrays
+from headrace.data.loading import transfer
 
 
 def test_on_the_cpu_batches_stay_where_they_are() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headrace as hr
-from headrace.data.source import Epoch
+from headrace.data.pipeline.source import Epoch
 from headrace.errors import DataError
 
 EPOCH = Epoch(0, 0)

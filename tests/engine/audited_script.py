@@ -8,7 +8,7 @@ from pathlib import Path
 import headrace as hr
 from engine.lasting import OFTEN, lasting_job
 from engine.victims import faulty, make_job
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 
 
 def plant() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.local import LocalEngine
-from headrace.engine.nursery import ForkServer
+from headrace.engine.local.engine import LocalEngine
+from headrace.engine.local.fork_server import ForkServer
 
 
 @pytest.fixture(scope="session")
@@ -71,5 +71,6 @@ def below(pid: int) -> list[int]:
 
 def zygotes() -> list[int]:
     """The zygotes of this process."""
-    return [pid for pid in below(os.getpid()) if b"headrace.engine.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return [pid for pid in below(os.getpid())
+            if b"headrace.engine.local.fork_server_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
             and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())]  # fmt: skip

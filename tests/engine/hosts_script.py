@@ -16,7 +16,7 @@ from engine.networks import go_there
 from engine.ranks import TESTS, say, total
 from engine.victims import INPUTS, TARGETS, make_job, split_model
 from headrace.errors import HeadraceError
-from headrace.spec.event import Stepped
+from headrace.spec.events import Stepped
 
 RANK, HOST = int(os.environ["RANK"]), os.environ["HEADRACE_HOST"]
 

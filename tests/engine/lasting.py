@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.checkpoint import CheckpointFolder
-from headrace.spec.event import WorkerStarted
+from headrace.spec.events import WorkerStarted
 
 EXAMPLES = 50
 """Five rounds of twelve an epoch, the last of two."""

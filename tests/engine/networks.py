@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.ranks import Ended, launcher, run_ranks
-from headrace.engine.nursery import ForkServer
+from headrace.engine.local.fork_server import ForkServer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "hosts"
 MASTER = "10.97.0.1"

@@ -21,7 +21,7 @@ import headrace as hr
 from engine.networks import go_there
 from engine.ranks import say
 from headrace.errors import HeadraceError
-from headrace.spec.event import WorkerEnded
+from headrace.spec.events import WorkerEnded
 from strategies.hosts_models import BEGUN, CASES, MICRO_BATCH, job, sent_bytes, watched
 
 RANK = int(os.environ["RANK"])

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from headrace.engine.nursery import ForkServer
+from headrace.engine.local.fork_server import ForkServer
 
 TESTS = Path(__file__).resolve().parent.parent
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.victims import Faulty
-from headrace.comm.control import ControlPage
+from headrace.shared_memory.control_page import ControlPage
 
 __all__ = ["SECRET", "Snooping", "open_to_others"]
 

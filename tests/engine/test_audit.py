@@ -22,7 +22,7 @@ ALLOWED = {
     # Annotations are text in the source, and typing makes types of them.
     ("compile", "/typing.py:__init__"),
     ("exec", "/typing.py:_evaluate"),
-    # How a process begins: python -m headrace.engine.zygote, and the script itself.
+    # How a process begins: python -m headrace.engine.local.fork_server_main, and the script itself.
     ("exec", "<frozen runpy>:_run_code"),
     ("compile", ""),
     ("exec", ""),

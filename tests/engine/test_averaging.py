@@ -11,9 +11,9 @@ import pytest
 import headrace as hr
 from engine import lasting
 from engine.lasting import OFTEN, ROUNDS, broken_off, files_of, lasting_job, left_by
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost, WorkerFailed
-from headrace.spec.event import ParametersAveraged, Stepped
+from headrace.spec.events import ParametersAveraged, Stepped
 
 PERIOD = 3
 WAYS = {

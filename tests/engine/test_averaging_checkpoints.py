@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import headrace as hr
+from api.test_resumption import damage
 from engine.lasting import OFTEN, files_of, lasting_job, left_by
-from engine.test_resumption import damage
 from headrace.errors import CorruptCheckpoint
 
 WAYS = {

@@ -15,8 +15,6 @@ from torch import nn
 
 import headrace as hr
 from engine.victims import EXAMPLES, INPUTS, TARGETS, make_job
-from headrace.comm import segment
-from headrace.engine.order import Engine, RunProgress, RunSpec
 from headrace.errors import (
     DataError,
     HeadraceError,
@@ -26,6 +24,8 @@ from headrace.errors import (
     UnknownName,
     UsageError,
 )
+from headrace.shared_memory import segment
+from headrace.worker.run_spec import Engine, RunProgress, RunSpec
 
 PAIR = hr.Mirrored(2)
 

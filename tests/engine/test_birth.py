@@ -11,7 +11,7 @@ import pytest
 
 _SCRIPT = """
 import json, os, socket, sys, threading
-from headrace.engine.birth import begin, fork
+from headrace.engine.local.fork_server_start import begin, fork
 
 secret = open("/dev/zero")
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -69,7 +69,7 @@ def test_a_process_with_threads_is_not_forked() -> None:
     assert told["ready"] == {"ready": True}
     command = told["command"]
     assert isinstance(command, list)
-    assert command[1:] == ["-P", "-m", "headrace.engine.zygote"]
+    assert command[1:] == ["-P", "-m", "headrace.engine.local.fork_server_main"]
     assert Path(command[0]).name.startswith("python")
     assert last == "0 0"
 

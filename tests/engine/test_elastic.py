@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import headrace as hr
 from engine.conftest import below, until, zygotes
 from headrace.checkpoint import CheckpointFolder
-from headrace.engine.local import LocalEngine
-from headrace.engine.staffing import ask_for_workers
+from headrace.engine.local.engine import LocalEngine
+from headrace.engine.local.scaling import ask_for_workers
 from headrace.errors import PeerLost, UsageError
-from headrace.ps.server import Server
-from headrace.spec.event import Evaluated, Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
+from headrace.parameter_server.server.server import Server
+from headrace.spec.events import Evaluated, Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
 from headrace.spec.plan import Plan
 from headrace.strategies.strategy import ServerContext
 

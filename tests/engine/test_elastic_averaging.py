@@ -12,9 +12,9 @@ import pytest
 import headrace as hr
 from engine.conftest import until
 from engine.test_elastic import Counted, Counter, Hand, check_counts, counting_job
-from headrace.engine.local import LocalEngine
-from headrace.engine.staffing import ask_for_workers
-from headrace.spec.event import WorkerEnded
+from headrace.engine.local.engine import LocalEngine
+from headrace.engine.local.scaling import ask_for_workers
+from headrace.spec.events import WorkerEnded
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ import torch
 import headrace as hr
 from engine.lasting import OFTEN, broken_off, fail, files_of, lasting_job
 from headrace.checkpoint import CheckpointFolder
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import UsageError, WorkerFailed
-from headrace.spec.event import Notice
+from headrace.spec.events import Notice
 
 MANY = hr.Checkpoints(every_steps=2, every_s=None, keep=100)
 

@@ -14,7 +14,7 @@ import headrace as hr
 from engine.networks import Start, hosts_script, network, starts
 from engine.ranks import TESTS, total
 from engine.victims import INPUTS, NOTICED_S, TARGETS, make_job, split_model
-from headrace.engine.nursery import ForkServer
+from headrace.engine.local.fork_server import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.net]
 

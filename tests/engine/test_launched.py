@@ -13,7 +13,7 @@ import pytest
 import headrace as hr
 from engine.ranks import TESTS, Ended, launcher, run_ranks
 from engine.victims import NOTICED_S, make_job, two_layers
-from headrace.engine.nursery import ForkServer
+from headrace.engine.local.fork_server import ForkServer
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,9 @@ import headrace as hr
 from engine import victims
 from engine.conftest import below, until, zygotes
 from engine.victims import NOTICED_S, faulty, long_job, make_job, planted_at
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost, RunFailed, UnfitMachine, WorkerFailed
-from headrace.spec.event import Event
+from headrace.spec.events import Event
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine import machine
-from headrace.engine.machine import can_paint, check_shared_memory, cores, detect, require_linux
-from headrace.engine.rendezvous import launched_ranks
+from headrace import machine
+from headrace.engine.torchrun.rendezvous import launched_ranks
 from headrace.errors import UnfitMachine, UsageError
+from headrace.machine import can_paint, check_shared_memory, cores, detect, require_linux
 
 QUOTAS = {
     "max 100000": 64,

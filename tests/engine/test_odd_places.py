@@ -11,7 +11,7 @@ import pytest
 
 import headrace as hr
 from engine.victims import make_job
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import UsageError
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ import headrace as hr
 from engine.networks import MASTER, Start, at, network, starts
 from engine.ranks import TESTS, Ended, launcher, run_ranks
 from engine.victims import NOTICED_S
-from headrace.engine.nursery import ForkServer
+from headrace.engine.local.fork_server import ForkServer
 from strategies.contract_runs import Outcome, distance, train
 from strategies.hosts_models import CASES, FEATURES, MICRO_BATCH, job
 

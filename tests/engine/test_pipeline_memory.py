@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
-from headrace.spec.event import WorkerEnded
+from headrace.engine.local.engine import LocalEngine
+from headrace.spec.events import WorkerEnded
 
 LIMIT_BYTES = 300 << 20
 EXAMPLES = 32768

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import HashStore
 
 from engine.conftest import until
-from headrace.comm.control import ControlPage
-from headrace.comm.segment import SharedSegment
-from headrace.engine.relay import HeartbeatRelay
+from headrace.engine.torchrun.heartbeats import HeartbeatRelay
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
 
 WITHIN_S = 10.0
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine import rendezvous
-from headrace.engine.machine import host_name
-from headrace.engine.rendezvous import joined, of_first, own_address
+from headrace.engine.torchrun import rendezvous
+from headrace.engine.torchrun.rendezvous import joined, of_first, own_address
 from headrace.errors import InfeasiblePlan, RunFailed, UsageError
+from headrace.machine import host_name
 from headrace.spec.cluster import Cluster, Host
 
 

@@ -14,7 +14,7 @@ import headrace as hr
 from engine import lasting
 from engine.lasting import OFTEN, ROUNDS, STRATEGIES, broken_off, files_of, lasting_job, left_by
 from headrace.checkpoint import CheckpointFolder
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost, RunFailed, WorkerFailed
 
 Whole = Callable[[str, hr.Strategy], hr.Run]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.nursery import ForkServer
+from headrace.engine.local.fork_server import ForkServer
 from headrace.engine.script import launch_script
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from zmq.utils import z85
 import headrace as hr
 from engine import snoop, victims
 from engine.victims import make_job
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import HeadraceError
 
 STRATEGIES = (hr.ParameterServer(2, 2, transport="tcp"), hr.Downpour(2, transport="tcp"))

@@ -15,10 +15,10 @@ from engine.lasting import lasting_job
 from engine.test_parameter_server import EVERY_FOUR, assert_ended_in_order, at_step, rounds_of, stopped_at
 from engine.test_server_snapshots import Killer
 from engine.victims import NOTICED_S, long_job, two_layers
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost
-from headrace.report.events import read_events
-from headrace.spec.event import Notice, Stepped
+from headrace.report.model.events import read_events
+from headrace.spec.events import Notice, Stepped
 from strategies.contract_runs import distance
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from engine.conftest import below, state, until
 from engine.lasting import files_of
 from engine.test_termination import command
 from headrace.checkpoint import CheckpointFolder
-from headrace.report.events import read_events
-from headrace.spec.event import Stepped
+from headrace.report.model.events import read_events
+from headrace.spec.events import Stepped
 
 pytestmark = pytest.mark.slow
 

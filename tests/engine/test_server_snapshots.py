@@ -16,9 +16,9 @@ import torch
 import headrace as hr
 from engine.test_elastic import BATCH, EXAMPLES, check_counts, counting_job, every_strategy
 from headrace.checkpoint.storage import LocalStorage
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost
-from headrace.spec.event import Event, Notice, RunStarted, ServerStarted, SnapshotTaken, Stepped, WorkerStarted
+from headrace.spec.events import Event, Notice, RunStarted, ServerStarted, SnapshotTaken, Stepped, WorkerStarted
 
 pytestmark = pytest.mark.slow
 
@@ -151,7 +151,7 @@ class Full(LocalStorage):
 
 
 def test_a_full_disk_is_told_and_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.ps.snapshots.LocalStorage", Full)
+    monkeypatch.setattr("headrace.parameter_server.server.snapshots.LocalStorage", Full)
     run = hr.fit(counting_job(60), hr.ParameterServer(2), engine=hr.ThreadEngine(), run_dir=tmp_path, checkpoints=OFTEN)
     check_counts(run, 60)
     assert "no snapshot of the server on rank 2: No space left on device" in notices(run)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from engine.victims import EXAMPLES, TARGETS, make_job
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.engine.shipping import pack, unpack
 from headrace.errors import JobError, WorkerFailed
 

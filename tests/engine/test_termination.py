@@ -20,13 +20,13 @@ from engine.conftest import below, state, until
 from engine.lasting import OFTEN, ROUNDS, STRATEGIES, files_of, lasting_job, left_by
 from engine.ranks import free_port
 from headrace.checkpoint import CheckpointFolder
-from headrace.comm.control import ControlPage
-from headrace.comm.segment import SharedSegment
 from headrace.engine import termination
 from headrace.engine.interrupts import ECHO_S, TERMINATED, orderly_interrupts
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.engine.termination import terminate
-from headrace.spec.event import RunEnded, Stepped
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
+from headrace.spec.events import RunEnded, Stepped
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def command(
 
 def finished(run_dir: Path, workers: int) -> int:
     """How many rounds every worker has finished, by the events."""
-    from headrace.report.events import read_events
+    from headrace.report.model.events import read_events
 
     done = [0] * workers
     for event in read_events(run_dir):

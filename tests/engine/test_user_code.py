@@ -18,7 +18,7 @@ import headrace as hr
 from engine import victims
 from engine.conftest import state, until
 from engine.victims import EXAMPLES, INPUTS, TARGETS, faulty, make_job
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost, WorkerFailed
 
 pytestmark = pytest.mark.slow

@@ -24,18 +24,28 @@ TESTS = Path(__file__).resolve().parent.parent
 CORPUS = TESTS / "fuzz" / "corpus"
 RESULTS = TESTS / "fuzz" / "results" / "fuzz.jsonl"
 NAMES = ("frames", "handshakes", "headers", "logs", "manifests", "messages", "snapshots")
-READ = ("headrace.comm.pieces", "headrace.comm.port", "headrace.ps.messages", "headrace.ps.form")
-READ += ("headrace.checkpoint.manifest", "headrace.checkpoint.header", "headrace.ps.log", "headrace.ps.snapshot")
-READ += ("headrace.ps.spans", "headrace.spec.plain")
+READ = (
+    "headrace.transport.frames",
+    "headrace.transport.base",
+    "headrace.parameter_server.wire.messages",
+    "headrace.parameter_server.wire.layout",
+)
+READ += (
+    "headrace.checkpoint.manifest",
+    "headrace.checkpoint.header",
+    "headrace.parameter_server.replication.log",
+    "headrace.parameter_server.server.state",
+)
+READ += ("headrace.parameter_server.core.spans", "headrace.spec.plain")
 
 READING = {
-    "headrace.comm.pieces": ("sort_of", "expect", "Collector"),
-    "headrace.comm.port": ("fit", "_words"),
-    "headrace.ps.messages": ("decode",),
-    "headrace.ps.form": ("difference", "_compare", "_words"),
-    "headrace.ps.log": ("pushed_by", "parse_piece", "unpack"),
-    "headrace.ps.snapshot": ("unpack", "_refuse"),
-    "headrace.ps.spans": ("numbers_in",),
+    "headrace.transport.frames": ("sort_of", "expect", "Collector"),
+    "headrace.transport.base": ("fit", "_words"),
+    "headrace.parameter_server.wire.messages": ("decode",),
+    "headrace.parameter_server.wire.layout": ("difference", "_compare", "_words"),
+    "headrace.parameter_server.replication.log": ("pushed_by", "parse_piece", "unpack"),
+    "headrace.parameter_server.server.state": ("unpack", "_refuse"),
+    "headrace.parameter_server.core.spans": ("numbers_in",),
     "headrace.spec.plain": ("_build", "_build_union", "_build_dataclass", "_expect"),
     "headrace.checkpoint.manifest": ("decode", "_record", "_in_order", "_integer", "_object", "_text", "rank"),
     "headrace.checkpoint.header": ("length", "parse", "_entry", "end"),

@@ -16,13 +16,14 @@ from safetensors import deserialize
 from fuzz.reference import Refused, read_letters, read_message
 from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import BYTES, NAMES
-from headrace.comm.pieces import Reassembler, expect
-from headrace.comm.port import Slots, TransportLayout
-from headrace.ps import log, snapshot
-from headrace.ps.form import ShardLayout, ShardSpec
-from headrace.ps.messages import Kind, decode, encode
-from headrace.ps.spans import numbers_in
+from headrace.parameter_server.core.spans import numbers_in
+from headrace.parameter_server.replication import log
+from headrace.parameter_server.server import state as snapshot
+from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
+from headrace.parameter_server.wire.messages import Kind, decode, encode
 from headrace.spec.plain import to_plain
+from headrace.transport.base import Slots, TransportLayout
+from headrace.transport.frames import Reassembler, expect
 
 __all__ = ["BLOB_BYTES", "LAYOUT", "LENGTHS", "READERS", "join_letters", "split_letters"]
 

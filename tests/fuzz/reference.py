@@ -7,7 +7,7 @@ import struct
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from headrace.ps.messages import Kind
+from headrace.parameter_server.wire.messages import Kind
 
 __all__ = ["Delivered", "Refused", "read_letters", "read_message"]
 

@@ -13,18 +13,19 @@ from fuzz.readers import FORM, LAYOUT, LENGTHS, join_letters
 from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import TensorEntry
 from headrace.checkpoint.manifest import FileRecord, Manifest
-from headrace.comm import pieces
-from headrace.comm.pieces import FrameKind, cut, letter, numbered
-from headrace.comm.port import ReceivedMessage
-from headrace.ps import log, snapshot
-from headrace.ps.applier import ShardOptimizerState
-from headrace.ps.coordinator import AskedState, CoordinatorState
-from headrace.ps.leases import LeaseTableState
-from headrace.ps.log import LogEntry, LogPayload
-from headrace.ps.membership import MembershipState
-from headrace.ps.messages import Kind, Message, encode
-from headrace.ps.shard import ShardState
-from headrace.ps.snapshot import ServerState
+from headrace.parameter_server.core.leases import LeaseTableState
+from headrace.parameter_server.core.membership import MembershipState
+from headrace.parameter_server.core.shard import ShardState
+from headrace.parameter_server.replication import log
+from headrace.parameter_server.replication.log import LogEntry, LogPayload
+from headrace.parameter_server.server import state as snapshot
+from headrace.parameter_server.server.coordinator import AskedState, CoordinatorState
+from headrace.parameter_server.server.optimizer import ShardOptimizerState
+from headrace.parameter_server.server.state import ServerState
+from headrace.parameter_server.wire.messages import Kind, Message, encode
+from headrace.transport import frames as pieces
+from headrace.transport.base import ReceivedMessage
+from headrace.transport.frames import FrameKind, cut, letter, numbered
 
 __all__ = ["seeds"]
 

@@ -15,9 +15,9 @@ from fuzz.main import CORPUS, MOST_KEPT, MOST_S, NAMES
 from fuzz.readers import READERS
 from fuzz.seeds import seeds
 from headrace.checkpoint import manifest
-from headrace.comm.pieces import Reassembler
-from headrace.ps import messages
-from headrace.ps.messages import Kind, Message
+from headrace.parameter_server.wire import messages
+from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.transport.frames import Reassembler
 
 HERE = Path(__file__).resolve().parent
 

@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace import errors
-from headrace.comm.distributed import TorchDistributed
-from headrace.comm.in_process import ThreadCollective, ThreadGroup
-from headrace.engine import machine
-from headrace.engine.local import LocalEngine
-from headrace.replica.describe import describe
-from headrace.replica.gradients import UsedParameters
-from headrace.replica.layout import FlatLayout
-from headrace.replica.reduction import CollectiveReduction, OverlappedReduction
-from headrace.spec.event import Stepped, WorkerStarted
+from headrace import errors, machine
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.collectives.torch_distributed import TorchDistributed
+from headrace.engine.local.engine import LocalEngine
+from headrace.spec.events import Stepped, WorkerStarted
+from headrace.training.flat_layout import FlatLayout
+from headrace.training.gradients import UsedParameters
+from headrace.training.model_spec import describe
+from headrace.training.reduction import CollectiveReduction, OverlappedReduction
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.policies import split as module
-from headrace.policies.split import bounds, split
+from headrace.policies import batch_split as module
+from headrace.policies.batch_split import bounds, split
 
 SHARES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from headrace.policies import staleness as module
 from headrace.policies.staleness import Bounded, EveryPush, FirstPushes, Unbounded
-from ps.virtual import Machines
-from ps.worlds import is_found, mutated
+from parameter_server.virtual import Machines
+from parameter_server.worlds import is_found, mutated
 
 CLOCKS = st.integers(0, 100)
 

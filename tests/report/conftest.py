@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.spec.event import (
+from headrace.spec.events import (
     LAUNCHER,
     Evaluated,
     Event,

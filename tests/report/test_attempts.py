@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from headrace.report import read_log, summarize
-from headrace.report.attempts import attempts, of_kind
-from headrace.spec.event import (
+from headrace.report.model.attempts import attempts, of_kind
+from headrace.spec.events import (
     LAUNCHER,
     Evaluated,
     Failed,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace.report import References, comparison_table, run_plain, summarize, write_page
-from headrace.report.table import run_rows
-from headrace.spec.event import ParametersAveraged, RunEnded, RunStarted
+from headrace.report.views.table import run_rows
+from headrace.spec.events import ParametersAveraged, RunEnded, RunStarted
 from report.test_server_words import _render
 
 BECAUSE = "the exchange takes 3.1% of the time, at most 5% is allowed"

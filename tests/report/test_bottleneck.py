@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.report.bottleneck import Bottleneck, bottleneck_of
-from headrace.report.inputs import InputSummary
-from headrace.report.training_clock import StepTimes
-from headrace.spec.event import InputStageStats, InputStats
+from headrace.report.model.bottleneck import Bottleneck, bottleneck_of
+from headrace.report.model.inputs import InputSummary
+from headrace.report.model.training_clock import StepTimes
+from headrace.spec.events import InputStageStats, InputStats
 
 
 def step(wait: float = 0.0, compute: float = 0.0, exchange: float = 0.0) -> StepTimes:

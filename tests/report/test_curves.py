@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.report import summarize
-from headrace.report.curves import curves_of
-from headrace.report.training_clock import TrainingClock
-from headrace.spec.event import Evaluated, Stepped
+from headrace.report.model.curves import curves_of
+from headrace.report.model.training_clock import TrainingClock
+from headrace.spec.events import Evaluated, Stepped
 
 
 def _step(rank, time_s, step, loss=1.0, examples=8):

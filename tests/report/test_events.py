@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import DataError, UsageError
 from headrace.report import Tail, read_events, read_log
-from headrace.spec.event import LAUNCHER, Notice, encode
+from headrace.spec.events import LAUNCHER, Notice, encode
 
 
 def _append(file: Path, text: str) -> None:

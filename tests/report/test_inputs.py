@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from headrace.report import References, comparison_table, run_table, summarize, write_page
-from headrace.report.input_words import INPUT_HEADS, input_cells
-from headrace.report.inputs import InputSummary, blocked_s, busy_s, cost_s, inputs_of, occupancy
-from headrace.report.table import comparison_plain, run_plain, run_rows
-from headrace.spec.event import Event, InputStageStats, InputStats
+from headrace.report.model.inputs import InputSummary, blocked_s, busy_s, cost_s, inputs_of, occupancy
+from headrace.report.views.input_text import INPUT_HEADS, input_cells
+from headrace.report.views.table import comparison_plain, run_plain, run_rows
+from headrace.spec.events import Event, InputStageStats, InputStats
 
 
 def fed(rank: int, time_s: float, batches: int, parallel: str = "threads") -> InputStats:

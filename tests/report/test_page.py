@@ -10,9 +10,9 @@ import pytest
 
 from headrace.errors import UsageError
 from headrace.report import References, summarize, write_page
-from headrace.report.drawing import Bar, Curve, Mark, draw_bars, draw_curves
-from headrace.report.palette import STAND_INS, colours_of
-from headrace.spec.event import LAUNCHER, Failed, Notice, RunEnded, Saved
+from headrace.report.views.drawing import Bar, Curve, Mark, draw_bars, draw_curves
+from headrace.report.views.palette import STAND_INS, colours_of
+from headrace.spec.events import LAUNCHER, Failed, Notice, RunEnded, Saved
 
 HOSTILE = "<script>alert('1')</script>$\\bad$ &amp; \x00 中 😀"
 XHTML = "{http://www.w3.org/1999/xhtml}"

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from headrace.report import run_plain, summarize, write_page
-from headrace.report.attempts import Attempt
-from headrace.report.passes import passed_of
-from headrace.report.table import run_rows
-from headrace.spec.event import LAUNCHER, PipelineStepTimed, RunEnded, RunStarted, StagePass, Stepped
+from headrace.report.model.attempts import Attempt
+from headrace.report.model.pipeline_steps import passed_of
+from headrace.report.views.table import run_rows
+from headrace.spec.events import LAUNCHER, PipelineStepTimed, RunEnded, RunStarted, StagePass, Stepped
 
 ROLES = [
     {"rank": rank, "kind": "worker", "host": "mill", "device": "cpu", "threads": 1, "data_rank": rank // 2}

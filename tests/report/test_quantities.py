@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.report.quantities import byte_count, clean, duration, fixed, percent, ratio, short, tick
+from headrace.report.format import byte_count, clean, duration, fixed, percent, ratio, short, tick
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from headrace.report import summarize, write_page
-from headrace.report.drawing import Histogram, draw_histograms
-from headrace.report.palette import colours_of
-from headrace.report.server_pictures import server_pictures
-from headrace.spec.event import Failed, ServerStats, ShardStats
+from headrace.report.views.drawing import Histogram, draw_histograms
+from headrace.report.views.palette import colours_of
+from headrace.report.views.server_pictures import server_pictures
+from headrace.spec.events import Failed, ServerStats, ShardStats
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,8 +7,8 @@ import io
 import pytest
 
 from headrace.report import References, comparison_table, run_table, summarize
-from headrace.report.server_words import SERVER_HEADS, server_cells, server_line
-from headrace.report.table import run_rows
+from headrace.report.views.server_text import SERVER_HEADS, server_cells, server_line
+from headrace.report.views.table import run_rows
 
 
 def _render(table) -> list[str]:

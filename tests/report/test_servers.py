@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from headrace.ps.form import ShardLayout, ShardSpec
-from headrace.ps.tally import ServerCounters
+from headrace.parameter_server.server.counters import ServerCounters
+from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
 from headrace.report import run_plain, summarize
-from headrace.report.servers import imbalance, to_mean
-from headrace.report.staleness import ROUNDS
-from headrace.spec.event import LAUNCHER, RunEnded, ServerEnded, ServerStarted, ServerStats, ShardStats
+from headrace.report.model.servers import imbalance, to_mean
+from headrace.report.model.staleness import ROUNDS
+from headrace.spec.events import LAUNCHER, RunEnded, ServerEnded, ServerStarted, ServerStats, ShardStats
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (4, 2), (16, 4)])

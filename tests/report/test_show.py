@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from headrace.report.events import LogTail
-from headrace.report.show import Console
-from headrace.spec.event import Evaluated, NonFinite, Notice, ParametersAveraged, Saved
+from headrace.report.model.events import LogTail
+from headrace.report.views.console import Console
+from headrace.spec.events import Evaluated, NonFinite, Notice, ParametersAveraged, Saved
 
 
 def test_lines_that_are_worth_one() -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.report.attempts import attempts
-from headrace.report.staleness import Staleness, staleness_over_time
-from headrace.report.training_clock import TrainingClock
-from headrace.spec.event import LAUNCHER, Evaluated, RunStarted, ServerStats, Stepped
+from headrace.report.model.attempts import attempts
+from headrace.report.model.staleness import Staleness, staleness_over_time
+from headrace.report.model.training_clock import TrainingClock
+from headrace.spec.events import LAUNCHER, Evaluated, RunStarted, ServerStats, Stepped
 
 COUNTS = st.dictionaries(st.integers(0, 300).map(str), st.integers(0, 50), max_size=12)
 

@@ -6,8 +6,8 @@ import pytest
 
 from headrace.errors import DataError
 from headrace.report import summarize
-from headrace.report.curves import CURVE_POINTS
-from headrace.spec.event import LAUNCHER, Evaluated, Failed, Notice, RunStarted, Stepped, WorkerEnded
+from headrace.report.model.curves import CURVE_POINTS
+from headrace.spec.events import LAUNCHER, Evaluated, Failed, Notice, RunStarted, Stepped, WorkerEnded
 from headrace.spec.plain import from_plain, to_plain
 
 

@@ -15,8 +15,8 @@ from headrace.report import (
     run_table,
     summarize,
 )
-from headrace.report.table import run_rows
-from headrace.spec.event import LAUNCHER, Failed, NonFinite, RunEnded, Saved
+from headrace.report.views.table import run_rows
+from headrace.spec.events import LAUNCHER, Failed, NonFinite, RunEnded, Saved
 
 HOSTILE = "[red]a-very-long-name-of-a-strategy-\x1b[31m-that-does-not-end"
 

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import UnfitMachine
 from headrace.report import TensorBoard, read_events
-from headrace.spec.event import LAUNCHER, Evaluated, NonFinite, ParametersAveraged, RunStarted, Saved, Stepped
+from headrace.spec.events import LAUNCHER, Evaluated, NonFinite, ParametersAveraged, RunStarted, Saved, Stepped
 
 
 @pytest.mark.slow

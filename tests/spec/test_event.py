@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.spec import event
-from headrace.spec.event import LAUNCHER, Event, decode, encode
+from headrace.spec import events as event
+from headrace.spec.events import LAUNCHER, Event, decode, encode
 
 COUNT = st.integers(0, 10**12)
 SECONDS = st.floats(0, 1e9)

@@ -18,22 +18,23 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import headrace as hr
-from comm.seats import together
-from headrace.comm.in_process import ThreadCollective, ThreadGroup
+from collectives.seats import together
+from headrace.api.preparation import inspect_job
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
-from headrace.engine.order import Engine
-from headrace.engine.preparation import inspect_job
-from headrace.pipelining import Traced, trace
-from headrace.replica.conditioning import StepDecision
-from headrace.replica.exchange import Replica, StatePiece
-from headrace.replica.whole_model import Objective
+from headrace.pipeline.trace.tracing import Traced, trace
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.event import Stepped
+from headrace.spec.events import Stepped
 from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.spec.share import Share
 from headrace.strategies import Strategy, WorkerContext
+from headrace.training.clipping import StepDecision
+from headrace.training.exchange import Replica
+from headrace.training.state_piece import StatePiece
+from headrace.training.whole_model import Objective
+from headrace.worker.run_spec import Engine
 
 __all__ = [
     "CLUSTER",

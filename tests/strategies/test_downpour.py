@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import headrace as hr
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UsageError
-from headrace.ps.background import Background
-from headrace.spec.event import NonFinite, ServerStats
+from headrace.parameter_server.client.background import Background
+from headrace.spec.events import NonFinite, ServerStats
 from strategies.contract_models import BATCH, COUNTS, MODELS, VARIANTS, verb_by_verb
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import distance, train

@@ -12,8 +12,8 @@ import torch
 
 import headrace as hr
 from headrace.data import Loader
-from headrace.replica.conditioning import StepDecision
-from headrace.replica.exchange import Replica
+from headrace.training.clipping import StepDecision
+from headrace.training.exchange import Replica
 from strategies.contract_models import COUNTS, Case, Partial, dense
 from strategies.contract_runs import Saved, distance, drive, held, step, with_replicas
 from strategies.test_contract import ROWS

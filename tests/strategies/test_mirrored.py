@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 import headrace as hr
-from headrace.replica import reduction
-from headrace.replica.overlap import OverlappedGradients
+from headrace.training import reduction
+from headrace.training.overlap import OverlappedGradients
 from strategies.contract_models import COUNTS, MODELS, VARIANTS
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import distance, drive

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader
-from headrace.replica.conditioning import StepDecision
-from headrace.replica.exchange import Replica, StatePiece
-from headrace.replica.update import PARAMETER
 from headrace.spec.share import Share
+from headrace.training.clipping import StepDecision
+from headrace.training.exchange import Replica
+from headrace.training.state_piece import StatePiece
+from headrace.training.update import PARAMETER
 from strategies.contract_models import Case, Partial, dense
 from strategies.contract_runs import Saved, held, step, with_replicas
 from strategies.test_contract import ROWS

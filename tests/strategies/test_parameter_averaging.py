@@ -18,9 +18,10 @@ import headrace as hr
 from headrace.data import Loader, as_pipeline
 from headrace.errors import RunFailed
 from headrace.metrics import weigh
-from headrace.replica.exchange import Replica, StatePiece
-from headrace.spec.event import Evaluated, ParametersAveraged
+from headrace.spec.events import Evaluated, ParametersAveraged
 from headrace.strategies import parameter_averaging
+from headrace.training.exchange import Replica
+from headrace.training.state_piece import StatePiece
 from strategies.contract_models import ADAM, COUNTS, MODELS, VARIANTS, Case, Convolutional, dense, images
 from strategies.contract_options import SCHEDULES
 from strategies.contract_runs import Saved, distance, drive, held, step, train, with_replicas

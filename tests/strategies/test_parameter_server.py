@@ -18,9 +18,9 @@ import headrace as hr
 from belongings import belongings, left_since
 from headrace.data import Loader, as_pipeline
 from headrace.errors import InfeasiblePlan, NonFiniteGradient, NonFiniteLoss, UnknownName, UsageError, WorkerFailed
-from headrace.ps.applier import Remedies
+from headrace.parameter_server.server.optimizer import Remedies
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.event import NonFinite, ServerStats, Stepped
+from headrace.spec.events import NonFinite, ServerStats, Stepped
 from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Bang, Case, dense, verb_by_verb
 from strategies.contract_options import BF16, OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, distance, train

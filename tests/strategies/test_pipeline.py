@@ -15,9 +15,9 @@ from torch import Tensor
 
 import headrace as hr
 from engine.victims import NOTICED_S
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost
-from headrace.policies.schedule import SCHEDULES
+from headrace.pipeline.schedules import SCHEDULES
 from strategies.contract_models import MODELS, VARIANTS, Case, dense
 from strategies.contract_runs import Saved, distance, drive
 from strategies.hosts_models import Deep

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader, as_pipeline
-from headrace.pipelining.buffers import SavedBuffers
-from headrace.pipelining.saved_bytes import SavedBytes
-from headrace.pipelining.staged import StagedModel
-from headrace.replica.exchange import Replica
+from headrace.pipeline.staged import StagedModel
+from headrace.pipeline.stages.buffers import SavedBuffers
+from headrace.pipeline.stages.saved_bytes import SavedBytes
+from headrace.training.exchange import Replica
 from strategies.contract_models import Case, images
 from strategies.contract_runs import distance, drive, step, with_replicas
 from strategies.test_pipeline import DEEP, job, merged

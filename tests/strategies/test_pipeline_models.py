@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import headrace as hr
 from headrace.trees import map_tensors
-from pipelining.test_evaluation import Layered, Skipping
-from pipelining.zoo import ZOO
+from pipeline.test_evaluation import Layered, Skipping
+from pipeline.zoo import ZOO
 from strategies.contract_models import SGD
 from strategies.contract_runs import distance, drive
 from strategies.test_pipeline import merged

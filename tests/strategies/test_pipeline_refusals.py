@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.errors import JobError, UnfitMachine, UsageError
-from pipelining.zoo import Greedy
+from pipeline.zoo import Greedy
 from strategies.contract_models import MODELS, Case
 from strategies.contract_runs import train
 from strategies.test_pipeline import job

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import headrace as hr
 from belongings import belongings, left_since
+from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep
 from headrace.data import Loader, as_pipeline
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.replica.outer import Elastic, MeanStep, Nesterov, OuterStep
-from headrace.report.attempts import attempts
-from headrace.report.averaging import averaging_of
-from headrace.spec.event import ServerStats, Stepped
+from headrace.report.model.attempts import attempts
+from headrace.report.model.averaging import averaging_of
+from headrace.spec.events import ServerStats, Stepped
 from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, carried, distance, train

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.engine.local import LocalEngine
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, NonFiniteLoss, UsageError
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.event import ServerStats, Stepped
+from headrace.spec.events import ServerStats, Stepped
 from headrace.strategies import resolve
 from strategies.contract_models import ADAM, MODELS, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import OPTIONS

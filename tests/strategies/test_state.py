@@ -11,8 +11,9 @@ import torch
 
 import headrace as hr
 from headrace.data import Loader
-from headrace.replica.exchange import Replica, StatePiece
 from headrace.strategies import STRATEGIES
+from headrace.training.exchange import Replica
+from headrace.training.state_piece import StatePiece
 from strategies.contract_models import ADAM, MODELS, SGD, Case, Partial, by_name, dense, matrices
 from strategies.contract_options import OPTIONS, SCHEDULES
 from strategies.contract_runs import Saved, by_hand, distance, drive, held, step, with_replicas

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.comm.remote_link import RemoteClientTransport
 from headrace.errors import UnknownName
-from headrace.spec.event import ServerStats
+from headrace.spec.events import ServerStats
+from headrace.transport.remote_client import RemoteClientTransport
 
 THREADS = hr.ThreadEngine()
 GENERATOR = torch.Generator().manual_seed(0)

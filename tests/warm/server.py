@@ -32,9 +32,9 @@ from typing import Any
 
 from headrace.memory import prefer_large_pages
 
-IMPORTED = ("torch._dynamo", "headrace.engine.process", "headrace.engine.zygote", "headrace.engine.local",
-            "headrace.cli", "headrace.trainer", "headrace.comparison", "matplotlib.figure",
-            "matplotlib.backends.backend_svg", "sklearn.datasets", "rich.progress")  # fmt: skip
+IMPORTED = ("torch._dynamo", "headrace.engine.local.process", "headrace.engine.local.fork_server_main",
+            "headrace.engine.local.engine", "headrace.cli", "headrace.api.fit", "headrace.api.comparison",
+            "matplotlib.figure", "matplotlib.backends.backend_svg", "sklearn.datasets", "rich.progress")  # fmt: skip
 AT_LOAD = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "GLIBC_", "TORCH_", "LC_", "LANG", "PYTHON")
 """How variables begin that count when a library, or Python, begins; those below can be honoured later."""
 LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "GLIBC_TUNABLES"}

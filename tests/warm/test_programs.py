@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine import birth
+from headrace.engine.local import fork_server_start as birth
 from warm.programs import ROOT, programs
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,6 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-__all__ = ["CHUNK", "Digest"]
-
 CHUNK = 4 << 20
 """How many bytes go to the disk, or come from it, at once."""
 

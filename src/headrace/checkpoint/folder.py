@@ -18,8 +18,6 @@ from headrace.errors import CorruptCheckpoint, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CheckpointFolder"]
-
 _NAME = re.compile(r"step-([0-9]{8,18})(\.part|\.old)?")
 _MOST_ENTRIES = 100_000
 

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["BYTES", "MOST_BYTES", "NAMES", "PREFIX", "TensorEntry", "encode", "length", "parse"]
-
 PREFIX: Final = 8
 MOST_BYTES = 16 << 20
 MOST_ENTRIES = 50_000

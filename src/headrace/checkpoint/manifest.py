@@ -16,8 +16,6 @@ from typing import Any
 
 from headrace.errors import UsageError
 
-__all__ = ["FORMAT", "MOST_BYTES", "NAME", "VERSION", "FileRecord", "Manifest", "decode", "encode", "file_name"]
-
 NAME = "manifest.json"
 FORMAT = "headrace checkpoint"
 VERSION = 1

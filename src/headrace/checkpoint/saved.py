@@ -18,8 +18,6 @@ from headrace.errors import CorruptCheckpoint
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "blaming"]
-
 # Not EACCES, EMFILE and their like: what is wrong there is not the checkpoint.
 _WRONG = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.EINVAL),

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["File", "LocalStorage", "Storage"]
-
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 # Without O_NONBLOCK, opening a FIFO would wait for a writer that never comes.

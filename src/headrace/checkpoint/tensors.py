@@ -13,8 +13,6 @@ from headrace.checkpoint.manifest import FileRecord
 from headrace.checkpoint.storage import File
 from headrace.errors import UsageError
 
-__all__ = ["allocate", "views", "write"]
-
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in NAMES.items()}
 _BEHIND = 512 << 20
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}

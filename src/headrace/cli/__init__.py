@@ -10,17 +10,17 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from headrace.cli.checkpoint import checkpoint
-from headrace.cli.compare import compare
-from headrace.cli.data import data
-from headrace.cli.doctor import doctor
+from headrace.cli.commands.checkpoint import checkpoint
+from headrace.cli.commands.compare import compare
+from headrace.cli.commands.data import data
+from headrace.cli.commands.doctor import doctor
+from headrace.cli.commands.launch import launch
+from headrace.cli.commands.report import report
+from headrace.cli.commands.train import train
+from headrace.cli.commands.workers import workers
 from headrace.cli.errors import ExitCode, error_document
-from headrace.cli.launch import launch
 from headrace.cli.options import help_option
 from headrace.cli.output import write_document
-from headrace.cli.report import report
-from headrace.cli.train import train
-from headrace.cli.workers import workers
 from headrace.engine.termination import Terminated, answer_with, terminate
 
 __all__ = ["COMMANDS", "app", "main", "run"]

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import UnfitMachine
-from headrace.spec.event import Event, RunStarted
+from headrace.spec.events import Event, RunStarted
 
 if TYPE_CHECKING:
-    from headrace.report.tensorboard import TensorBoard
-
-__all__ = ["check_tensorboard", "tensorboards"]
+    from headrace.report.views.tensorboard import TensorBoard
 
 
 def check_tensorboard(log_dir: Path | None) -> None:
@@ -38,7 +36,7 @@ def tensorboards(log_dir: Path | None) -> Iterator[Callable[[Event], None] | Non
         yield None
         return
     # Lazily: it imports torch, which `--help` does not need.
-    from headrace.report.tensorboard import TensorBoard
+    from headrace.report.views.tensorboard import TensorBoard
 
     boards: list[TensorBoard] = []
 

@@ -16,9 +16,7 @@ from pathlib import Path
 
 from headrace.cli.limits import core_quota, cores, memory_limit_bytes, spare_memory_bytes
 from headrace.cli.listening import Listener, listeners
-from headrace.report.quantities import byte_count
-
-__all__ = ["CHECKS", "Check", "Verdict", "examine", "worst"]
+from headrace.report.format import byte_count
 
 _LEAST_TORCH = (2, 11)
 _LEAST_PYTHON = (3, 11)
@@ -155,7 +153,7 @@ def _memory() -> Iterator[Check]:
 
 def _shared_memory() -> Iterator[Check]:
     # Here, because the engine is loaded by a run alone.
-    from headrace.engine.machine import check_shared_memory
+    from headrace.machine import check_shared_memory
 
     reason = check_shared_memory()
     if reason is not None:

@@ -12,15 +12,6 @@ from typing import Any, TextIO
 from headrace.engine.termination import Terminated
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 
-__all__ = [
-    "ExitCode",
-    "error_document",
-    "exit_code",
-    "user_place",
-    "user_traceback",
-    "write_error",
-]
-
 _HEADRACE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 

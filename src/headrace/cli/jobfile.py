@@ -16,8 +16,6 @@ from headrace.cli.errors import user_place
 from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
 from headrace.spec.job import Job
 
-__all__ = ["MODULE", "check_file", "find_job", "load_job"]
-
 MODULE = "headrace_job"
 """The name under which a job file stands in `sys.modules`, so that its classes know where they live."""
 

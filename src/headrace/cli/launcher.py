@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.errors import UsageError
 
 if TYPE_CHECKING:
-    from headrace.engine.local import LocalEngine
-
-__all__ = ["launched_rank", "own_engine", "refuse_launcher"]
+    from headrace.engine.local.engine import LocalEngine
 
 
 def launched_rank() -> int | None:
@@ -29,7 +27,7 @@ def own_engine() -> Iterator[LocalEngine | None]:
         yield None
         return
     # Lazily: `--help` need not wait for the engine.
-    from headrace.engine.local import LocalEngine
+    from headrace.engine.local.engine import LocalEngine
 
     with LocalEngine(forks=True) as engine:
         yield engine

@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["core_quota", "cores", "memory_limit_bytes", "spare_memory_bytes"]
-
 _ROOT = Path("/")
 
 

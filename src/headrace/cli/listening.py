@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
-__all__ = ["Listener", "listeners"]
-
 _PROC = Path("/proc")
 _OURS = re.compile(r"/memfd:headrace-[a-z0-9-]+ \(deleted\)")
 """Every process of a run holds such memory, whatever it is called."""

@@ -16,31 +16,6 @@ from headrace.errors import UnknownName, UsageError
 from headrace.spec.call import parse_call, split_calls
 from headrace.spec.checkpoints import Checkpoints
 
-__all__ = [
-    "CheckpointEveryOption",
-    "Device",
-    "DeviceOption",
-    "JobFile",
-    "JsonOption",
-    "KeepOption",
-    "ResetOptimizerOption",
-    "ResumeFromOption",
-    "ResumeOption",
-    "RunDirOption",
-    "SettingsOption",
-    "SnapshotsEveryOption",
-    "TensorBoardOption",
-    "TimeoutOption",
-    "WorkersOption",
-    "check_strategies",
-    "checkpoints_of",
-    "complete_strategies",
-    "complete_strategy",
-    "help_option",
-    "split_names",
-    "strategy_names",
-]
-
 
 class Device(StrEnum):
     """What tensors live on."""

@@ -18,8 +18,6 @@ from headrace.errors import HeadraceError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Answer", "answering", "write_document"]
-
 
 class Answer:
     """Where a command's result goes.

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.cli.output import Answer
-from headrace.report.references import References, verdict
-from headrace.report.summary import Summary, summarize
-from headrace.report.table import comparison_plain, comparison_table, run_plain, run_table
-
-__all__ = ["show_comparison", "show_run"]
+from headrace.report.model.references import References, verdict
+from headrace.report.model.summary import Summary, summarize
+from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
 
 _MODEL = "model.safetensors"
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from headrace.engine.termination import Terminated
 from headrace.errors import RunFailed
 
-__all__ = ["default_run_dir", "job_name", "saying_where"]
-
 
 def job_name(path: Path) -> str:
     """Returns the file's name, or that of its folder where the file is just called job.py."""

@@ -6,16 +6,16 @@ A `InputPipeline` is a definition; a `Loader` runs it for one worker. Position i
 decides what comes when, so that an epoch visits every example exactly once for any number of workers.
 """
 
-from headrace.data.combined import interleave, mix
 from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
-from headrace.data.images import DecodeImage
-from headrace.data.iteration import batches
-from headrace.data.loader import Loader
-from headrace.data.parse_example import ParseExample
-from headrace.data.pipeline import Hosts, InputPipeline, from_arrays
-from headrace.data.rounds import local
-from headrace.data.running import CpuBudget
-from headrace.data.source import Source
+from headrace.data.loading.batch_reader import CpuBudget
+from headrace.data.loading.iteration import batches
+from headrace.data.loading.loader import Loader
+from headrace.data.loading.transfer import delivered
+from headrace.data.pipeline.combined import interleave, mix
+from headrace.data.pipeline.pipeline import Hosts, InputPipeline, from_arrays
+from headrace.data.pipeline.rounds import local
+from headrace.data.pipeline.source import Source
+from headrace.data.pipeline.torch_source import as_pipeline, from_torch
 from headrace.data.sources import (
     from_array_record,
     from_csv,
@@ -26,8 +26,8 @@ from headrace.data.sources import (
     from_tfrecord,
     from_webdataset,
 )
-from headrace.data.torch_source import as_pipeline, from_torch
-from headrace.data.transfer import delivered
+from headrace.data.transforms.images import DecodeImage
+from headrace.data.transforms.parse_example import ParseExample
 
 __all__ = [
     "CpuBudget",

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.data.fetching import DIGESTS, Fetcher, digest_of, obtain
-from headrace.data.order import permutation
+from headrace.data.loading.fetching import DIGESTS, Fetcher, digest_of, obtain
+from headrace.data.pipeline.order import permutation
 from headrace.errors import DataError, UnfitMachine
-
-__all__ = ["ImageData", "digits", "fashion_mnist", "fashion_mnist_or_digits"]
 
 _DIGITS_TEST = 360
 """Of 1,797."""

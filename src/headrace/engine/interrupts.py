@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from headrace.comm.control import ControlPage
 from headrace.engine.termination import terminate
-
-__all__ = ["TERMINATED", "Interrupts", "orderly_interrupts"]
+from headrace.shared_memory.control_page import ControlPage
 
 _REPLACED = (signal.default_int_handler, signal.SIG_DFL, terminate)
 

@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
-from headrace.engine.machine import cores, host_name
-from headrace.engine.nursery import ForkServer
-from headrace.engine.process import log_path
+from headrace.engine.local.fork_server import ForkServer
+from headrace.engine.local.process import log_path
 from headrace.errors import PeerLost
+from headrace.machine import cores, host_name
 from headrace.policies.threads import threads_per_worker
-
-__all__ = ["launch_script"]
 
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 2.0

@@ -21,10 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.comm.segment import memory_file
 from headrace.errors import JobError
-
-__all__ = ["pack", "ship_by_value", "unpack"]
+from headrace.shared_memory.segment import memory_file
 
 _LARGE_BYTES = 64 * 1024
 _ALIGN = 64

@@ -8,8 +8,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["EXIT_CODE", "Terminated", "answer_with", "end_with", "leave_alone", "terminate"]
-
 EXIT_CODE = 143
 
 _documents: list[bytes] = []

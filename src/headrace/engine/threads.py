@@ -7,18 +7,16 @@ from collections.abc import Callable
 
 import torch
 
-from headrace.comm.control import ControlPage
-from headrace.comm.ends import FinishedRanks
-from headrace.comm.in_process import ThreadCollective, ThreadGroup
-from headrace.comm.segment import SharedSegment
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.engine.interrupts import orderly_interrupts
-from headrace.engine.order import Engine, RunProgress, RunSpec, first_loss
-from headrace.engine.server import serve
-from headrace.engine.snapshot import random_states, restore_random_states
-from headrace.engine.work import work
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
-
-__all__ = ["ThreadEngine"]
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.finished_ranks import FinishedRanks
+from headrace.shared_memory.segment import SharedSegment
+from headrace.worker.loaded_checkpoint import random_states, restore_random_states
+from headrace.worker.main import work
+from headrace.worker.run_spec import Engine, RunProgress, RunSpec, first_loss
+from headrace.worker.server import serve
 
 _LOOK_EVERY_S = 0.05
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["AlexNet", "alexnet", "cnn", "fashion_cnn"]
-
 
 def cnn() -> nn.Sequential:
     """Returns three convolutions and two layers on top: 2.2 million parameters, much computation on each.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["mlp"]
-
 
 def mlp(features: int = 784, hidden: int = 2048, classes: int = 10) -> nn.Sequential:
     """Returns two hidden layers; with the defaults 5.8 million parameters.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["CharLSTM", "char_lstm"]
-
 
 class CharLSTM(nn.Module):
     """Predicts the next character at every place of a text; each text begins with an empty memory.

@@ -12,18 +12,6 @@ from dataclasses import dataclass
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.spec.plan import Segment
 
-__all__ = [
-    "UNEVEN",
-    "ParameterPiece",
-    "Placement",
-    "balance",
-    "greedy",
-    "loads",
-    "place",
-    "require_owners",
-    "round_robin",
-]
-
 UNEVEN = 1.5
 """The `balance` above which a run says so."""
 

@@ -9,8 +9,6 @@ from headrace.policies.threads import threads_per_worker
 from headrace.spec.cluster import Cluster
 from headrace.spec.plan import Role
 
-__all__ = ["require_memory", "worker_and_server_roles", "worker_roles"]
-
 
 def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool = False) -> tuple[Role, ...]:
     """Places `workers`: as many as the launcher started, or as there are accelerators, if None.

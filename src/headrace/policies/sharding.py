@@ -23,18 +23,6 @@ from headrace.policies.placement import ParameterPiece, greedy, require_owners
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 from headrace.spec.plan import EVERY_WORKER, Segment
 
-__all__ = [
-    "Sharding",
-    "everywhere",
-    "fixed_shards",
-    "max_size",
-    "min_size",
-    "parse_sharding",
-    "slices",
-    "unsharded",
-    "whole",
-]
-
 Sharding = Callable[[Sequence[ParameterSpec]], tuple[ParameterPiece, ...]]
 """From parameters to pieces."""
 

@@ -15,17 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-__all__ = [
-    "Admission",
-    "AllMembers",
-    "Bounded",
-    "Combination",
-    "DecidedElsewhere",
-    "EveryPush",
-    "FirstPushes",
-    "Unbounded",
-]
-
 
 class Admission(ABC):
     """Says who may begin its next round."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from headrace.errors import UsageError
 
-__all__ = ["threads_per_worker"]
-
 
 def threads_per_worker(cores: int, workers_on_host: int) -> int:
     """Returns the threads of one worker so that those of a host do not crowd each other out; at least 1.

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from headrace.errors import UsageError
 
-__all__ = ["Call", "parse_call", "split_calls"]
-
 
 class Call(NamedTuple):
     """What is called, and with what.

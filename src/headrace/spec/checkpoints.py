@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from headrace.errors import UsageError
 
-__all__ = ["Checkpoints"]
-
 
 @dataclass(frozen=True)
 class Checkpoints:

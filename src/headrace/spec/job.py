@@ -12,8 +12,6 @@ from headrace.spec.options import Options
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Job"]
-
 
 @dataclass(frozen=True)
 class Job:

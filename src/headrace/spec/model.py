@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["ITEM_BYTES", "LayerSpec", "ModelSpec", "ParameterSpec"]
-
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -66,7 +64,7 @@ class LayerSpec:
     """One layer of a model that is cut into stages, as it was measured on a micro-batch.
 
     Attributes:
-        name: as `headrace.pipelining.Layer` has it.
+        name: as `headrace.pipeline.Layer` has it.
         parameters: names of those that it uses; tied ones are used by several layers.
         parameter_bytes: of these.
         forward_s, backward_s: seconds that each takes.
@@ -114,3 +112,16 @@ class ModelSpec:
     def trainable_bytes(self) -> int:
         """Bytes of all gradients together."""
         return sum(parameter.bytes for parameter in self.trainable)
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """How the layers of a model are to be measured for a strategy.
+
+    Attributes:
+        examples: of the batch that goes through them: a micro-batch.
+        threads: of each worker; 0 for all that there are.
+    """
+
+    examples: int
+    threads: int = 0

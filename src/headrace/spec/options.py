@@ -9,8 +9,6 @@ from typing import Any
 
 from headrace.errors import UsageError
 
-__all__ = ["EarlyStopping", "Options"]
-
 
 @dataclass(frozen=True)
 class EarlyStopping:

@@ -9,8 +9,6 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-__all__ = ["from_plain", "to_plain"]
-
 T = TypeVar("T")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-__all__ = ["EVERY_WORKER", "Op", "Plan", "Role", "Segment", "StageCost"]
-
 EVERY_WORKER = -1
 """The owner of a parameter that every worker holds and updates itself."""
 

@@ -21,16 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import ProcessGroup
+from headrace.collectives.base import ProcessGroup
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import slices, whole
-from headrace.replica.conditioning import StepDecision
-from headrace.replica.exchange import Replica, StatePiece
-from headrace.replica.gradients import FlatGradients, UsedParameters
-from headrace.replica.layout import FlatLayout
-from headrace.replica.optimizer import build, build_over
-from headrace.replica.reduction import shared_traffic
-from headrace.replica.update import UpdatingExchange
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
@@ -42,8 +35,14 @@ from headrace.strategies.strategy import (
     describe_options,
     step_ops,
 )
-
-__all__ = ["CentralStorage", "one_copy", "seat"]
+from headrace.training.clipping import StepDecision
+from headrace.training.exchange import Replica
+from headrace.training.flat_layout import FlatLayout
+from headrace.training.gradients import FlatGradients, UsedParameters
+from headrace.training.optimizer import build, build_over
+from headrace.training.reduction import shared_traffic
+from headrace.training.state_piece import StatePiece
+from headrace.training.update import UpdatingExchange
 
 
 @dataclass(frozen=True)
@@ -79,21 +78,23 @@ class CentralStorage(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan, shared_traffic(plan.gradient_bytes, plan.workers))
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
-        always = parts.synchronise_batch_norm()
-        if parts.device.type == "cpu":
-            broadcast(parts.module, parts.host)
-        storage = CentralCopy(parts)
-        presence = UsedParameters(parts.host, len(parts.model.trainable))
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        always = context.synchronise_batch_norm()
+        if context.device.type == "cpu":
+            broadcast(context.module, context.group)
+        storage = CentralCopy(context)
+        presence = UsedParameters(context.group, len(context.model.trainable))
         sink = FlatGradients(storage.gradient_layout, storage.local_gradients, presence)
-        return Replica(parts.whole_model(sink, always), CentralStorageExchange(plan, rank, parts, storage, presence))
+        return Replica(
+            context.whole_model(sink, always), CentralStorageExchange(plan, rank, context, storage, presence)
+        )
 
 
 class CentralCopy:
     """The one copy, every worker's gradients beside it, and the way between them and a device.
 
     Args:
-        parts: of this worker. Its module's parameters become views: of the one copy on a CPU, of one flat
+        context: of this worker. Its module's parameters become views: of the one copy on a CPU, of one flat
             buffer on another device.
 
     Attributes:
@@ -103,21 +104,21 @@ class CentralCopy:
         local_gradients: where this worker's backward puts its own.
     """
 
-    def __init__(self, parts: WorkerContext) -> None:
-        host = parts.host
-        self.layout, self.parameters = one_copy(parts.module, parts.model, host)
-        self.gradient_layout = FlatLayout(parts.model.trainable)
-        self.gradients = host.share(self.gradient_layout.nbytes)
-        self._own = self.gradients[host.rank]
-        if parts.device.type == "cpu":
+    def __init__(self, context: WorkerContext) -> None:
+        group = context.group
+        self.layout, self.parameters = one_copy(context.module, context.model, group)
+        self.gradient_layout = FlatLayout(context.model.trainable)
+        self.gradients = group.share(self.gradient_layout.nbytes)
+        self._own = self.gradients[group.rank]
+        if context.device.type == "cpu":
             self._near = self.parameters
             self.local_gradients = self._own
         else:
             for region in (self.parameters, self._own):
                 _pin(region)
-            self._near = torch.empty_like(self.parameters, device=parts.device)
-            self.local_gradients = torch.zeros_like(self._own, device=parts.device)
-        seat(parts.module, self.layout, self._near)
+            self._near = torch.empty_like(self.parameters, device=context.device)
+            self.local_gradients = torch.zeros_like(self._own, device=context.device)
+        seat(context.module, self.layout, self._near)
 
     def fetch(self) -> None:
         """Brings the parameters to the device."""
@@ -130,14 +131,14 @@ class CentralCopy:
             self._own.copy_(self.local_gradients)
 
 
-def one_copy(module: nn.Module, model: ModelSpec, host: ProcessGroup) -> tuple[FlatLayout, Tensor]:
+def one_copy(module: nn.Module, model: ModelSpec, group: ProcessGroup) -> tuple[FlatLayout, Tensor]:
     """Puts rank 0's parameters into memory that all workers see; returns their places and the memory."""
     layout = FlatLayout(model.parameters)
-    region = host.share(0 if host.rank else layout.nbytes)[0]
-    if host.rank == 0:
+    region = group.share(0 if group.rank else layout.nbytes)[0]
+    if group.rank == 0:
         for view, parameter in zip(layout.views(region), module.parameters(), strict=True):
             view.copy_(parameter.data)
-    host.barrier()
+    group.barrier()
     return layout, region
 
 
@@ -151,24 +152,24 @@ class CentralStorageExchange(UpdatingExchange):
     """Args:
     plan: the run's.
     rank: this worker's.
-    parts: of this worker.
+    context: of this worker.
     storage: the one copy.
     presence: says which gradients exist.
     """
 
     def __init__(
-        self, plan: Plan, rank: int, parts: WorkerContext, storage: CentralCopy, presence: UsedParameters
+        self, plan: Plan, rank: int, context: WorkerContext, storage: CentralCopy, presence: UsedParameters
     ) -> None:
-        self._host = parts.host
+        self._group = context.group
         self._storage = storage
         self._presence = presence
-        self._conditioner = parts.conditioner()
+        self._conditioner = context.conditioner()
         self._own_segments = [segment for segment in plan.segments if segment.owner == rank]
-        shapes = {parameter.name: parameter.shape for parameter in parts.model.parameters}
-        elements = {parameter.name: parameter.elements for parameter in parts.model.parameters}
+        shapes = {parameter.name: parameter.shape for parameter in context.model.parameters}
+        elements = {parameter.name: parameter.elements for parameter in context.model.parameters}
         self._pieces: list[nn.Parameter] = []
         self._sums: list[Tensor] = []
-        self._others: list[list[Tensor]] = [[] for _ in range(parts.host.world - 1)]
+        self._others: list[list[Tensor]] = [[] for _ in range(context.group.world - 1)]
         others = [region for peer, region in enumerate(storage.gradients) if peer != rank]
         for segment in self._own_segments:
             cut = slice(segment.start, segment.stop)
@@ -181,17 +182,17 @@ class CentralStorageExchange(UpdatingExchange):
             self._sums.append(storage.gradient_layout.flat(own, segment.parameter)[cut].view(shape))
             for pieces, region in zip(self._others, others, strict=True):
                 pieces.append(storage.gradient_layout.flat(region, segment.parameter)[cut].view(shape))
-        template = build(parts.optimizer, parts.module.named_parameters())
+        template = build(context.optimizer, context.module.named_parameters())
         by_name: dict[str, list[Tensor]] = {}
         for segment, piece in zip(self._own_segments, self._pieces, strict=True):
             by_name.setdefault(segment.parameter, []).append(piece)
         optimizer = build_over(template, by_name)
         owned = list(zip(self._own_segments, self._pieces, strict=True))
-        self.updater = parts.updater(optimizer, owned, template)
-        self._names = [parameter.name for parameter in parts.model.trainable]
+        self.updater = context.updater(optimizer, owned, template)
+        self._names = [parameter.name for parameter in context.model.trainable]
         self._missing: tuple[int, ...] = ()
         self._assign(())
-        self._traffic = shared_traffic(storage.gradient_layout.nbytes, parts.host.world)
+        self._traffic = shared_traffic(storage.gradient_layout.nbytes, context.group.world)
         self.parameter_bytes = 0 if rank else storage.layout.nbytes
 
     def begin(self, round_: int) -> None:
@@ -206,25 +207,25 @@ class CentralStorageExchange(UpdatingExchange):
         verdict = self._conditioner.condition(self._sums, self._sums, finite)
         if missing != self._missing:
             self._assign(missing)
-        self._host.moved_bytes += self._traffic
+        self._group.moved_bytes += self._traffic
         return verdict
 
     def update(self, round_: int) -> None:
         super().update(round_)
-        self._host.barrier()
+        self._group.barrier()
 
     def show_average(self, on: bool) -> None:
         # Nobody may still read what is changed, nor read on before all of it is.
-        self._host.barrier()
+        self._group.barrier()
         super().show_average(on)
-        self._host.barrier()
+        self._group.barrier()
         self._storage.fetch()
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         # Weights may be among the pieces, and they are everybody's.
-        self._host.barrier()
+        self._group.barrier()
         super().load(pieces, settings)
-        self._host.barrier()
+        self._group.barrier()
         self._storage.fetch()
 
     def _assign(self, missing: tuple[int, ...]) -> None:

@@ -25,32 +25,31 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
+from headrace.parameter_server.assembly import connect, form_of, leads, open_port, pair, places_of
+from headrace.parameter_server.client.background import Background
+from headrace.parameter_server.client.data_leases import ServerDataLeases, blocks, steady
+from headrace.parameter_server.client.exchange import ServedExchange
+from headrace.parameter_server.client.gradients import GradientAccumulator, GradientBuffer
+from headrace.parameter_server.client.links import ServerLinks
+from headrace.parameter_server.client.replica_group import LeaderClient, ReplicaGroup
+from headrace.parameter_server.core.leases import LeaseTable
+from headrace.parameter_server.core.shard import Shard
+from headrace.parameter_server.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
+from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
+from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.policies.staleness import EveryPush, Unbounded
-from headrace.ps.agreement import LeaderClient, ReplicaGroup
-from headrace.ps.applier import RoundClock, ShardOptimizer
-from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
-from headrace.ps.background import Background
-from headrace.ps.exchange import ServedExchange
-from headrace.ps.form import ShardLayout
-from headrace.ps.held import GradientAccumulator, GradientBuffer
-from headrace.ps.leases import LeaseTable
-from headrace.ps.leasing import ServerDataLeases, blocks, steady
-from headrace.ps.links import ServerLinks
-from headrace.ps.messages import Kind, Message
-from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
-from headrace.ps.server import Server
-from headrace.ps.shard import Shard
-from headrace.replica.conditioning import HEALTHY, StepDecision
-from headrace.replica.exchange import Replica, StatePiece
-from headrace.replica.optimizer import build
-from headrace.replica.schedule import Schedule
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
 from headrace.strategies.strategy import ServerContext, Strategy, WorkerContext, check_count, describe_options
-
-__all__ = ["Downpour"]
+from headrace.training.clipping import HEALTHY, StepDecision
+from headrace.training.exchange import Replica
+from headrace.training.optimizer import build
+from headrace.training.schedule import Schedule
+from headrace.training.state_piece import StatePiece
 
 _MOST = 65_535
 """Steps that a message can say a push is the sum of."""
@@ -137,34 +136,36 @@ class Downpour(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return served_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
-        forms = [form_of(plan, parts.model, server) for server in parts.servers.ranks]
-        places = [places_of(form, parts.module) for form in forms]
-        agreement = parts.agreement()
-        links = self._links(plan, parts, forms, places, agreement)
-        if parts.inside:
-            links.main.pulled = parts.inside.spread
-        exchange = DownpourExchange(self, plan, links, forms, parts, agreement, leads(links.main, parts.servers.worker))
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        forms = [form_of(plan, context.model, server) for server in context.servers.ranks]
+        places = [places_of(form, context.module) for form in forms]
+        agreement = context.agreement()
+        links = self._links(plan, context, forms, places, agreement)
+        if context.inside:
+            links.main.pulled = context.inside.spread
+        exchange = DownpourExchange(
+            self, plan, links, forms, context, agreement, leads(links.main, context.servers.worker)
+        )
         exchange.give(places)
-        return Replica(parts.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
+        return Replica(context.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
 
     def _links(
         self,
         plan: Plan,
-        parts: WorkerContext,
+        context: WorkerContext,
         forms: Sequence[ShardLayout],
         places: Sequence[Sequence[Tensor]],
         agreement: ReplicaGroup,
     ) -> ServerLinks:
-        servers, check = parts.servers, parts.host.check
+        servers, check = context.servers, context.group.check
         roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
         opens = functools.partial(connect, servers.addresses(), forms, find=servers.find)
         if not self.overlap:
-            return ServerLinks(opens(places, who, check, roles, parts.closing), places, self.fetch_every, agreement)
+            return ServerLinks(opens(places, who, check, roles, context.closing), places, self.fetch_every, agreement)
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
-        pushing = Background("push", opens(fetched, who, check, roles, parts.closing))
-        fetching = Background("fetch", opens(fetched, who, check, roles, parts.closing, observes=True))
+        pushing = Background("push", opens(fetched, who, check, roles, context.closing))
+        fetching = Background("fetch", opens(fetched, who, check, roles, context.closing, observes=True))
 
         def watch() -> None:
             check()
@@ -172,23 +173,23 @@ class Downpour(Strategy):
             pushing.check()
             fetching.check()
 
-        main = opens(places, who, watch, roles, parts.closing, observes=True)
+        main = opens(places, who, watch, roles, context.closing, observes=True)
         return ServerLinks(main, places, self.fetch_every, agreement, pushing, fetching, fetched)
 
-    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
+    def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         rank = plan.server_of(rank)
-        form = form_of(plan, parts.model, rank)
-        pace = RoundClock(parts.options, parts.rounds_per_epoch, parts.first)
-        applier = ShardOptimizer(form, parts.optimizer, parts.model.parameters, pace, self.scale == "full")
+        form = form_of(plan, context.model, rank)
+        pace = RoundClock(context.options, context.rounds_per_epoch, context.first)
+        applier = ShardOptimizer(form, context.optimizer, context.model.parameters, pace, self.scale == "full")
         machines = [Shard(range(plan.replicas), Unbounded(), EveryPush()) for _ in range(len(form))]
-        until = parts.first + blocks(parts.first, parts.until, self.push_every)
-        alone = blocks(parts.first, max(parts.first, self.warmstart_steps), self.push_every)
+        until = context.first + blocks(context.first, context.until, self.push_every)
+        alone = blocks(context.first, max(context.first, self.warmstart_steps), self.push_every)
         first = rank == plan.servers[0]
         members = range(plan.replicas)
-        leases = LeaseTable(len(plan.shares), until, parts.first, alone=alone, workers=members) if first else None
-        coordinates = (leases, parts.first, parts.until, self.push_every) if leases else None
+        leases = LeaseTable(len(plan.shares), until, context.first, alone=alone, workers=members) if first else None
+        coordinates = (leases, context.first, context.until, self.push_every) if leases else None
         port = open_port(form, self.transport)
-        pairing = pair(port, form, parts.process) if self.backups else None
+        pairing = pair(port, form, context.process) if self.backups else None
         return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
 
 
@@ -206,7 +207,7 @@ class DownpourExchange(ServedExchange):
     plan: the run's.
     links: of this worker.
     forms: the servers' shards.
-    parts: of this worker.
+    context: of this worker.
     agreement: of its replica.
     leads: whether this worker brings what there is to begin with.
 
@@ -220,22 +221,22 @@ class DownpourExchange(ServedExchange):
         plan: Plan,
         links: ServerLinks,
         forms: Sequence[ShardLayout],
-        parts: WorkerContext,
+        context: WorkerContext,
         agreement: ReplicaGroup,
         leads: bool,
     ) -> None:
-        held = GradientBuffer(forms, parts.model)
-        super().__init__(links.main, forms, held, parts.host, agreement, leads)
+        held = GradientBuffer(forms, context.model)
+        super().__init__(links.main, forms, held, context.group, agreement, leads)
         copies = 2 if strategy.overlap else 1
-        self.parameter_bytes = copies * sum(parameter.bytes for parameter in parts.model.parameters)
+        self.parameter_bytes = copies * sum(parameter.bytes for parameter in context.model.parameters)
         self.portions = ServerDataLeases(
             LeaderClient(links.main, agreement.group), leads, len(forms), len(plan.shares),
             steady(strategy.push_every), links, strategy.warmstart_steps,
         )  # fmt: skip
         self._links = links
         self._weighed = strategy.scale == "share"
-        self._local = LocalSteps(parts)
-        self._accrued = GradientAccumulator(forms, parts.model, self._weighed)
+        self._local = LocalSteps(context)
+        self._accrued = GradientAccumulator(forms, context.model, self._weighed)
         self._spoilt = False
 
     def begin(self, round_: int) -> None:
@@ -299,23 +300,23 @@ class LocalSteps:
     """Plain SGD on this worker's own parameters, with the learning rates of the job's optimizer and schedule.
 
     Args:
-        parts: of this worker.
+        context: of this worker.
     """
 
-    def __init__(self, parts: WorkerContext) -> None:
-        named = dict(parts.module.named_parameters())
+    def __init__(self, context: WorkerContext) -> None:
+        named = dict(context.module.named_parameters())
         ghosts = [
             (name, nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad))
             for name, tensor in named.items()
         ]
-        self._optimizer = build(parts.optimizer, ghosts)
-        self._schedule = Schedule(parts.options, self._optimizer, self._optimizer, parts.rounds_per_epoch)
-        index = {parameter.name: number for number, parameter in enumerate(parts.model.trainable)}
+        self._optimizer = build(context.optimizer, ghosts)
+        self._schedule = Schedule(context.options, self._optimizer, self._optimizer, context.rounds_per_epoch)
+        index = {parameter.name: number for number, parameter in enumerate(context.model.trainable)}
         self._groups = [
             (group, [(index[name], named[name].data) for name in group["param_names"] if name in index])
             for group in self._optimizer.param_groups
         ]
-        self._round = parts.first
+        self._round = context.first
 
     @torch.no_grad()
     def step(self, round_: int, gradients: Sequence[Tensor | None], share: float) -> None:

@@ -21,18 +21,14 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from headrace.comm.collective import Collective, ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.pipelining.staged import StagedModel
+from headrace.parameter_server.server.server import Server
+from headrace.pipeline.staged import StagedModel
 from headrace.policies.roles import require_memory, worker_and_server_roles, worker_roles
 from headrace.policies.sharding import everywhere
-from headrace.ps.server import Server
-from headrace.replica.compute import Compute
-from headrace.replica.exchange import Replica
-from headrace.replica.gradients import GradientSink
-from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Op, Plan, Role
 from headrace.strategies.mirrored import Mirrored
@@ -49,7 +45,6 @@ from headrace.strategies.served_hybrid import (
 )
 from headrace.strategies.strategy import (
     ModelParallelGroup,
-    Profiling,
     ServerContext,
     Strategy,
     WorkerContext,
@@ -57,8 +52,10 @@ from headrace.strategies.strategy import (
     step_ops,
 )
 from headrace.strategies.tensor_parallel import TensorParallel
-
-__all__ = ["Hybrid"]
+from headrace.training.compute import Compute
+from headrace.training.exchange import Replica
+from headrace.training.gradients import GradientSink
+from headrace.training.whole_model import WholeModel
 
 _ENOUGH_BYTES = 2**62
 
@@ -116,7 +113,7 @@ class Hybrid(Strategy):
                 "parts; use batch_norm='local'"
             )
 
-    def profiling(self, global_batch_size: int, cluster: Cluster) -> Profiling | None:
+    def profiling(self, global_batch_size: int, cluster: Cluster) -> ProfileRequest | None:
         replicas, devices = self._counts(cluster)
         inner = self.inner.profiling(max(1, global_batch_size // replicas), _alone(cluster, devices))
         return inner and replace(inner, threads=self._roles(cluster, replicas * devices)[0].threads)
@@ -181,19 +178,19 @@ class Hybrid(Strategy):
             return replica_ops(plan)
         return step_ops(plan, plan.gradient_bytes * plan.replicas // plan.workers)
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
-        role, everyone = plan.role(rank), parts.host
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        role, everyone = plan.role(rank), context.group
         workers = plan.roles[: plan.workers]
         within = [other.rank for other in workers if other.data_rank == role.data_rank]
         across = [other.rank for other in workers if other.stage == role.stage]
         group, mates = everyone.subgroup(within), everyone.subgroup(across)
-        near = replace(parts, host=group, connect=_itself(group))
+        near = replace(context, group=group, connect=_itself(group))
         inside = (
             self.inner.inside(near, everyone, mates)
             if isinstance(self.inner, TensorParallel)
             else self._stages(plan, near, everyone, mates)
         )
-        own = replace(parts, model=inside.model, host=mates, connect=_itself(mates), inside=inside)
+        own = replace(context, model=inside.model, group=mates, connect=_itself(mates), inside=inside)
         if isinstance(self.outer, Served):
             # Replicas that are threads share one generator, and while one is traced no other may go on and draw.
             everyone.barrier()
@@ -202,24 +199,24 @@ class Hybrid(Strategy):
         assert all(segment.owner == EVERY_WORKER for segment in outer.segments)
         return inside.finish(self.outer.replica(outer, role.data_rank, own))
 
-    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
-        model = in_parts(parts.model, plan.workers // plan.replicas)
-        return self.outer.server(of_outer(plan, self.outer), rank, replace(parts, model=model))
+    def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
+        model = in_parts(context.model, plan.workers // plan.replicas)
+        return self.outer.server(of_outer(plan, self.outer), rank, replace(context, model=model))
 
     def _stages(
         self, plan: Plan, near: WorkerContext, everyone: ProcessGroup, mates: ProcessGroup
     ) -> ModelParallelGroup:
         assert isinstance(self.inner, Pipeline)
         # What a loss is a part of is weighed over all replicas, where they meet in every round.
-        total = everyone.sum if isinstance(self.outer, Mirrored) else near.host.sum
-        compute = self.inner.compute(plan, near.host.rank, near, total=total)
+        total = everyone.sum if isinstance(self.outer, Mirrored) else near.group.sum
+        compute = self.inner.compute(plan, near.group.rank, near, total=total)
         compute.mates = mates
         if near.options.clip_norm is not None and compute.tied and not isinstance(self.outer, Served):
             raise UsageError(
                 f"clip_norm={near.options.clip_norm:g} needs every gradient once, and several stages of a replica hold "
                 f"{compute.tied[0]!r}; use hr.Pipeline alone, or leave clip_norm out"
             )
-        return _Stages(compute, near.host, everyone, near.model)
+        return _Stages(compute, near.group, everyone, near.model)
 
 
 class _Stages(ModelParallelGroup):
@@ -261,13 +258,13 @@ def _itself(group: ProcessGroup) -> Callable[[], Collective] | None:
 def _alone(cluster: Cluster, devices: int) -> Cluster:
     """Returns a cluster of one replica's devices, that on most hosts: whether all fit is asked elsewhere."""
     if len(cluster.hosts) == 1 or cluster.ranks is None or cluster.ranks < devices:
-        host = replace(cluster.hosts[0], memory_bytes=_ENOUGH_BYTES, ranks=())
-        return replace(cluster, hosts=(host,), ranks=devices if cluster.ranks else None)
+        group = replace(cluster.hosts[0], memory_bytes=_ENOUGH_BYTES, ranks=())
+        return replace(cluster, hosts=(group,), ranks=devices if cluster.ranks else None)
     found: list[tuple[Host, ...]] = []
     for first in range(0, cluster.ranks - devices + 1, devices):
         within = range(first, first + devices)
-        placed = ((host, tuple(rank - first for rank in host.ranks if rank in within)) for host in cluster.hosts)
-        found.append(tuple(replace(host, memory_bytes=_ENOUGH_BYTES, ranks=ranks) for host, ranks in placed if ranks))
+        placed = ((group, tuple(rank - first for rank in group.ranks if rank in within)) for group in cluster.hosts)
+        found.append(tuple(replace(group, memory_bytes=_ENOUGH_BYTES, ranks=ranks) for group, ranks in placed if ranks))
     return replace(cluster, hosts=max(found, key=lambda hosts: len(hosts)), ranks=devices)
 
 

@@ -21,19 +21,6 @@ import torch
 
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
-from headrace.replica.conditioning import StepDecision
-from headrace.replica.exchange import Replica
-from headrace.replica.gradients import UsedParameters, assign
-from headrace.replica.layout import FlatLayout
-from headrace.replica.optimizer import build
-from headrace.replica.reduction import (
-    CollectiveReduction,
-    OverlappedReduction,
-    Reduction,
-    SharedMemoryReduction,
-    shared_traffic,
-)
-from headrace.replica.update import UpdatingExchange
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
@@ -45,8 +32,19 @@ from headrace.strategies.strategy import (
     describe_options,
     step_ops,
 )
-
-__all__ = ["Mirrored"]
+from headrace.training.clipping import StepDecision
+from headrace.training.exchange import Replica
+from headrace.training.flat_layout import FlatLayout
+from headrace.training.gradients import UsedParameters, assign
+from headrace.training.optimizer import build
+from headrace.training.reduction import (
+    CollectiveReduction,
+    OverlappedReduction,
+    Reduction,
+    SharedMemoryReduction,
+    shared_traffic,
+)
+from headrace.training.update import UpdatingExchange
 
 
 @dataclass(frozen=True)
@@ -83,60 +81,60 @@ class Mirrored(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan, shared_traffic(plan.gradient_bytes, plan.workers))
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
-        always = parts.synchronise_batch_norm()
-        broadcast(parts.module, parts.wire or parts.host)
-        layout = FlatLayout(parts.model.trainable)
-        presence = UsedParameters(parts.host, len(parts.model.trainable))
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        always = context.synchronise_batch_norm()
+        broadcast(context.module, context.wire or context.group)
+        layout = FlatLayout(context.model.trainable)
+        presence = UsedParameters(context.group, len(context.model.trainable))
         reduction: Reduction
-        if parts.wire is None:
-            reduction = SharedMemoryReduction(layout, presence, parts.host)
-        elif self.overlap and not always and not _at_once(parts):
+        if context.wire is None:
+            reduction = SharedMemoryReduction(layout, presence, context.group)
+        elif self.overlap and not always and not _at_once(context):
             # Where layers talk during backward, a bucket that lacks a gradient on one worker would meet their sums.
-            reduction = OverlappedReduction(layout, presence, parts.wire, parts.module)
+            reduction = OverlappedReduction(layout, presence, context.wire, context.module)
         else:
-            reduction = CollectiveReduction(layout, presence, parts.wire, parts.device)
-        compute = parts.whole_model(reduction.sink, always)
-        return Replica(compute, MirroredExchange(plan, parts, layout, reduction, presence))
+            reduction = CollectiveReduction(layout, presence, context.wire, context.device)
+        compute = context.whole_model(reduction.sink, always)
+        return Replica(compute, MirroredExchange(plan, context, layout, reduction, presence))
 
 
-def _at_once(parts: WorkerContext) -> bool:
+def _at_once(context: WorkerContext) -> bool:
     """Returns whether gradients leave only when backward is over."""
     # Of micro-batches only the sum leaves, and a compiled backward gives all gradients at its end.
-    piecewise = parts.inside is not None and parts.inside.piecewise
-    return parts.options.accumulate > 1 or parts.options.compile or piecewise
+    piecewise = context.inside is not None and context.inside.piecewise
+    return context.options.accumulate > 1 or context.options.compile or piecewise
 
 
 class MirroredExchange(UpdatingExchange):
     """Args:
     plan: the run's.
-    parts: of this worker.
+    context: of this worker.
     layout: places of the gradients.
     reduction: sums them.
     presence: says which exist.
     """
 
     def __init__(
-        self, plan: Plan, parts: WorkerContext, layout: FlatLayout, reduction: Reduction, presence: UsedParameters
+        self, plan: Plan, context: WorkerContext, layout: FlatLayout, reduction: Reduction, presence: UsedParameters
     ) -> None:
-        named = dict(parts.module.named_parameters())
+        named = dict(context.module.named_parameters())
         self._reduction = reduction
         self._presence = presence
-        optimizer = build(parts.optimizer, named.items())
+        optimizer = build(context.optimizer, named.items())
         owned = [(segment, named[segment.parameter]) for segment in plan.segments]
-        self.updater = parts.updater(optimizer, owned)
-        self._parameters = [named[parameter.name] for parameter in parts.model.trainable]
+        self.updater = context.updater(optimizer, owned)
+        self._parameters = [named[parameter.name] for parameter in context.model.trainable]
         self._views = layout.views(reduction.result)
-        self._conditioner = parts.conditioner(dict(zip(layout.names, self._views, strict=True)))
+        self._conditioner = context.conditioner(dict(zip(layout.names, self._views, strict=True)))
         # torch's own optimizers only read gradients, those of foreach=True aside (SGD with nesterov writes). Another
         # might write too, and the result is everybody's.
         reads = type(optimizer).__module__.startswith("torch.optim")
         reads = reads and not any(group.get("foreach") for group in optimizer.param_groups)
-        shared = parts.wire is None and parts.host.world > 1
+        shared = context.wire is None and context.group.world > 1
         self._private = [view.clone() for view in self._views] if shared and not reads else []
         self._missing: tuple[int, ...] = ()
         assign(self._parameters, self._private or self._views, ())
-        self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)
+        self.parameter_bytes = sum(parameter.bytes for parameter in context.model.parameters)
 
     def begin(self, round_: int) -> None:
         """Mirrors are always up to date."""

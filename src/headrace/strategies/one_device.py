@@ -10,19 +10,17 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from headrace.comm.in_process import ThreadCollective, ThreadGroup
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
-from headrace.replica.conditioning import GradientClipper, StepDecision
-from headrace.replica.exchange import Replica
-from headrace.replica.optimizer import build
-from headrace.replica.update import UpdatingExchange
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan, Segment
 from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options, step_ops
-
-__all__ = ["LocalExchange", "OneDevice"]
+from headrace.training.clipping import GradientClipper, StepDecision
+from headrace.training.exchange import Replica
+from headrace.training.optimizer import build
+from headrace.training.update import UpdatingExchange
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ class OneDevice(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
-        return Replica(parts.whole_model(), LocalExchange(plan.segments, parts))
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        return Replica(context.whole_model(), LocalExchange(plan.segments, context))
 
 
 class LocalExchange(UpdatingExchange):
@@ -65,33 +63,33 @@ class LocalExchange(UpdatingExchange):
 
     Args:
         segments: of the plan.
-        parts: of this worker.
+        context: of this worker.
     """
 
-    def __init__(self, segments: tuple[Segment, ...], parts: WorkerContext) -> None:
-        named = dict(parts.module.named_parameters())
-        optimizer = build(parts.optimizer, named.items())
+    def __init__(self, segments: tuple[Segment, ...], context: WorkerContext) -> None:
+        named = dict(context.module.named_parameters())
+        optimizer = build(context.optimizer, named.items())
         self._parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-        self._options = parts.options
-        immediate, inside = parts.device.type == "cpu", parts.inside
+        self._options = context.options
+        immediate, inside = context.device.type == "cpu", context.inside
         if inside:
             repeated = [named[name] for name in named if name in inside.repeated]
             self._conditioner = GradientClipper(
-                parts.options,
+                context.options,
                 inside.group,
-                parts.scale,
+                context.scale,
                 immediate,
                 lambda: [each.grad for each in repeated if each.grad is not None],
                 inside.group.world,
             )
-            self._options = replace(parts.options, clip_norm=None, clip_value=None)
+            self._options = replace(context.options, clip_norm=None, clip_value=None)
         else:
             # Only to look: clipping one's own gradients is torch's.
-            looking = replace(parts.options, clip_norm=None, clip_value=None)
-            self._conditioner = GradientClipper(looking, ThreadCollective(ThreadGroup(1), 0), parts.scale, immediate)
+            looking = replace(context.options, clip_norm=None, clip_value=None)
+            self._conditioner = GradientClipper(looking, ThreadCollective(ThreadGroup(1), 0), context.scale, immediate)
         owned = [(segment, named[segment.parameter]) for segment in segments]
-        self.updater = parts.updater(optimizer, owned)
-        self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)
+        self.updater = context.updater(optimizer, owned)
+        self.parameter_bytes = sum(parameter.bytes for parameter in context.model.parameters)
 
     def begin(self, round_: int) -> None:
         self.updater.optimizer.zero_grad()

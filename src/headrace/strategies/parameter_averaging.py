@@ -19,21 +19,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.comm.codec import CODECS
+from headrace.averaging.averager import AveragingConfig, ParameterAverager, require_alike, seated
+from headrace.averaging.coded_average import CodedAverage
+from headrace.averaging.extra_state import remainder
+from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
+from headrace.averaging.period import AutoPeriod
+from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAverage, WorkerAverage, averaged_traffic
 from headrace.errors import UnknownName, UsageError
-from headrace.policies.period import AutoPeriod
+from headrace.parameter_server.planning import served_ops
+from headrace.parameter_server.server.server import Server
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
-from headrace.ps.planning import served_ops
-from headrace.ps.server import Server
-from headrace.replica.averaging import CollectiveAverage, SharedMemoryAverage, WorkerAverage, averaged_traffic
-from headrace.replica.coded_average import CodedAverage
-from headrace.replica.conditioning import StepDecision
-from headrace.replica.exchange import Exchange, Replica, StatePiece
-from headrace.replica.gathering import AveragingConfig, ParameterAverager, require_alike, seated
-from headrace.replica.layout import FlatLayout
-from headrace.replica.outer import Elastic, MeanStep, Nesterov, OuterStep, outer_step
-from headrace.replica.remainder import remainder
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -49,8 +45,11 @@ from headrace.strategies.strategy import (
     describe_options,
     step_ops,
 )
-
-__all__ = ["EASGD", "DiLoCo", "LocalSGD", "ParameterAveraging"]
+from headrace.training.clipping import StepDecision
+from headrace.training.exchange import Exchange, Replica
+from headrace.training.flat_layout import FlatLayout
+from headrace.training.state_piece import StatePiece
+from headrace.transport.codec import CODECS
 
 _RARELY = 8
 """Rounds from one meeting to the next for which it pays to bring the parameters there and back."""
@@ -177,44 +176,49 @@ class ParameterAveraging(Strategy):
             for role in plan.roles[: plan.workers if plan.workers > 1 else 0]
         )
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         if self.via == "server":
-            return self._service.replica(plan, rank, parts)
-        if self.codec != "plain" and parts.wire is None:
+            return self._service.replica(plan, rank, context)
+        if self.codec != "plain" and context.wire is None:
             raise UsageError(
                 f"codec={self.codec!r} saves bytes on a wire, and workers of one host average in memory that they "
                 "share, where nothing travels; use codec='plain'"
             )
-        require_alike(parts.module, parts.model, rank)
-        broadcast(parts.module, parts.wire or parts.host)
+        require_alike(context.module, context.model, rank)
+        broadcast(context.module, context.wire or context.group)
         outer = outer_step(self.outer)
         habits = AveragingConfig(self._wish, outer, self.average_optimizer_state, self.post_local)
         average = seated(
-            parts.module, parts.model, parts.host, lambda layout: self._average(layout, parts, outer, self._apart)
+            context.module,
+            context.model,
+            context.group,
+            lambda layout: self._average(layout, context, outer, self._apart),
         )
-        local = LocalExchange(plan.segments, parts)
+        local = LocalExchange(plan.segments, context)
         rest = remainder(
-            parts.module,
+            context.module,
             local.updater.optimizer,
             self.average_optimizer_state,
-            lambda layout: replace(self, codec="plain")._average(layout, parts, MeanStep()),
+            lambda layout: replace(self, codec="plain")._average(layout, context, MeanStep()),
         )
-        gathering = ParameterAverager(habits, average, rest, local.updater, parts.host, parts.first)
-        compute = parts.whole_model(portions=len(plan.shares))
-        first = rank * (parts.inside.group.world if parts.inside else 1)
+        gathering = ParameterAverager(habits, average, rest, local.updater, context.group, context.first)
+        compute = context.whole_model(portions=len(plan.shares))
+        first = rank * (context.inside.group.world if context.inside else 1)
         return Replica(compute, AveragingExchange(first, local, gathering), meetings=gathering)
 
-    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
-        return self._service.server(plan, rank, parts) if self.via == "server" else super().server(plan, rank, parts)
+    def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
+        return (
+            self._service.server(plan, rank, context) if self.via == "server" else super().server(plan, rank, context)
+        )
 
     def _average(
-        self, layout: FlatLayout, parts: WorkerContext, outer: OuterStep, apart: bool = False
+        self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False
     ) -> WorkerAverage:
-        if parts.wire is None:
-            return SharedMemoryAverage(layout, parts.host, outer, apart)
+        if context.wire is None:
+            return SharedMemoryAverage(layout, context.group, outer, apart)
         if self.codec == "plain":
-            return CollectiveAverage(layout, parts.wire, parts.device, outer)
-        return CodedAverage(layout, parts.wire, parts.device, outer, self.codec)
+            return CollectiveAverage(layout, context.wire, context.device, outer)
+        return CodedAverage(layout, context.wire, context.device, outer, self.codec)
 
 
 LocalSGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16)

@@ -19,29 +19,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.parameter_server.assembly import connect, form_of, leads, open_port, pair, places_of
+from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.client.data_leases import ServerDataLeases
+from headrace.parameter_server.client.exchange import ServedExchange
+from headrace.parameter_server.client.gradients import GradientBuffer
+from headrace.parameter_server.client.replica_group import LeaderClient, ReplicaGroup
+from headrace.parameter_server.core.events import Reason
+from headrace.parameter_server.core.leases import LeaseTable
+from headrace.parameter_server.core.shard import Shard
+from headrace.parameter_server.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
+from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
+from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.wire.layout import ShardLayout
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
-from headrace.ps.agreement import LeaderClient, ReplicaGroup
-from headrace.ps.applier import Remedies, RoundClock, ShardOptimizer
-from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
-from headrace.ps.client import Client
-from headrace.ps.events import Reason
-from headrace.ps.exchange import ServedExchange
-from headrace.ps.form import ShardLayout
-from headrace.ps.held import GradientBuffer
-from headrace.ps.leases import LeaseTable
-from headrace.ps.leasing import ServerDataLeases
-from headrace.ps.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
-from headrace.ps.server import Server
-from headrace.ps.shard import Shard
-from headrace.replica.conditioning import HEALTHY, StepDecision
-from headrace.replica.exchange import Replica
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
 from headrace.strategies.strategy import ServerContext, Strategy, WorkerContext, check_count, describe_options
-
-__all__ = ["ParameterServer"]
+from headrace.training.clipping import HEALTHY, StepDecision
+from headrace.training.exchange import Replica
 
 
 @dataclass(frozen=True)
@@ -138,47 +136,47 @@ class ParameterServer(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return served_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
-        servers, agreement = parts.servers, parts.agreement()
-        forms = [form_of(plan, parts.model, server) for server in servers.ranks]
-        places = [places_of(form, parts.module) for form in forms]
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        servers, agreement = context.servers, context.agreement()
+        forms = [form_of(plan, context.model, server) for server in servers.ranks]
+        places = [places_of(form, context.module) for form in forms]
         roles = [plan.roles[server] for server in servers.ranks]
         # Whoever drops what comes late must drop it whole.
         together = self.backup_workers > 0
         client = connect(
-            servers.addresses(), forms, places, (servers.worker, servers.incarnation), parts.host.check, roles,
-            parts.closing,
+            servers.addresses(), forms, places, (servers.worker, servers.incarnation), context.group.check, roles,
+            context.closing,
             together=together, find=servers.find,
         )  # fmt: skip
-        if parts.inside:
-            client.pulled = parts.inside.spread
+        if context.inside:
+            client.pulled = context.inside.spread
         brings = leads(client, servers.worker)
         # Where some are lost, others may have to do their portions alone.
         rests = plan.replaces and (self.staleness_bound is not None or self.backup_workers > 0)
         spokesman = LeaderClient(client, agreement.group)
         portions = ServerDataLeases(spokesman, brings, len(forms), len(plan.shares), rests=rests)
-        held = GradientBuffer(forms, parts.model)
-        exchange = ParameterServerExchange(client, forms, portions, held, parts, agreement, brings)
+        held = GradientBuffer(forms, context.model)
+        exchange = ParameterServerExchange(client, forms, portions, held, context, agreement, brings)
         exchange.give(places)
-        return Replica(parts.whole_model(held, portions=len(plan.shares)), exchange, portions)
+        return Replica(context.whole_model(held, portions=len(plan.shares)), exchange, portions)
 
-    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
+    def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         rank = plan.server_of(rank)
-        form = form_of(plan, parts.model, rank)
+        form = form_of(plan, context.model, rank)
         workers, first = plan.replicas, rank == plan.servers[0]
         admission, combination = self._regime(workers)
         full = self.scale == "full"
-        schedule = RoundClock(parts.options, parts.rounds_per_epoch, parts.first)
-        applier = ShardOptimizer(form, parts.optimizer, parts.model.parameters, schedule, full, self.remedies)
+        schedule = RoundClock(context.options, context.rounds_per_epoch, context.first)
+        applier = ShardOptimizer(form, context.optimizer, context.model.parameters, schedule, full, self.remedies)
         machines = [Shard(range(workers), admission, combination) for _ in range(len(form))]
         # Whoever is bound to the others does as many rounds as they do.
         fixed = self.staleness_bound is not None and not self.backup_workers
         leases = (
-            LeaseTable(len(plan.shares), parts.until, parts.first, fixed, workers=range(workers)) if first else None
+            LeaseTable(len(plan.shares), context.until, context.first, fixed, workers=range(workers)) if first else None
         )
-        coordinates = (leases, parts.first, parts.until, 1) if leases else None
+        coordinates = (leases, context.first, context.until, 1) if leases else None
         port = open_port(form, self.transport)
-        pairing = pair(port, form, parts.process) if self.backups else None
+        pairing = pair(port, form, context.process) if self.backups else None
         return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
 
     def _regime(self, workers: int) -> tuple[Admission, Combination]:
@@ -193,7 +191,7 @@ class ParameterServerExchange(ServedExchange):
     forms: the servers' shards.
     portions: says from which lease a gradient is.
     held: the gradients.
-    parts: of this worker.
+    context: of this worker.
     agreement: of its replica.
     leads: whether this worker brings what there is to begin with.
     """
@@ -204,12 +202,12 @@ class ParameterServerExchange(ServedExchange):
         forms: Sequence[ShardLayout],
         portions: ServerDataLeases,
         held: GradientBuffer,
-        parts: WorkerContext,
+        context: WorkerContext,
         agreement: ReplicaGroup,
         leads: bool,
     ) -> None:
-        super().__init__(client, forms, held, parts.host, agreement, leads)
-        self.parameter_bytes = sum(parameter.bytes for parameter in parts.model.parameters)
+        super().__init__(client, forms, held, context.group, agreement, leads)
+        self.parameter_bytes = sum(parameter.bytes for parameter in context.model.parameters)
         self._portions = portions
         self._fresh = False
 

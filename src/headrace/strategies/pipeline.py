@@ -19,29 +19,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.errors import UnknownName, UsageError
-from headrace.pipelining.batch_norm import RunningStatistics
-from headrace.pipelining.part import StageModule, ways
-from headrace.pipelining.roads import Channels
-from headrace.pipelining.room import explain_out_of_memory
-from headrace.pipelining.runner import RECOMPUTE, Runner
-from headrace.pipelining.stage import cut
-from headrace.pipelining.staged import StagedModel
-from headrace.pipelining.trace import trace
-from headrace.policies.partition import COSTS, Terms, costs, read, split
+from headrace.pipeline.channels import Channels
+from headrace.pipeline.out_of_memory import explain_out_of_memory
+from headrace.pipeline.partition import COSTS, Terms, costs, read, split
+from headrace.pipeline.runner import RECOMPUTE, Runner
+from headrace.pipeline.schedules import SCHEDULES, Action
+from headrace.pipeline.schedules.timing import in_flight
+from headrace.pipeline.staged import StagedModel
+from headrace.pipeline.stages.batch_norm import RunningStatistics
+from headrace.pipeline.stages.module import StageModule, ways
+from headrace.pipeline.stages.stage import cut
+from headrace.pipeline.trace.tracing import trace
 from headrace.policies.roles import require_memory, worker_roles
-from headrace.policies.schedule import SCHEDULES, Action
-from headrace.policies.schedule.timing import in_flight
-from headrace.replica.conditioning import StepDecision
-from headrace.replica.exchange import Replica, StatePiece
-from headrace.replica.optimizer import build
-from headrace.replica.update import UpdatingExchange
-from headrace.replica.whole_model import HALF
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan, Role, Segment
 from headrace.strategies.strategy import (
-    Profiling,
     Strategy,
     WorkerContext,
     broadcast,
@@ -49,9 +43,13 @@ from headrace.strategies.strategy import (
     describe_options,
     require_own_chance,
 )
+from headrace.training.clipping import StepDecision
+from headrace.training.exchange import Replica
+from headrace.training.optimizer import build
+from headrace.training.state_piece import StatePiece
+from headrace.training.update import UpdatingExchange
+from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors
-
-__all__ = ["Pipeline"]
 
 _PIECES_A_STAGE = 4
 """From so many micro-batches a stage on, the bubble hardly matters (GPipe, section 2.3)."""
@@ -130,14 +128,14 @@ class Pipeline(Strategy):
                 "use batch_norm='local', or Pipeline(micro_batches=1)"
             )
 
-    def profiling(self, global_batch_size: int, cluster: Cluster) -> Profiling:
+    def profiling(self, global_batch_size: int, cluster: Cluster) -> ProfileRequest:
         roles = worker_roles(self.name, self.stages, cluster, spread=True)
         if isinstance(self.micro_batches, int) and self.micro_batches > global_batch_size:
             raise UsageError(
                 f"micro_batches={self.micro_batches} of a batch of {global_batch_size} examples would be empty; use "
                 f"micro_batches={global_batch_size} or fewer, or 'auto'"
             )
-        return Profiling(-(-global_batch_size // self._count(len(roles))), roles[0].threads)
+        return ProfileRequest(-(-global_batch_size // self._count(len(roles))), roles[0].threads)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.stages, cluster, spread=True)
@@ -190,15 +188,15 @@ class Pipeline(Strategy):
         ]
         return (*found, *update)
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
-        compute = self.compute(plan, parts.host.rank, parts)
-        return Replica(compute, PipelineExchange(plan, rank, parts, compute))
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        compute = self.compute(plan, context.group.rank, context)
+        return Replica(compute, PipelineExchange(plan, rank, context, compute))
 
     def compute(
         self,
         plan: Plan,
         place: int,
-        parts: WorkerContext,
+        context: WorkerContext,
         total: Callable[[Sequence[float]], list[float]] | None = None,
     ) -> StagedModel:
         """Returns what one rank runs; leaves of its module what that needs.
@@ -206,25 +204,25 @@ class Pipeline(Strategy):
         Args:
             plan: says what the stages are.
             place: of this rank among those of its replica, `parts.host`.
-            parts: of this rank.
+            context: of this rank.
             total: sums numbers over all workers; None where there is one replica.
         """
-        ranks, device = parts.host.world, parts.device
+        ranks, device = context.group.world, context.device
         if self.recompute != "never":
-            require_own_chance(parts.module, parts.host)
+            require_own_chance(context.module, context.group)
         # Also because a thread that builds its model while another traces would build something else.
-        broadcast(parts.module, parts.host)
+        broadcast(context.module, context.group)
         with _TRACING:
-            sample = map_tensors(lambda tensor: tensor.to(device), parts.sample())
-            traced = trace(parts.module, sample, parts.objective.inputs)
-        parts.host.barrier()
+            sample = map_tensors(lambda tensor: tensor.to(device), context.sample())
+            traced = trace(context.module, sample, context.objective.inputs)
+        context.group.barrier()
         stages = cut(traced, plan.partition)
-        part = StageModule(parts.module, stages, place, ranks)
+        part = StageModule(context.module, stages, place, ranks)
         part.release()
-        roads = Channels(ways(stages, ranks), ranks, parts.host, device)
-        parts.closing.callback(roads.close)
+        roads = Channels(ways(stages, ranks), ranks, context.group, device)
+        context.closing.callback(roads.close)
         count = self._count(ranks)
-        statistics = RunningStatistics(parts.module, self.deferred_batch_norm and count > 1)
+        statistics = RunningStatistics(context.module, self.deferred_batch_norm and count > 1)
         trained = {name for name, parameter in part.parameters.items() if parameter.requires_grad}
         runner = Runner(
             part.stages,
@@ -233,9 +231,9 @@ class Pipeline(Strategy):
             self.recompute,
             statistics,
             {index for index, stage in part.stages.items() if trained.intersection(stage.parameters)},
-            HALF.get(parts.options.precision),
+            HALF.get(context.options.precision),
         )
-        return StagedModel(traced, part, runner, roads, parts.objective, count, total or parts.host.sum)
+        return StagedModel(traced, part, runner, roads, context.objective, count, total or context.group.sum)
 
     def _pieces(self, ranks: int) -> int:
         return ranks * (self.chunks if self.schedule == "interleaved" else 1)
@@ -267,21 +265,21 @@ class PipelineExchange(UpdatingExchange):
     Args:
         plan: the run's.
         rank: of this worker.
-        parts: of this worker.
+        context: of this worker.
         compute: of this worker.
     """
 
-    def __init__(self, plan: Plan, rank: int, parts: WorkerContext, compute: StagedModel) -> None:
+    def __init__(self, plan: Plan, rank: int, context: WorkerContext, compute: StagedModel) -> None:
         self._rank = rank
         self._part = plan.part_of(rank)
         self._owners = {segment.parameter: segment.owner for segment in plan.segments}
         # Over all parameters: groups and settings are those of the whole model, and what is not here has no gradient.
-        optimizer = build(parts.optimizer, parts.module.named_parameters())
+        optimizer = build(context.optimizer, context.module.named_parameters())
         self._held = compute.trained
-        self._conditioner = parts.conditioner()
+        self._conditioner = context.conditioner()
         owned = [(Segment(name, 0, each.numel(), rank), each) for name, each in self._held.items()]
-        self.updater = parts.updater(optimizer, owned)
-        held = [parameter for parameter in parts.module.parameters() if not parameter.is_meta]
+        self.updater = context.updater(optimizer, owned)
+        held = [parameter for parameter in context.module.parameters() if not parameter.is_meta]
         self.parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in held)
 
     def update(self, round_: int) -> None:

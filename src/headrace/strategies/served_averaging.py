@@ -26,38 +26,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.averaging.averager import require_alike
+from headrace.averaging.extra_state import MeanState, mean_state
+from headrace.averaging.outer_steps import Elastic, MeanStep, OuterStep
+from headrace.averaging.period import AutoPeriod, Seen, first_stretch
+from headrace.averaging.period_controller import PeriodController
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.policies.period import AutoPeriod, Seen, first_stretch
+from headrace.parameter_server.assembly import connect, form_of, leads, open_port, pair, places_of
+from headrace.parameter_server.client.center import CenterVariable, OptimizerMirror
+from headrace.parameter_server.client.data_leases import ServerDataLeases, blocks
+from headrace.parameter_server.client.exchange import ServedExchange
+from headrace.parameter_server.client.gradients import GradientBuffer
+from headrace.parameter_server.core.events import Reason
+from headrace.parameter_server.core.leases import LeaseTable
+from headrace.parameter_server.core.shard import Shard
+from headrace.parameter_server.planning import check_backups, check_seats, seats
+from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
+from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.wire.layout import ShardLayout
 from headrace.policies.sharding import everywhere
 from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes, Unbounded
-from headrace.ps.applier import RoundClock, ShardOptimizer
-from headrace.ps.assembly import connect, form_of, leads, open_port, pair, places_of
-from headrace.ps.centre import CenterVariable, OptimizerMirror
-from headrace.ps.events import Reason
-from headrace.ps.exchange import ServedExchange
-from headrace.ps.form import ShardLayout
-from headrace.ps.held import GradientBuffer
-from headrace.ps.leases import LeaseTable
-from headrace.ps.leasing import ServerDataLeases, blocks
-from headrace.ps.planning import check_backups, check_seats, seats
-from headrace.ps.server import Server
-from headrace.ps.shard import Shard
-from headrace.replica.conditioning import HEALTHY, StepDecision
-from headrace.replica.exchange import Replica, StatePiece
-from headrace.replica.gathering import require_alike
-from headrace.replica.optimizer import build
-from headrace.replica.outer import Elastic, MeanStep, OuterStep
-from headrace.replica.pacing import PeriodController
-from headrace.replica.remainder import MeanState, mean_state
-from headrace.replica.update import AVERAGE
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import ServerContext, WorkerContext, check_count
-
-__all__ = ["ServedAveragingConfig", "Wait"]
+from headrace.training.clipping import HEALTHY, StepDecision
+from headrace.training.exchange import Replica
+from headrace.training.optimizer import build
+from headrace.training.state_piece import StatePiece
+from headrace.training.update import AVERAGE
 
 Wait = str | int | float
 """Whom an average waits for: "all" workers, so many of them, so many seconds (as a float), or "nobody"."""
@@ -145,31 +144,31 @@ class ServedAveragingConfig:
             segments=segments,
         )
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         """Builds what a worker runs."""
-        require_alike(parts.module, parts.model, rank)
+        require_alike(context.module, context.model, rank)
         local = LocalExchange(
-            everywhere(parts.model.parameters),
+            everywhere(context.model.parameters),
             # The servers have the moving average, which is one of averages.
-            replace(parts, options=replace(parts.options, ema_decay=None)),
+            replace(context, options=replace(context.options, ema_decay=None)),
         )
-        named = dict(parts.module.named_parameters())
+        named = dict(context.module.named_parameters())
         state = mean_state(named, local.updater.optimizer) if self.average_state else None
         beside = OptimizerMirror(state)
-        forms = [form_of(plan, parts.model, server, state) for server in plan.servers]
-        own = [places_of(form, parts.module, beside.named) for form in forms]
+        forms = [form_of(plan, context.model, server, state) for server in plan.servers]
+        own = [places_of(form, context.module, beside.named) for form in forms]
         copy = [[torch.empty_like(place, device="cpu") for place in places] for places in own]
         servers = [plan.roles[server] for server in plan.servers]
         client = connect(
-            parts.servers.addresses(), forms, copy, (rank, parts.servers.incarnation), parts.host.check, servers,
-            parts.closing, together=True, in_turn=self._in_turn, find=parts.servers.find,
+            context.servers.addresses(), forms, copy, (rank, context.servers.incarnation), context.group.check, servers,
+            context.closing, together=True, in_turn=self._in_turn, find=context.servers.find,
         )  # fmt: skip
         centre = CenterVariable(client, forms, own, copy, beside, keeps=not self.outer.agrees)
-        exchange = ServedAveragingExchange(self, plan, centre, forms, parts, local, leads(client, rank))
+        exchange = ServedAveragingExchange(self, plan, centre, forms, context, local, leads(client, rank))
         exchange.give(centre.own)
-        return Replica(parts.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
+        return Replica(context.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
 
-    def server(self, plan: Plan, rank: int, parts: ServerContext, by_share: bool = False) -> Server:
+    def server(self, plan: Plan, rank: int, context: ServerContext, by_share: bool = False) -> Server:
         """Builds what a server runs.
 
         Args:
@@ -178,25 +177,25 @@ class ServedAveragingConfig:
                 the same however many have contributed.
         """
         rank = plan.server_of(rank)
-        state = _state_of(parts) if self.average_state else None
-        form = form_of(plan, parts.model, rank, state)
+        state = _state_of(context) if self.average_state else None
+        form = form_of(plan, context.model, rank, state)
         members, first = range(plan.workers), rank == plan.servers[0]
         # Schedules are the inner optimizer's, the moving average is that of the average.
-        pace = RoundClock(Options(ema_decay=parts.options.ema_decay), parts.rounds_per_epoch, parts.first)
+        pace = RoundClock(Options(ema_decay=context.options.ema_decay), context.rounds_per_epoch, context.first)
         beside = state.specs if state else []
         optimizer = functools.partial(
             _outer_optimizer, {each.name for each in beside}, self._outer_options(plan.workers)
         )
-        applier = ShardOptimizer(form, optimizer, [*parts.model.parameters, *beside], pace, full=not by_share)
+        applier = ShardOptimizer(form, optimizer, [*context.model.parameters, *beside], pace, full=not by_share)
         combination = self._combination() if first or not self._in_turn else DecidedElsewhere()
         machines = [Shard(members, Unbounded(), combination) for _ in range(len(form))]
-        until, span = first_stretch(self.period, self.post_local, parts.first, parts.until)
+        until, span = first_stretch(self.period, self.post_local, context.first, context.until)
         # Whoever waits for all goes in step with them, and every run is the same.
-        fixed, last = self.wait == "all", parts.first + blocks(parts.first, until, span)
-        leases = LeaseTable(len(plan.shares), last, parts.first, fixed, workers=members) if first else None
-        coordinates = (leases, parts.first, until, span) if leases else None
+        fixed, last = self.wait == "all", context.first + blocks(context.first, until, span)
+        leases = LeaseTable(len(plan.shares), last, context.first, fixed, workers=members) if first else None
+        coordinates = (leases, context.first, until, span) if leases else None
         port = open_port(form, self.transport)
-        pairing = pair(port, form, parts.process) if self.backups else None
+        pairing = pair(port, form, context.process) if self.backups else None
         return Server(
             pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing, measures=True
         )
@@ -223,11 +222,11 @@ class ServedAveragingConfig:
         return {"lr": self.outer.beta / (workers if self.wait == "nobody" else 1)}
 
 
-def _state_of(parts: ServerContext) -> MeanState:
+def _state_of(context: ServerContext) -> MeanState:
     """Returns what the workers' optimizers keep, over parameters that are not there."""
-    zeros = ((each, torch.zeros(each.shape, dtype=getattr(torch, each.dtype))) for each in parts.model.parameters)
+    zeros = ((each, torch.zeros(each.shape, dtype=getattr(torch, each.dtype))) for each in context.model.parameters)
     named = {each.name: nn.Parameter(tensor, requires_grad=each.trainable) for each, tensor in zeros}
-    return mean_state(named, build(parts.optimizer, named.items()))
+    return mean_state(named, build(context.optimizer, named.items()))
 
 
 def _outer_optimizer(
@@ -253,7 +252,7 @@ class ServedAveragingExchange(ServedExchange):
         plan: the run's.
         centre: of this worker.
         forms: the servers' shards.
-        parts: of this worker.
+        context: of this worker.
         local: its own steps.
         leads: whether this worker brings what there is to begin with.
 
@@ -267,14 +266,14 @@ class ServedAveragingExchange(ServedExchange):
         plan: Plan,
         centre: CenterVariable,
         forms: Sequence[ShardLayout],
-        parts: WorkerContext,
+        context: WorkerContext,
         local: LocalExchange,
         leads: bool,
     ) -> None:
         client = centre.client
-        held = GradientBuffer(forms, parts.model)
-        super().__init__(client, forms, held, parts.host, parts.agreement(), leads)
-        self._pacing = PeriodController(service.period, service.post_local, parts.host)
+        held = GradientBuffer(forms, context.model)
+        super().__init__(client, forms, held, context.group, context.agreement(), leads)
+        self._pacing = PeriodController(service.period, service.post_local, context.group)
         self.portions = ServerDataLeases(
             client, leads, len(forms), len(plan.shares), self._pacing.stretch, centre, rests=service.wait != "nobody"
         )
@@ -286,9 +285,9 @@ class ServedAveragingExchange(ServedExchange):
         self._patience_s = service.wait if isinstance(service.wait, float) else math.inf
         self._averages_state = service.average_state
         self._inner = local
-        self._names = {parameter.name for parameter in parts.model.parameters}
-        self._pieces = range(len(parts.model.trainable))
-        self._advanced = parts.first
+        self._names = {parameter.name for parameter in context.model.parameters}
+        self._pieces = range(len(context.model.trainable))
+        self._advanced = context.first
         self._weight = 0.0
         self._shares: list[float] = []
         self._began_s, self._lease_s, self._fastest_s = 0.0, 0.0, math.inf
@@ -316,7 +315,7 @@ class ServedAveragingExchange(ServedExchange):
             self._meet()
         elif self._drops and self.client.is_behind:
             self._give_up()
-        return replace(verdict, bad_losses=(self._host.rank,)) if verdict.bad_losses else verdict
+        return replace(verdict, bad_losses=(self._group.rank,)) if verdict.bad_losses else verdict
 
     def show_average(self, on: bool) -> None:
         super().show_average(on)
@@ -325,7 +324,7 @@ class ServedAveragingExchange(ServedExchange):
     def state(self) -> tuple[StatePiece, ...]:
         of_parameters = (piece for piece in super().state() if piece.parameter in self._names)
         outer = (replace(piece, key=_KEPT) if piece.key == _MOMENTUM else piece for piece in of_parameters)
-        return (*outer, *(self._inner.state() if self._host.rank == 0 else ()))
+        return (*outer, *(self._inner.state() if self._group.rank == 0 else ()))
 
     def settings(self) -> dict[str, Any]:
         # Others have done rounds that this worker has not.
@@ -382,7 +381,7 @@ class ServedAveragingExchange(ServedExchange):
             ended_s, norm = perf_counter(), centre.norm
             drift = self.client.apart / norm if norm else 0.0
             seen = Seen(len(shares), began_s - self._lease_s, ended_s - began_s, drift)
-            left_out = (self._host.members[self._host.rank],) if spoilt else ()
+            left_out = (self._group.members[self._group.rank],) if spoilt else ()
             portions.meeting = self._pacing.saw(seen, portions.span, self.client.versions[0][0], left_out)
 
     def _give_up(self) -> None:

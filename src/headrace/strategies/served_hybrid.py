@@ -23,9 +23,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.parameter_server.planning import shards
 from headrace.policies.roles import require_memory, worker_and_server_roles
-from headrace.ps.planning import shards
-from headrace.replica.exchange import Replica
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan, Role, Segment
@@ -33,8 +32,7 @@ from headrace.strategies.downpour import Downpour
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
 from headrace.strategies.strategy import ServerDirectory, Strategy, WorkerContext, describe_options
-
-__all__ = ["Served", "check_outer", "in_parts", "of_outer", "replica_ops", "served_plan", "served_replica"]
+from headrace.training.exchange import Replica
 
 Served = ParameterServer | Downpour
 """Strategies whose workers speak to servers."""

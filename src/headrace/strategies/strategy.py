@@ -13,38 +13,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import Collective, ProcessGroup
-from headrace.comm.in_process import ThreadCollective, ThreadGroup
+from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
-from headrace.ps.agreement import ReplicaGroup
-from headrace.ps.server import Server
-from headrace.replica.batch_norm import synchronise_batch_norm
-from headrace.replica.compilation import CompiledModule
-from headrace.replica.compute import Compute
-from headrace.replica.conditioning import GradientClipper
-from headrace.replica.exchange import Replica
-from headrace.replica.gradients import GradientSink
-from headrace.replica.loss_scale import LossScale
-from headrace.replica.update import Updater
-from headrace.replica.whole_model import Objective, WholeModel
+from headrace.parameter_server.client.replica_group import ReplicaGroup
+from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Op, Plan, Segment
-
-__all__ = [
-    "ModelParallelGroup",
-    "Profiling",
-    "ServerContext",
-    "ServerDirectory",
-    "Strategy",
-    "WorkerContext",
-    "broadcast",
-    "check_count",
-    "describe_options",
-    "require_own_chance",
-    "step_ops",
-]
+from headrace.training.batch_norm import synchronise_batch_norm
+from headrace.training.clipping import GradientClipper
+from headrace.training.compilation import CompiledModule
+from headrace.training.compute import Compute
+from headrace.training.exchange import Replica
+from headrace.training.gradients import GradientSink
+from headrace.training.loss_scale import LossScale
+from headrace.training.update import Updater
+from headrace.training.whole_model import Objective, WholeModel
 
 
 class ModelParallelGroup(ABC):
@@ -112,7 +98,7 @@ class WorkerContext:
         objective: loss and selection.
         optimizer: the job's factory.
         options: the job's.
-        host: the workers.
+        group: the workers.
         connect: opens a collective that carries the devices' own tensors; None where they live in the memory of one
             host.
         rounds_per_epoch: of the training data.
@@ -130,7 +116,7 @@ class WorkerContext:
     objective: Objective
     optimizer: Callable[..., Any]
     options: Options
-    host: ProcessGroup
+    group: ProcessGroup
     connect: Callable[[], Collective] | None = None
     rounds_per_epoch: int = 1
     full_batch: int = 1
@@ -166,7 +152,7 @@ class WorkerContext:
                 a round has; else 0.
         """
         graph = CompiledModule(self.module, self.full_batch // max(1, portions)) if self.options.compile else None
-        total: Callable[[Sequence[float]], list[float]] = list if portions else self.host.sum
+        total: Callable[[Sequence[float]], list[float]] = list if portions else self.group.sum
         whole = WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
         return self.inside.compute(whole, sink) if self.inside else whole
 
@@ -178,7 +164,7 @@ class WorkerContext:
         """
         immediate, inside = self.device.type == "cpu", self.inside
         if inside is None:
-            return GradientClipper(self.options, self.host, self.scale, immediate)
+            return GradientClipper(self.options, self.group, self.scale, immediate)
         assert gradients is not None
         repeated = [gradients[name] for name in gradients if name in inside.repeated]
         return GradientClipper(
@@ -201,9 +187,9 @@ class WorkerContext:
 
     def synchronise_batch_norm(self) -> bool:
         """Makes BatchNorm global if the options ask for it; returns whether layers now talk to each other."""
-        if self.options.batch_norm != "sync" or self.host.world == 1:
+        if self.options.batch_norm != "sync" or self.group.world == 1:
             return False
-        return synchronise_batch_norm(self.module, self.wire or self.host)
+        return synchronise_batch_norm(self.module, self.wire or self.group)
 
 
 @dataclass(frozen=True)
@@ -229,19 +215,6 @@ class ServerContext:
     process: int = 0
 
 
-@dataclass(frozen=True)
-class Profiling:
-    """How a model's layers are measured for a strategy.
-
-    Attributes:
-        examples: of the batch that goes through them: a micro-batch.
-        threads: of each worker; 0 for all that there are.
-    """
-
-    examples: int
-    threads: int = 0
-
-
 class Strategy(ABC):
     """How a job is distributed: a frozen dataclass of options with three methods.
 
@@ -260,7 +233,7 @@ class Strategy(ABC):
         """Whether further workers may join a run that goes on, and others leave it."""
         return False
 
-    def profiling(self, global_batch_size: int, cluster: Cluster) -> Profiling | None:
+    def profiling(self, global_batch_size: int, cluster: Cluster) -> ProfileRequest | None:
         """Returns how layers are to be measured, so that `plan` finds them in the model; None if it needs none."""
         return None
 
@@ -281,7 +254,7 @@ class Strategy(ABC):
         """Returns one step as a graph over resources, for the simulator to time."""
 
     @abstractmethod
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         """Builds what one worker runs. Every worker calls it; it may talk to the others."""
 
     def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
@@ -291,7 +264,7 @@ class Strategy(ABC):
             UsageError: with the remedy.
         """
 
-    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
+    def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         """Builds what a rank runs that is a server or a backup in the plan; strategies without servers have none."""
         raise NotImplementedError(f"{self.name} has no servers")
 
@@ -302,13 +275,13 @@ def describe_options(strategy: Strategy) -> dict[str, object]:
     return dataclasses.asdict(strategy)
 
 
-def require_own_chance(module: nn.Module, host: ProcessGroup) -> None:
+def require_own_chance(module: nn.Module, group: ProcessGroup) -> None:
     """Refuses workers that are threads, and draw from one generator, where what each draws must be drawn again.
 
     Raises:
         UsageError: with the layer that draws.
     """
-    if not isinstance(host, ThreadCollective) or host.world == 1:
+    if not isinstance(group, ThreadCollective) or group.world == 1:
         return
     for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:

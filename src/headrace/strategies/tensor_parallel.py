@@ -22,25 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.comm.collective import Collective, ProcessGroup
-from headrace.comm.in_process import ThreadCollective, ThreadGroup
+from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UnknownName, UsageError
 from headrace.metrics import Mean
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
-from headrace.replica.compute import Compute, Computed
-from headrace.replica.conditioning import StepDecision
-from headrace.replica.describe import describe
-from headrace.replica.exchange import Exchange, Replica, StatePiece
-from headrace.replica.gradients import GradientSink
-from headrace.replica.meetings import PeriodicSync, SyncResult
-from headrace.replica.whole_model import WholeModel
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Op, Plan
 from headrace.spec.share import Share
-from headrace.splitting import RULES, RewrittenModel, split
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import (
     ModelParallelGroup,
@@ -52,8 +44,16 @@ from headrace.strategies.strategy import (
     require_own_chance,
     step_ops,
 )
-
-__all__ = ["TensorParallel", "require_sliceable"]
+from headrace.tensor_parallel import RULES, RewrittenModel
+from headrace.tensor_parallel.rewriting import split
+from headrace.training.clipping import StepDecision
+from headrace.training.compute import Compute, Computed
+from headrace.training.exchange import Exchange, Replica
+from headrace.training.gradients import GradientSink
+from headrace.training.model_spec import describe
+from headrace.training.periodic_sync import PeriodicSync, SyncResult
+from headrace.training.state_piece import StatePiece
+from headrace.training.whole_model import WholeModel
 
 
 @dataclass(frozen=True)
@@ -114,29 +114,29 @@ class TensorParallel(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         alone = ThreadCollective(ThreadGroup(1), 0)
-        inside = self.inside(parts, parts.host, alone)
-        own = replace(parts, model=inside.model, host=alone, connect=None, inside=inside)
+        inside = self.inside(context, context.group, alone)
+        own = replace(context, model=inside.model, group=alone, connect=None, inside=inside)
         exchange = LocalExchange(everywhere(own.model.parameters), own)
         return inside.finish(Replica(own.whole_model(), exchange))
 
-    def inside(self, parts: WorkerContext, everyone: ProcessGroup, mates: ProcessGroup) -> ModelParallelGroup:
+    def inside(self, context: WorkerContext, everyone: ProcessGroup, mates: ProcessGroup) -> ModelParallelGroup:
         """Splits a module in place over the workers of `parts`, who hold one replica together.
 
         Args:
-            parts: of this worker.
+            context: of this worker.
             everyone: the ranks of all replicas.
             mates: the ranks that hold the same slice.
         """
-        group = parts.host
-        require_own_chance(parts.module, group)
-        broadcast(parts.module, parts.wire or group)
+        group = context.group
+        require_own_chance(context.module, group)
+        broadcast(context.module, context.wire or group)
         # torch.fx traces in one thread, and meanwhile no other may run a model.
         group.barrier()
-        made = split(parts.module, self.rules, parts.wire or group)
+        made = split(context.module, self.rules, context.wire or group)
         group.barrier()
-        return _Slice(made, group, everyone, mates, describe(parts.module, parts.model.sliceable))
+        return _Slice(made, group, everyone, mates, describe(context.module, context.model.sliceable))
 
 
 def require_sliceable(strategy: str, model: ModelSpec) -> None:

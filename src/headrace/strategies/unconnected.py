@@ -13,14 +13,12 @@ from dataclasses import dataclass
 
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
-from headrace.replica.exchange import Replica
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Op, Plan
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options, step_ops
-
-__all__ = ["Unconnected"]
+from headrace.training.exchange import Replica
 
 
 @dataclass(frozen=True)
@@ -55,5 +53,5 @@ class Unconnected(Strategy):
     def ops(self, plan: Plan) -> tuple[Op, ...]:
         return step_ops(plan)
 
-    def replica(self, plan: Plan, rank: int, parts: WorkerContext) -> Replica:
-        return Replica(parts.whole_model(), LocalExchange(plan.segments, parts))
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        return Replica(context.whole_model(), LocalExchange(plan.segments, context))

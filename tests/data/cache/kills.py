@@ -18,7 +18,7 @@ import torch
 from headrace.data.cache.opened import store_of
 from headrace.data.cache.record import pack
 from headrace.data.cache.store import Store
-from headrace.data.steps import Cache
+from headrace.data.pipeline.steps import Cache
 
 __all__ = ["Campaign", "campaign"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
 
 from headrace.data.cache.record import Absent, form_of, front_at, front_of, gathered, is_sound, pack
-from headrace.data.source import collate
+from headrace.data.pipeline.source import collate
 from headrace.errors import DataError
 
 DTYPES = (

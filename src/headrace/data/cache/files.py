@@ -28,8 +28,6 @@ from headrace.data.cache.record import front_at, front_of, is_sound
 from headrace.data.cache.shards import ENTRY, Shards
 from headrace.errors import DataError
 
-__all__ = ["ENTRIES", "RECORDS", "AppendFile", "FileShards", "created", "repair"]
-
 RECORDS = ".records"
 ENTRIES = ".entries"
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from headrace.errors import UsageError
 
-__all__ = ["fingerprint"]
-
 _DIGEST_BYTES = 16
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[2])

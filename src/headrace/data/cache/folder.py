@@ -12,8 +12,6 @@ from pathlib import Path
 from headrace.data.cache.files import ENTRIES, RECORDS, repair
 from headrace.errors import UnfitMachine, UsageError
 
-__all__ = ["FORMAT", "CacheFolderLock", "claim"]
-
 FORMAT = 1
 """Of records, entries and manifest. A folder of another one is made anew."""
 _MANIFEST, _LOCK, _PART = "manifest.json", "lock", ".part"

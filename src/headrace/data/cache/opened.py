@@ -12,9 +12,7 @@ from headrace.data.cache.files import FileShards
 from headrace.data.cache.folder import claim
 from headrace.data.cache.shards import MemoryShards
 from headrace.data.cache.store import Store
-from headrace.data.steps import Cache
-
-__all__ = ["store_of"]
+from headrace.data.pipeline.steps import Cache
 
 
 @dataclass(frozen=True)

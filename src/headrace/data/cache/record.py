@@ -27,19 +27,6 @@ from torch import Tensor
 
 from headrace.errors import DataError
 
-__all__ = [
-    "FRONT_BYTES",
-    "Absent",
-    "Front",
-    "RecordLayout",
-    "form_of",
-    "front_at",
-    "front_of",
-    "gathered",
-    "is_sound",
-    "pack",
-]
-
 _ALIGNMENT = 64
 """Every record, and every leaf of that size, begins at a multiple of it."""
 _SMALL = 8

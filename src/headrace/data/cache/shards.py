@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ENTRY", "MemoryShards", "Shards"]
-
 _CHUNK = 64 << 20
 _REMEMBERED = 16
 """Bytes of the table that a record is found by."""

@@ -23,8 +23,6 @@ from headrace.data.cache.record import (
 )
 from headrace.data.cache.shards import Shards
 
-__all__ = ["Store"]
-
 _UNSEEN, _STRANGE, _LEFT_OUT = 0, -1, -2
 _MOST_FORMS = 4096
 """Examples of every length have a form each; of more than so many, none is remembered."""

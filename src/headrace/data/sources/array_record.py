@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from headrace.data.pipeline import InputPipeline
-from headrace.data.source import Epoch, Source
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.source import Epoch, Source
 from headrace.data.sources.kept import BoundedCache
 from headrace.data.sources.spans import Spans
 from headrace.data.sources.storage import OPEN, SourceFile, find, identity_of
 from headrace.errors import DataError, UnfitMachine, UsageError
-
-__all__ = ["from_array_record"]
 
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 """What its documentation says for random access; besides, it then starts no thread that a fork would lose."""

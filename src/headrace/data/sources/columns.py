@@ -10,10 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.data.source import collate
+from headrace.data.pipeline.source import collate
 from headrace.errors import DataError, UnfitMachine
-
-__all__ = ["Columns", "arrow", "batch_of", "chosen", "columns_of", "joined", "width"]
 
 
 @dataclass(frozen=True)

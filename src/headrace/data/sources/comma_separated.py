@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.data.pipeline import InputPipeline
-from headrace.data.source import Epoch, Source, emptied
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.source import Epoch, Source, emptied
 from headrace.data.sources.columns import arrow, batch_of, chosen, columns_of
 from headrace.data.sources.spans import Spans
 from headrace.data.sources.storage import SourceFile, each, find, identity_of
 from headrace.errors import DataError, UsageError
-
-__all__ = ["from_csv"]
 
 _PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 

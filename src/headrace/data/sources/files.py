@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace.data.pipeline import InputPipeline
-from headrace.data.source import Epoch, Source
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.source import Epoch, Source
 from headrace.data.sources.storage import SourceFile, find, identity_of
-
-__all__ = ["from_files"]
 
 
 def from_files(

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.data.pipeline import InputPipeline
-from headrace.data.source import DatasetSource, Epoch, Source, emptied
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.source import DatasetSource, Epoch, Source, emptied
+from headrace.data.pipeline.torch_source import gathered
 from headrace.data.sources.columns import batch_of, chosen, columns_of
-from headrace.data.torch_source import gathered
 from headrace.errors import DataError, UnfitMachine
-
-__all__ = ["from_hugging_face"]
 
 
 def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, limit: int = 100_000) -> InputPipeline:

@@ -9,8 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["BoundedCache"]
-
 T = TypeVar("T")
 
 

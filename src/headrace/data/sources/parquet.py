@@ -11,15 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.data.pipeline import InputPipeline
-from headrace.data.source import Epoch, Source, emptied
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.source import Epoch, Source, emptied
 from headrace.data.sources.columns import Columns, arrow, batch_of, chosen, columns_of, joined, width
 from headrace.data.sources.kept import BoundedCache
 from headrace.data.sources.spans import Spans
 from headrace.data.sources.storage import SourceFile, each, find, identity_of, unreadable
 from headrace.errors import DataError
-
-__all__ = ["from_parquet"]
 
 
 def from_parquet(

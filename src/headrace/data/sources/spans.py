@@ -6,8 +6,6 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 
-__all__ = ["Spans"]
-
 
 class Spans:
     """Pieces one after the other.

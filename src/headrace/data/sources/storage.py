@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from headrace.errors import DataError, HeadraceError, UnfitMachine, UsageError
 
-__all__ = ["OPEN", "SourceFile", "Window", "each", "find", "identity_of", "unreadable"]
-
 T = TypeVar("T")
 
 OPEN = 64

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.pipeline import InputPipeline
-from headrace.data.source import Epoch, Source
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.source import Epoch, Source
 from headrace.data.sources.spans import Spans
 from headrace.data.sources.storage import SourceFile, each, find, identity_of
 from headrace.errors import DataError, UsageError
-
-__all__ = ["from_text"]
 
 _CHUNK = 1 << 24
 _NEWLINE = ord("\n")

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.pipeline import InputPipeline
-from headrace.data.source import Epoch, Source
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.source import Epoch, Source
 from headrace.data.sources.spans import Spans
 from headrace.data.sources.storage import SourceFile, Window, each, find, identity_of
 from headrace.errors import DataError, UnfitMachine
-
-__all__ = ["from_tfrecord"]
 
 _HEAD = struct.Struct("<QI")
 _FOOT = struct.Struct("<I")

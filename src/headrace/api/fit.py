@@ -1,0 +1,247 @@
+"""fit and launch: a job, a strategy, a run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+
+from headrace.api.attempt import ResumeRequest
+from headrace.api.preparation import JobInfo, check_options, inspect_job
+from headrace.api.resumption import describe_run
+from headrace.api.run import Run, TemporaryRunDir
+from headrace.api.supervision import OnEvent, supervise
+from headrace.data import as_pipeline
+from headrace.engine.interrupts import TERMINATED
+from headrace.engine.local.engine import LocalEngine
+from headrace.engine.termination import Terminated
+from headrace.engine.torchrun.engine import LaunchedEngine
+from headrace.engine.torchrun.rendezvous import join, launched_ranks, of_first, total_of_hosts
+from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
+from headrace.machine import detect
+from headrace.pipeline.profile import MeasuredLayers, measure
+from headrace.spec.checkpoints import Checkpoints
+from headrace.spec.cluster import Cluster
+from headrace.spec.job import Job
+from headrace.spec.plain import from_plain, to_plain
+from headrace.spec.plan import Plan
+from headrace.strategies import Strategy, resolve
+from headrace.worker.main import objective_of
+from headrace.worker.run_spec import Engine, RunSpec
+from headrace.worker.worker import Worker
+
+# A process shows itself four times a second.
+_LEAST_TIMEOUT_S = 1.0
+
+
+def fit(
+    job: Job,
+    strategy: str | Strategy = "one_device",
+    *,
+    device: str = "auto",
+    run_dir: Path | str | None = None,
+    on_event: OnEvent | None = None,
+    timeout_s: float = 10.0,
+    engine: Engine | None = None,
+    seconds: float | None = None,
+    checkpoints: Checkpoints | bool | None = None,
+    resume: bool | Path | str = False,
+    reset_optimizer: bool = False,
+) -> Run:
+    """Trains a job and returns the run.
+
+    Args:
+        job: what to train.
+        strategy: how, by name ("mirrored") or as a value (`hr.Mirrored(workers=2)`).
+        device: "auto" takes CUDA where there is one, else the CPU; or "cpu", "cuda".
+        run_dir: where events, logs, checkpoints and the trained model go; None for a temporary directory that
+            goes with the returned run.
+        on_event: called in this process with every event, in the order of their writing.
+        timeout_s: a process without a sign of life for this long counts as lost.
+        engine: what runs the workers; None for local processes, or for the launcher's (torchrun) where there
+            is one.
+        seconds: ends the run in order after this time.
+        checkpoints: when to save; None for `Checkpoints()` where there is a `run_dir`; True, False.
+        resume: True goes on from the last checkpoint of `run_dir`; or from that of another run's directory, or
+            from one checkpoint. The strategy and the number of workers may be others than the saver's.
+        reset_optimizer: leaves the checkpoint's optimizer state and schedule behind; its class may be another.
+
+    Raises:
+        UsageError: the job, the strategy or the numbers do not fit together, or there is nothing to resume.
+        CheckpointMismatch: the checkpoint is of another job.
+        CorruptCheckpoint: there are checkpoints and all are damaged.
+        DataError: there is no data, or it has the wrong form.
+        UnfitMachine: the machine lacks something.
+        RunFailed: a worker failed or was lost.
+    """
+    wish = FitArguments(device, run_dir, on_event, timeout_s, engine, seconds, checkpoints, resume, reset_optimizer)
+    return _told(job, None, strategy, wish)
+
+
+def launch(
+    train: Callable[[Worker], None],
+    job: Job,
+    strategy: str | Strategy = "one_device",
+    *,
+    device: str = "auto",
+    run_dir: Path | str | None = None,
+    on_event: OnEvent | None = None,
+    timeout_s: float = 10.0,
+    engine: Engine | None = None,
+    checkpoints: Checkpoints | bool | None = None,
+    resume: bool | Path | str = False,
+    reset_optimizer: bool = False,
+) -> Run:
+    """Runs a training loop of one's own in every worker.
+
+        def train(worker):
+            for batch in worker.batches():
+                loss = worker.step(batch)      # or: worker.backward(loss); worker.update()
+
+    Args:
+        train: the loop; it is called with a `Worker` in each worker. A resumed one begins with the first batch
+            that the checkpoint has not seen.
+        job, strategy, device, run_dir, on_event, timeout_s, engine, checkpoints, resume, reset_optimizer: as for
+            `fit`, with the same errors.
+    """
+    wish = FitArguments(device, run_dir, on_event, timeout_s, engine, None, checkpoints, resume, reset_optimizer)
+    return _told(job, train, strategy, wish)
+
+
+@dataclass(frozen=True)
+class FitArguments:
+    """What the caller said beside job and strategy."""
+
+    device: str
+    run_dir: Path | str | None
+    on_event: OnEvent | None
+    timeout_s: float
+    engine: Engine | None
+    seconds: float | None
+    checkpoints: Checkpoints | bool | None
+    resume: bool | Path | str
+    reset_optimizer: bool
+
+
+def _told(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, wish: FitArguments) -> Run:
+    try:
+        return _run(job, train, strategy, wish)
+    except HeadraceError as error:
+        # The caller's frames are worth reading, ours are not.
+        raise error.with_traceback(None) from error.__cause__
+
+
+def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, wish: FitArguments) -> Run:
+    timeout_s = wish.timeout_s
+    if not (isinstance(timeout_s, int | float) and timeout_s >= _LEAST_TIMEOUT_S):
+        raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
+    if train is not None and not callable(train):
+        raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
+    # Now, because building the user's model may change the working directory.
+    wanted = None if wish.run_dir is None else Path(wish.run_dir).absolute()
+    going = _going(wish)
+    chosen = resolve(strategy)
+    ranks = launched_ranks() if wish.engine is None else None
+    cluster = detect(wish.device, ranks)
+    prepared = inspect_job(job)
+    check_options(job.options, cluster.device)
+    chosen.check(job.options)
+    cluster = join(cluster)
+    if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:
+        prepared = replace(prepared, examples=total_of_hosts(prepared.examples, cluster))
+    prepared = _profiled(job, prepared, chosen, cluster)
+    plan = chosen.plan(prepared.model, cluster)
+    _check_split(job, prepared, plan)
+    checkpoints = _checkpoints(job, chosen, wish)
+    keeper = TemporaryRunDir() if wanted is None else None
+    directory = wanted or Path(keeper.path if keeper else ".")
+    description = describe_run(job, prepared, plan) if checkpoints or wish.resume else {}
+    own = None if wish.engine else (LaunchedEngine(timeout_s) if ranks else LocalEngine())
+    running = own or wish.engine
+    assert running is not None
+    order = RunSpec(
+        job=job,
+        train=train,
+        strategy=chosen,
+        plan=plan,
+        model=prepared.model,
+        weighed=prepared.weighed,
+        run_dir=directory,
+        started=monotonic(),
+        timeout_s=timeout_s,
+        seconds=wish.seconds,
+        checkpoints=checkpoints,
+        description=description,
+    )
+    try:
+        status = supervise(order, prepared, running, going, wish.on_event)
+    finally:
+        if own:
+            own.close()
+    if status == TERMINATED:
+        # Whoever sent it wants this process to end, and now all is saved.
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.raise_signal(signal.SIGTERM)
+        raise Terminated
+    return Run(job, plan, directory, status, prepared.module, keeper)
+
+
+def _profiled(job: Job, prepared: JobInfo, strategy: Strategy, cluster: Cluster) -> JobInfo:
+    """Looks at the model as the strategy wants it.
+
+    Layers are measured where it cuts between them: by one process for all, which shall plan alike.
+    """
+    prepared = replace(prepared, model=strategy.look(prepared.module, prepared.model, cluster))
+    wish = strategy.profiling(job.global_batch_size, cluster)
+    if wish is None:
+        return prepared
+    objective = objective_of(job, prepared.weighed)
+
+    def measured() -> str:
+        return json.dumps(to_plain(measure(job, prepared.module, objective, wish, cluster.device)))
+
+    layers = from_plain(MeasuredLayers, json.loads(measured() if cluster.ranks in (None, 1) else of_first(measured)))
+    model = replace(prepared.model, layers=layers.layers)
+    return replace(prepared, model=model, notices=(*prepared.notices, *layers.notices))
+
+
+def _going(wish: FitArguments) -> ResumeRequest:
+    resume = wish.resume
+    if not isinstance(resume, bool | str | Path):
+        raise UsageError(f"resume is True, a run's directory or one checkpoint, got {resume!r:.60}")
+    if resume and wish.run_dir is None:
+        raise UsageError("resume needs the run_dir of the run that goes on")
+    if wish.reset_optimizer and not resume:
+        raise UsageError("reset_optimizer (--reset-optimizer) is for a run that goes on; say from what by resume")
+    return ResumeRequest(resume if isinstance(resume, bool) else Path(resume).absolute(), wish.reset_optimizer)
+
+
+def _checkpoints(job: Job, strategy: Strategy, wish: FitArguments) -> Checkpoints | None:
+    wanted = wish.checkpoints
+    if wanted is None:
+        wanted = wish.run_dir is not None and strategy.one_model
+    chosen = (Checkpoints() if wanted else None) if isinstance(wanted, bool) else wanted
+    if chosen is not None and not isinstance(chosen, Checkpoints):
+        raise UsageError(f"checkpoints must be hr.Checkpoints(...), True or False, got {wanted!r:.60}")
+    if chosen and not strategy.one_model:
+        raise UsageError(f"{strategy.name} trains several models, so there is no one state to save; checkpoints=False")
+    if job.options.on_nonfinite == "rollback" and chosen is None:
+        raise UsageError(
+            "on_nonfinite='rollback' needs checkpoints to roll back to; give a run_dir, or "
+            "checkpoints=hr.Checkpoints(every_steps=100)"
+        )
+    return chosen
+
+
+def _check_split(job: Job, prepared: JobInfo, plan: Plan) -> None:
+    count = plan.replicas
+    if job.global_batch_size < count:
+        raise InfeasiblePlan(
+            f"a global batch of {job.global_batch_size} cannot be split among {count} workers; "
+            f"use global_batch_size={count} or more, or fewer workers"
+        )
+    if prepared.examples < count:
+        raise DataError(f"{prepared.examples} examples are fewer than {count} workers; use fewer workers")

@@ -1,0 +1,186 @@
+"""Everything about a job that can be found out before a process starts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from headrace.data import Loader, as_pipeline
+from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
+from headrace.metrics import Mean, weigh
+from headrace.spec.job import Job
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.tasks import Task
+from headrace.training.model_spec import describe
+from headrace.training.optimizer import build, is_elementwise, state_copies
+from headrace.training.schedule import make, plain
+from headrace.training.selection import call, select_target
+from headrace.training.whole_model import cut
+from headrace.worker.main import build_module, objective_of
+
+_TRIED_EXAMPLES = 2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """A job that was looked at.
+
+    Attributes:
+        module: the model before training.
+        model: its specification.
+        weighed: whether the loss is a `Mean`.
+        examples: length of the training set.
+        notices: lines for the user.
+    """
+
+    module: nn.Module
+    model: ModelSpec
+    weighed: bool
+    examples: int
+    notices: tuple[str, ...]
+
+
+def inspect_job(job: Job) -> JobInfo:
+    """Builds the job's model and runs it on two examples, with loss and metrics.
+
+    Raises:
+        JobError: the model cannot be built or run, or its optimizer not be made.
+        DataError: there is no data, or the target has the wrong form.
+        UsageError: the loss is no scalar, the optimizer not usable.
+    """
+    if not isinstance(job, Job):
+        raise UsageError(f"what is trained must be an hr.Job(...), got {type(job).__name__}")
+    if job.task is not None and not isinstance(job.task, Task):
+        raise UsageError(f"the job's task must be one of hr.tasks, hr.tasks.multiclass(10), got {job.task!r:.60}")
+    _check_early_stopping(job)
+    pipeline, notices = as_pipeline(job.data)
+    with torch.random.fork_rng(devices=[]):
+        given = isinstance(job.model, nn.Module)
+        what = "the model cannot be copied; give a function that builds it" if given else "the model cannot be built"
+        module = _guarded(what, lambda: build_module(job))
+        if not isinstance(module, nn.Module):
+            raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
+        _refuse_what_cannot_be_exchanged(module)
+        weighed, more = _try(job, module, job.data, "data")
+        notices += more
+        if job.eval_data is not None:
+            _, more = as_pipeline(job.eval_data)
+            notices += more
+            notices += _try(job, module, job.eval_data, "eval_data")[1]
+        named = list(module.named_parameters())
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise JobError("the model has no parameter to train: all are frozen, or there is none")
+        _check_precision(job.options, module)
+        sliceable = _guarded("the optimizer cannot be made", lambda: is_elementwise(job.optimizer, named))
+        _try_schedule(job, module)
+        kept = state_copies(job.optimizer, named) + (job.options.ema_decay is not None)
+    # Each parameter, its gradient, and what an update keeps of it.
+    spec = replace(describe(module, sliceable), copies=2 + kept)
+    return JobInfo(module, spec, weighed, len(pipeline), notices)
+
+
+def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tuple[str, ...]]:
+    """Runs the model, the loss and the metrics on the first examples.
+
+    Returns whether the loss is a `Mean`, and lines for the user from whoever read the examples.
+    """
+    pipeline, _ = as_pipeline(data)
+    count = min(_TRIED_EXAMPLES, len(pipeline))
+    loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
+    share = next((share for share in loader.sweep(alone=True) if share.examples), None)
+    if share is None:
+        raise DataError(f"nothing is left of {what}: a filter leaves out every one of {len(pipeline)} examples")
+    if job.options.accumulate > 1 and what == "data" and share.examples > 1:
+        cut(share.batch, 0, 1, share.examples)
+    training = module.training
+    try:
+        with torch.no_grad():
+            output = _guarded(
+                f"the model cannot be run on {what}", lambda: call(module.eval(), share.batch, job.inputs)
+            )
+            target = select_target(share.batch, job.target)
+            if job.task:
+                job.task.check(output, target)
+            loss = _guarded(f"the loss cannot be computed on {what}", lambda: objective_of(job).loss(output, target))
+            weigh(loss, share.examples, "the loss")
+            metrics = {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
+            for name, metric in metrics.items():
+                value = _guarded(
+                    f"the metric {name!r} cannot be computed on {what}", functools.partial(metric, output, target)
+                )
+                weigh(value, share.examples, name)
+    finally:
+        module.train(training)
+    return isinstance(loss, Mean), tuple(loader.stages.notices)
+
+
+def _check_early_stopping(job: Job) -> None:
+    wish = job.options.early_stopping
+    if wish is None:
+        return
+    if job.eval_data is None:
+        raise UsageError("early_stopping follows evaluations, and the job has no eval_data; give it some")
+    names = ["loss", *(job.task.metrics if job.task else ()), *(job.metrics or ())]
+    if wish.metric not in names:
+        raise UnknownName("metric for early stopping", wish.metric, names)
+
+
+def check_options(options: Options, device: str) -> None:
+    """Refuses what cannot be done on a kind of device.
+
+    Args:
+        options: the job's.
+        device: "cpu" or "cuda".
+
+    Raises:
+        UsageError: with the remedy.
+    """
+    if options.precision == "fp16" and device == "cpu":
+        raise UsageError(
+            "precision='fp16' is for GPUs, and the device is the CPU; use precision='bf16', which needs no loss scale, "
+            "or 'fp32'"
+        )
+
+
+def _check_precision(options: Options, module: nn.Module) -> None:
+    types = {parameter.dtype for parameter in module.parameters()}
+    if options.precision != "fp32" and torch.float32 not in types:
+        named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
+        raise UsageError(
+            f"precision={options.precision!r} changes how float32 parameters are computed with, and the model's are "
+            f"{named}; use precision='fp32', which leaves all types as they are, or make the model of float32"
+        )
+
+
+def _try_schedule(job: Job, module: nn.Module) -> None:
+    factory = job.options.schedule
+    if factory is not None:
+        optimizer = build(job.optimizer, module.named_parameters())
+        scheduler = _guarded("the schedule cannot be made", lambda: make(factory, optimizer))
+        plain(scheduler.state_dict(), "the schedule's state")
+
+
+def _refuse_what_cannot_be_exchanged(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise JobError(f"the layer {name!r} makes sparse gradients, which are not exchanged; use sparse=False")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise JobError(f"the parameter {name!r} has no shape before the first batch; use a layer that is not lazy")
+
+
+def _guarded(what: str, function: Callable[[], T]) -> T:
+    try:
+        return function()
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise JobError(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,137 @@
+"""profile: where a job's time goes. Its input alone, its training with data that costs nothing, and both together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+import torch
+
+from headrace.api.fit import fit, launch
+from headrace.data.loading.loader import Loader
+from headrace.data.pipeline.replay import replayed
+from headrace.data.pipeline.torch_source import as_pipeline
+from headrace.report.model.bottleneck import Bottleneck
+from headrace.report.model.inputs import InputSummary
+from headrace.report.model.summary import Summary
+from headrace.spec.events import InputStats
+from headrace.spec.job import Job
+from headrace.strategies import OneDevice, Strategy
+from headrace.trees import map_tensors, nbytes
+from headrace.worker.run_spec import Engine
+from headrace.worker.worker import Worker
+
+_ENDLESS = 10**9
+"""Rounds; time ends the run."""
+_KEPT = 8
+_KEPT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where a job's time goes.
+
+    Attributes:
+        alone: what the input of one worker did while nothing trained.
+        alone_per_s: examples a second of it, after the first second.
+        ceiling: of the training with a handful of batches that lie ready.
+        together: of the training with its own input.
+    """
+
+    alone: InputStats
+    alone_per_s: float | None
+    ceiling: Summary
+    together: Summary
+
+    @property
+    def bottleneck(self) -> Bottleneck | None:
+        """What holds the training up; None where too little was done to say."""
+        return self.together.bottleneck
+
+    @property
+    def stages(self) -> InputSummary:
+        """What each stage costs while nothing trains."""
+        return InputSummary({0: self.alone})
+
+
+def profile(
+    job: Job,
+    strategy: Strategy,
+    *,
+    device: str = "auto",
+    seconds: float = 5.0,
+    engine: Engine | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Profile:
+    """Measures three things one after the other, each for some seconds. Nothing is evaluated or saved.
+
+    Args:
+        job: what is trained.
+        strategy: how.
+        device, engine: as of `fit`.
+        seconds: how long each takes; longer where a batch or the first steps need longer.
+        say: takes a line on what is measured now.
+
+    Raises:
+        UsageError, DataError, UnfitMachine, RunFailed: as for `fit`.
+    """
+    options = replace(job.options, early_stopping=None, eval_every=None)
+    if options.on_nonfinite == "rollback":
+        # Without checkpoints there is nothing to roll back to.
+        options = replace(options, on_nonfinite="skip")
+    endless = replace(job, eval_data=None, epochs=None, steps=_ENDLESS, options=options)
+
+    def train(job: Job) -> Summary:
+        return fit(job, strategy, device=device, engine=engine, seconds=seconds, checkpoints=False).summary
+
+    say(f"the input alone, for {seconds:g} s")
+    # In a worker of its own, since how a worker reads depends on what else its process does.
+    reading = functools.partial(_read, seconds=seconds)
+    told = launch(reading, endless, OneDevice(), device=device, engine=engine, checkpoints=False).events
+    alone = [event for event in told if isinstance(event, InputStats)]
+    data, size = replayed(_batches(job, seconds))
+    say(f"the training alone, with {len(data) // size} batches that lie ready, for {seconds:g} s")
+    ceiling = train(replace(endless, data=data, global_batch_size=size))
+    say(f"both together, for {seconds:g} s")
+    return Profile(alone[-1], _rate(alone), ceiling, train(endless))
+
+
+def _read(worker: Worker, seconds: float) -> None:
+    """A loop that trains on nothing."""
+    until: float | None = None
+    for _ in worker.batches():
+        if until is None:
+            until = monotonic() + seconds
+        elif monotonic() > until:
+            break
+
+
+def _rate(told: Sequence[InputStats]) -> float | None:
+    """Returns the examples of a second, without the first one, which pays for what is opened and measured."""
+    first, last = told[0], told[-1]
+    examples, seconds = last.examples - first.examples, last.seconds - first.seconds
+    if examples <= 0 or seconds <= 0:
+        examples, seconds = last.examples, last.seconds
+    return examples / seconds if seconds > 0 else None
+
+
+def _batches(job: Job, seconds: float) -> list[Any]:
+    """Returns a few batches, read one after the other."""
+    pipeline, _ = as_pipeline(job.data)
+    shares = Loader(pipeline, job.seed, job.global_batch_size, (1,), 0).sweep(alone=True)
+    kept: list[Any] = []
+    held, until = 0, monotonic() + seconds
+    try:
+        for share in shares:
+            if share.examples:
+                # Whoever reads may use the memory again.
+                kept.append(map_tensors(torch.clone, share.batch))
+                held += nbytes(share.batch)
+            if len(kept) >= _KEPT or held >= _KEPT_BYTES or (kept and monotonic() > until):
+                break
+    finally:
+        shares.close()
+    return kept

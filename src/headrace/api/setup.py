@@ -1,0 +1,194 @@
+"""setup: a plain training script, three lines changed, in several processes.
+
+    model, optimizer, loader = hr.setup(model, optimizer, loader, strategy="mirrored")
+
+The loop stays: `loss.backward()`, `optimizer.step()`. The loader's batch size is the global one; each process
+gets its share of every batch, and gradients are weighted by examples.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from headrace.collectives.base import ProcessGroup
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.data import Loader, as_pipeline
+from headrace.engine.torchrun.engine import LaunchedGroup
+from headrace.engine.torchrun.rendezvous import launched_ranks
+from headrace.errors import UnknownName, UsageError
+from headrace.machine import cores
+from headrace.policies.sharding import whole
+from headrace.policies.threads import threads_per_worker
+from headrace.strategies.central_storage import one_copy, seat
+from headrace.strategies.strategy import broadcast
+from headrace.training.flat_layout import FlatLayout
+from headrace.training.gradients import UsedParameters
+from headrace.training.model_spec import describe
+from headrace.training.reduction import CollectiveReduction, Reduction, SharedMemoryReduction
+from headrace.worker.batch_counts import counted
+
+_STRATEGIES = ("central_storage", "mirrored", "one_device")
+
+
+def setup(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    strategy: str = "mirrored",
+    *,
+    timeout_s: float = 10.0,
+) -> tuple[nn.Module, torch.optim.Optimizer, ShareLoader]:
+    """Makes a plain script one worker of many: run it with `headrace launch script.py --workers 2`, or torchrun.
+
+    Without a launcher it is one worker, and trains as before.
+
+    Args:
+        model: on the CPU; every process gets rank 0's weights.
+        optimizer: over this model's parameters; it stays the same object, so schedulers may hold it.
+        loader: its data set, batch size (the global one) and whether it shuffles are taken over.
+        strategy: "mirrored", "central_storage" or "one_device".
+        timeout_s: a process without a sign of life for this long counts as lost.
+
+    Raises:
+        UnknownName: another strategy.
+        UsageError: the launcher's processes do not fit the strategy, the model is on another device, or its
+            parameters are not the optimizer's.
+        PeerLost: from `loss.backward()`, where another process was lost.
+    """
+    if strategy not in _STRATEGIES:
+        raise UnknownName("strategy for plain scripts", strategy, _STRATEGIES)
+    ranks = launched_ranks() or 1
+    if strategy == "one_device" and ranks > 1:
+        raise UsageError(f"one_device is one process and the launcher started {ranks}; use strategy='mirrored'")
+    host, mates = _join(ranks, timeout_s)
+    if strategy == "central_storage" and not host.one_memory:
+        raise UsageError("central_storage keeps one copy in the memory of one host, and there are several; mirrored")
+    shares = ShareLoader(loader, host)
+    if ranks > 1:
+        torch.set_num_threads(threads_per_worker(cores(), mates))
+        _check(model, optimizer)
+        broadcast(model, host)
+        if strategy == "central_storage":
+            _share_parameters(model, optimizer, host)
+        _Synchronizer(model, host, shares)
+    return model, optimizer, shares
+
+
+class ShareLoader:
+    """Iterates over this process's share of every batch, one epoch at a time.
+
+    Args:
+        loader: whose data set, batch size and shuffling are taken over.
+        host: the processes.
+    """
+
+    def __init__(self, loader: DataLoader[Any], host: ProcessGroup) -> None:
+        if loader.batch_size is None:
+            raise UsageError("the loader has no batch_size, so there is no global batch to split; give it one")
+        pipeline, _ = as_pipeline(loader)
+        ordered = not isinstance(loader.sampler, RandomSampler)
+        seed = 0 if loader.generator is None else loader.generator.initial_seed()
+        self._loader = Loader(pipeline, seed, loader.batch_size, (1,) * host.world, host.rank, ordered)
+        self._host = host
+        self._epoch = 0
+        self.weight = 1.0 / host.world
+
+    def __len__(self) -> int:
+        return self._loader.rounds_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        shares = self._loader.rounds(self._epoch * len(self), (self._epoch + 1) * len(self))
+        self._epoch += 1
+        try:
+            for _ in range(len(self)):
+                share = counted(next(shares), self._loader.drops, self._host)
+                self.weight = share.examples / max(1, share.of)
+                yield share.batch
+        finally:
+            shares.close()
+
+
+class _Synchronizer:
+    """Makes every process's gradients the mean over the global batch, at the end of each backward pass.
+
+    Not at the step: between the two a script may clip them. Several backward passes before one step add up,
+    because the weights of the processes sum to 1.
+    """
+
+    def __init__(self, model: nn.Module, host: ProcessGroup, shares: ShareLoader) -> None:
+        spec = describe(model)
+        layout = FlatLayout(spec.trainable)
+        self._host = host
+        self._shares = shares
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._presence = UsedParameters(host, len(self._parameters))
+        self._reduction: Reduction
+        if host.one_memory:
+            self._reduction = SharedMemoryReduction(layout, self._presence, host)
+        else:
+            self._reduction = CollectiveReduction(layout, self._presence, host, torch.device("cpu"))
+        self._gradients = self._reduction.sink
+        self._views = layout.views(self._reduction.result)
+        self._awaited = False
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._await_end)
+
+    def _await_end(self, _: Tensor) -> None:
+        if not self._awaited:
+            self._awaited = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._synchronize)
+
+    def _synchronize(self) -> None:
+        self._awaited = False
+        weight = self._shares.weight
+        if weight == 0:
+            self._gradients.store_nothing()
+        else:
+            found = [parameter.grad for parameter in self._parameters]
+            self._gradients.store([None if gradient is None else gradient * weight for gradient in found])
+        missing = self._presence.settle()
+        self._reduction.reduce()
+        self._host.barrier()
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            # A copy of one's own, because the script may change it.
+            parameter.grad = None if index in missing else view.clone()
+
+
+def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, host: ProcessGroup) -> None:
+    """Keeps one copy of the parameters; each process updates, and holds optimizer state for, those it owns."""
+    spec = describe(model)
+    seat(model, *one_copy(model, spec, host))
+    owners = {segment.parameter: segment.owner for segment in whole(spec.parameters, host.world)}
+    foreign = [parameter for name, parameter in model.named_parameters() if owners.get(name) != host.rank]
+
+    def leave_to_owners(*_: object) -> None:
+        for parameter in foreign:
+            parameter.grad = None
+
+    optimizer.register_step_pre_hook(leave_to_owners)
+    optimizer.register_step_post_hook(lambda *_: host.barrier())
+
+
+def _join(ranks: int, timeout_s: float) -> tuple[ProcessGroup, int]:
+    """Returns the processes, and how many of them are on this host."""
+    if ranks == 1:
+        return ThreadCollective(ThreadGroup(1), 0), 1
+    group = LaunchedGroup(timeout_s)
+    atexit.register(group.close)
+    return group.host, group.mates
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {"cpu"}:
+        raise UsageError(f"setup works on CPU models, this one is on {', '.join(sorted(devices))}; use hr.fit there")
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
+    if strange:
+        raise UsageError(f"{strange} of the optimizer's parameters are not the model's; make it from the model")

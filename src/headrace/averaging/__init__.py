@@ -1,0 +1,1 @@
+"""Workers that average their parameters every few rounds."""

@@ -1,0 +1,150 @@
+"""Mailboxes between the ranks of a group: in shared memory where two are on one host, else over the network."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import zmq
+
+from headrace.channels.mailbox import Inbox, Outbox, Receiver, Sender, head_bytes
+from headrace.channels.remote_mailbox import RemoteReceiver, RemoteSender
+from headrace.collectives.base import HostMap, ProcessGroup
+from headrace.shared_memory.segment import SharedSegment
+
+
+@dataclass(frozen=True)
+class Route:
+    """One mailbox.
+
+    Attributes:
+        source, target: the ranks that send and receive; of one and the same there is no mailbox.
+        slots: how many messages may be on their way; between hosts, at either end.
+    """
+
+    source: int
+    target: int
+    slots: int
+
+
+class Mailboxes:
+    """A rank's ends of all mailboxes. Every rank of the group makes them at the same time.
+
+    Args:
+        routes: the same on every rank.
+        group: the ranks.
+
+    Attributes:
+        outboxes, inboxes: this rank's, by the index of their route.
+    """
+
+    def __init__(self, routes: Sequence[Route], group: ProcessGroup) -> None:
+        self.outboxes: dict[int, Outbox] = {}
+        self.inboxes: dict[int, Inbox] = {}
+        self._routes = [(index, route) for index, route in enumerate(routes) if route.source != route.target]
+        self._group = group
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._segments: list[SharedSegment] = []
+        try:
+            if group.home is None:
+                self._in_one_memory()
+            else:
+                self._between_hosts(group.home)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets go of memory and connections."""
+        for outbox in self.outboxes.values():
+            outbox.close()
+        for inbox in self.inboxes.values():
+            inbox.close()
+        self.outboxes.clear()
+        self.inboxes.clear()
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _in_one_memory(self) -> None:
+        group = self._group
+        used = [0] * group.world
+        heads = {}
+        for index, route in self._routes:
+            begin = used[route.source]
+            used[route.source] += head_bytes(route.slots)
+            heads[index] = slice(begin, used[route.source])
+        regions = group.share(used[group.rank])
+        for index, route in self._routes:
+            head = regions[route.source][heads[index]]
+            if route.source == group.rank:
+                self.outboxes[index] = Sender(head, _check(group, route.target))
+            elif route.target == group.rank:
+                self.inboxes[index] = Receiver(head, _check(group, route.source))
+
+    def _between_hosts(self, home: HostMap) -> None:
+        """Whoever begins a mailbox tells where it is: in shared memory who sends, over the network who receives."""
+        own, group = self._group.rank, self._group
+        self._context = zmq.Context()
+        remote: dict[int, RemoteReceiver | RemoteSender] = {}
+        heads: dict[int, SharedSegment] = {}
+        told: dict[int, list[int | str]] = {}
+        near = {index: home.hosts[route.source] == home.hosts[route.target] for index, route in self._routes}
+        for index, route in self._routes:
+            if near[index] and route.source == own:
+                heads[index] = self._kept(SharedSegment.create(head_bytes(route.slots), "mailboxes"))
+                told[index] = [os.getpid(), heads[index].descriptor]
+            elif not near[index] and route.target == own:
+                check = _check(group, route.source)
+                receiver = RemoteReceiver(self._context, route.slots, check, home.address)
+                self.inboxes[index] = remote[index] = receiver
+                told[index] = [receiver.address, receiver.key.decode()]
+        heard = _told(told, group)
+        for index, route in self._routes:
+            if route.source == own and not near[index]:
+                where, key = heard[route.target][str(index)]
+                check = _check(group, route.target)
+                sender = RemoteSender(self._context, route.slots, check, where, key.encode())
+                self.outboxes[index] = remote[index] = sender
+            elif route.source == own:
+                self.outboxes[index] = Sender(heads[index].tensor(), _check(group, route.target))
+            elif route.target == own and near[index]:
+                pid, descriptor = heard[route.source][str(index)]
+                head = self._kept(SharedSegment.open(pid, descriptor, head_bytes(route.slots)))
+                self.inboxes[index] = Receiver(head.tensor(), _check(group, route.source))
+        for end in remote.values():
+            end.meet()
+        # Before that nobody lets go of what another has not opened.
+        group.barrier()
+
+    def _kept(self, segment: SharedSegment) -> SharedSegment:
+        self._segments.append(segment)
+        return segment
+
+
+def _check(group: ProcessGroup, peer: int) -> Callable[..., None]:
+    """Returns what raises where a rank is lost, or the loop of the one that is waited for has ended."""
+
+    def check(came: Callable[[], bool], broken: str = "") -> None:
+        group.check()
+        group.ends.check(peer, group.rank, came)
+        if broken:
+            group.check(peer, broken)
+
+    return check
+
+
+def _told(own: dict[int, list[int | str]], group: ProcessGroup) -> list[dict[str, list]]:  # type: ignore[type-arg]
+    """Returns what every rank tells, by rank."""
+    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    lengths = group.sum([float(len(text)) if rank == group.rank else 0.0 for rank in range(group.world)])
+    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+    padded[: len(text)] = text
+    every = group.gather(padded)
+    return [json.loads(bytes(row[: int(n)].numpy())) for row, n in zip(every, lengths, strict=True)]

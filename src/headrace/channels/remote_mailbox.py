@@ -1,0 +1,256 @@
+"""From one process to another on another host: ZeroMQ over TCP, encrypted, which sends and receives while both compute.
+
+    Outbox ─► at most `slots` messages ─► a thread of ZeroMQ ══ TCP ══► a thread of ZeroMQ ─► at most `slots` ─► Inbox
+
+Whoever receives makes a pair of keys for the connection, and tells the public one to the run's processes alone: a
+stranger gets no further than the handshake. When the connection stands, nobody is let in any more.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
+from typing import TypeVar
+
+import torch
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import parse_monitor_message
+
+from headrace.channels.mailbox import Inbox, Outbox, places
+from headrace.transport.accept_limit import AcceptLimiter
+from headrace.transport.frames import PART_BYTES
+from headrace.transport.zeromq import connect, listen, make_socket, waits, watch
+
+T = TypeVar("T")
+
+Check = Callable[[Callable[[], bool], str], None]
+
+_SLICE_MS = 50
+_MEET_S = 30.0
+_COUNT = struct.Struct("<I")
+_HELLO = b""
+_ENDS = {
+    zmq.EVENT_CLOSED: "nobody listens there",
+    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let this process in",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "whoever listens there is not of this run",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "whoever listens there is not of this run",
+    zmq.EVENT_DISCONNECTED: "the connection was closed",
+}
+
+
+class _Line:
+    """One end of a connection.
+
+    Args:
+        context: of this process.
+        sort: of the socket, `zmq.PUSH` or `zmq.PULL`.
+        slots: messages that may wait at this end.
+        events: that its monitor tells.
+        check: called about every 50 ms of waiting, with what tells whether the other end has come after all, and how
+            the connection has ended, "" while it stands; raises where nobody will come, and always after an end.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], sort: int, slots: int, events: int, check: Check
+    ) -> None:
+        self.socket = make_socket(context, sort)
+        self.socket.sndhwm = self.socket.rcvhwm = slots
+        # Whether the other end lives, others see: one that a debugger holds is not gone.
+        self.socket.heartbeat_ivl = 0
+        self._check = check
+        self._monitor = watch(self.socket, events)
+        self._poll = zmq.Poller()
+        self._poll.register(self.socket, zmq.POLLIN if sort == zmq.PULL else zmq.POLLOUT)
+        self._poll.register(self._monitor, zmq.POLLIN)
+
+    def news(self) -> Iterator[tuple[int, int]]:
+        """Yields what has happened to connections, and to which: event, descriptor."""
+        while waits(self._monitor):
+            told = parse_monitor_message(self._monitor.recv_multipart())
+            yield told["event"], told["value"]
+
+    def until(self, act: Callable[[], T], ended: Callable[[], str]) -> T:
+        """Returns what `act` does, as soon as the socket lets it."""
+        while True:
+            # Asked first, because what came before the end is read after it.
+            end = ended()
+            try:
+                return act()
+            except zmq.Again:
+                pass
+            if end or not self._poll.poll(_SLICE_MS):
+                self.check(end)
+
+    def wait(self) -> None:
+        """Waits for about 50 ms, or until something has happened to the connection."""
+        if not self._monitor.poll(_SLICE_MS):
+            self.check()
+
+    def check(self, end: str = "") -> None:
+        """Looks whether the other end will come; raises where the connection has ended."""
+        # Between two meetings nobody's loop ends who has done all that others wait for.
+        self._check(lambda: False, end)
+
+    def close(self) -> None:
+        """Ends the connection; what has not left yet does not any more."""
+        self.socket.disable_monitor()
+        self.socket.close(0)
+        self._monitor.close(0)
+
+
+class RemoteSender(Outbox):
+    """The end that sends.
+
+    Args:
+        context, slots, check: as for `_Line`.
+        address: of the other end, "tcp://host:port".
+        key: its public one.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], slots: int, check: Check, address: str, key: bytes
+    ) -> None:
+        self.moved_bytes = 0
+        self._address = address
+        self._stands = False
+        self._end = ""
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(event.value for event in _ENDS)
+        # With the greeting.
+        self._line = _Line(context, zmq.PUSH, slots + 1, events, check)
+        socket = self._line.socket
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = key
+        connect(socket, address)
+        socket.send(_HELLO)
+
+    def meet(self) -> None:
+        """Waits until the connection stands."""
+        give_up = monotonic() + _MEET_S
+        while not self._stands:
+            self._line.wait()
+            end = self._ended()
+            if not self._stands and monotonic() > give_up:
+                end = f"no answer for {_MEET_S:.0f} s"
+            if end:
+                self._line.check(f"{self._address} cannot be reached: {end}")
+
+    def send(self, note: bytes, tensors: Sequence[Tensor]) -> None:
+        contents = [_bytes(tensor) for tensor in tensors]
+        sizes = [len(note), *map(len, contents)]
+        parts: list[bytes | memoryview] = [_COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}q", *sizes)]
+        for content in (memoryview(note), *contents):
+            parts += [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
+        # ZeroMQ copies it, so that the tensors may change meanwhile.
+        self._line.until(lambda: self._line.socket.send_multipart(parts, zmq.NOBLOCK), self._ended)
+        self.moved_bytes += places(sizes)[1]
+
+    def close(self) -> None:
+        self._line.close()
+
+    def _ended(self) -> str:
+        for event, _ in self._line.news():
+            self._stands |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._end = self._end or _ENDS.get(zmq.Event(event), "")
+        return self._end
+
+
+class RemoteReceiver(Inbox):
+    """The end that receives.
+
+    Args:
+        context, slots, check: as for `_Line`.
+        host: address of this host, where the other end reaches it.
+
+    Attributes:
+        address, key: what the other end needs to know.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], slots: int, check: Check, host: str) -> None:
+        self.moved_bytes = 0
+        self._line = _Line(context, zmq.PULL, slots, zmq.EVENT_LISTENING | zmq.EVENT_DISCONNECTED, check)
+        self._gate: AcceptLimiter | None = None
+        self._peer = -1
+        self._gone: set[int] = set()
+        socket = self._line.socket
+        self.key, secret = zmq.curve_keypair()
+        socket.curve_server, socket.curve_secretkey, socket.curve_publickey = True, secret, self.key
+        self.address = listen(socket, f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
+
+    def meet(self) -> None:
+        """Waits for the other end's greeting, and lets nobody else in."""
+        give_up = monotonic() + _MEET_S
+
+        def late() -> str:
+            waited = monotonic() > give_up
+            return f"it has not connected to {self.address} within {_MEET_S:.0f} s" if waited else ""
+
+        frame = self._line.until(lambda: self._line.socket.recv(zmq.NOBLOCK, copy=False), late)
+        self._peer = int(frame.get(zmq.SRCFD))
+        self._ended()
+        if self._gate:
+            # Not unbound, which would end the connection, too.
+            self._gate.came()
+            self._gate.look()
+
+    def receive(self, read: Callable[[bytes, Tensor], T]) -> T:
+        frames = self._line.until(self._next, self._ended)
+        try:
+            note, data, end = _put_together([frame.buffer for frame in frames])
+        except (ValueError, struct.error) as error:
+            self._line.check(f"it sent what is no message: {error}")
+            raise
+        self.moved_bytes += end
+        return read(note, data)
+
+    def close(self) -> None:
+        self._line.close()
+
+    def _next(self) -> list[zmq.Frame]:
+        while True:
+            frames = self._line.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            if int(frames[0].get(zmq.SRCFD)) == self._peer:
+                return frames
+
+    def _ended(self) -> str:
+        for event, descriptor in self._line.news():
+            if event == zmq.EVENT_LISTENING:
+                self._gate = AcceptLimiter(descriptor, a_second=0, at_once=0)
+            else:
+                # Strangers come and go, too.
+                self._gone.add(descriptor)
+        return "the connection was closed" if self._peer in self._gone else ""
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Returns a tensor's bytes."""
+    dense = tensor.contiguous().cpu()
+    # One element may lie as if others lay between.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _put_together(frames: Sequence[memoryview]) -> tuple[bytes, Tensor, int]:
+    """Returns a message's note, its tensors' bytes, each at the next multiple of 64, and how many bytes it has.
+
+    Raises:
+        ValueError, struct.error: the frames are no message.
+    """
+    (count,) = _COUNT.unpack_from(frames[0])
+    sizes = struct.unpack_from(f"<{count}q", frames[0], _COUNT.size)
+    if not sizes or min(sizes) < 0 or sum(sizes) != sum(map(len, frames[1:])):
+        raise ValueError(f"{sum(map(len, frames[1:])):,} bytes where {sum(sizes):,} are announced")
+    begins, end = places(sizes)
+    content = torch.empty(end, dtype=torch.uint8)
+    memory = content.numpy().data
+    rest = iter(frames[1:])
+    for at, size in zip(begins, sizes, strict=True):
+        stop = at + size
+        while at < stop:
+            piece = next(rest, b"")
+            if not 0 < len(piece) <= stop - at:
+                raise ValueError(f"a piece of {len(piece):,} bytes where {stop - at:,} are left")
+            memory[at : at + len(piece)] = piece
+            at += len(piece)
+    return bytes(memory[: sizes[0]]), content[places([sizes[0], 0])[0][1] :], end

@@ -1,0 +1,213 @@
+"""`headrace data`: where a job's time goes, and whether its data is the same twice."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.launcher import own_engine, refuse_launcher
+from headrace.cli.options import (
+    Device,
+    DeviceOption,
+    JobFile,
+    JsonOption,
+    SettingsOption,
+    WorkersOption,
+    check_strategies,
+    complete_strategy,
+    help_option,
+)
+from headrace.cli.output import Answer, answering
+from headrace.cli.rundir import job_name
+from headrace.errors import UsageError
+from headrace.report.format import MISSING, clean, percent, short
+from headrace.report.views.input_text import bottleneck_plain, input_plain, readers
+
+if TYPE_CHECKING:
+    from headrace.api.profiling import Profile
+
+_EXAMPLES = """
+  headrace data profile job.py
+  headrace data profile job.py --strategy mirrored --workers 2 --seconds 10
+  headrace data profile job.py --json | jq .bottleneck.kind
+  headrace data profile job.py --check-deterministic
+"""
+
+_WIDTH = 80
+_NAME_WIDTH = 36
+
+
+class _Action(StrEnum):
+    """What to do with a job's data."""
+
+    PROFILE = "profile"
+
+
+def data(
+    action: Annotated[
+        _Action,
+        typer.Argument(metavar="profile", show_default=False, help="Measure where the time of a training goes."),
+    ],
+    path: JobFile,
+    strategy: Annotated[
+        str,
+        typer.Option("--strategy", metavar="NAME", autocompletion=complete_strategy, help="How it is distributed."),
+    ] = "one_device",
+    workers: WorkersOption = None,
+    device: DeviceOption = Device.AUTO,
+    seconds: Annotated[
+        float,
+        typer.Option("--seconds", metavar="SECONDS", min=0.1, help="How long each of three measurements takes."),
+    ] = 5.0,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check-deterministic",
+            help="Measure nothing: read examples twice, and name a transform that gives two results for one example.",
+        ),
+    ] = False,
+    settings: SettingsOption = None,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+) -> None:
+    """Look at a job's input pipeline.
+
+    Its input alone, its training with batches that lie ready, and both together are measured, one after the other: what
+    each transform costs, what the training could do if data cost nothing, and what holds it up, with what to try next.
+    """
+    with answering(as_json) as answer:
+        refuse_launcher("data")
+        check_strategies([strategy])
+        find_job(path)
+        if check:
+            _check(answer, load_job(path, settings or ()))
+            return
+        with own_engine() as engine:
+            job = load_job(path, settings or ())
+            from headrace.strategies import resolve
+
+            chosen = resolve(strategy, workers)
+            if workers is not None and workers != getattr(chosen, "workers", 1):
+                raise UsageError(f"--workers {workers}: {strategy} runs on 1; try --strategy mirrored")
+            from headrace.api.profiling import profile
+
+            found = profile(
+                job,
+                chosen,
+                device=device.value,
+                seconds=seconds,
+                engine=engine,
+                say=lambda line: typer.echo(f"measuring {line}", err=True),
+            )
+        if answer.as_json:
+            answer.document(_plain(job_name(path), found))
+        else:
+            answer.text("\n".join(_lines(job_name(path), found)))
+
+
+def _check(answer: Answer, job: Any) -> None:
+    # Lazily: `--help` need not wait for torch.
+    from headrace.data.pipeline.determinism import check_deterministic
+    from headrace.data.pipeline.torch_source import as_pipeline
+
+    pipeline, _ = as_pipeline(job.data)
+    count = check_deterministic(pipeline, job.seed)
+    if answer.as_json:
+        answer.document({"deterministic": True, "examples": count})
+    else:
+        answer.text(f"deterministic: {count} examples were read twice, and each was the same after every stage")
+
+
+def _plain(name: str, found: Profile) -> dict[str, Any]:
+    together, ceiling = found.together, found.ceiling
+    return {
+        "job": name,
+        "strategy": together.strategy,
+        "workers": together.workers,
+        "global_batch_size": together.started.global_batch_size,
+        "alone": {"examples_per_s": found.alone_per_s, **input_plain(found.stages)},
+        "ceiling": {"examples_per_s": ceiling.examples_per_s},
+        "together": {
+            "examples_per_s": together.examples_per_s,
+            "of_ceiling": _of_ceiling(found),
+            "second": dict(_second(found)),
+            "waits": {
+                str(rank): times.wait_s / times.total_s if times.total_s else 0.0
+                for rank, times in together.times_by_rank.items()
+            },
+            **(input_plain(together.inputs) if together.inputs else {}),
+        },
+        "bottleneck": bottleneck_plain(found.bottleneck),
+    }
+
+
+def _lines(name: str, found: Profile) -> Iterator[str]:
+    together = found.together
+    workers = f"{together.workers} worker{'s' * (together.workers != 1)}"
+    yield from _wrapped(f"{name}: {together.strategy}, {workers}, batches of {together.started.global_batch_size}")
+    yield ""
+    whole = _of_ceiling(found)
+    rates = (
+        ("the input alone", found.alone_per_s, f"read by {readers(found.alone)}"),
+        ("the training alone", found.ceiling.examples_per_s, "with batches that lie ready: the ceiling"),
+        ("both together", together.examples_per_s, f"{percent(whole)} of the ceiling" if whole else ""),
+    )
+    yield f"{'':20}{'examples/s':>12}"
+    for what, rate, why in rates:
+        yield f"{what:20}{short(rate):>12}   {why}".rstrip()
+    yield ""
+    second = ", ".join(f"{what} {1e3 * part:.0f} ms" for what, part in _second(found) if part >= 5e-4)
+    yield from _wrapped(f"A second of a worker goes to: {second or MISSING}.")
+    yield ""
+    yield f"{'stage':{_NAME_WIDTH}}{'ms an example':>14}{'of the input':>14}{'of it waiting':>15}"
+    inputs = together.inputs or found.stages
+    busy = sum(stage.busy_s for stage in inputs.stages)
+    for stage in inputs.stages:
+        cost = short(1e3 * stage.busy_s / inputs.examples if inputs.examples else None)
+        part = percent(stage.busy_s / busy if busy else 0.0)
+        waits = percent(stage.waiting_s / stage.busy_s if stage.busy_s else 0.0)
+        yield f"{_cut(clean(stage.name)):{_NAME_WIDTH}}{cost:>14}{part:>14}{waits:>15}"
+    if inputs.skipped:
+        yield f"{inputs.skipped} examples could not be had and were left out"
+    yield ""
+    bottleneck = found.bottleneck
+    if bottleneck is None:
+        yield from _wrapped("Too little was done to say what holds it up: try more --seconds.")
+        return
+    yield from _wrapped(bottleneck.line)
+    yield from _wrapped(f"Try next: {bottleneck.remedy}")
+
+
+def _wrapped(text: str) -> Sequence[str]:
+    # A number stays with its unit.
+    held = clean(text).replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in textwrap.wrap(held, _WIDTH)]
+
+
+def _cut(name: str) -> str:
+    return name if len(name) < _NAME_WIDTH else f"{name[: _NAME_WIDTH - 2]}…"
+
+
+def _of_ceiling(found: Profile) -> float | None:
+    most, reached = found.ceiling.examples_per_s, found.together.examples_per_s
+    return reached / most if most and reached is not None else None
+
+
+def _second(found: Profile) -> list[tuple[str, float]]:
+    """Returns the parts of a mean step, as parts of 1."""
+    times = found.together.times
+    if times is None or times.total_s <= 0:
+        return []
+    parts = (
+        ("waiting for data", times.wait_s),
+        ("compute", times.compute_s),
+        ("exchange", times.exchange_s),
+        ("update", times.update_s),
+        ("between steps", times.other_s),
+    )
+    return [(what, part / times.total_s) for what, part in parts]

@@ -1,0 +1,86 @@
+"""`headrace report`: the page and the summary of a run, from its event files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.options import JsonOption, help_option
+from headrace.cli.output import answering
+from headrace.cli.results import show_comparison, show_run
+from headrace.errors import DataError, UnfitMachine
+from headrace.report import References, Summary, summarize, write_page
+
+_COMPARISON = "comparison.json"
+
+_EXAMPLES = """
+  headrace report runs/a
+  headrace report runs/compare-digits --out report.html
+  headrace report runs/a --json | jq .examples_per_s
+"""
+
+
+def report(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", show_default=False, help="The directory of a run or a comparison."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE.html", show_default=False, help="The page. Default: report.html in RUN_DIR."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+) -> None:
+    """Write the page of a run or a comparison.
+
+    It is made from the event files, and the summary is printed; it works on a run that failed, and on one that goes on.
+    """
+    with answering(as_json) as answer:
+        page = out or run_dir / "report.html"
+        if (run_dir / _COMPARISON).is_file():
+            summaries, references = _read_comparison(run_dir)
+            _write(page, summaries, references)
+            show_comparison(answer, summaries, references, run_dir, page)
+        else:
+            _write(page, (summarize(run_dir),), References())
+            show_run(answer, run_dir, page)
+
+
+def _read_comparison(directory: Path) -> tuple[tuple[Summary, ...], References]:
+    """Reads the references that were measured; everything else comes from the event files.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    file = directory / _COMPARISON
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        labels = [str(run["label"]) for run in document["runs"]]
+        measured = document["references"]
+        references = References(
+            one_device_examples_per_s=measured["one_device_examples_per_s"],
+            ceiling_examples_per_s={
+                int(workers): float(rate) for workers, rate in measured["ceiling_examples_per_s"].items()
+            },
+            one_thread_examples_per_s=measured["one_thread_examples_per_s"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{file} is no comparison ({error!r}); run `headrace compare` again") from error
+    return tuple(summarize(directory / label) for label in labels), references
+
+
+def _write(page: Path, summaries: Sequence[Summary], references: References) -> None:
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_page(page, summaries, references)
+    except OSError as error:
+        raise UnfitMachine(
+            f"the page {page} cannot be written: {error.strerror}; name another place with --out"
+        ) from error

@@ -1,0 +1,119 @@
+"""`headrace train`: one job under one strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.boards import check_tensorboard, tensorboards
+from headrace.cli.errors import ExitCode
+from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.launcher import launched_rank, own_engine
+from headrace.cli.options import (
+    CheckpointEveryOption,
+    Device,
+    DeviceOption,
+    JobFile,
+    JsonOption,
+    KeepOption,
+    ResetOptimizerOption,
+    ResumeFromOption,
+    ResumeOption,
+    RunDirOption,
+    SettingsOption,
+    SnapshotsEveryOption,
+    TensorBoardOption,
+    TimeoutOption,
+    WorkersOption,
+    check_strategies,
+    checkpoints_of,
+    complete_strategy,
+    help_option,
+)
+from headrace.cli.output import answering
+from headrace.cli.results import show_run
+from headrace.cli.rundir import default_run_dir, job_name, saying_where
+from headrace.errors import UsageError
+from headrace.spec.call import parse_call
+
+_EXAMPLES = """
+  headrace train job.py
+  headrace train job.py --strategy mirrored --workers 2
+  headrace train job.py --set lr=0.05 --set epochs=1 --run-dir runs/a
+  headrace train job.py --strategy "parameter_server(servers=2)" --workers 2
+  headrace train job.py --strategy mirrored --json | jq .metrics
+  headrace train job.py --run-dir runs/a --checkpoint-every 100
+  headrace train job.py --run-dir runs/a --resume
+"""
+
+
+def train(
+    path: JobFile,
+    strategy: Annotated[
+        str,
+        typer.Option("--strategy", metavar="NAME", autocompletion=complete_strategy, help="How it is distributed."),
+    ] = "one_device",
+    workers: WorkersOption = None,
+    device: DeviceOption = Device.AUTO,
+    run_dir: RunDirOption = None,
+    settings: SettingsOption = None,
+    timeout_s: TimeoutOption = 10.0,
+    checkpoint_every: CheckpointEveryOption = None,
+    snapshots_every: SnapshotsEveryOption = None,
+    keep: KeepOption = 3,
+    resume: ResumeOption = False,
+    resume_from: ResumeFromOption = None,
+    reset_optimizer: ResetOptimizerOption = False,
+    tensorboard: TensorBoardOption = None,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+) -> None:
+    """Train the job of a file under one strategy.
+
+    Progress goes to stderr, the result to stdout: metrics, examples/s, where the run and its model lie.
+    """
+    with answering(as_json) as answer:
+        check_strategies([strategy])
+        find_job(path)
+        check_tensorboard(tensorboard)
+        checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every)
+        going = _going(resume, resume_from, run_dir)
+        where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
+        # In this order: the engine forks a process off this one, which must not have run the job file by then.
+        with own_engine() as engine, saying_where(where):
+            job = load_job(path, settings or ())
+            from headrace.api.fit import fit
+            from headrace.strategies import COUNTS, resolve
+
+            chosen = resolve(strategy, workers)
+            count = next((n for each in COUNTS if (n := getattr(chosen, each, None)) is not None), 1)
+            if workers is not None and workers != count:
+                other = "try --strategy mirrored" if count == 1 else "say it once"
+                raise UsageError(f"--workers {workers}: {strategy} runs on {count}; {other}")
+            with tensorboards(tensorboard) as on_event:
+                run = fit(
+                    job,
+                    strategy=chosen,
+                    device=device.value,
+                    run_dir=where,
+                    on_event=on_event,
+                    timeout_s=timeout_s,
+                    engine=engine,
+                    checkpoints=(checkpoints or False) if chosen.one_model else None,
+                    resume=going,
+                    reset_optimizer=reset_optimizer,
+                )
+        if launched_rank() in (None, 0):
+            show_run(answer, where)
+    if run.interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _going(resume: bool, resume_from: Path | None, run_dir: Path | None) -> bool | Path:
+    if resume and run_dir is None:
+        raise UsageError("--resume goes on with a run: name it by --run-dir, or another one by --resume-from")
+    if resume and resume_from:
+        raise UsageError("--resume goes on with --run-dir, --resume-from with another run; give one of them")
+    return resume_from or resume

@@ -1,0 +1,1 @@
+"""How bytes move among all workers: all-reduce, broadcast, barrier."""

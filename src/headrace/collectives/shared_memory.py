@@ -1,0 +1,196 @@
+"""Collectives of the processes of one host, through shared memory.
+
+A tensor goes through a ring of two slots a rank, piece by piece, so that what one rank wrote is still in the
+cache when the others read it:
+
+    piece      0        1        2
+    slot A   write    .        write      while slot B of piece 1 is being read,
+    slot B     .      write    .          slot A may be written again: one barrier a piece
+
+With two ranks each adds the other's slot to its own tensor. With more, rank r adds the r-th part of all slots
+into slot 0 and the others copy it from there, which costs a second barrier and saves world - 2 passes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.collectives.base import ProcessGroup
+from headrace.shared_memory.barrier import Barrier
+from headrace.shared_memory.control_page import NUMBERS, ControlPage
+from headrace.shared_memory.finished_ranks import FinishedRanks
+from headrace.shared_memory.segment import SharedSegment
+
+_SLOT_BYTES_OF_TWO = 384 * 1024
+"""Two slots of each of two ranks stay in the cache of a core."""
+
+_SLOT_BYTES_OF_MORE = 2 * 1024 * 1024
+"""More ranks than cores change places at every barrier, which costs more than a cache miss: fewer barriers."""
+
+_DIRECT_BYTES = 16 * 1024
+
+
+class SharedMemoryGroup(ProcessGroup):
+    """The group of a host's processes.
+
+    Args:
+        page: the run's control page; every rank maps the same.
+        rank: this process's.
+        check: called while waiting; raises where a peer was lost.
+        ends: whose loop has ended; None where the page tells it.
+    """
+
+    def __init__(
+        self, page: ControlPage, rank: int, check: Callable[[], None], ends: FinishedRanks | None = None
+    ) -> None:
+        self.rank = rank
+        self.world = page.ranks
+        self.moved_bytes = 0
+        self._page = page
+        self.ends = ends or FinishedRanks(page.ends)
+        self._barrier = Barrier(page, rank, check, self.ends)
+        self._check = check
+        self._segments: list[SharedSegment] = []
+        self._turn = 0
+        self._slot_bytes = _SLOT_BYTES_OF_TWO if self.world <= 2 else _SLOT_BYTES_OF_MORE
+        self._slots: tuple[tuple[Tensor, Tensor], ...] | None = None
+        self.groups: list[SharedMemoryGroup] = []
+
+    def subgroup(self, members: Sequence[int]) -> SharedMemoryGroup:
+        offer, nbytes = self._page.offers[self.rank], ControlPage.nbytes(len(members))
+        own = SharedSegment.create(nbytes, "group") if self.rank == members[0] else None
+        if own:
+            offer[0], offer[1], offer[2] = os.getpid(), own.descriptor, nbytes
+        self.barrier()
+        first = self._page.offers[members[0]]
+        segment = own or SharedSegment.open(first[0], first[1], first[2])
+        self.barrier()
+        self._segments.append(segment)
+        page = ControlPage(segment, len(members))
+        # Of a loop that has ended the run's page tells.
+        own_ends = self.ends.among(members)
+        self.groups.append(SharedMemoryGroup(page, list(members).index(self.rank), self._check, own_ends))
+        return self.groups[-1]
+
+    def barrier(self) -> None:
+        self._barrier.meet()
+
+    def check(self, peer: int | None = None, broken: str = "") -> None:
+        self._check()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        if len(values) > NUMBERS:
+            return [*self.sum(values[:NUMBERS]), *self.sum(values[NUMBERS:])]
+        self._turn ^= 1
+        own = self._page.numbers[self.rank][self._turn]
+        for index, value in enumerate(values):
+            own[index] = value
+        self.barrier()
+        every = [numbers[self._turn] for numbers in self._page.numbers]
+        return [sum(numbers[index] for numbers in every) for index in range(len(values))]
+
+    def share(self, nbytes: int) -> tuple[Tensor, ...]:
+        own = SharedSegment.create(nbytes, f"rank-{self.rank}") if nbytes else None
+        offer = self._page.offers[self.rank]
+        offer[0], offer[1], offer[2] = os.getpid(), own.descriptor if own else -1, nbytes
+        self.barrier()
+        regions = []
+        for rank, (pid, descriptor, length) in enumerate(self._page.offers):
+            if not length:
+                regions.append(torch.empty(0, dtype=torch.uint8))
+                continue
+            segment = own if rank == self.rank and own else SharedSegment.open(pid, descriptor, length)
+            self._segments.append(segment)
+            regions.append(segment.tensor())
+        self.barrier()
+        return tuple(regions)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError("all_reduce needs a contiguous tensor")
+        if self.world == 1:
+            return
+        slots = self._ring()
+        flat = tensor.view(-1)
+        length = self._slot_bytes // flat.element_size()
+        typed = [(a.view(flat.dtype), b.view(flat.dtype)) for a, b in slots]
+        nbytes = flat.numel() * flat.element_size()
+        add = self._choose(nbytes)
+        self.moved_bytes += nbytes * (2 if self.world == 2 else 3)
+        for start in range(0, flat.numel(), length):
+            self._turn ^= 1
+            piece = flat[start : start + length]
+            sources = [pair[self._turn][: piece.numel()] for pair in typed]
+            sources[self.rank].copy_(piece)
+            self.barrier()
+            add(piece, sources)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        every = tensor.new_empty(self.world, len(tensor))
+        slots = self._ring()
+        self.moved_bytes += self.world * len(tensor)
+        for start in range(0, len(tensor), self._slot_bytes):
+            self._turn ^= 1
+            piece = tensor[start : start + self._slot_bytes]
+            sources = [pair[self._turn][: len(piece)] for pair in slots]
+            sources[self.rank].copy_(piece)
+            self.barrier()
+            for place, source in zip(every, sources, strict=True):
+                place[start : start + len(piece)] = source
+        return every
+
+    def trade(self, pieces: Tensor) -> Tensor:
+        given = torch.empty_like(pieces)
+        slots, each = self._ring(), self._slot_bytes // self.world
+        self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
+        for start in range(0, pieces.shape[1], each):
+            self._turn ^= 1
+            part = pieces[:, start : start + each]
+            sources = [pair[self._turn][: part.numel()].view(part.shape) for pair in slots]
+            sources[self.rank].copy_(part)
+            self.barrier()
+            for place, source in zip(given, sources, strict=True):
+                place[start : start + each] = source[self.rank]
+        return given
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+        self._slots = None
+
+    def _ring(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        if self._slots is None:
+            size = self._slot_bytes
+            self._slots = tuple((region[:size], region[size:]) for region in self.share(2 * size))
+        return self._slots
+
+    def _choose(self, nbytes: int) -> Callable[[Tensor, list[Tensor]], None]:
+        if self.world == 2:
+            return self._add_other
+        return _add_directly if nbytes <= _DIRECT_BYTES else self._add_in_parts
+
+    def _add_other(self, piece: Tensor, sources: list[Tensor]) -> None:
+        # One's own is still in the cache; a + b and b + a are the same bits.
+        piece.add_(sources[1 - self.rank])
+
+    def _add_in_parts(self, piece: Tensor, sources: list[Tensor]) -> None:
+        count = piece.numel()
+        low, high = count * self.rank // self.world, count * (self.rank + 1) // self.world
+        total = sources[0][low:high]
+        for source in sources[1:]:
+            total.add_(source[low:high])
+        self.barrier()
+        piece.copy_(sources[0])
+
+
+def _add_directly(piece: Tensor, sources: list[Tensor]) -> None:
+    torch.add(sources[0], sources[1], out=piece)
+    for source in sources[2:]:
+        piece.add_(source)

@@ -1,0 +1,126 @@
+"""Collectives of threads of one process: for tests, for debuggers, and for a group of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.collectives.base import ProcessGroup
+from headrace.errors import PeerLost
+from headrace.shared_memory.finished_ranks import FinishedRanks
+
+
+class ThreadGroup:
+    """What the threads of a group share.
+
+    Args:
+        world: how many there are.
+        ends: whose loop has ended; None where none does before the others.
+    """
+
+    def __init__(self, world: int, ends: FinishedRanks | None = None) -> None:
+        self.world = world
+        self.ends = ends or FinishedRanks([(0,)] * world)
+        self.offers: list[object] = [None] * world
+        self.barrier = threading.Barrier(world)
+        self.lost = -1
+        self.inner: list[ThreadGroup] = []
+
+    def abort(self, rank: int) -> None:
+        """Ends every wait, because `rank` has failed."""
+        if self.lost < 0:
+            self.lost = rank
+        self.barrier.abort()
+        for meeting in self.inner:
+            meeting.abort(rank)
+
+    def check_parted(self) -> None:
+        """Raises:
+        UsageError: some wait for others whose loops have ended.
+        """
+        ended, waiting = self.ends.ended, self.barrier.n_waiting
+        if ended and waiting and len(ended) + waiting == self.world:
+            raise self.ends.error(ended[0], "another rank")
+        for meeting in self.inner:
+            meeting.check_parted()
+
+
+class ThreadCollective(ProcessGroup):
+    """One thread's seat in a meeting.
+
+    Args:
+        meeting: the same object for all threads.
+        rank: this thread's.
+    """
+
+    def __init__(self, meeting: ThreadGroup, rank: int) -> None:
+        self.rank = rank
+        self.world = meeting.world
+        self.moved_bytes = 0
+        self.ends = meeting.ends
+        self._meeting = meeting
+        self.groups: list[ThreadCollective] = []
+
+    def subgroup(self, members: Sequence[int]) -> ThreadCollective:
+        first = self.rank == members[0]
+        own = ThreadGroup(len(members), self.ends.among(members)) if first else None
+        meeting: ThreadGroup = self._exchange(own)[members[0]]
+        if first:
+            self._meeting.inner.append(meeting)
+        # Whoever fails from here on ends it, too.
+        self.barrier()
+        self.groups.append(ThreadCollective(meeting, list(members).index(self.rank)))
+        return self.groups[-1]
+
+    def barrier(self) -> None:
+        if self.world == 1:
+            return
+        try:
+            self._meeting.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerLost(self._meeting.lost, "this process", "its thread has failed") from None
+
+    def check(self, peer: int | None = None, broken: str = "") -> None:
+        if self._meeting.barrier.broken:
+            raise PeerLost(self._meeting.lost, "this process", "its thread has failed")
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self.world == 1:
+            return
+        every: list[Tensor] = self._exchange(tensor)
+        total = every[0].clone()
+        for other in every[1:]:
+            total += other
+        self.barrier()
+        tensor.copy_(total)
+        self.moved_bytes += 2 * tensor.numel() * tensor.element_size()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        first: Tensor = self._exchange(tensor)[0]
+        if self.rank != 0:
+            tensor.copy_(first)
+        self.barrier()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        if self.world == 1:
+            return list(values)
+        every: list[Sequence[float]] = self._exchange(values)
+        totals = [sum(row) for row in zip(*every, strict=True)]
+        self.barrier()
+        return totals
+
+    def share(self, nbytes: int) -> tuple[Tensor, ...]:
+        regions: list[Tensor] = self._exchange(torch.zeros(nbytes, dtype=torch.uint8))
+        self.barrier()
+        return tuple(regions)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _exchange(self, value: object) -> list:  # type: ignore[type-arg]
+        self._meeting.offers[self.rank] = value
+        self.barrier()
+        return list(self._meeting.offers)

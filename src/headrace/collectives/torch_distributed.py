@@ -1,0 +1,90 @@
+"""Collectives of torch.distributed: NCCL among GPUs, gloo between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from headrace.collectives.base import Collective
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist"}
+"""Which backend of torch.distributed carries a device's tensors."""
+
+
+class TorchDistributed(Collective):
+    """A process group of torch.distributed.
+
+    Args:
+        store: where the ranks find each other.
+        rank: this process's.
+        world: how many there are.
+        device: where tensors live, "cpu" or "cuda:0".
+        timeout_s: longest wait for a peer.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int, device: str, timeout_s: float) -> None:
+        self.rank = rank
+        self.world = world
+        self.moved_bytes = 0
+        self._device = torch.device(device)
+        dist.init_process_group(
+            BACKENDS[self._device.type],
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=self._device if self._device.type == "cuda" else None,
+        )
+
+    def barrier(self) -> None:
+        self.sum([0.0])
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+        self._count(tensor)
+
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        work = dist.all_reduce(tensor, async_op=True)
+        self._count(tensor)
+        return lambda: _finish(work)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, 0)
+        self.moved_bytes += tensor.numel() * tensor.element_size()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        every = tensor.new_empty(self.world, len(tensor))
+        dist.all_gather(list(every.unbind()), tensor.contiguous())
+        # It goes to each of the others, and one comes from each.
+        self.moved_bytes += 2 * (self.world - 1) * len(tensor)
+        return every
+
+    def trade(self, pieces: Tensor) -> Tensor:
+        given = torch.empty_like(pieces)
+        dist.all_to_all_single(given, pieces)
+        self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
+        return given
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        every = torch.tensor(list(values), dtype=torch.float64, device=self._device)
+        gathered = [torch.empty_like(every) for _ in range(self.world)]
+        dist.all_gather(gathered, every)
+        totals: list[float] = torch.stack(gathered).cpu().sum(0).tolist()
+        return totals
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _count(self, tensor: Tensor) -> None:
+        # A ring sends and receives 2 (world - 1) / world of the tensor.
+        self.moved_bytes += 4 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
+
+
+def _finish(work: Any) -> None:
+    work.wait()

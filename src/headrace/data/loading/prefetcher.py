@@ -1,0 +1,188 @@
+"""Batches read before they are asked for, in order, within a budget of bytes.
+
+parts ──► reserve ──► readers: one batch each ──► in order ──► whoever trains
+             ▲                                                     │
+             └───────────── bytes given back ◄─────────────────────┘
+
+A reader is a thread; it reads itself, or waits for a process of its own that does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Generic, TypeVar
+
+from headrace.data.loading.memory_budget import MemoryBudget
+from headrace.data.loading.reader import ReadResult
+
+Part = TypeVar("Part")
+
+_BEYOND = 2
+"""Batches beyond those that are being read, if nobody says how many: one waits, one is being trained on."""
+
+
+class _Job(Generic[Part]):
+    """A batch on its way.
+
+    Args:
+        part: what is read.
+        read: reads it.
+        reserved: bytes.
+    """
+
+    def __init__(self, part: Part, read: Callable[[Part], ReadResult], reserved: int) -> None:
+        self.part = part
+        self.read = read
+        self.bytes = reserved
+        self.future: Future[ReadResult] = Future()
+
+
+class Prefetcher(Generic[Part]):
+    """Hands out parts to readers, and what they have read to whoever trains.
+
+    Only one thread, which trains, calls its methods. It is to be closed.
+
+    Args:
+        parts: what is read, in order.
+        read: reads a part; several threads call it at the same time.
+        estimate: about how many bytes it takes to read a part; None where nobody knows.
+        measured: told what a part took, in bytes, when it has been read.
+        freed: told how many bytes nobody holds any more, of each batch.
+        most: batches that may wait or be read; None for a few more than there are readers.
+        memory_limit: bytes.
+
+    Attributes:
+        read: see above; may be changed, for the parts that are handed out from then on.
+        readers: how many there are.
+        budget: of bytes.
+        waited_s: how long whoever trains has waited for batches.
+    """
+
+    def __init__(
+        self,
+        parts: Iterator[Part],
+        read: Callable[[Part], ReadResult],
+        estimate: Callable[[Part], int | None],
+        measured: Callable[[Part, int], None],
+        freed: Callable[[int], None],
+        most: int | None,
+        memory_limit: int,
+    ) -> None:
+        self.read = read
+        self.readers = 0
+        self.budget = MemoryBudget(memory_limit)
+        self.waited_s = 0.0
+        self._parts = parts
+        self._estimate = estimate
+        self._measured = measured
+        self._freed = freed
+        self._most = most
+        self._next: Part | None = None
+        self._jobs: deque[_Job[Part]] = deque()
+        self._queue: SimpleQueue[_Job[Part] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._held: deque[int] = deque()
+
+    def set_readers(self, count: int) -> None:
+        """Lets so many parts be read at the same time; without readers, whoever takes a part reads it."""
+        while self.readers < count:
+            # A daemon, for an interpreter that ends in the middle of a loop waits for no batch.
+            thread = threading.Thread(target=self._work, name="headrace-data", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+            self.readers += 1
+        while self.readers > count:
+            self._queue.put(None)
+            self.readers -= 1
+
+    def fill(self) -> None:
+        """Hands out parts as long as there is room."""
+        most = self.readers + _BEYOND if self._most is None else max(1, self._most)
+        while len(self._jobs) < most:
+            part = self._following()
+            if part is None:
+                break
+            needed = self._estimate(part)
+            if not self.budget.reserve(needed):
+                self._next = part
+                break
+            job = _Job(part, self.read, needed or 0)
+            self._jobs.append(job)
+            self._queue.put(job)
+
+    def settle(self) -> None:
+        """Waits until all that was handed out has been read, or has failed."""
+        for job in self._jobs:
+            job.future.exception()
+
+    def ready(self) -> int:
+        """Returns how many batches have been read and wait."""
+        return sum(job.future.done() for job in self._jobs)
+
+    def take(self) -> tuple[Part, ReadResult] | None:
+        """Returns the next part with what was read of it; None behind the last.
+
+        Raises:
+            DataError: an example cannot be had.
+        """
+        # Whoever asks for a batch holds the one before until it has this one.
+        while len(self._held) > 1:
+            nbytes = self._held.popleft()
+            self._freed(nbytes)
+            self.budget.release(nbytes)
+        if self.readers:
+            self.fill()
+        began = perf_counter()
+        if not self._jobs:
+            part = self._following()
+            if part is None:
+                return None
+            read = self.read(part)
+            self._measured(part, read.nbytes)
+            self.waited_s += perf_counter() - began
+            return part, read
+        job = self._jobs.popleft()
+        read = job.future.result()
+        self.waited_s += perf_counter() - began
+        self.budget.hand_over()
+        self._held.append(job.bytes)
+        return job.part, read
+
+    def _following(self) -> Part | None:
+        """Returns the next part that has not been handed out; None behind the last."""
+        part, self._next = self._next, None
+        return next(self._parts, None) if part is None else part
+
+    def close(self) -> None:
+        """Ends the readers, after what each of them is reading; what was not taken is lost."""
+        for job in self._jobs:
+            job.future.cancel()
+        self._jobs.clear()
+        self.set_readers(0)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            self._attend(job)
+            # Not until the next one comes: it holds a batch.
+            del job
+
+    def _attend(self, job: _Job[Part]) -> None:
+        if not job.future.set_running_or_notify_cancel():
+            return
+        try:
+            read = job.read(job.part)
+            found = read.nbytes
+            self._measured(job.part, found)
+        except BaseException as error:  # raised where the batch is taken
+            job.future.set_exception(error)
+            return
+        self.budget.correct(job.bytes, found)
+        job.bytes = found
+        job.future.set_result(read)

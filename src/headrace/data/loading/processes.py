@@ -1,0 +1,311 @@
+"""Processes that read for one worker: forks of it, which send batches back through shared memory.
+
+worker ── epoch, places ──► reading process
+       ◄── what it is, as JSON; the descriptor of the memory that its tensors lie in
+
+A fork has the pipeline, its data and the user's functions as they are, so that none is sent or copied. It computes
+on one thread and without gradients, because a fork that used the threads of the process it comes from would wait for
+them for ever. It ends with its worker, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.data.loading.reader import ReadResult
+from headrace.errors import DataError, HeadraceError, RunFailed, UnfitMachine, UsageError
+from headrace.shared_memory.segment import SharedSegment
+
+_ALIGN = 64
+_REQUEST = struct.Struct("<qq")
+_REPLY = struct.Struct("<qq")
+_SET_PARENT_DEATH_SIGNAL = 1
+_FORKS = itertools.count(1)
+_ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (DataError, UnfitMachine, UsageError)}
+
+
+class ReaderStalled(Exception):
+    """A reading process neither answers nor computes."""
+
+
+class ReaderProcesses:
+    """Reading processes. Any number of threads may read at the same time, each by a process of its own.
+
+    Args:
+        read: what each does: takes an epoch and the places of the examples, `(examples,)` int64.
+        count: how many processes.
+        patience_s: how long a process that reads may do nothing.
+    """
+
+    def __init__(self, read: Callable[[int, Tensor], ReadResult], count: int, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._processes: dict[int, socket.socket] = {}
+        self._idle: SimpleQueue[int] = SimpleQueue()
+        self._running = True
+        for _ in range(count):
+            pid, channel = self._fork(read)
+            self._processes[pid] = channel
+            self._idle.put(pid)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes' ids."""
+        return tuple(self._processes)
+
+    def read(self, epoch: int, places: Tensor) -> ReadResult:
+        """Lets a process read a batch.
+
+        Raises:
+            DataError: an example cannot be had; its cause is the other process's traceback.
+            RunFailed: the process was lost.
+            Stalled: it does nothing.
+            UnfitMachine: there is no memory left to share.
+            UsageError: the batch is not made of what can be shared.
+        """
+        pid = self._idle.get()
+        try:
+            channel = self._processes[pid]
+            channel.sendall(_REQUEST.pack(epoch, len(places)) + places.numpy().tobytes())
+            self._await(pid, channel)
+            return _answer(channel)
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise RunFailed(
+                f"a process that reads the data (pid {pid}) was lost; if the machine ran out of memory, use fewer: "
+                "map(..., parallel='threads'), or prefetch(memory_limit=...)"
+            ) from error
+        finally:
+            self._idle.put(pid)
+
+    def end(self) -> None:
+        """Ends the processes, whatever they are doing; who waits for one hears that it is lost."""
+        if not self._running:
+            return
+        self._running = False
+        for pid in self._processes:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._processes:
+            os.waitpid(pid, 0)
+
+    def close(self) -> None:
+        """Ends them and lets go of their channels, when nobody waits for an answer any more."""
+        self.end()
+        for channel in self._processes.values():
+            channel.close()
+        self._processes.clear()
+
+    def _await(self, pid: int, channel: socket.socket) -> None:
+        """Waits for an answer, however long a process computes for it."""
+        before = -1
+        # Not select, which takes no descriptor beyond the 1024th.
+        answer = select.poll()
+        answer.register(channel, select.POLLIN)
+        while not answer.poll(1000 * self._patience_s):
+            ticks = _ticks(pid)
+            if ticks == before:
+                raise ReaderStalled(
+                    f"a process that reads the data (pid {pid}) has neither answered nor computed for "
+                    f"{self._patience_s:g} s; it may wait for threads that a library had before the fork, tokenizers "
+                    "where TOKENIZERS_PARALLELISM is true: let it have none, or say map(..., parallel='threads')"
+                )
+            before = ticks
+
+    def _fork(self, read: Callable[[int, Tensor], ReadResult]) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        worker = os.getpid()
+        # Else both would write what is still in there.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        number = next(_FORKS)
+        pid = os.fork()
+        if pid == 0:
+            _seed(number)
+            _become_reader(worker, theirs, [ours, *self._processes.values()], read)
+        theirs.close()
+        return pid, ours
+
+
+def _ticks(pid: int) -> int:
+    """Returns the processor time that a process has had, in the system's ticks."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)
+
+
+def _become_reader(
+    worker: int, channel: socket.socket, others: list[socket.socket], read: Callable[[int, Tensor], ReadResult]
+) -> NoReturn:
+    try:
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() == worker:
+            for other in others:
+                other.close()
+            # The worker's own handlers would act in its place.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # What is the worker's is not its fork's to free.
+            gc.freeze()
+            torch.set_num_threads(1)
+            torch.set_grad_enabled(False)
+            _serve(channel, read)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the worker has done with it
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # Not back into the worker's frames.
+        os._exit(0)
+
+
+def _seed(number: int) -> None:
+    """Gives a fork random numbers of its own, for functions that draw elsewhere than from `rng`."""
+    seed = (torch.initial_seed() + number) % 2**63
+    # Not torch.manual_seed, which asks for a lock of torch.cuda: another thread may have held it at the fork.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _serve(channel: socket.socket, read: Callable[[int, Tensor], ReadResult]) -> None:
+    while True:
+        epoch, count = _REQUEST.unpack(_receive(channel, _REQUEST.size))
+        places = torch.from_numpy(np.frombuffer(bytearray(_receive(channel, 8 * count)), dtype=np.int64))
+        segment = None
+        try:
+            found = read(epoch, places)
+            reply, segment = _packed(found)
+            del found
+        except Exception as error:  # told to the worker
+            kind = type(error).__name__ if type(error).__name__ in _ERRORS else "DataError"
+            said = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
+            reply = {"error": kind, "message": said, "traceback": _theirs(error)}
+        _send(channel, reply, segment)
+
+
+def _theirs(error: Exception) -> str:
+    """Returns the traceback of what user code raised, or of the error itself."""
+    return "".join(traceback.format_exception(error.__cause__ or error))
+
+
+def _send(channel: socket.socket, reply: dict[str, Any], segment: SharedSegment | None) -> None:
+    text = json.dumps(reply).encode()
+    head = _REPLY.pack(len(text), segment.nbytes if segment else 0)
+    if segment:
+        socket.send_fds(channel, [head], [segment.descriptor])
+        segment.close()
+    else:
+        channel.sendall(head)
+    channel.sendall(text)
+
+
+def _answer(channel: socket.socket) -> ReadResult:
+    head, descriptors, _, _ = socket.recv_fds(channel, _REPLY.size, 1)
+    if not head:
+        raise EOFError
+    try:
+        head += _receive(channel, _REPLY.size - len(head))
+        length, size = _REPLY.unpack(head)
+        reply = json.loads(_receive(channel, length))
+    except (EOFError, ConnectionResetError):
+        # It was ended in the middle of its answer.
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    segment = SharedSegment.received(descriptors[0], size) if descriptors else None
+    if "error" in reply:
+        raise _ERRORS[reply["error"]](reply["message"]) from _InReader(reply["traceback"])
+    batch = _rebuilt(reply["batch"], segment)
+    if segment:
+        segment.close()
+    counts = [tuple(reply[name]) for name in ("skipped", "seconds", "waiting", "notices")]
+    return ReadResult(batch, reply["examples"], *counts)
+
+
+def _receive(channel: socket.socket, count: int) -> bytes:
+    parts = []
+    while count:
+        part = channel.recv(count)
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+class _InReader(Exception):
+    """Stands for what was raised in a reading process; shows its traceback."""
+
+
+def _packed(read: ReadResult) -> tuple[dict[str, Any], SharedSegment | None]:
+    """Returns what a reply says, and the memory with the batch's tensors."""
+    tensors: list[tuple[int, Tensor]] = []
+    description = _described(read.batch, tensors)
+    reply = {"batch": description, "examples": read.examples, "skipped": read.skipped, "seconds": read.seconds}
+    reply |= {"waiting": read.waiting, "notices": read.notices}
+    if not tensors:
+        return reply, None
+    last, tensor = tensors[-1]
+    segment = SharedSegment.create(last + tensor.nbytes, "batch")
+    for start, tensor in tensors:
+        segment.tensor(tensor.dtype, start, tensor.numel()).view(tensor.shape).copy_(tensor)
+    return reply, segment
+
+
+def _described(value: Any, tensors: list[tuple[int, Tensor]]) -> list[Any]:
+    """Returns a batch as JSON values; its tensors are put down with their places in the memory."""
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout is torch.strided:
+        start = 0
+        if tensors:
+            last, before = tensors[-1]
+            start = -(-(last + before.nbytes) // _ALIGN) * _ALIGN
+        if value.numel():
+            tensors.append((start, value.detach()))
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), start]
+    if type(value) is dict and all(type(key) in (int, str) for key in value):
+        return ["dict", [[key, _described(item, tensors)] for key, item in value.items()]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_described(item, tensors) for item in value]]
+    if value is None or type(value) in (bool, int, float, str):
+        return ["value", value]
+    raise UsageError(
+        f"a batch holds a {type(value).__name__}, which cannot come from a reading process: tensors, numbers and text "
+        "in dicts, lists and tuples can; return those, or say map(..., parallel='threads')"
+    )
+
+
+def _rebuilt(description: list[Any], segment: SharedSegment | None) -> Any:
+    kind, *rest = description
+    if kind == "tensor":
+        name, shape, start = rest
+        dtype = getattr(torch, name)
+        count = int(np.prod(shape, dtype=np.int64))
+        if segment is None or not count:
+            return torch.empty(shape, dtype=dtype)
+        return segment.tensor(dtype, start, count).view(shape)
+    if kind == "dict":
+        return {key: _rebuilt(item, segment) for key, item in rest[0]}
+    if kind in ("list", "tuple"):
+        items = [_rebuilt(item, segment) for item in rest[0]]
+        return items if kind == "list" else tuple(items)
+    return rest[0]

@@ -1,0 +1,365 @@
+"""Reads batches of a pipeline: examples go through its steps, all of a batch through one before the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter, thread_time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.data.cache.opened import store_of
+from headrace.data.cache.record import Absent
+from headrace.data.cache.store import Store
+from headrace.data.loading.padding import padded
+from headrace.data.pipeline.order import generator
+from headrace.data.pipeline.pipeline import InputPipeline, visited
+from headrace.data.pipeline.source import Epoch, emptied, unreadable
+from headrace.data.pipeline.steps import Cache, Filter, Into, Map, Step
+from headrace.errors import DataError
+from headrace.trees import nbytes
+
+_SOURCE = "the source"
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """What was read.
+
+    Attributes:
+        batch: tensors, in the structure of an example.
+        examples: in it; fewer than were asked for where some are left out.
+        skipped: the keys of those that could not be had, and why.
+        seconds: that each stage took: the source, each step, and what makes the batch.
+        waiting: of those, in which it did not compute: it waited for a disk, a network, a lock or a core. Empty where
+            that was not measured.
+        notices: lines for the user.
+    """
+
+    batch: Any
+    examples: int
+    skipped: tuple[str, ...]
+    seconds: tuple[float, ...]
+    waiting: tuple[float, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the batch."""
+        return nbytes(self.batch)
+
+
+@dataclass
+class _Row:
+    """An example on its way.
+
+    Attributes:
+        first: the first step that it goes through; -1 for the source.
+    """
+
+    index: int
+    epoch: Epoch
+    value: Any = None
+    first: int = -1
+
+
+class ExampleReader:
+    """Any number of threads may read at the same time.
+
+    Args:
+        pipeline: what.
+        seed: the job's; a seed of the pipeline's own goes before it.
+
+    Attributes:
+        stages: what each of `ReadResult.seconds` is of.
+        drops: whether a batch may have fewer examples than were asked for.
+    """
+
+    def __init__(self, pipeline: InputPipeline, seed: int) -> None:
+        self._pipeline = pipeline
+        self._source = pipeline.source
+        self._seed = seed if pipeline.seed is None else pipeline.seed
+        self._skips = pipeline.reading.on_error == "skip"
+        # In a batch of a pipeline that repeats itself, epochs of the source may meet.
+        one_epoch = pipeline.times == 1 or pipeline.source.lasting
+        self._whole = not pipeline.steps and pipeline.batching.pad is None and not self._skips and one_epoch
+        last = pipeline.steps[-1] if pipeline.steps else None
+        self._into = last if isinstance(last, Map) and isinstance(last.function, Into) else None
+        self._plain = pipeline.taken is None and pipeline.times == 1
+        self._cache = next((step for step in pipeline.steps if isinstance(step, Cache)), None)
+        self._cached = pipeline.steps.index(self._cache) if self._cache else -1
+        self._gathers = (
+            last is not None and last is self._cache and pipeline.batching.pad is None and self._source.stacks
+        )
+        self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
+        self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
+
+    def read(self, epoch: int, places: Tensor) -> ReadResult:
+        """Returns the batch of the examples at some places of the data.
+
+        Args:
+            epoch: counted from 0.
+            places: `(examples,)` int64, each from 0 to before the pipeline's length.
+
+        Raises:
+            DataError: one of them cannot be had, or they do not make one batch.
+        """
+        if self._whole:
+            began = perf_counter()
+            batch = self._source.gather(self._indices(places), Epoch(self._seed, epoch))
+            return ReadResult(batch, len(places), (), (perf_counter() - began, 0.0))
+        gathered = self._gathered(places) if self._gathers else None
+        if gathered is not None:
+            return gathered
+        spent: list[tuple[float, float]] = []
+        skipped: list[str] = []
+        rows, batch = self._through(epoch, places.tolist(), spent, skipped)
+        if not rows:
+            batch = self._nothing(epoch)
+        return self._read(batch, len(rows), skipped, spent)
+
+    def _through(
+        self, epoch: int, places: Sequence[int], spent: list[tuple[float, float]], skipped: list[str]
+    ) -> tuple[list[_Row], Any]:
+        """Lets examples go through all steps; returns those that are left, and their batch."""
+        rows = self._missing([_Row(*self._locate(epoch, place)) for place in places])
+        rows = self._timed(spent, lambda: self._fetch(rows, skipped))
+        # The last one may write into the batch.
+        inner = self._pipeline.steps[:-1] if self._into else self._pipeline.steps
+        for position, step in enumerate(inner):
+            rows = self._timed(spent, lambda: self._apply(position, step, rows, skipped))  # noqa: B023  (at once)
+        batch = self._timed(spent, lambda: self._make(rows, skipped) if rows else None)
+        if self._into:
+            spent.append((0.0, 0.0))
+        return rows, batch
+
+    def example(self, epoch: int, place: int) -> Any:
+        """Returns one example, for a pipeline that this one is a part of.
+
+        Raises:
+            DataError: it cannot be had, or is left out.
+        """
+        skipped: list[str] = []
+        rows = self._fetch(self._missing([_Row(*self._locate(epoch, place))]), skipped)
+        for position, step in enumerate(self._pipeline.steps):
+            rows = self._apply(position, step, rows, skipped)
+        if not rows:
+            raise DataError(f"{self.key(place)} is left out; a filter goes behind what mixes or interleaves")
+        return rows[0].value
+
+    def trace(self, epoch: int, place: int) -> Iterator[tuple[str, Any]]:
+        """Yields what one example is after each stage, with the stage's name; ends early where it is left out.
+
+        All of it is done, whatever a cache has.
+
+        Raises:
+            DataError: it cannot be had.
+        """
+        skipped: list[str] = []
+        rows = self._fetch([_Row(*self._locate(epoch, place))], skipped)
+        for position, step in enumerate((None, *self._pipeline.steps)):
+            if step is not None and not isinstance(step, Cache):
+                rows = self._apply(position - 1, step, rows, skipped)
+            if not rows:
+                return
+            yield self.stages[position], rows[0].value
+
+    def key(self, place: int) -> str:
+        """Returns what messages call the example at a place of the data."""
+        return self._source.key(self._locate(0, place)[0])
+
+    def _timed(self, spent: list[tuple[float, float]], work: Callable[[], Any]) -> Any:
+        began, computed = perf_counter(), thread_time()
+        result = work()
+        passed = perf_counter() - began
+        spent.append((passed, max(0.0, passed - (thread_time() - computed))))
+        return result
+
+    def _locate(self, epoch: int, place: int) -> tuple[int, Epoch]:
+        if self._plain:
+            return place, Epoch(self._seed, epoch)
+        indices = visited(self._pipeline)
+        copy, position = divmod(place, len(indices))
+        return indices[position], Epoch(self._seed, epoch * self._pipeline.times + copy)
+
+    def _indices(self, places: Tensor) -> Tensor:
+        """Returns the source's indices of some places."""
+        if self._plain:
+            return places
+        indices = visited(self._pipeline)
+        return places % len(indices) * indices.step + indices.start
+
+    def _read(
+        self, batch: Any, examples: int, skipped: Sequence[str], spent: Sequence[tuple[float, float]]
+    ) -> ReadResult:
+        seconds, waiting = zip(*spent, strict=True)
+        notices = self._store().news() if self._cache else ()
+        return ReadResult(batch, examples, tuple(skipped), seconds, waiting, notices)
+
+    def _store(self) -> Store:
+        assert self._cache is not None
+        return store_of(self._cache, len(self._source))
+
+    def _gathered(self, places: Tensor) -> ReadResult | None:
+        """Reads a batch that a cache has, and behind which nothing is done, as a whole; None if that cannot be."""
+        indices = self._indices(places).numpy()
+        spent = [(0.0, 0.0)] * (1 + self._cached)
+        found = self._timed(spent, lambda: self._store().gather(indices))
+        if found is None:
+            return None
+        batch, examples = found
+        return self._read(batch, examples, (), [*spent, (0.0, 0.0)])
+
+    def _missing(self, rows: list[_Row]) -> list[_Row]:
+        """Marks the examples that a cache has; returns all but those of which it knows that they are left out."""
+        if self._cache is None or not rows:
+            return rows
+        found = self._store().find([row.index for row in rows])
+        for row, absent in zip(rows, found, strict=True):
+            row.first = -1 if absent is Absent.MISSING else self._cached
+        return [row for row, absent in zip(rows, found, strict=True) if absent is not Absent.LEFT_OUT]
+
+    def _keep(self, rows: list[_Row]) -> list[_Row]:
+        """Hands out what a cache has, and gives it what it has not."""
+        store = self._store()
+        for row in rows:
+            if row.first == self._cached:
+                row.value = store.example(row.index)
+        store.put([(row.index, row.value) for row in rows if row.first < self._cached])
+        return rows
+
+    def _fetch(self, rows: Sequence[_Row], skipped: list[str]) -> list[_Row]:
+        def fetch(row: _Row) -> bool:
+            if row.first < 0:
+                row.value = self._source.example(row.index, row.epoch)
+            return True
+
+        return self._each(rows, _SOURCE, fetch, skipped)
+
+    def _apply(self, position: int, step: Step, rows: list[_Row], skipped: list[str]) -> list[_Row]:
+        if isinstance(step, Cache):
+            return self._keep(rows)
+        if isinstance(step, Map) and step.batched:
+            return self._apply_to_all(position, step, rows, skipped)
+
+        def apply(row: _Row) -> bool:
+            if row.first > position:
+                return True
+            value = row.value if isinstance(step, Filter) or step.field is None else row.value[step.field]
+            given = {"rng": self._rng(row, position)} if step.draws else {}
+            result = step.function(value, **given)
+            if isinstance(step, Filter):
+                if not result and position < self._cached:
+                    self._store().put([(row.index, Absent.LEFT_OUT)])
+                return bool(result)
+            row.value = result if step.field is None else _replaced(row.value, step.field, result)
+            return True
+
+        return self._each(rows, step.name, apply, skipped)
+
+    def _apply_to_all(self, position: int, step: Map, rows: list[_Row], skipped: list[str]) -> list[_Row]:
+        waiting = [row for row in rows if row.first <= position]
+        if not waiting:
+            return rows
+
+        def apply(some: Sequence[_Row]) -> None:
+            values = [row.value if step.field is None else row.value[step.field] for row in some]
+            rngs = {"rng": [self._rng(row, position) for row in some]} if step.draws else {}
+            results = list(step.function(values, **rngs))
+            if len(results) != len(some):
+                raise ValueError(f"it returned {len(results)} examples for {len(some)}")
+            for row, result in zip(some, results, strict=True):
+                row.value = result if step.field is None else _replaced(row.value, step.field, result)
+
+        try:
+            apply(waiting)
+        except Exception as error:
+            if not self._skips:
+                keys = f"one of {self._source.key(waiting[0].index)} to {self._source.key(waiting[-1].index)}"
+                raise unreadable(keys, step.name, error) from error
+        else:
+            return rows
+
+        def alone(row: _Row) -> bool:
+            if row.first <= position:
+                apply([row])
+            return True
+
+        return self._each(rows, step.name, alone, skipped)
+
+    def _each(self, rows: Sequence[_Row], who: str, work: Callable[[_Row], bool], skipped: list[str]) -> list[_Row]:
+        kept = []
+        for row in rows:
+            try:
+                if work(row):
+                    kept.append(row)
+            except Exception as error:
+                if not self._skips:
+                    if who == _SOURCE and isinstance(error, DataError):
+                        # It says itself which example it is.
+                        raise
+                    raise unreadable(self._source.key(row.index), who, error) from error
+                skipped.append(f"{self._source.key(row.index)}: {who} raised {type(error).__name__}: {error}")
+        return kept
+
+    def _rng(self, row: _Row, position: int) -> np.random.Generator:
+        # A cache draws nothing: what stands behind it draws what it would without.
+        drawing = position - (0 <= self._cached < position)
+        return generator(row.epoch.seed, row.epoch.number, row.index, drawing)
+
+    def _make(self, rows: list[_Row], skipped: list[str]) -> Any:
+        if self._into:
+            return self._written(self._into, rows, skipped)
+        if self._gathers:
+            # What has just been kept is read back row by row, which takes no thread from whoever trains.
+            found = self._store().gather(np.array([row.index for row in rows]))
+            if found is not None:
+                return found[0]
+        return self._collated([row.value for row in rows])
+
+    def _collated(self, values: Sequence[Any]) -> Any:
+        batching = self._pipeline.batching
+        if batching.pad is not None:
+            return padded(values, batching.pad, batching.pad_to)
+        return self._source.collate(values)
+
+    def _written(self, step: Map, rows: list[_Row], skipped: list[str]) -> Any:
+        """Lets the last step write its results into the batch; the other fields are collated."""
+        function: Any = step.function
+        tensor = torch.from_numpy(np.empty((len(rows), *function.shape), dtype=function.dtype))
+        out: NDArray[Any] = tensor.numpy()
+        place = 0
+
+        def write(row: _Row) -> bool:
+            nonlocal place
+            value = row.value if step.field is None else row.value[step.field]
+            function.into(value, out[place])
+            place += 1
+            return True
+
+        rows[:] = self._each(rows, step.name, write, skipped)
+        tensor = tensor[: len(rows)]
+        if step.field is None or not rows:
+            return tensor
+        rest = [_replaced(row.value, step.field, 0) for row in rows]
+        return _replaced(self._collated(rest), step.field, tensor)
+
+    def _nothing(self, epoch: int) -> Any:
+        """Returns an empty batch: only an example that went through all steps tells the shapes."""
+        for place in range(len(self._pipeline)):
+            rows, batch = self._through(epoch, [place], [], [])
+            if rows:
+                return emptied(batch)
+        raise DataError("every example is left out")
+
+
+def _replaced(example: Any, field: int | str, value: Any) -> Any:
+    if isinstance(example, dict):
+        return {**example, field: value}
+    position = range(len(example))[field]  # type: ignore[index]
+    return type(example)((*example[:position], value, *example[position + 1 :]))

@@ -1,0 +1,1 @@
+"""The definition of an input pipeline."""

@@ -1,0 +1,190 @@
+"""Several pipelines as one: mixed by weights, or interleaved."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.data.loading.reader import ExampleReader
+from headrace.data.pipeline.order import ExampleOrder
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.source import Epoch, Source
+from headrace.errors import UsageError
+
+_LONGEST_PATTERN = 10_000
+
+
+def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> InputPipeline:
+    """Returns a pipeline that takes its examples from several, in proportion to weights, exactly.
+
+    An epoch is as long as all of them together. Whichever is used up before its end begins a new epoch of its own, in a
+    new order if it is shuffled; whatever is not reached comes in the next epoch. Their transforms are applied; what is
+    chained behind is applied to all.
+
+        a b a a b a a b a a        weights=(2, 1)
+
+    Args:
+        pipelines: at least one.
+        weights: of each, above 0; None to let them follow each other, every example exactly once: `mix(a, b).shuffle()`
+            mixes them evenly.
+
+    Raises:
+        UsageError: there are more or fewer weights than pipelines, or one is not above 0.
+    """
+    if not pipelines:
+        raise UsageError("mix takes at least one pipeline")
+    if weights is None:
+        return InputPipeline(_Chained(pipelines))
+    chosen = list(weights)
+    if len(chosen) != len(pipelines):
+        raise UsageError(f"{len(pipelines)} pipelines need as many weights, got {len(chosen)}")
+    if not all(isinstance(weight, int | float) and math.isfinite(weight) and weight > 0 for weight in chosen):
+        raise UsageError(f"weights are finite numbers above 0, got {chosen}")
+    return InputPipeline(_Mixed(pipelines, _pattern(chosen)))
+
+
+def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
+    """Returns a pipeline that takes from several in turn, until each is used up: every example exactly once.
+
+        a b a b a b b b        the first is shorter
+
+    Args:
+        pipelines: at least one.
+        block: examples that are taken from each at a time.
+
+    Raises:
+        UsageError: there is no pipeline, or `block` is below 1.
+    """
+    if not pipelines:
+        raise UsageError("interleave takes at least one pipeline")
+    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
+        raise UsageError(f"block must be a whole number of at least 1, got {block!r}")
+    return InputPipeline(_Interleaved(pipelines, block))
+
+
+class _Several(Source):
+    """Pipelines whose examples are found by who has them, and the place there."""
+
+    def __init__(self, pipelines: Sequence[InputPipeline]) -> None:
+        self._pipelines = tuple(pipelines)
+        self._length = sum(map(len, pipelines))
+        self._orders: dict[tuple[int, int, int], ExampleOrder] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def identity(self) -> str:
+        return ""
+
+    @property
+    def lasting(self) -> bool:
+        return False
+
+    def _take(self, which: int, place: int, seed: int, number: int) -> Any:
+        pipeline = self._pipelines[which]
+        own = seed if pipeline.seed is None else pipeline.seed
+        key = (which, own, number)
+        order = self._orders.get(key)
+        if order is None:
+            # Only the last epochs are asked for, and a thread more or less that makes one does no harm.
+            for old in [old for old in self._orders if old[0] == which and old[2] < number - 1]:
+                self._orders.pop(old, None)
+            order = self._orders[key] = ExampleOrder(len(pipeline), own, number, pipeline.shuffled)
+        return ExampleReader(pipeline, own).example(number, order.at(place))
+
+
+class _Chained(_Several):
+    def example(self, index: int, epoch: Epoch) -> Any:
+        for which, pipeline in enumerate(self._pipelines):
+            if index < len(pipeline):
+                return self._take(which, index, epoch.seed, epoch.number)
+            index -= len(pipeline)
+        raise IndexError(index)
+
+
+class _Mixed(_Several):
+    """Args:
+    pattern: which pipeline has each place of a pattern that repeats itself.
+    """
+
+    def __init__(self, pipelines: Sequence[InputPipeline], pattern: NDArray[np.int64]) -> None:
+        super().__init__(pipelines)
+        self._pattern = pattern.tolist()
+        self._counts = [int((pattern == which).sum()) for which in range(len(pipelines))]
+        seen = [0] * len(pipelines)
+        self._before = []
+        for which in self._pattern:
+            self._before.append(seen[which])
+            seen[which] += 1
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        whole = epoch.number * self._length + index
+        repeats, at = divmod(whole, len(self._pattern))
+        which = self._pattern[at]
+        number, place = divmod(repeats * self._counts[which] + self._before[at], len(self._pipelines[which]))
+        return self._take(which, place, epoch.seed, number)
+
+
+class _Interleaved(_Several):
+    """Places are found by stretches: within one, the same pipelines have examples left."""
+
+    def __init__(self, pipelines: Sequence[InputPipeline], block: int) -> None:
+        super().__init__(pipelines)
+        self._block = block
+        # Stretches: the first place, the turns before it, who has examples left.
+        self._stretches: list[tuple[int, int, list[int]]] = []
+        turns, place = 0, 0
+        while place < self._length:
+            left = [which for which, pipeline in enumerate(pipelines) if len(pipeline) > turns * block]
+            # Those with less than a block come to a turn of their own.
+            whole = min(len(pipelines[which]) // block for which in left)
+            self._stretches.append((place, turns, left))
+            if whole > turns:
+                place += (whole - turns) * block * len(left)
+                turns = whole
+            else:
+                place += sum(min(block, len(pipelines[which]) - turns * block) for which in left)
+                turns += 1
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        first, turns, left = self._stretches[bisect_right(self._stretches, index, key=lambda each: each[0]) - 1]
+        offset = index - first
+        sizes = [min(self._block, len(self._pipelines[which]) - turns * self._block) for which in left]
+        more, offset = divmod(offset, sum(sizes))
+        for which, size in zip(left, sizes, strict=True):
+            if offset < size:
+                place = (turns + more) * self._block + offset
+                return self._take(which, place, epoch.seed, epoch.number)
+            offset -= size
+        raise IndexError(index)
+
+
+def _pattern(weights: Sequence[float]) -> NDArray[np.int64]:
+    """Returns who has each place of a pattern with the weights' ratio: always whoever is the furthest behind.
+
+    Raises:
+        UsageError: no pattern of a reasonable length has that ratio.
+    """
+    shares = [Fraction(weight).limit_denominator(_LONGEST_PATTERN) for weight in weights]
+    whole = math.lcm(*(share.denominator for share in shares))
+    counts = [int(share * whole) for share in shares]
+    counts = [count // math.gcd(*counts) for count in counts]
+    if sum(counts) > _LONGEST_PATTERN or 0 in counts:
+        raise UsageError(
+            f"the weights {list(weights)} have no ratio of small whole numbers; round them, (3, 1) or (0.75, 0.25)"
+        )
+    total = sum(counts)
+    pattern, taken = [], [0] * len(counts)
+    for place in range(total):
+        behind = [count * (place + 1) - done * total for count, done in zip(counts, taken, strict=True)]
+        which = behind.index(max(behind))
+        pattern.append(which)
+        taken[which] += 1
+    return np.array(pattern, dtype=np.int64)

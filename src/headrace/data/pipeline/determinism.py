@@ -1,0 +1,82 @@
+"""Whether examples are functions of (seed, epoch, index): each is read twice and compared after every stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from headrace.data.loading.reader import ExampleReader
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.errors import DataError
+
+
+def check_deterministic(pipeline: InputPipeline, seed: int, examples: int = 64) -> int:
+    """Reads examples twice, evenly spread over the data, and returns how many.
+
+    Objects that cannot be compared, because they are equal to nothing but themselves, are taken for equal where they
+    are of one type.
+
+    Args:
+        pipeline: what.
+        seed: the job's.
+        examples: how many, if there are as many.
+
+    Raises:
+        DataError: an example is not the same twice, or a transform changes the data in place; names the example and
+            the stage.
+    """
+    reader = ExampleReader(pipeline, seed)
+    places = range(0, len(pipeline), max(1, len(pipeline) // examples))[:examples]
+    for place in places:
+        before = _source(reader, place)
+        if not _same(before, _source(reader, place)):
+            raise _differs(reader, place, reader.stages[0])
+        first = []
+        for stage, value in reader.trace(0, place):
+            first.append(copy.deepcopy(value))
+            if not _same(before, _source(reader, place)):
+                raise DataError(
+                    f"{stage} changes {reader.key(place)} in place, so that the next epoch begins with what this one "
+                    "has made of it; let it return something new, or copy first"
+                )
+        second = [value for _, value in reader.trace(0, place)]
+        for number, (one, other) in enumerate(zip(first, second, strict=False)):
+            if not _same(one, other):
+                raise _differs(reader, place, reader.stages[number])
+        if len(first) != len(second):
+            raise _differs(reader, place, reader.stages[min(len(first), len(second))])
+    return len(places)
+
+
+def _source(reader: ExampleReader, place: int) -> Any:
+    """Returns a copy of what the source has."""
+    return copy.deepcopy(next(reader.trace(0, place), None))
+
+
+def _differs(reader: ExampleReader, place: int, stage: str) -> DataError:
+    return DataError(
+        f"{stage} is not deterministic: for {reader.key(place)} it gave two results for one seed, epoch and index; "
+        "let it draw random numbers from its parameter rng alone, and depend on nothing that changes between two calls"
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor | np.ndarray):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        # What is not a number is not equal to itself.
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    equality: object = type(one).__eq__
+    if equality is object.__eq__:
+        return True
+    return bool(one == other or (one != one and other != other))

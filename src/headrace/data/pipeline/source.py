@@ -1,0 +1,302 @@
+"""Where examples come from: anything that can be asked for them by index."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from headrace.data.cache.fingerprint import fingerprint
+from headrace.errors import DataError
+from headrace.trees import map_tensors, nbytes
+
+_MOST_HASHED = 1 << 30
+"""Bytes of arrays whose content is looked at to know them again: a second or two."""
+
+_SMALL = 1 << 15
+"""Numbers that torch copies without its other threads (`at::internal::GRAIN_SIZE`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One pass over the data.
+
+    Attributes:
+        seed: what its order and its random numbers follow.
+        number: counted from 0.
+    """
+
+    seed: int
+    number: int
+
+
+class Source(ABC):
+    """Examples by index. Several threads may read one, and several processes copies of one, at the same time."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of examples."""
+
+    @abstractmethod
+    def example(self, index: int, epoch: Epoch) -> Any:
+        """Returns one example: a tuple, a dict, or whatever the data set is made of."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What it reads from, so that what was kept of it can be found again; "" where nobody can know."""
+
+    def gather(self, indices: Tensor, epoch: Epoch) -> Any:
+        """Returns the batch of the examples at `indices`, `(examples,)` int64."""
+        wanted = indices.tolist()
+        if not wanted:
+            # Only an example tells the shapes.
+            return emptied(self.collate([self.example(0, epoch)]))
+        return self.collate([self.example(index, epoch) for index in wanted])
+
+    def collate(self, examples: Sequence[Any]) -> Any:
+        """Returns the batch of examples that have been read one by one; at least one."""
+        return collate(examples)
+
+    def key(self, index: int) -> str:
+        """Returns what messages call an example."""
+        return f"example {index}"
+
+    def nbytes(self, index: int) -> int | None:
+        """Returns about how many bytes an example is read from; None where that is not known beforehand."""
+        return None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a batch is best read as a whole."""
+        return False
+
+    @property
+    def stacks(self) -> bool:
+        """Whether `collate` is the usual one."""
+        return type(self).collate is Source.collate
+
+    @property
+    def lasting(self) -> bool:
+        """Whether an example is the same in every epoch."""
+        return True
+
+
+class ArraySource(Source):
+    """Tensors in host memory that have one entry an example, in a tuple or by name.
+
+    Args:
+        arrays: `(examples, ...)` each.
+
+    Raises:
+        DataError: there are none, or their lengths differ.
+    """
+
+    def __init__(self, arrays: tuple[Tensor, ...] | Mapping[str, Tensor]) -> None:
+        named = arrays if isinstance(arrays, Mapping) else dict(enumerate(arrays))
+        if not named:
+            raise DataError("the data has no arrays; give at least one, from_arrays(images, labels)")
+        lengths = {name: len(array) for name, array in named.items()}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+            raise DataError(
+                f"the arrays differ in length ({listed}); each needs one entry for every example, so cut "
+                f"them to {min(lengths.values())} or find what is missing"
+            )
+        self._names = tuple(arrays) if isinstance(arrays, Mapping) else None
+        self._arrays = tuple(named.values())
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        return self._tree([array[index] for array in self._arrays])
+
+    @property
+    def identity(self) -> str:
+        if sum(map(nbytes, self._arrays)) > _MOST_HASHED:
+            return ""
+        return f"arrays {fingerprint(self._names, self._arrays)}"
+
+    def gather(self, indices: Tensor, epoch: Epoch) -> Any:
+        return self._tree([array.index_select(0, indices) for array in self._arrays])
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    def _tree(self, tensors: list[Tensor]) -> Any:
+        if self._names is None:
+            return tuple(tensors)
+        return dict(zip(self._names, tensors, strict=True))
+
+
+class DatasetSource(Source):
+    """A map-style data set: it has a length, and `dataset[index]` is an example.
+
+    Args:
+        dataset: a torch `Dataset`, or anything like it.
+        collate_fn: makes a batch of a list of examples; None stacks them as torch's `default_collate` does.
+
+    Raises:
+        DataError: it has no length.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+        if not isinstance(dataset, Sized):
+            raise DataError(
+                f"the data set {type(dataset).__name__} has no length; give it a __len__, so that an epoch can be split"
+            )
+        self._dataset: Any = dataset
+        self._collate = collate_fn or collate
+        # Data sets that read many at once (torch's Subset, Hugging Face's) offer this name for it, as torch's
+        # own loader expects.
+        many = getattr(dataset, "__getitems__", None)
+        self._many: Callable[[list[int]], Sequence[Any]] | None = many if callable(many) else None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            raise unreadable(self.key(index), "the data set", error) from error
+
+    @property
+    def identity(self) -> str:
+        return ""
+
+    @property
+    def gathers(self) -> bool:
+        return self._many is not None
+
+    def gather(self, indices: Tensor, epoch: Epoch) -> Any:
+        wanted = indices.tolist()
+        if not wanted or self._many is None:
+            return super().gather(indices, epoch)
+        try:
+            examples = self._many(wanted)
+        except Exception as error:
+            for index in wanted:
+                self.example(index, epoch)  # the guilty one is named, if it fails alone too
+            raise unreadable(f"one of the examples {wanted}", "the data set", error) from error
+        return self.collate(examples)
+
+    def collate(self, examples: Sequence[Any]) -> Any:
+        return self._collate(list(examples))
+
+    @property
+    def stacks(self) -> bool:
+        return self._collate is collate
+
+
+def unreadable(which: str, who: str, error: Exception) -> DataError:
+    """Returns the error that names an example which user code could not read or change."""
+    return DataError(
+        f"{which} cannot be had: {who} raised {type(error).__name__}: {error}; "
+        "repair that example, or leave it out of the data"
+    )
+
+
+def as_tensor(value: Any, where: str) -> Tensor:
+    """Returns a tensor or array as a tensor in host memory, without a copy where its layout allows that.
+
+    Args:
+        value: `(examples, ...)`.
+        where: which one it is, for the message.
+
+    Raises:
+        DataError: it is neither, has no dims, or does not lie in host memory.
+    """
+    if isinstance(value, np.ndarray):
+        value = _from_numpy(value, where)
+    if not isinstance(value, Tensor):
+        raise DataError(
+            f"{where} is a {type(value).__name__}, not a tensor or array; convert it by torch.as_tensor(...)"
+        )
+    if value.dim() == 0:
+        raise DataError(f"{where} is a single number; it needs a first dim with one entry for every example")
+    if value.device.type != "cpu":
+        raise DataError(f"{where} lies on {value.device}; give it as .cpu(), workers bring their share to their device")
+    return value.detach()
+
+
+def _from_numpy(array: np.ndarray[Any, Any], where: str) -> Tensor:
+    # torch takes neither negative strides nor another machine's byte order.
+    if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    try:
+        with warnings.catch_warnings():
+            # It warns of memory that must not be written to (a file mapped read-only); nobody writes here.
+            warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+            return torch.from_numpy(array)
+    except TypeError as error:
+        raise DataError(
+            f"{where} has numpy's type {array.dtype}, which no tensor has; encode it as numbers first"
+        ) from error
+
+
+def collate(examples: Sequence[Any]) -> Any:
+    """Stacks examples, as torch's `default_collate` does, but that a tuple stays one, and no list becomes of it.
+
+    Raises:
+        DataError: they do not have one form.
+    """
+    try:
+        return _collated(list(examples))
+    except DataError:
+        raise
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{len(examples)} examples do not make one batch: {error}; give them one form in a map"
+        ) from error
+
+
+def _collated(examples: list[Any]) -> Any:
+    first = examples[0]
+    if type(first) in (tuple, list):
+        return type(first)(_collated(list(column)) for column in zip(*examples, strict=True))
+    if type(first) is dict:
+        return {name: _collated([example[name] for example in examples]) for name in first}
+    if type(first) in (Tensor, np.ndarray):
+        return _stacked(examples)
+    return default_collate(examples)
+
+
+def _stacked(examples: Sequence[Any]) -> Tensor:
+    tensors = [torch.as_tensor(example) for example in examples]
+    first = tensors[0]
+    other = next((tensor for tensor in tensors if tensor.shape != first.shape), None)
+    if other is not None:
+        raise DataError(
+            f"examples of a batch differ in shape, {list(first.shape)} and {list(other.shape)}: let .batch(pad=0) fill "
+            "them up along their first dim, or give them one shape in a map"
+        )
+    alike = all(tensor.dtype == first.dtype and tensor.device.type == "cpu" for tensor in tensors)
+    if not alike or first.numel() * len(tensors) < _SMALL:
+        return torch.stack(tensors)
+    # numpy takes no thread from whoever trains; torch would.
+    batch = first.new_empty((len(tensors), *first.shape))
+    for row, tensor in zip(_bytes(batch.flatten(1)), tensors, strict=True):
+        row[:] = _bytes(tensor.flatten())
+    return batch
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """Returns its memory; its last dim is contiguous."""
+    return tensor.detach().resolve_conj().view(torch.uint8).numpy()
+
+
+def emptied(batch: Any) -> Any:
+    """Returns the batch with tensors of length 0."""
+    return map_tensors(lambda tensor: tensor[:0], batch)

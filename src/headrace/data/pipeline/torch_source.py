@@ -1,0 +1,184 @@
+"""What users have already, tensors, data sets and loaders of torch, as a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from headrace.data.pipeline.pipeline import InputPipeline, Processes, from_arrays
+from headrace.data.pipeline.source import DatasetSource
+from headrace.errors import DataError, UsageError
+
+_FORMS = "a pair of tensors or arrays, a dict of them, a torch Dataset or DataLoader, or a pipeline from hr.data"
+
+
+@runtime_checkable
+class _MapStyle(Protocol):
+    """A data set that need not know torch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
+    """Returns the pipeline for `Job.data`, and lines that the user should see.
+
+    A pipeline stays as it was defined; anything else is shuffled by the job's seed.
+
+    Args:
+        data: a pipeline, a tuple or list of tensors or arrays, a dict of them, one alone, a list of
+            examples, a map-style data set, or a `DataLoader` around one.
+
+    Raises:
+        DataError: it is none of these, is empty or ragged.
+    """
+    if isinstance(data, InputPipeline):
+        return data, ()
+    if isinstance(data, DataLoader):
+        return _from_loader(data)
+    if isinstance(data, Tensor | np.ndarray):
+        return from_arrays(data).shuffle(), ()
+    if isinstance(data, Mapping):
+        return from_arrays(data).shuffle(), ()
+    if isinstance(data, list) and data and isinstance(data[0], tuple | dict):
+        return _from_dataset(data).shuffle(), ()
+    if isinstance(data, tuple | list):
+        return from_arrays(*data).shuffle(), ()
+    return _from_dataset(data).shuffle(), ()
+
+
+def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
+    """Returns a pipeline over a data set or loader of torch, or anything that can be iterated over.
+
+    Of a `DataLoader`, its data set, `collate_fn` and reading processes are used, and whether it shuffles; the job's
+    batch size replaces its own. What has no index, as an `IterableDataset` or a generator, can be given no order: it is
+    read once, from its beginning to its end, into memory.
+
+    Args:
+        data: a map-style data set, a `DataLoader`, an `IterableDataset`, or an iterable of examples.
+        limit: so many examples at most are read of what has no index.
+
+    Raises:
+        DataError: there are more than `limit`, or none, or it can neither be indexed nor iterated over.
+        UsageError: `limit` is below 1.
+    """
+    if isinstance(data, DataLoader):
+        if isinstance(data.dataset, IterableDataset):
+            own_collate = None if data.collate_fn is default_collate else data.collate_fn
+            return InputPipeline(DatasetSource(gathered(data.dataset, limit), own_collate))
+        pipeline, _ = _from_loader(data)
+        return dataclasses.replace(pipeline, shuffled=isinstance(data.sampler, RandomSampler))
+    indexed = isinstance(data, Dataset | _MapStyle) and not isinstance(data, IterableDataset | Mapping)
+    return _from_dataset(data) if indexed else _from_dataset(gathered(data, limit))
+
+
+def gathered(examples: Any, limit: int) -> list[Any]:
+    """Returns all that an iterable yields.
+
+    Raises:
+        DataError: there are more than `limit`, or it cannot be iterated over.
+        UsageError: `limit` is below 1.
+    """
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise UsageError(f"limit must be a whole number of at least 1, got {limit!r}")
+    name = type(examples).__name__
+    if not isinstance(examples, Iterable) or isinstance(examples, str | bytes | Mapping):
+        raise DataError(f"data cannot be a {name}; give {_FORMS}, or an iterable of examples")
+    found = list(islice(examples, limit + 1))
+    if len(found) > limit:
+        raise DataError(
+            f"the {name} has more than {limit:,} examples, and as they have no index, all must fit into memory; if "
+            "they do, raise limit; else give a data set with __len__ and __getitem__, or files to hr.data.from_..."
+        )
+    return found
+
+
+def _from_dataset(dataset: Any, collate_fn: Any = None) -> InputPipeline:
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"{type(dataset).__name__} is an IterableDataset: its examples have no index, so no order can be "
+            "given to them; make it a Dataset with __len__ and __getitem__, or read it into memory by "
+            "hr.data.from_torch(...)"
+        )
+    # Exactly this class: a subclass may do more in its __getitem__ than to look its tensors up.
+    if type(dataset) is TensorDataset and collate_fn is None:
+        return from_arrays(*dataset.tensors)
+    if isinstance(dataset, Dataset | _MapStyle) and not isinstance(dataset, str | bytes):
+        return InputPipeline(DatasetSource(dataset, collate_fn))
+    raise DataError(f"data cannot be a {type(dataset).__name__}; give {_FORMS}")
+
+
+def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...]]:
+    if isinstance(loader.dataset, IterableDataset):
+        return _from_dataset(loader.dataset), ()  # raises
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise DataError(
+            "the DataLoader has batch_size=None, so its data set makes whole batches; "
+            "give a data set of single examples, so that a batch can be split among workers"
+        )
+    _require_all_examples(loader)
+    own_collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    pipeline = _from_dataset(loader.dataset, own_collate).shuffle()
+    notice = (
+        "of the DataLoader, its data set and collate_fn are used; the job's batch size and order replace "
+        f"{_described(loader)}"
+    )
+    if loader.num_workers > 0 and isinstance(pipeline.source, DatasetSource):
+        pipeline = InputPipeline(pipeline.source, shuffled=True, processes=_processes(loader))
+        notice += f"; each worker reads with {loader.num_workers} processes"
+    return pipeline, (notice,)
+
+
+def _require_all_examples(loader: DataLoader[Any]) -> None:
+    """Refuses samplers that choose examples: to replace them would train on others than were meant."""
+    sampler: Any = loader.sampler
+    length = len(DatasetSource(loader.dataset))
+    name = type(sampler).__name__
+    if isinstance(sampler, SubsetRandomSampler):
+        raise DataError(
+            f"the DataLoader's {name} takes {len(sampler)} of {length} examples, and the job's order would "
+            "replace it; give torch.utils.data.Subset(dataset, indices) instead"
+        )
+    repeats = isinstance(sampler, WeightedRandomSampler) or (
+        isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != length)
+    )
+    if repeats:
+        raise DataError(
+            f"the DataLoader's {name} repeats or leaves out examples, but an epoch visits each exactly once; "
+            "weight the loss instead, or change the data set"
+        )
+
+
+def _described(loader: DataLoader[Any]) -> str:
+    sampler = type(loader.sampler).__name__
+    if loader.batch_size is None:
+        return f"its {type(loader.batch_sampler).__name__}"
+    dropped = ", drop_last=True" if loader.drop_last else ""
+    return f"its batch_size={loader.batch_size}{dropped} and {sampler}"
+
+
+def _processes(loader: DataLoader[Any]) -> Processes:
+    context: Any = loader.multiprocessing_context
+    return Processes(
+        count=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        start_method=None if context is None else context.get_start_method(),
+        worker_init_fn=loader.worker_init_fn,
+        timeout_s=loader.timeout,
+    )

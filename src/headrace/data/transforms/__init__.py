@@ -1,0 +1,1 @@
+"""Transforms for `InputPipeline.map`."""

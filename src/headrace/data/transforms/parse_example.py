@@ -1,0 +1,161 @@
+"""Reads `tf.train.Example`, a message of protobuf, without TensorFlow.
+
+    Example { Features features = 1; }
+    Features { map<string, Feature> feature = 1; }
+    Feature { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }     each list: repeated value = 1
+
+The encoding is protobuf's (protobuf.dev/programming-guides/encoding): a tag, then a varint, 4 or 8 bytes, or a length
+and as many bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.errors import DataError, UsageError
+
+_KINDS: Mapping[type, int] = {bytes: 1, str: 1, float: 2, int: 3}
+_LISTS = {1: "bytes", 2: "float", 3: "int"}
+_VARINT, _BYTES = 0, 2
+_FIXED: Mapping[int, int] = {1: 8, 5: 4}
+_LONGEST = 10
+"""Bytes of a number of 64 bits, 7 in each."""
+_Shape = tuple[int, ...] | None
+
+
+class ParseExample:
+    """Turns the bytes of a `tf.train.Example` into a dict. A transform for `Pipeline.map`.
+
+        hr.data.from_tfrecord("train-*").map(hr.data.ParseExample({"image": bytes, "label": int, "box": (float, (4,))}))
+
+    Args:
+        features: name to type, `bytes`, `str`, `int` (int64) or `float` (float32), for one value; or to
+            `(type, shape)`, for so many; `(type, None)` for as many as there are. Others are not read.
+
+    Raises:
+        UsageError: there is no such type.
+    """
+
+    def __init__(self, features: Mapping[str, Any]) -> None:
+        self._features: dict[bytes, tuple[str, type, _Shape]] = {}
+        for name, wanted in features.items():
+            kind, shape = wanted if isinstance(wanted, tuple) else (wanted, ())
+            if kind not in _KINDS:
+                raise UsageError(
+                    f"the feature {name!r} must be bytes, str, int or float, or (int, shape), got {wanted!r}"
+                )
+            self._features[name.encode()] = (name, kind, shape if shape is None else tuple(shape))
+
+    def __call__(self, record: bytes) -> dict[str, Any]:
+        """Returns numbers as tensors of their shape, bytes and str as such, or as a list where there may be several.
+
+        Raises:
+            DataError: it is no `tf.train.Example`, or a feature is missing, of another type, or has another number of
+                values.
+        """
+        found: dict[bytes, memoryview] = {}
+        for features in _inner(memoryview(record), 1):
+            for entry in _inner(features, 1):
+                key = next(_inner(entry, 1), memoryview(b""))
+                found[bytes(key)] = next(_inner(entry, 2), memoryview(b""))
+        missing = [name for encoded, (name, _, _) in self._features.items() if encoded not in found]
+        if missing:
+            has = ", ".join(sorted(name.decode(errors="replace") for name in found)) or "none"
+            raise DataError(f"the example has no feature {missing[0]!r}; it has {has}")
+        return {
+            name: _shaped(_values(found[encoded], name, kind), name, kind, shape)
+            for encoded, (name, kind, shape) in self._features.items()
+        }
+
+
+def _values(feature: memoryview, name: str, kind: type) -> Any:
+    """Returns all values of a feature: an array of numbers, or a list."""
+    for number, _, _ in _fields(feature):
+        if number != _KINDS[kind]:
+            raise DataError(f"the feature {name!r} holds {_LISTS.get(number, 'unknown')} values, not {kind.__name__}")
+    pieces = [piece for one in _inner(feature, _KINDS[kind]) for number, wire, piece in _fields(one) if number == 1]
+    if kind is bytes:
+        return [bytes(piece) for piece in pieces]
+    if kind is str:
+        try:
+            return [str(piece, "utf-8") for piece in pieces]
+        except UnicodeDecodeError as error:
+            raise DataError(f"the feature {name!r} is no UTF-8 ({error}); read it as bytes") from error
+    # Numbers are packed or come one by one: the bytes of both are the same.
+    together = b"".join(pieces)
+    if kind is int:
+        return _varints(together, name)
+    if len(together) % 4:
+        raise DataError(f"the feature {name!r} holds {len(together)} bytes of float, which is no multiple of 4")
+    return np.frombuffer(together, dtype="<f4").astype(np.float32)
+
+
+def _shaped(values: Any, name: str, kind: type, shape: _Shape) -> Any:
+    wanted = len(values) if shape is None else math.prod(shape)
+    if len(values) != wanted:
+        raise DataError(
+            f"the feature {name!r} has {len(values)} values, and {wanted} are asked for; say how many there are, "
+            f"({kind.__name__}, (n,)), or None for any number, ({kind.__name__}, None)"
+        )
+    if kind in (bytes, str):
+        return values[0] if shape == () else values
+    return torch.from_numpy(values).reshape(-1 if shape is None else shape)
+
+
+def _varints(content: bytes, name: str) -> NDArray[np.int64]:
+    raw = np.frombuffer(content, dtype=np.uint8)
+    last = np.flatnonzero(raw < 128)
+    begins = np.concatenate([np.zeros(1, np.int64), last[:-1] + 1])[: len(last)]
+    lengths = last - begins + 1
+    if lengths.sum() != len(raw) or np.any(lengths > _LONGEST):
+        raise DataError(f"the feature {name!r} holds {len(raw)} bytes that are no whole numbers of protobuf")
+    if not len(raw):
+        return np.empty(0, dtype=np.int64)
+    shifts = 7 * (np.arange(len(raw)) - np.repeat(begins, lengths))
+    bits = (raw & np.uint8(127)).astype(np.uint64) << shifts.astype(np.uint64)
+    return np.bitwise_or.reduceat(bits, begins).view(np.int64)
+
+
+def _inner(message: memoryview, number: int) -> Iterator[memoryview]:
+    """Yields the fields of a message with one number, messages or bytes themselves."""
+    for found, wire, content in _fields(message):
+        if found == number:
+            if wire != _BYTES:
+                raise DataError(f"it is no tf.train.Example: its field {number} has the wire type {wire}, not {_BYTES}")
+            yield content
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+    """Yields number, wire type and content of every field."""
+    place, end = 0, len(message)
+    while place < end:
+        tag, place = _varint(message, place)
+        wire, begin = tag & 7, place
+        if wire == _VARINT:
+            _, place = _varint(message, place)
+        elif wire == _BYTES:
+            length, begin = _varint(message, place)
+            place = begin + length
+        elif wire in _FIXED:
+            place += _FIXED[wire]
+        else:
+            raise DataError(f"it is no tf.train.Example: a field has the wire type {wire}, which there is not")
+        if place > end:
+            raise DataError(f"it is no tf.train.Example: a field ends at byte {place:,} of {end:,}")
+        yield tag >> 3, wire, message[begin:place]
+
+
+def _varint(message: memoryview, place: int) -> tuple[int, int]:
+    """Returns a number, and where it ends."""
+    value = 0
+    for at, byte in enumerate(message[place : place + _LONGEST]):
+        value |= (byte & 127) << (7 * at)
+        if byte < 128:
+            return value, place + at + 1
+    raise DataError(f"it is no tf.train.Example: the number at byte {place:,} of {len(message):,} has no end")

@@ -1,0 +1,138 @@
+"""A process that has imported everything and started no thread: it forks a worker in milliseconds.
+
+    launcher ──socket──► zygote ──fork──► worker 0, worker 1, ...
+             {"spawn": rank}, descriptors ►
+             ◄ {"ended": rank, "status": ...}
+
+Importing torch takes over a second; forking a process that has done it, a hundredth of that. The zygote ends
+when its socket to the launcher ends, and takes its workers with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+_MESSAGE_BYTES = 64 * 1024
+_DESCRIPTORS = 8
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+def load() -> None:
+    """Imports what the forks are for: torch and all of ours, and what the first optimizer of a process would."""
+    gc.disable()
+    import torch._dynamo  # noqa: F401
+
+    import headrace.engine.local.process  # noqa: F401
+
+    gc.enable()
+
+
+def main(descriptor: int) -> None:
+    """Serves the launcher at the other end of an inherited socket until it hangs up."""
+    launcher = socket.socket(fileno=descriptor)
+    load()
+    # Nothing of it is ever garbage, and to look through it would hold up a worker or server for a tenth of a second.
+    gc.freeze()
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    launcher.send(b'{"ready":true}')
+    workers: dict[int, int] = {}
+    try:
+        while True:
+            ready, _, _ = select.select([launcher.fileno(), read_end], [], [])
+            if read_end in ready:
+                os.read(read_end, 4096)
+                _report(launcher, workers)
+            if launcher.fileno() in ready:
+                message, descriptors, _, _ = socket.recv_fds(launcher, _MESSAGE_BYTES, _DESCRIPTORS)
+                if not message:
+                    break
+                _obey(json.loads(message), descriptors, workers, [launcher.fileno(), read_end, write_end])
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the launcher has gone, which is how it ends
+    finally:
+        _kill(workers)
+
+
+def _obey(order: dict[str, Any], descriptors: list[int], workers: dict[int, int], own: list[int]) -> None:
+    if "kill" in order:
+        for pid, rank in workers.items():
+            if rank in order["kill"]:
+                _end(pid)
+        return
+    pid = os.fork()
+    if pid == 0:
+        _become_worker(order, descriptors, own)
+    # With all that user code starts in it, a worker is a group, which ends as a whole.
+    os.setpgid(pid, pid)
+    workers[pid] = order["spawn"]
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _become_worker(order: dict[str, Any], descriptors: list[int], own: list[int]) -> None:
+    zygote = os.getppid()
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != zygote:
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor in own:
+        os.close(descriptor)
+    from headrace.engine.local.process import run
+
+    code = 1
+    try:
+        code = run(order, descriptors)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Not back into the zygote's frames, and not through its interpreter's end: both belong to the parent. Not by
+        # an error either, such as that of a log on a full disk.
+        os._exit(code)
+
+
+def _report(launcher: socket.socket, workers: dict[int, int]) -> None:
+    while workers:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        rank = workers.pop(pid)
+        if status != 0:
+            _end_group(pid)
+        launcher.send(json.dumps({"ended": rank, "status": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _kill(workers: dict[int, int]) -> None:
+    for pid in workers:
+        _end(pid)
+    for pid in workers:
+        os.waitpid(pid, 0)
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    _end_group(pid)
+
+
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    # The interpreter's own end would take half a second to free what the system frees at once.
+    os._exit(0)

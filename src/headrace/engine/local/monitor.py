@@ -1,0 +1,322 @@
+"""The launcher's eye on the processes of one run: who has ended, who is frozen, who is replaced.
+
+    loses its life ──► everybody's end                   a server alone, a worker of those that all go in step, a rank
+                  │                                      that holds a part of a replica
+                  ├──► another one in its place          a worker that leases its data
+                  └──► its backup goes on, with a new    a server that has one
+    raises an error ─► everybody's end                   whose code would raise it again
+
+Importing this module does not import torch, so that an engine can be made first thing.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from headrace.engine.liveness import LivenessProbe
+from headrace.engine.local.fork_server import ForkServer
+from headrace.engine.local.scaling import ScaleRequests
+from headrace.errors import PeerLost, UsageError, WorkerFailed
+from headrace.spec.events import LAUNCHER, Failed, Lost, Notice, decode
+from headrace.worker.run_spec import RunProgress, RunSpec, first_loss
+
+if TYPE_CHECKING:
+    # For the types alone: they import torch.
+    from headrace.engine.local.launcher import ProcessLauncher
+    from headrace.shared_memory.control_page import ControlPage
+
+_GRACE_S = 0.5
+_KILL_S = 2.0
+_LOOK_EVERY_S = 0.05
+_LOG_CHARACTERS = 4000
+
+_IN_VAIN = 5
+"""So often in a row a worker may be lost before it has done anything."""
+
+
+@dataclass
+class _Seat:
+    """The place of a process without which the run goes on.
+
+    Attributes:
+        examples: that were done there when its last process was started.
+        in_vain: processes in a row that have done none; of servers, that did not become ready as backups.
+        cause: why its process is being ended.
+    """
+
+    examples: int = 0
+    in_vain: int = 0
+    cause: str = field(default="")
+
+
+class Monitor:
+    """Follows the processes of one run.
+
+    Args:
+        order: the run.
+        page: its signals.
+        nursery: that started the processes.
+        crew: starts others in their place.
+        progress: told how far they are.
+    """
+
+    def __init__(
+        self,
+        order: RunSpec,
+        page: ControlPage,
+        nursery: ForkServer,
+        crew: ProcessLauncher,
+        progress: Callable[[RunProgress], None],
+    ) -> None:
+        # Not before, because they import torch.
+        from headrace.parameter_server.failover import FailoverController
+        from headrace.worker.events import EventWriter
+
+        self._order = order
+        self._page = page
+        self._nursery = nursery
+        self._crew = crew
+        self._progress = progress
+        self._journal = EventWriter(order.run_dir, LAUNCHER, order.started)
+        self._running = {role.rank for role in order.plan.roles}
+        self._vitals: dict[int, LivenessProbe] = {}
+        self._left = set(order.plan.servers)
+        self._ended_at = math.inf
+        # Whose workers lease their data: another one does what was not done.
+        self._workers = set(range(order.plan.workers) if order.plan.replaces else ())
+        self._staffing = ScaleRequests(order.run_dir)
+        self._succession = FailoverController(order.plan, page)
+        ranks = (role.rank for role in order.plan.roles)
+        self._seats = {rank: _Seat() for rank in ranks if rank in self._workers or rank in self._succession}
+
+    def follow(self) -> None:
+        """Returns when all have ended; raises for the first that failed."""
+        for rank in self._seats:
+            if rank in self._succession:
+                self._succession.up(rank)
+        try:
+            while self._running:
+                try:
+                    self._look()
+                except KeyboardInterrupt:
+                    if self._page.stop:
+                        raise
+                    self._page.stop = 1
+        finally:
+            self._kill()
+            self._journal.close()
+
+    def _look(self) -> None:
+        ended = self._collect()
+        for rank, code in ended.items():
+            if rank not in self._workers and code == 0:
+                self._note_end(rank)
+            if rank in self._seats and self._is_late(rank):
+                # If it is one of those who meet after all, the others need not wait for it.
+                self._page.fates[rank][0] += 1
+                continue
+            if code < 0 and rank in self._seats:
+                self._lose(rank, self._seats[rank].cause or _killed_by(code))
+            elif code != 0 or not self._said_goodbye(rank):
+                self._fail(rank, ended)
+        self._nursery.check(self._order.timeout_s)
+        page = self._page
+        examples = sum(beat[2] for beat in page.beats)
+        self._progress(RunProgress(max(beat[1] for beat in page.beats), first_loss(page.losses), examples))
+        for rank in self._succession.look():
+            self._seats[rank].in_vain = 0
+        for rank in self._running:
+            self._check_frozen(rank)
+        self._staffing.look(self._change_workers)
+        self._end_late()
+
+    def _check_frozen(self, rank: int) -> None:
+        beat = self._page.beats[rank]
+        vitals = self._vitals.get(rank)
+        if vitals is None or vitals.pid != beat[3]:
+            # Until it has begun its id is 0, and then it must begin within the same time.
+            vitals = self._vitals[rank] = LivenessProbe(beat[3])
+        silent_s = vitals.silent_s(beat[0])
+        if silent_s <= self._order.timeout_s:
+            return
+        cause = f"gave no sign of life for {silent_s:.1f} s (stopped, or its disk hangs)"
+        if rank in self._seats:
+            # It must not wake up when there is another one in its place.
+            self._seats[rank].cause = cause
+            self._nursery.kill([rank])
+            return
+        self._abort(rank)
+        raise self._lost(rank, cause)
+
+    def _lose(self, rank: int, cause: str) -> None:
+        """Lets the others know that a process is gone for good, and starts another one in its place."""
+        page, seat = self._page, self._seats[rank]
+        # Also when all is done but that the servers are told so.
+        if rank in self._succession and self._order.plan.server_of(rank) in self._left:
+            self._succeed(rank, cause)
+        examples = page.beats[rank][2]
+        seat.in_vain = 0 if examples > seat.examples else seat.in_vain + 1
+        seat.examples, seat.cause = examples, ""
+        # First who it was, because the others look for that.
+        page.fates[rank][0] += 1
+        page.beats[rank][3] = 0
+        page.addresses[rank].clear()
+        replaced = not self._is_over() and not page.fates[rank][1]
+        incarnation = page.fates[rank][0]
+        self._journal.write(Lost(LAUNCHER, self._journal.now(), rank, incarnation - 1, cause, replaced))
+        if seat.in_vain == _IN_VAIN:
+            self._abort(rank)
+            raise self._lost(rank, f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
+        if replaced:
+            self._running.add(rank)
+            self._crew.start(self._order.plan.role(rank))
+            if rank in self._succession:
+                self._succession.up(rank)
+        elif not self._running.intersection(self._workers):
+            self._abort(rank)
+            raise self._lost(rank, f"{cause}, the last of the workers")
+
+    def _change_workers(self, count: int) -> str:
+        """Lets workers join, or leave below 0; returns what happened.
+
+        Raises:
+            UsageError: that cannot be.
+        """
+        fates = self._page.fates
+        if not self._order.strategy.elastic or self._is_over():
+            what = "comes to its end" if self._is_over() else f"is of {self._order.plan.strategy} as it was asked for"
+            raise UsageError(
+                f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
+                "parameter_server without a bound, or downpour"
+            )
+        there = sorted(rank for rank in self._workers & self._running if not fates[rank][1])
+        taken = {role.rank for role in self._order.plan.roles} - self._workers
+        free = [rank for rank in range(self._page.ranks) if rank not in taken and rank not in self._running]
+        if count > len(free) or len(there) + count < 1:
+            raise UsageError(
+                f"{len(there)} workers and {count:+d} are {len(there) + count}; a run has 1 to {len(there) + len(free)}"
+            )
+        for rank in free[:count] if count > 0 else ():
+            self._hire(rank)
+        for rank in there[count:] if count < 0 else ():
+            fates[rank][1] = 1
+        changed = f"{count} more begin" if count > 0 else f"{-count} leave when their portions are done"
+        total = len(there) + count
+        text = f"{total} worker{'s' * (total > 1)} from now on: {changed}"
+        self._journal.write(Notice(LAUNCHER, self._journal.now(), text))
+        return text
+
+    def _hire(self, rank: int) -> None:
+        fates, beat = self._page.fates[rank], self._page.beats[rank]
+        # Not the first one, because those begin together.
+        fates[0] += 1
+        fates[1] = beat[3] = 0
+        self._seats[rank] = _Seat(examples=beat[2])
+        self._workers.add(rank)
+        self._running.add(rank)
+        self._crew.start(self._order.plan.role(rank))
+
+    def _succeed(self, rank: int, cause: str) -> None:
+        try:
+            self._succession.down(rank, cause)
+        except PeerLost:
+            self._abort(rank)
+            raise
+
+    def _is_over(self) -> bool:
+        """Whether a worker's loop has ended: then all have met for the last time, and nobody else is needed."""
+        return any(self._page.ends[rank][0] for rank in self._workers)
+
+    def _is_late(self, rank: int) -> bool:
+        """Whether a process has no part any more in what is left to do."""
+        if rank in self._workers:
+            # Of those who began the run each has a part in its end.
+            return self._is_over() and not self._page.ends[rank][0] and self._page.fates[rank][0] > 0
+        return not self._running.intersection(self._workers) and self._is_over()
+
+    def _end_late(self) -> None:
+        """Ends whoever came when everything was done, and waits for those that have ended."""
+        if monotonic() - self._ended_at > _GRACE_S:
+            late = [rank for rank in self._running & set(self._seats) if self._is_late(rank)]
+            if late:
+                self._nursery.kill(late)
+
+    def _note_end(self, rank: int) -> None:
+        """Notes that a server has ended, itself or its backup."""
+        self._left.discard(self._order.plan.server_of(rank))
+        if not self._left:
+            self._ended_at = min(self._ended_at, monotonic())
+
+    def _fail(self, rank: int, codes: dict[int, int]) -> None:
+        code = codes[rank]
+        self._abort(rank)
+        deadline = monotonic() + _GRACE_S
+        # Others may have failed at the same time, and it is the first one's error that explains. Where a snapshot holds
+        # what they have just done, they may write it down.
+        while (code >= 0 or self._order.snapshots_every_s) and self._running and monotonic() < deadline:
+            codes |= self._collect()
+        if code < 0:
+            raise self._lost(rank, _killed_by(code))
+        failures = [failure for peer in codes for failure in self._failures(peer)]
+        if failures:
+            first = min(failures, key=lambda failure: failure.time_s)
+            raise self._failed(first.rank, first.cause, first.traceback, first.exit_code)
+        cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
+        raise self._failed(rank, cause, self._end_of_log(rank))
+
+    def _abort(self, rank: int) -> None:
+        if not self._page.abort:
+            self._page.abort = rank + 1
+
+    def _kill(self) -> None:
+        if not self._running or not self._nursery.is_alive():
+            return
+        self._nursery.kill(sorted(self._running))
+        deadline = monotonic() + _KILL_S
+        while self._running and monotonic() < deadline:
+            self._collect()
+        if self._running:
+            # It does not answer, so it is ended itself, and the system ends what it has forked.
+            self._nursery.close()
+
+    def _collect(self) -> dict[int, int]:
+        ended = dict(self._nursery.ended(_LOOK_EVERY_S))
+        self._running.difference_update(ended)
+        return ended
+
+    def _failures(self, rank: int) -> list[Failed]:
+        events = [decode(line) for line in self._lines(rank) if line.startswith('{"kind":"failed"')]
+        return [event for event in events if isinstance(event, Failed) and event.time_s >= self._order.attempt.began_s]
+
+    def _said_goodbye(self, rank: int) -> bool:
+        """Whether a rank that ended without an error had done its work; os._exit(0) in user code has no error."""
+        ends = ('{"kind":"worker_ended"', '{"kind":"server_ended"')
+        return any(line.startswith(ends) for line in self._lines(rank)[-1:])
+
+    def _end_of_log(self, rank: int) -> str:
+        from headrace.engine.local.process import log_path
+
+        return log_path(self._order.run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
+
+    def _lines(self, rank: int) -> list[str]:
+        from headrace.worker.events import events_path
+
+        path = events_path(self._order.run_dir, rank)
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+    def _lost(self, rank: int, cause: str) -> PeerLost:
+        plan = self._order.plan
+        return PeerLost(rank, plan.role(rank).host, cause, plan.part_of(rank))
+
+    def _failed(self, rank: int, cause: str, traceback: str, exit_code: int = 1) -> WorkerFailed:
+        plan = self._order.plan
+        return WorkerFailed(rank, plan.role(rank).host, cause, traceback, exit_code, plan.part_of(rank))
+
+
+def _killed_by(code: int) -> str:
+    return f"killed by signal {-code} ({signal.Signals(-code).name})"

@@ -1,0 +1,183 @@
+"""A worker's process, from the fork to its exit code."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from select import select
+from time import monotonic
+from typing import Any
+
+import torch
+
+from headrace.collectives.elastic import ElasticGroup
+from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.engine.liveness import LivenessProbe
+from headrace.engine.shipping import unpack
+from headrace.errors import HeadraceError, JobError, PeerLost
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
+from headrace.spec.events import Failed
+from headrace.worker.events import EventWriter
+from headrace.worker.main import user_traceback, work
+from headrace.worker.run_spec import RunSpec
+from headrace.worker.server import serve
+
+LAST_WORDS = "headrace: this rank ends because of"
+"""The line of a rank's log below which its error stands."""
+
+_BEAT_EVERY_S = 0.25
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Returns the file that a rank's standard output and error go to."""
+    return run_dir / "logs" / f"rank-{rank}.log"
+
+
+def run(order: Mapping[str, Any], descriptors: list[int]) -> int:
+    """Does what the launcher ordered; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.chdir(order["directory"])
+    sys.path[:] = order["path"]
+    _redirect(Path(order["log"]))
+    torch.set_num_threads(order["threads"])
+    try:
+        if "script" in order:
+            return _run_script(order, descriptors)
+        return _run_worker(order, descriptors)
+    except HeadraceError as error:
+        _log(LAST_WORDS, error)
+        return error.exit_code
+    except BaseException as error:
+        _log(LAST_WORDS, user_traceback(error))
+        return 1
+    finally:
+        if "script" in order:
+            # What the interpreter does at its end, which a fork of the zygote never comes to.
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _log(*lines: object) -> None:
+    print(*lines, sep="\n", file=sys.stderr)  # noqa: T201  (standard error is this rank's log)
+
+
+def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
+    control, lifeline, code, *data = descriptors
+    rank: int = order["spawn"]
+    page = ControlPage(SharedSegment(control, ControlPage.nbytes(order["ranks"])), order["ranks"])
+    _start_beating(page, rank, lifeline)
+    # Whoever asks one worker to end asks the run, which ends in order and saves.
+    signal.signal(signal.SIGTERM, lambda *_: setattr(page, "stop", 1))
+    with os.fdopen(code, "rb") as pipe:
+        packed = pipe.read()
+    assignment = _unpack(packed, data[0] if data else -1, order)
+    del packed
+    check = _checker(page, assignment)
+    plan = assignment.plan
+    if plan.role(rank).kind != "worker":
+        serve(assignment, rank, page, check)
+        return 0
+    if plan.replaces:
+        # Whoever comes in another's place is alone until the next meeting.
+        incarnation = page.fates[rank][0]
+        members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
+        work(assignment, rank, ElasticGroup(page, rank, members, check), page)
+        return 0
+    # The workers are the first of all.
+    host = SharedMemoryGroup(ControlPage(page.segment, plan.workers), rank, check)
+    work(assignment, rank, host, page)
+    host.close()
+    return 0
+
+
+def _unpack(packed: bytes, memory: int, order: Mapping[str, Any]) -> RunSpec:
+    try:
+        assignment: RunSpec = unpack(packed, memory if order["data_bytes"] else -1, order["data_bytes"])
+    except Exception as error:
+        # Only what was unpacked would say where the run's directory is; the log lies in it.
+        journal = EventWriter(Path(order["log"]).parents[1], order["spawn"], monotonic())
+        cause = f"JobError: the job arrived but cannot be unpacked here: {type(error).__name__}: {error}"
+        journal.write(Failed(order["spawn"], 0.0, 0, cause, user_traceback(error), JobError.exit_code))
+        journal.close()
+        raise
+    return assignment
+
+
+def _run_script(order: Mapping[str, Any], descriptors: list[int]) -> int:
+    (lifeline,) = descriptors
+    threading.Thread(target=_follow, args=(lifeline, os.getppid()), daemon=True).start()
+    os.environ.update(order["environment"])
+    sys.argv = [order["script"], *order["arguments"]]
+    try:
+        runpy.run_path(order["script"], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)  # noqa: T201  (as the interpreter does)
+        return 1
+    return 0
+
+
+def _redirect(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Line by line, because nobody flushes what a killed process has printed.
+            stream.reconfigure(line_buffering=True)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _checker(page: ControlPage, order: RunSpec) -> Callable[[], None]:
+    def check() -> None:
+        if page.abort:
+            rank = page.abort - 1
+            cause = "the launcher ended the run because of it"
+            raise PeerLost(rank, order.plan.role(rank).host, cause, order.plan.part_of(rank))
+
+    return check
+
+
+def _start_beating(page: ControlPage, rank: int, lifeline: int) -> None:
+    beat = page.beats[rank]
+    beat[3] = os.getpid()
+    zygote = os.getppid()
+
+    def follow() -> None:
+        while not select([lifeline], [], [], _BEAT_EVERY_S)[0]:
+            beat[0] += 1
+        _end(zygote, [peer[3] for peer in page.beats if peer[3] not in (0, os.getpid())])
+
+    threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
+
+
+def _follow(lifeline: int, zygote: int) -> None:
+    # The launcher never writes; its end of the pipe closes when it goes, however it goes.
+    select([lifeline], [], [])
+    _end(zygote)
+
+
+def _end(zygote: int, peers: Sequence[int] = ()) -> None:
+    """Ends this process and all that it has started; for a zygote that is stopped it does the same to the others."""
+    if os.getppid() == zygote and LivenessProbe(zygote).is_stopped():
+        for peer in peers:
+            # The zygote has reaped nobody meanwhile, so these are still their ids.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(peer, signal.SIGKILL)
+        os.kill(zygote, signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)

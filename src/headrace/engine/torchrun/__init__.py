@@ -1,0 +1,1 @@
+"""Workers that another launcher has started: torchrun, SLURM, MPI."""

@@ -1,0 +1,266 @@
+"""This process is one worker among those that somebody else has started: torchrun, SLURM, MPI, `headrace launch`.
+
+They say who it is in the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import NoReturn
+
+import torch
+
+from headrace.collectives.base import HostMap, ProcessGroup
+from headrace.collectives.elastic import ElasticGroup
+from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.engine.interrupts import orderly_interrupts
+from headrace.engine.liveness import LivenessProbe
+from headrace.engine.torchrun.heartbeats import HeartbeatRelay
+from headrace.engine.torchrun.rendezvous import MEET_S, gather, launched_store, own_address
+from headrace.errors import PeerLost, RunFailed
+from headrace.machine import cores, host_name
+from headrace.policies.threads import threads_per_worker
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
+from headrace.worker.main import work
+from headrace.worker.run_spec import Engine, RunProgress, RunSpec, first_loss
+from headrace.worker.server import serve
+
+_BEAT_EVERY_S = 0.25
+
+_BROKEN_S = 2.0
+"""So long a process may be silent when some connection has broken."""
+
+_PARTED_S = 1.0
+"""So long when that was a connection to it."""
+
+_groups = itertools.count()
+"""A process may meet the same others again; every time needs words of its own in the store."""
+
+
+class LaunchedGroup:
+    """The processes of one launcher: with shared memory between those of one host, else with collectives over TCP.
+
+    Args:
+        timeout_s: after this time without a sign of life a process counts as lost.
+
+    Attributes:
+        rank, world: as the launcher says.
+        hosts: the name of each rank's.
+        page: the group's signals; of this process alone, with the others' marks, where there are several hosts.
+        host: their collective.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._timeout_s = timeout_s
+        self._words = f"headrace/{next(_groups)}"
+        self._agreed = 0
+        self._vitals: dict[int, LivenessProbe] = {}
+        self._over = threading.Event()
+        self._relay: HeartbeatRelay | None = None
+        self._deadline = monotonic() + MEET_S
+        self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
+        one = len(set(self.hosts)) == 1
+        alone = self.world == 1 or not one
+        self._segment = SharedSegment.create(ControlPage.nbytes(self.world), "control") if alone else self._meet()
+        self.page = ControlPage(self._segment, self.world)
+        self.page.beats[self.rank][3] = os.getpid()
+        self.host = self._together() if one else self._apart()
+        try:
+            self.host.barrier()
+        except BaseException:
+            # Who shows itself any longer counts as alive.
+            self.close()
+            raise
+
+    @property
+    def mates(self) -> int:
+        """How many of the processes are on this host."""
+        return self.hosts.count(self.hosts[self.rank])
+
+    @property
+    def leader(self) -> int:
+        """The first rank of this host."""
+        return self.hosts.index(self.hosts[self.rank])
+
+    def work(self, order: RunSpec) -> None:
+        """Does this rank's part of a run."""
+        plan = order.plan
+        workers = self.host
+        if plan.servers and not plan.replaces:
+            # Servers are in none of the workers' meetings.
+            kind = plan.roles[self.rank].kind
+            workers = self.host.subgroup([role.rank for role in plan.roles if role.kind == kind])
+        if plan.roles[self.rank].kind == "server":
+            serve(order, self.rank, self.page, self._check)
+        elif not plan.replaces:
+            work(order, self.rank, workers, self.page)
+        else:
+            members = [(worker, 0) for worker in range(plan.workers)]
+            work(order, self.rank, ElasticGroup(self.page, self.rank, members, self._check), self.page)
+
+    def close(self) -> None:
+        """Leaves the group."""
+        self._over.set()
+        if self._relay:
+            self._relay.close()
+        self.host.close()
+        self._segment.close()
+
+    def agree(self, text: str) -> str:
+        """Returns rank 0's text, on every rank."""
+        if self.world == 1:
+            return text
+        self._agreed += 1
+        agreed = self._told(f"agreed/{self._agreed}", text, 0)
+        # The store lives with rank 0, which must not end before the others have read.
+        self.host.barrier()
+        return agreed
+
+    def agree_at_home(self, text: str) -> str:
+        """Returns the text of this host's first rank, on every rank of the host; each calls it once."""
+        return self._told(f"at-home/{self.leader}", text, self.leader)
+
+    def _told(self, what: str, text: str, speaker: int) -> str:
+        store, key = launched_store(), f"{self._words}/{what}"
+        if self.rank == speaker:
+            store.set(key, text)
+        try:
+            told: str = store.get(key).decode()
+        except RuntimeError as error:
+            raise PeerLost(speaker, self.hosts[speaker], f"it has not answered: {error}") from error
+        return told
+
+    def _meet(self) -> SharedSegment:
+        """Rank 0 makes the page and says where; the others open it."""
+        own = SharedSegment.create(ControlPage.nbytes(self.world), "control") if self.rank == 0 else None
+        places = gather(json.dumps([os.getpid(), own.descriptor, own.nbytes] if own else []))
+        return own or SharedSegment.open(*json.loads(places[0]))
+
+    def _together(self) -> ProcessGroup:
+        beat = self.page.beats[self.rank]
+
+        def follow() -> None:
+            while not self._over.wait(_BEAT_EVERY_S):
+                beat[0] += 1
+
+        threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
+        return SharedMemoryGroup(self.page, self.rank, self._check)
+
+    def _apart(self) -> ProcessGroup:
+        # Here, because importing torch.distributed costs what a run on one host need not pay.
+        from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+        from headrace.collectives.multi_host import MultiHostGroup, connect
+
+        address, store = own_address(), launched_store()
+
+        def grow(name: str, rank: int, world: int) -> ProcessGroupGloo:
+            return connect(PrefixStore(f"{self._words}/gloo/{name}", store), rank, world, address, MEET_S)
+
+        group = grow("all", self.rank, self.world)
+        self._relay = HeartbeatRelay(store.clone(), self._words, self.page, self.rank)
+        host = MultiHostGroup(group, self.page, self.rank, self._check, self._accuse, grow)
+        host.home = HostMap(tuple(self.hosts), address)
+        return host
+
+    def _check(self) -> None:
+        """Looks at the others, because nobody watches them for us."""
+        self._look(self._timeout_s)
+
+    def _accuse(self, error: Exception, suspect: int | None) -> NoReturn:
+        """A connection between hosts has broken: whoever shows himself no more is lost."""
+        # Longer than that, because a beat takes its time, too.
+        give_up = monotonic() + self._timeout_s + _BROKEN_S
+        while monotonic() < give_up:
+            self._look(min(self._timeout_s, _BROKEN_S))
+            silent_s = 0.0 if suspect is None else self._look_at(suspect)
+            if suspect is not None and silent_s > _PARTED_S:
+                cause = f"its connection has broken, and it gave no sign of life for {silent_s:.1f} s"
+                raise PeerLost(suspect, self.hosts[suspect], cause)
+            self._over.wait(_BEAT_EVERY_S)
+        raise RunFailed(f"a connection between hosts has broken, and all processes live: {error}") from error
+
+    def _look(self, timeout_s: float) -> None:
+        if self.page.abort:
+            rank = self.page.abort - 1
+            raise PeerLost(rank, self.hosts[rank], "its part of the run has failed; its own output says why")
+        if self._relay:
+            unheard_s = monotonic() - self._relay.told_s
+            if self._relay.broken or unheard_s > self._timeout_s:
+                reason = self._relay.broken or f"no answer for {unheard_s:.1f} s"
+                raise PeerLost(0, self.hosts[0], f"the launcher's store on its host cannot be reached: {reason}")
+        silent_s = {rank: self._look_at(rank) for rank in range(self.world) if rank != self.rank}
+        rank = max(silent_s, key=lambda each: silent_s[each], default=self.rank)
+        if silent_s.get(rank, 0.0) > timeout_s:
+            raise PeerLost(rank, self.hosts[rank], f"gave no sign of life for {silent_s[rank]:.1f} s")
+
+    def _look_at(self, rank: int) -> float:
+        """Returns for how long a rank has given no sign of life."""
+        beat = self.page.beats[rank]
+        if beat[3] == 0:
+            if monotonic() > self._deadline:
+                raise PeerLost(rank, self.hosts[rank], f"had not begun after {MEET_S:.0f} s")
+            return 0.0
+        here = self.hosts[rank] == self.hosts[self.rank]
+        # Of a process on another host there is its beat alone.
+        vitals = self._vitals.setdefault(rank, LivenessProbe(beat[3] if here else 0))
+        if here and vitals.is_gone():
+            raise PeerLost(rank, self.hosts[rank], f"process {beat[3]} has ended")
+        return vitals.silent_s(beat[0])
+
+
+class LaunchedEngine(Engine):
+    """Runs one worker, in this process.
+
+    Args:
+        timeout_s: after this time without a sign of life a process counts as lost.
+
+    Attributes:
+        rank: as the launcher says.
+        leader: the first rank of this host.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = LaunchedGroup(timeout_s)
+        self.rank = self._group.rank
+        self.leader = self._group.leader
+
+    def agree(self, text: str) -> str:
+        """Returns rank 0's text, on every rank."""
+        return self._group.agree(text)
+
+    def agree_at_home(self, text: str) -> str:
+        """Returns the text of this host's first rank, on every rank of the host; each calls it once."""
+        return self._group.agree_at_home(text)
+
+    def all_agree(self, opinion: bool) -> bool:
+        """Returns whether all ranks think so."""
+        (agreeing,) = self._group.host.sum([float(opinion)])
+        return agreeing == self._group.world
+
+    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
+        group = self._group
+        torch.set_num_threads(threads_per_worker(cores(), group.mates))
+        page = group.page
+        with orderly_interrupts(page) as interrupts:
+            try:
+                group.work(order)
+            except BaseException as error:
+                # This process may live on, so that the others could not see it in its end.
+                page.abort = page.abort or 1 + (error.rank if isinstance(error, PeerLost) else group.rank)
+                if isinstance(error, PeerLost) and (part := order.plan.part_of(error.rank)):
+                    raise PeerLost(error.rank, error.host, error.cause, part) from error.__cause__
+                raise
+        examples = sum(beat[2] for beat in page.beats)
+        progress(RunProgress(page.beats[group.rank][1], first_loss(page.losses), examples))
+        return interrupts.status(page)
+
+    def close(self) -> None:
+        self._group.close()

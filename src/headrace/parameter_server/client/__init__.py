@@ -1,0 +1,1 @@
+"""A worker's side: push, pull, and data leases."""

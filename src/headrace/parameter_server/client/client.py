@@ -1,0 +1,386 @@
+"""A worker's side of the parameter servers: push, pull, and both in one round trip."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from headrace.errors import PeerLost, ServerRefused
+from headrace.parameter_server.client.session import ServerConnection, Session
+from headrace.parameter_server.core.events import Among, Reason
+from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire.messages import Kind, Message, decode
+from headrace.training.clipping import all_finite
+
+_BUCKET_BYTES = 1 << 20
+"""A server works on one bucket while the worker copies the next."""
+_BUCKET_SHARDS = 4096
+"""So many versions go into one message."""
+
+
+class Client:
+    """Args:
+    connections: one a server.
+    worker: number of this worker.
+    incarnation: greater than that of whoever had this number before.
+    check: called about every 50 ms of waiting; raises to end the wait.
+    timeout_s: how long a server may take for an answer that depends on no other worker.
+    together: push all shards of a server in one message.
+    observes: only look: pull, and wait for nobody.
+    in_turn: let the first server say whose pushes a round is of, and push to the others then; all shards `together`.
+
+    Attributes:
+        rested: whether no other worker waited for this one while it waited for its last lease.
+        apart: how far what it pushed last was from the mean of its round, where servers measure that.
+        pulled: is called when parameters have been pulled.
+
+    Raises:
+        PeerLost: a server has gone, or gives no answer; by any method.
+        Replaced: another process goes on in place of this worker; by any method.
+        ServerRefused: a server does not deal with this worker; by any method.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[ServerConnection],
+        worker: int,
+        incarnation: int = 0,
+        check: Callable[[], None] = lambda: None,
+        timeout_s: float = 60.0,
+        together: bool = False,
+        observes: bool = False,
+        in_turn: bool = False,
+    ) -> None:
+        self._worker, self._in_turn = (worker, incarnation), in_turn
+        self.rested = False
+        self.apart = 0.0
+        self.pulled: Callable[[], None] = _nothing
+        self._servers: list[_Server] = []
+        try:
+            for connection in connections:
+                session = Session(connection, worker, incarnation, check, observes)
+                self._servers.append(_Server(connection, session, timeout_s, together))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def moved_bytes(self) -> int:
+        """Payload that has gone to and from all servers."""
+        return sum(server.session.moved_bytes for server in self._servers)
+
+    def pull(self) -> None:
+        """Brings this worker's copies up to date; waits until it may begin its next round."""
+        for server in self._servers:
+            for shards in server.buckets:
+                server.request(Kind.PULL, shards)
+        for server in self._servers:
+            server.finish()
+        self.pulled()
+
+    def push(
+        self,
+        gradients: Sequence[Sequence[Tensor | None]],
+        lease: int,
+        weight: float = 1.0,
+        share: float = 1.0,
+        finite: bool | None = None,
+        pull: bool = False,
+        steps: int = 1,
+        versions: Sequence[Sequence[int]] | None = None,
+        patience_s: float = math.inf,
+    ) -> Reason | None:
+        """Sends gradients to all servers, and waits until they are applied.
+
+        Args:
+            gradients: by server and shard; None where the loss does not depend on the parameter.
+            lease: of the data that they were made from.
+            weight: in the mean of the round; 0 where there was no data.
+            share: of the round that they stand for.
+            finite: whether all of them are, for whoever has looked; None to look. Those that are not are refused.
+            pull: bring the parameters up to date in the same round trip.
+            steps: whose gradients these are the sum of.
+            versions: by server and shard, of the parameters that they were made with; None for those pulled last.
+            patience_s: how long to wait for other workers before the round is to end without them. Only where shards
+                are pushed `together`, and on one server or `in_turn`: others might end it with other workers'
+                gradients.
+
+        Returns:
+            None if they count, else why not.
+        """
+        kind = Kind.PUSH_PULL if pull else Kind.PUSH
+        if finite is None:
+            finite = all_finite([gradient for own in gradients for gradient in own if gradient is not None])
+        head = Message(kind, 0, finite, lease, weight, share, steps=steps)
+        if self._in_turn:
+            return self._push_in_turn(gradients, head, pull, patience_s)
+        for index in range(max((len(server.buckets) for server in self._servers), default=0)):
+            for number, server in enumerate(self._servers):
+                if index < len(server.buckets):
+                    own = None if versions is None else versions[number]
+                    # All workers push in the same order, so none waits for one that waits for it.
+                    server.make_room(pull)
+                    server.push(kind, server.buckets[index], gradients[number], head, own)
+        reason: Reason | None = None
+        for server in self._servers:
+            reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
+        self.apart = math.sqrt(sum(server.apart for server in self._servers))
+        if pull:
+            self.pulled()
+        return reason
+
+    def _push_in_turn(
+        self, gradients: Sequence[Sequence[Tensor | None]], head: Message, pull: bool, patience_s: float
+    ) -> Reason | None:
+        """Pushes to the first server, and where that counts, to all others."""
+        first, *others = self._servers
+        first.push(head.kind, first.buckets[0], gradients[0], head)
+        reason = first.finish(pull, monotonic() + patience_s)
+        last = decode(bytes(first.ask(Message(Kind.AMONG)))).numbers
+        # Whoever was of an earlier round does it again: the others know of no round but the last.
+        counts = bool(last) and self._worker in Among.of(last).workers and reason != Reason.LATE
+        reason = reason if counts else Reason.LATE
+        for server, own in zip(others, gradients[1:], strict=True):
+            if last:
+                server.ask(Message(Kind.AMONG, numbers=last))
+            if counts:
+                server.push(head.kind, server.buckets[0], own, head)
+            elif pull:
+                server.request(Kind.PULL, server.buckets[0])
+        for server in others:
+            reason = _graver(reason, server.finish(pull))
+        self.apart = math.sqrt(sum(server.apart for server in self._servers))
+        return reason
+
+    @property
+    def versions(self) -> list[list[int]]:
+        """Of the parameters that were pulled last, by server and shard."""
+        return [server.versions for server in self._servers]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the first server has newer parameters in all shards, as far as that is to be seen without asking.
+
+        Then no shard of it takes what this worker pushes.
+        """
+        first = self._servers[0]
+        shown = first.session.link.shown
+        return all((shown(shard) or 0) > version for shard, version in enumerate(first.versions))
+
+    def forget(self) -> None:
+        """Lets the next pull bring all parameters: this worker's copies are no more what was pulled last."""
+        for server in self._servers:
+            server.forget()
+
+    def ask(self, server: int, message: Message, blob: bytes = b"") -> bytes:
+        """Asks one server for something that is no push or pull, and returns what came with its answer."""
+        return bytes(self._servers[server].ask(message, blob))
+
+    def tell(self, message: Message) -> None:
+        """Tells the first server, which gives out the data, something, and does not wait for its answer."""
+        self._servers[0].tell(message)
+
+    def lease(self, rests: bool = False) -> Message:
+        """Waits for the first server's next word about data: a grant or a fence.
+
+        Args:
+            rests: let no other worker wait for this one meanwhile.
+        """
+        self.rested = False
+        message = self._servers[0].lease(self._rest if rests else None)
+        for server in self._servers if self.rested else ():
+            # Others may go on when this worker has met them, and then it counts again.
+            server.ask(Message(Kind.REST))
+        return message
+
+    def _rest(self) -> None:
+        first, *others = self._servers
+        # While it asks, its data may come: then the others wait for it.
+        if self.rested or first.ask(Message(Kind.REST, flag=True)):
+            return
+        for server in others:
+            server.tell(Message(Kind.REST, flag=True))
+        self.rested = True
+
+    def close(self) -> None:
+        """Ends all links."""
+        for server in self._servers:
+            server.session.close()
+
+
+class _Server:
+    """One server, as a client sees it."""
+
+    def __init__(self, connection: ServerConnection, session: Session, timeout_s: float, together: bool) -> None:
+        self.session, self.form = session, connection.form
+        self.buckets = [range(len(self.form))] if together else _buckets(self.form)
+        self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
+        self._versions = [-1] * len(self.form)
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self.apart = 0.0
+        self._told = 0
+        self._pending = 0
+        self._reason: Reason | None = None
+        self._leases: deque[Message] = deque()
+
+    def push(
+        self,
+        kind: Kind,
+        shards: range,
+        gradients: Sequence[Tensor | None],
+        head: Message,
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        """Puts the gradients of some shards where the server reads them, and says so."""
+        known = self._versions if versions is None else versions
+        sends, present, numbers = bool(head.weight and head.flag), [], []
+        for shard in shards:
+            gradient, made_with = gradients[shard], max(0, known[shard])
+            numbers.append(made_with if gradient is not None else ~made_with)
+            if gradient is not None and sends:
+                self.form.encode(shard, gradient, self.session.seats[shard])
+                present.append(shard)
+        self.session.ask(head._replace(first=shards.start, numbers=tuple(numbers)), present)
+        self._pending += 1
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the copies."""
+        return self._versions[:]
+
+    def forget(self) -> None:
+        """Takes the copies for unknown."""
+        self._versions = [-1] * len(self.form)
+
+    def request(self, kind: Kind, shards: range) -> None:
+        """Asks for the parameters of some shards."""
+        versions = tuple(max(0, self._versions[shard]) if self._versions[shard] >= 0 else -1 for shard in shards)
+        self.session.ask(Message(kind, shards.start, 1, numbers=versions))
+        self._pending += 1
+
+    def finish(self, pulls: bool = True, until: float = math.inf) -> Reason | None:
+        """Waits for all answers, and fetches what they are about if that was asked for; returns a refusal's reason.
+
+        Args:
+            pulls: whether it was.
+            until: when to let no other worker be waited for any more.
+        """
+        self.apart = 0.0
+        while self._pending:
+            self._await_answer(pulls, until)
+        reason, self._reason = self._reason, None
+        return reason
+
+    def make_room(self, pulls: bool) -> None:
+        """Waits until another push may be on its way."""
+        window = self.session.link.window
+        while window is not None and self._pending >= window:
+            self._await_answer(pulls)
+
+    def _await_answer(self, pulls: bool, until: float = math.inf) -> None:
+        # As long as other workers need, or are given.
+        message, _ = self._next(until=until)
+        if message.kind != Kind.ANSWER:
+            raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
+        self._pending -= 1
+        self.apart += message.weight
+        if message.flag:
+            self._reason = _graver(self._reason, Reason(message.flag))
+        if pulls:
+            self._fetch(message)
+
+    def ask(self, message: Message, blob: bytes = b"") -> memoryview:
+        """Sends a message that is about no shards' content, and waits for its answer; returns the blob."""
+        self.tell(message, blob)
+        answer, returned = self._next(self._told, monotonic() + self._timeout_s)
+        if answer.kind != Kind.DONE:
+            raise ServerRefused(f"the server answered {answer.kind.name} to {message.kind.name}")
+        return returned
+
+    def tell(self, message: Message, blob: bytes = b"") -> None:
+        """Sends a message that is about no shards' content."""
+        if message.kind == Kind.ASK:
+            self.session.ask(message)
+            return
+        if self.session.waits_for(self._told):
+            # The server knows again the last of them that it has done, no earlier one.
+            self._next(self._told, monotonic() + self._timeout_s)
+        self._told = self.session.ask(message, (), blob)
+
+    def lease(self, rest: Callable[[], None] | None = None) -> Message:
+        """Waits for a word about data; `rest` is told when that takes long."""
+        while not self._leases:
+            # Others may compute for as long as they like; that they live is seen elsewhere.
+            received = self.session.receive()
+            if received is None and rest:
+                rest()
+            elif received is not None and not self._takes(received[0]):
+                raise ServerRefused("the server answered a question that was not asked")
+        return self._leases.popleft()
+
+    def _takes(self, message: Message, awaited: int = 0) -> bool:
+        """Whether an answer is none of those that are waited for here."""
+        if message.kind in (Kind.GRANT, Kind.FENCE):
+            self._leases.append(message)
+            return True
+        return message.kind == Kind.DONE and message.number != awaited
+
+    def _next(
+        self, awaited: int = 0, deadline: float = math.inf, until: float = math.inf
+    ) -> tuple[Message, memoryview]:
+        while True:
+            received = self.session.receive(max(0.0, until - monotonic()))
+            if received is not None:
+                if not self._takes(received[0], awaited):
+                    return received
+            elif monotonic() >= until:
+                until = math.inf
+                self.session.ask(Message(Kind.CLOSE))
+            elif monotonic() > deadline:
+                cause = f"has not answered for {self._timeout_s:.0f} s"
+                raise PeerLost(self._connection.rank, self._connection.host, cause)
+
+    def _fetch(self, message: Message) -> None:
+        for shard, version in enumerate(message.numbers, message.first):
+            if version == self._versions[shard]:
+                continue
+            if self.form.reply_slots is None:
+                self._fetch_one(shard)
+            else:
+                self.form.decode_reply(shard, self.session.link.reply_slot(shard), self._places[shard])
+                self._versions[shard] = version
+
+    def _fetch_one(self, shard: int) -> None:
+        try:
+            self._versions[shard] = self.session.link.fetch(shard, self._places[shard])
+        except ConnectionError as error:
+            self.session.reconnect(error)
+            self._versions[shard] = -1
+            self.request(Kind.PULL, range(shard, shard + 1))
+
+
+def _nothing() -> None:
+    """Nobody waits for what has been pulled."""
+
+
+def _graver(one: Reason | None, other: Reason | None) -> Reason | None:
+    """Returns what two refusals come to: a gradient that is late anywhere comes again everywhere."""
+    return Reason.LATE if Reason.LATE in (one, other) else one or other
+
+
+def _buckets(form: ShardLayout) -> list[range]:
+    """Returns the shards in pieces of about a megabyte."""
+    buckets, start, nbytes = [], 0, 0
+    for shard, length in enumerate(form.slots.lengths):
+        nbytes += length
+        full = nbytes >= _BUCKET_BYTES or shard + 1 - start >= _BUCKET_SHARDS
+        if full or shard == len(form) - 1:
+            buckets.append(range(start, shard + 1))
+            start, nbytes = shard + 1, 0
+    return buckets

@@ -1,0 +1,101 @@
+"""A worker's links to the servers where it goes on while it pushes and fetches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.parameter_server.client.background import Background
+from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.client.replica_group import ReplicaGroup
+
+
+class ServerLinks:
+    """A worker's clients: one for all, or one for each of its threads.
+
+    Args:
+        main: asks for data, and does what is done where all workers meet.
+        places: of its copies.
+        fetch_every: steps between two fetches, counted from wherever all met.
+        agreement: of this worker's replica: what is fetched comes in on all its ranks at once.
+        pushing, fetching: what pushes and fetches in the background; None where `main` does both.
+        fetched: the places of what is fetched in the background.
+
+    Attributes:
+        main, pushing: see there.
+        versions: of the parameters that this worker goes on from, by server and shard.
+    """
+
+    def __init__(
+        self,
+        main: Client,
+        places: Sequence[Sequence[Tensor]],
+        fetch_every: int,
+        agreement: ReplicaGroup,
+        pushing: Background | None = None,
+        fetching: Background | None = None,
+        fetched: Sequence[Sequence[Tensor]] = (),
+    ) -> None:
+        self.main = main
+        self.pushing = pushing
+        self.versions = main.versions
+        self._fetch_every = fetch_every
+        self._agreement = agreement
+        self._since, self._ready = 0, False
+        self._fetching = fetching
+        self._places, self._fetched = ([place for own in each for place in own] for each in (places, fetched))
+
+    def pull(self) -> None:
+        """Brings the parameters up to date now."""
+        # Local steps have moved them since.
+        self.main.forget()
+        self.main.pull()
+        self.versions = self.main.versions
+        self._since = 0
+
+    def step(self) -> None:
+        """Brings the parameters up to date if that is due; in the background, where those fetched before come in now.
+
+        Whoever fetches slowly is waited for when the next fetch is due, or nothing fetched would ever come in.
+        """
+        self._since += 1
+        due = self._since == self._fetch_every
+        if self._fetching is None:
+            if due:
+                self.pull()
+            return
+        self._ready |= self._fetching.wait() if due else self._fetching.done()
+        if self._agreement.all(self._ready):
+            self._ready = False
+            if self._places:
+                torch._foreach_copy_(self._places, self._fetched)
+            self.versions = self._fetching.client.versions
+            self.main.pulled()
+        if due:
+            self._since = 0
+            self._fetching.start(self._fetching.client.pull)
+
+    def renew(self) -> None:
+        """Lets what goes on in the background come to its end, and brings the parameters up to date."""
+        for background in self._backgrounds():
+            background.wait()
+        self._ready = False
+        self.pull()
+
+    def resume(self) -> None:
+        """Goes on from what was fetched."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Payload of what goes on in the background."""
+        return sum(background.client.moved_bytes for background in self._backgrounds())
+
+    def close(self) -> None:
+        """Ends what goes on in the background."""
+        for background in self._backgrounds():
+            background.close()
+
+    def _backgrounds(self) -> list[Background]:
+        return [each for each in (self.pushing, self._fetching) if each is not None]

@@ -1,0 +1,1 @@
+"""Pure state machines of a parameter server: no tensors, sockets, or clocks."""

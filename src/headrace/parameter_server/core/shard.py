@@ -1,0 +1,308 @@
+"""What a shard does next: a state machine without tensors, sockets or clocks.
+
+    Push ──► Step, Ack                                  each push a step
+             Accumulate; with the round's last Step, Ack   a round a step
+             Refuse                                     late, not finite, applied before, or from nobody
+    Pull ──► Reply, now or when others have pushed
+
+Whoever drives it owns the parameters and the optimizer and carries the actions out in their order: a server, virtual
+time, a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.parameter_server.core.events import (
+    Accumulate,
+    Ack,
+    Action,
+    Among,
+    ApplyStep,
+    Close,
+    Event,
+    Join,
+    LeasesAhead,
+    Leave,
+    Pull,
+    Push,
+    Reason,
+    Refuse,
+    Renew,
+    Reply,
+    Settle,
+)
+from headrace.parameter_server.core.spans import numbers_in, spans_of
+from headrace.policies.staleness import Admission, Combination, DecidedElsewhere
+
+_EXACTLY = 1e-9
+"""Shares of a round add up to 1 but for rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a member was told of its last push.
+
+    Attributes:
+        push: which.
+        refused: the `Reason`; 0 if it is applied.
+    """
+
+    push: Push
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """All that a shard knows, as JSON takes it.
+
+    Attributes:
+        version, ahead: the shard's.
+        members: worker, incarnation and clock of each.
+        done: the leases that are done since the last `Settle`, from each to before another.
+        contributed: to the round that is open.
+        waiting: in the order in which they came.
+        told: to each member, of its last push.
+        overdue: members that nobody waits for before they push again.
+        last: round that is over.
+        among: the last round that another server has told of.
+        awaited: of that round, those who have not been lost; None when it is over.
+    """
+
+    version: int
+    ahead: int | None
+    members: tuple[tuple[int, ...], ...]
+    done: tuple[tuple[int, ...], ...]
+    contributed: tuple[Push, ...]
+    waiting: tuple[Pull, ...]
+    told: tuple[Word, ...]
+    overdue: tuple[int, ...] = ()
+    last: Among | None = None
+    among: int = -1
+    awaited: tuple[int, ...] | None = None
+
+
+class Shard:
+    """One piece of the parameters, as far as it decides anything.
+
+    Args:
+        workers: the members at the begin. Learnt from joins alone, the first round would close too early.
+        admission: who may begin its next round.
+        combination: which pushes make a step.
+
+    Attributes:
+        version: rounds that are closed where a round is a step, steps otherwise.
+        clocks: rounds that each member has finished.
+        last: the last round that is over, as another server is told of it; None before the first.
+    """
+
+    def __init__(self, workers: range, admission: Admission, combination: Combination) -> None:
+        self.version = 0
+        self.clocks: dict[int, int] = dict.fromkeys(workers, 0)
+        self._incarnations: dict[int, int] = dict.fromkeys(workers, 0)
+        self._admission = admission
+        self._combination = combination
+        self._done: set[int] = set()
+        self._last: dict[int, tuple[Push, Ack | Refuse]] = {}
+        self._ahead: int | None = None
+        self._contributed: dict[int, Push] = {}
+        self._waiting: dict[int, Pull] = {}
+        self._overdue: set[int] = set()
+        self.last: Among | None = None
+        self._among = -1
+        self._awaited: set[int] | None = None
+
+    def handle(self, event: Event) -> list[Action]:
+        """Returns what is to be done, in this order."""
+        if isinstance(event, Push):
+            return self._push(event)
+        if isinstance(event, Pull):
+            return self._pull(event)
+        if isinstance(event, Settle):
+            self._done.clear()
+            self._last.clear()
+            self._ahead = None
+            self.version = max(self.version, event.version)
+            return []
+        if isinstance(event, Renew):
+            self.version += 1
+            return self._release()
+        if isinstance(event, LeasesAhead):
+            self._ahead = event.leases
+            return self._close() + self._release()
+        if isinstance(event, Among):
+            if event.round > self._among:
+                self._among = event.round
+                self._awaited = {worker for worker, own in event.workers if self._incarnations.get(worker) == own}
+            return self._close() + self._release()
+        if isinstance(event, Close):
+            return self._close(early=event.worker in self._contributed) + self._release()
+        return self._change(event)
+
+    def state(self) -> ShardState:
+        """Returns all that it knows."""
+        return ShardState(
+            version=self.version,
+            ahead=self._ahead,
+            members=tuple((worker, self._incarnations[worker], clock) for worker, clock in self.clocks.items()),
+            done=spans_of(self._done),
+            contributed=tuple(self._contributed.values()),
+            waiting=tuple(self._waiting.values()),
+            told=tuple(
+                Word(push, word.reason.value if isinstance(word, Refuse) else 0) for push, word in self._last.values()
+            ),
+            overdue=tuple(sorted(self._overdue)),
+            last=self.last,
+            among=self._among,
+            awaited=None if self._awaited is None else tuple(sorted(self._awaited)),
+        )
+
+    def load(self, state: ShardState) -> None:
+        """Becomes what another shard with the same policies was.
+
+        Raises:
+            ValueError: no shard ever was so.
+        """
+        clocks = {worker: clock for worker, _, clock in state.members}
+        asking = {push.worker for push in state.contributed} | {pull.worker for pull in state.waiting}
+        if state.version < 0 or len(clocks) != len(state.members) or not clocks.keys() >= asking:
+            raise ValueError(f"{len(state.members)} members of version {state.version}, of which {asking} wait")
+        self.version, self._ahead, self.clocks = state.version, state.ahead, clocks
+        self._incarnations = {worker: incarnation for worker, incarnation, _ in state.members}
+        self._done = numbers_in(state.done)
+        self._contributed = {push.worker: push for push in state.contributed}
+        self._waiting = {pull.worker: pull for pull in state.waiting}
+        self._overdue = set(state.overdue)
+        self.last, self._among = state.last, state.among
+        self._awaited = None if state.awaited is None else set(state.awaited)
+        self._last = {word.push.worker: (word.push, _word_of(word)) for word in state.told}
+
+    def _push(self, push: Push) -> list[Action]:
+        worker = push.worker
+        if self._incarnations.get(worker) != push.incarnation:
+            return [Refuse(worker, push.lease, Reason.STRANGER)]
+        self._overdue.discard(worker)
+        last = self._last.get(worker)
+        if last is not None and last[0].lease == push.lease and last[0] == push:
+            # Its answer was lost on the way. It is not another round, and what was true stays so.
+            return [last[1]]
+        if self._combination.needed(len(self.clocks)):
+            return self._contribute(push)
+        self.clocks[worker] += 1
+        step: list[Action] = []
+        if push.lease not in self._done and push.finite and push.weight:
+            step.append(ApplyStep((worker,), push.share, self.version - push.version))
+            self.version += 1
+        return [*step, self._finish(push), *self._release()]
+
+    def _contribute(self, push: Push) -> list[Action]:
+        worker, done = push.worker, push.lease in self._done
+        elsewhere = isinstance(self._combination, DecidedElsewhere) and worker not in (self._awaited or ())
+        if push.version != self.version or elsewhere or worker in self._contributed:
+            refused = Refuse(worker, push.lease, Reason.DUPLICATE if done else Reason.LATE)
+            return [refused, *self._without(worker)]
+        self.clocks[worker] += 1
+        self._contributed[worker] = push
+        kept: list[Action] = [Accumulate(worker)] if push.finite and push.weight and not done else []
+        return [*kept, *self._close(), *self._release()]
+
+    def _finish(self, push: Push) -> Ack | Refuse:
+        """Says what becomes of a push at the end of its round.
+
+        A duplicate is a round of its worker, too, which has made it because another was lost between shards. Were it
+        none, two workers could each be the one that is waited for on a shard, while they wait on the other one.
+        """
+        word: Ack | Refuse = Ack(push.worker, push.lease)
+        if push.lease in self._done:
+            word = Refuse(push.worker, push.lease, Reason.DUPLICATE)
+        elif not push.finite:
+            word = Refuse(push.worker, push.lease, Reason.NOT_FINITE)
+        self._done.add(push.lease)
+        self._last[push.worker] = (push, word)
+        return word
+
+    def _close(self, early: bool = False) -> list[Action]:
+        """Ends the round if enough have contributed; `early` for whoever has."""
+        if self._awaited is not None:
+            return self._end() if self._awaited <= self._contributed.keys() else []
+        needed = self._combination.needed(len(self.clocks) - len(self._overdue))
+        if self._ahead is not None:
+            needed = min(needed, self._ahead - len(self._done))
+        if not self._contributed or (len(self._contributed) < needed and not early):
+            return []
+        if early:
+            # Who has kept the others waiting once does not do so again before it has come.
+            self._overdue = self.clocks.keys() - self._contributed.keys()
+        return self._end()
+
+    def _end(self) -> list[Action]:
+        """Ends the round with all who have contributed."""
+        pushes = [push for _, push in sorted(self._contributed.items())]
+        self.last = Among(self.version, tuple((push.worker, push.incarnation) for push in pushes))
+        self._awaited = None
+        answers = [self._finish(push) for push in pushes]
+        counted = [
+            push for push, answer in zip(pushes, answers, strict=True) if isinstance(answer, Ack) and push.weight
+        ]
+        self._contributed.clear()
+        self.version += 1
+        # Where some are lost, a round is of other data than one global batch, and moves the parameters as far.
+        fresh = (
+            p.share for p, a in zip(pushes, answers, strict=True) if getattr(a, "reason", None) != Reason.DUPLICATE
+        )
+        share = sum(fresh)
+        share = 1.0 if abs(share - 1.0) < _EXACTLY else share
+        step: list[Action] = [ApplyStep(tuple(push.worker for push in counted), share, 0)] if counted else []
+        return [*step, *answers]
+
+    def _pull(self, pull: Pull) -> list[Action]:
+        if self._incarnations.get(pull.worker) != pull.incarnation:
+            return [Refuse(pull.worker, -1, Reason.STRANGER)]
+        self._waiting.setdefault(pull.worker, pull)
+        return self._without(pull.worker) + self._release()
+
+    def _without(self, worker: int) -> list[Action]:
+        """Lets a round that is over elsewhere not wait for who has nothing for it here: it came too late, or again."""
+        if self._awaited is None or worker in self._contributed:
+            return []
+        self._awaited.discard(worker)
+        return self._close() + self._release()
+
+    def _release(self) -> list[Action]:
+        # While a round that is over elsewhere goes on here, there is nothing new to be had.
+        if not self._waiting or self._awaited is not None:
+            return []
+        slowest = min(self.clocks.values())
+        ready = [
+            worker
+            for worker, pull in self._waiting.items()
+            if worker not in self._contributed
+            and pull.least <= self.version
+            and self._admission.admits(self.clocks[worker], slowest)
+        ]
+        for worker in ready:
+            del self._waiting[worker]
+        return [Reply(worker, self.version) for worker in ready]
+
+    def _change(self, event: Join | Leave) -> list[Action]:
+        worker = event.worker
+        self._waiting.pop(worker, None)
+        self._overdue.discard(worker)
+        # What it has given to the round that is open goes with it; the lease comes again.
+        if self._contributed.pop(worker, None) is not None:
+            self.clocks[worker] -= 1
+        incarnation = event.incarnation if isinstance(event, Join) else None
+        if self._incarnations.pop(worker, None) != incarnation:
+            self.clocks.pop(worker, None)
+            if self._awaited is not None:
+                self._awaited.discard(worker)
+        if incarnation is not None:
+            # Whoever comes late, or again, is not behind, and holds nobody up.
+            self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
+            self._incarnations[worker] = incarnation
+        return self._close() + self._release()
+
+
+def _word_of(word: Word) -> Ack | Refuse:
+    push = word.push
+    return Refuse(push.worker, push.lease, Reason(word.refused)) if word.refused else Ack(push.worker, push.lease)

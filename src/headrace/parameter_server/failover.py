@@ -1,0 +1,81 @@
+"""Which process is the primary of each server, and which its backup, as the launcher says in the control page."""
+
+from __future__ import annotations
+
+from headrace.errors import PeerLost
+from headrace.parameter_server.replication.machine import Authority, Down, News, PrimaryLost, Ready, Up
+from headrace.shared_memory.control_page import ControlPage
+from headrace.spec.plan import Plan
+
+
+def process_number(page: ControlPage, rank: int) -> int:
+    """Returns the number of the process that is at a rank now; no other of the run ever has it."""
+    return page.fates[rank][0] * page.ranks + rank
+
+
+def primary_address(page: ControlPage, plan: Plan, server: int) -> str:
+    """Returns where a server can be reached now; "" where it cannot.
+
+    Args:
+        page: the run's.
+        plan: of the run.
+        server: its rank, of which its backup goes on with what was there.
+    """
+    if not plan.backups:
+        return page.addresses[server].read()
+    epoch, primary, _ = page.views[server].read()
+    return page.addresses[primary % page.ranks].read() if epoch else ""
+
+
+class FailoverController:
+    """The launcher's side: it alone decides.
+
+    Args:
+        plan: of the run.
+        page: its signals.
+    """
+
+    def __init__(self, plan: Plan, page: ControlPage) -> None:
+        self._plan = plan
+        self._page = page
+        self._authorities = {server: Authority() for server in plan.servers} if plan.backups else {}
+
+    def __contains__(self, rank: int) -> bool:
+        """Whether the run goes on if the process at a rank is lost."""
+        return self._plan.server_of(rank) in self._authorities
+
+    def up(self, rank: int) -> None:
+        """Is told that a process is started at a rank."""
+        self._tell(rank, Up(process_number(self._page, rank)))
+
+    def down(self, rank: int, cause: str) -> None:
+        """Is told that the process at a rank is gone; before another one is started there.
+
+        Raises:
+            PeerLost: nobody holds what it held.
+        """
+        try:
+            self._tell(rank, Down(process_number(self._page, rank)))
+        except PrimaryLost as error:
+            told = f"{cause}; its backup does not hold yet all that it held"
+            raise PeerLost(rank, self._plan.roles[rank].host, told) from error
+
+    def look(self) -> list[int]:
+        """Takes note of backups that have become ready; returns their ranks."""
+        ready = []
+        for authority in self._authorities.values():
+            view = authority.view
+            if view is None or authority.ready or view.backup is None:
+                continue
+            seats = (view.primary % self._page.ranks, view.backup % self._page.ranks)
+            if any(self._page.fates[seat][2] == view.epoch for seat in seats):
+                authority.handle(Ready(view.epoch))
+                ready.append(view.backup % self._page.ranks)
+        return ready
+
+    def _tell(self, rank: int, news: News) -> None:
+        server = self._plan.server_of(rank)
+        view = self._authorities[server].handle(news)
+        if view is not None:
+            backup = -1 if view.backup is None else view.backup
+            self._page.views[server].tell(view.epoch, view.primary, backup)

@@ -1,0 +1,319 @@
+"""Who may deal with mail, and when: a server and its backup as state machines without sockets, clocks and tensors.
+
+A *primary* writes its mail down, one number a piece: the log. It deals with a piece when its backup *holds* it, so that
+nothing that anybody can see is lost with the primary. The backup deals with the same log in the same order.
+
+    worker    mail ──►┐                           ┌──► answer
+    primary        Received ─ Forward(7) ─┐  Held(7) ─ Deal(7)
+    backup                             Entry(7) ─ Deal(7), Hold(7)
+
+Who is what is said by one `Authority`, in views that are counted: their *epochs*. Whatever is of an older epoch than
+one has heard of is refused. A backup begins empty; it is filled with all that the primary has dealt with, and the log
+from there on. While it is being filled the primary waits for nobody, so there is nothing to promote; that the backup
+has caught up is told by `Ready`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who is what from now on.
+
+    Attributes:
+        epoch: counts views, from 1.
+        primary, backup: processes, each with a number that no other process ever has; backup None where there is none.
+    """
+
+    epoch: int
+    primary: int
+    backup: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A primary has got a piece of mail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A backup has opened its link to the primary, in this epoch."""
+
+    epoch: int
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The backup holds the log up to and including `number`."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The backup has got all that the primary had made of the log up to and including `number`."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntryReceived:
+    """The backup has got a piece of the log."""
+
+    epoch: int
+    number: int
+
+
+Event = View | Received | Called | Held | Filled | LogEntryReceived
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Write the piece of mail that was received last to the backup, under this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Deal with this piece of the log."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Give the backup all that has been made of the log up to and including `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The backup holds whatever has been dealt with: from now on it can be promoted."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Open a link to the primary and call it; forget what was held before."""
+
+    epoch: int
+    primary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Tell the primary that the log is held up to and including `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Be the primary: receive mail."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Another one is in this place: deal with nothing any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseOldEpoch:
+    """It comes from an older epoch than this: end the link that it came over."""
+
+    epoch: int
+
+
+Action = Forward | Deal | Fill | Ready | Follow | Hold | Lead | Stop | RefuseOldEpoch
+
+
+class Replication:
+    """One process: a primary, a backup, or neither.
+
+    Args:
+        process: its number.
+
+    Attributes:
+        epoch: of `view`; 0 before the first.
+        last: number of the log's last piece, as far as it is known here.
+        dealt: number of the last piece that is dealt with here, or is about to be.
+        view: the newest that it has heard of.
+    """
+
+    def __init__(self, process: int) -> None:
+        self.epoch = 0
+        self.last = self.dealt = 0
+        self._process = process
+        self.view = View(0, -1)
+        self._stage = _IDLE
+        self._callers: set[Called] = set()
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the primary."""
+        return self._stage in (_ALONE, _FILLING, _CATCHING, _GUARDED)
+
+    def handle(self, event: Event) -> list[Action]:
+        """Returns what is to be done, in this order.
+
+        Raises:
+            ValueError: this cannot be, if everybody keeps to the rules.
+        """
+        if isinstance(event, View):
+            return self._look(event)
+        if isinstance(event, Received):
+            return self._receive()
+        if event.epoch < self.epoch:
+            return [RefuseOldEpoch(self.epoch)]
+        if isinstance(event, Called):
+            self._callers.add(event)
+            return self._begin_to_fill()
+        if event.epoch > self.epoch:
+            raise ValueError(f"epoch {event.epoch} has begun, and process {self._process} was not told so")
+        if isinstance(event, Held):
+            return self._advance(event)
+        return self._follow(event)
+
+    def _look(self, view: View) -> list[Action]:
+        if view.epoch <= self.epoch:
+            return [] if view == self.view else [RefuseOldEpoch(self.epoch)]
+        led, followed, first = self.leads, self._stage == _FOLLOWING, not self.epoch
+        self.epoch, self.view = view.epoch, view
+        self._callers = {caller for caller in self._callers if caller.epoch >= view.epoch}
+        if view.primary != self._process:
+            if view.backup == self._process:
+                self._stage, self.last, self.dealt = _EMPTY, 0, 0
+                return [Follow(view.epoch, view.primary)]
+            self._stage = _IDLE
+            return [Stop(view.epoch)]
+        # Whoever hears of its first view late was the primary of the first of all: backups have heard of one before.
+        if not (led or followed or first):
+            raise ValueError(f"process {self._process} holds nothing, and is to be the primary of epoch {view.epoch}")
+        self._stage = _ALONE
+        # Nobody else has, or ever will have, a say about what was forwarded.
+        actions: list[Action] = [] if led else [Lead(view.epoch)]
+        return [*actions, *self._deal(self.last), *self._begin_to_fill()]
+
+    def _receive(self) -> list[Action]:
+        if not self.leads:
+            return []
+        self.last += 1
+        forward: list[Action] = [] if self._stage == _ALONE else [Forward(self.last)]
+        return forward if self._stage in (_CATCHING, _GUARDED) else [*forward, *self._deal(self.last)]
+
+    def _begin_to_fill(self) -> list[Action]:
+        backup = self.view.backup
+        if self._stage != _ALONE or backup is None or Called(self.epoch, backup) not in self._callers:
+            return []
+        self._stage = _FILLING
+        return [Fill(self.dealt)]
+
+    def _advance(self, held: Held) -> list[Action]:
+        if self._stage not in (_FILLING, _CATCHING, _GUARDED) or held.number > self.last:
+            raise ValueError(f"piece {held.number} is held, of a log of {self.last}")
+        if self._stage == _FILLING:
+            # What comes from now on waits until it is held; what was dealt with without waiting is still to be.
+            self._stage = _CATCHING
+        ready = self._stage == _CATCHING and held.number >= self.dealt
+        if ready:
+            self._stage = _GUARDED
+        return [*self._deal(held.number), *([Ready(self.epoch)] if ready else [])]
+
+    def _follow(self, event: Filled | LogEntryReceived) -> list[Action]:
+        if isinstance(event, Filled):
+            if self._stage != _EMPTY:
+                raise ValueError("what a backup is filled with comes once, and first")
+            self._stage, self.last, self.dealt = _FOLLOWING, event.number, event.number
+            return [Hold(event.number)]
+        if self._stage != _FOLLOWING or event.number != self.last + 1:
+            raise ValueError(f"piece {event.number} comes after {self.last}")
+        self.last = event.number
+        return [*self._deal(event.number), Hold(event.number)]
+
+    def _deal(self, until: int) -> list[Action]:
+        deals: list[Action] = [Deal(number) for number in range(self.dealt + 1, until + 1)]
+        self.dealt = max(self.dealt, until)
+        return deals
+
+
+_IDLE, _ALONE, _FILLING, _CATCHING, _GUARDED, _EMPTY, _FOLLOWING = range(7)
+"""Neither; a primary without a backup, with one that is being filled, that has to catch up, that holds all; a backup
+that is empty, and one that is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A process is there, and serves as what it is told."""
+
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """A process is dead for sure: it has ended, or was killed and waited for."""
+
+    process: int
+
+
+News = Up | Down | Ready
+
+
+class PrimaryLost(Exception):
+    """The primary is gone, and nobody holds what it held."""
+
+
+class Authority:
+    """Decides the views of one server. There must be only one, as the launcher is.
+
+    Attributes:
+        view: the newest; None before a process is there.
+        ready: whether its backup can be promoted.
+    """
+
+    def __init__(self) -> None:
+        self.view: View | None = None
+        self.ready = False
+        self._spare: list[int] = []
+
+    def handle(self, news: News) -> View | None:
+        """Returns the next view, if there is a new one.
+
+        Raises:
+            Lost: the primary is down and there is no backup that holds all that it held.
+        """
+        view = self.view
+        if isinstance(news, Ready):
+            self.ready = self.ready or (view is not None and news.epoch == view.epoch)
+            return None
+        if isinstance(news, Up):
+            self._spare.append(news.process)
+        elif news.process in self._spare:
+            self._spare.remove(news.process)
+        if view is None:
+            return self._next(self._spare.pop(0)) if self._spare else None
+        down = news.process if isinstance(news, Down) else None
+        if down == view.primary:
+            if view.backup is None or not self.ready:
+                raise PrimaryLost(f"process {down} is gone, and nobody holds what it held")
+            return self._next(view.backup)
+        if down is not None and down == view.backup:
+            return self._next(view.primary)
+        return self._next(view.primary) if view.backup is None and self._spare else None
+
+    def _next(self, primary: int) -> View:
+        backup = self._spare.pop(0) if self._spare else None
+        self.view = View(self.view.epoch + 1 if self.view else 1, primary, backup)
+        self.ready = False
+        return self.view

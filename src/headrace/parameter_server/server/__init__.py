@@ -1,0 +1,1 @@
+"""The server process: requests, the optimizer over its shards, snapshots."""

@@ -1,0 +1,296 @@
+"""What a server does with gradients: the job's optimizer over its shards, and the remedies for stale gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from headrace.memory import give_back
+from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire.tensors import like
+from headrace.spec.model import ParameterSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import Segment
+from headrace.training.optimizer import build, build_over
+from headrace.training.state_piece import StatePiece
+from headrace.training.update import Updater
+
+_EXACTLY = 1e-6
+"""Shares of a round add up to 1 but for rounding."""
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """What is done about gradients that are stale.
+
+    Attributes:
+        divide: divide a step's learning rate by its staleness (Zhang et al., "Staleness-aware async-SGD", 2016,
+            section 3).
+        compensation: the constant of DC-ASGD-c: adds `compensation * g * g * (w - w_then)` to a gradient g that was
+            made with the parameters w_then (Zheng et al., "Asynchronous SGD with delay compensation", 2017, section
+            4). It costs a copy of the parameters for each worker.
+        asynchronous_workers: that many workers that do not wait for each other bring a momentum of `1 - 1 / workers`
+            of their own, by which the optimizer's is lowered, not below 0 (Mitliagkas et al., "Asynchrony begets
+            momentum", 2016, theorem 3); 0 leaves it as it is.
+    """
+
+    divide: bool = False
+    compensation: float = 0.0
+    asynchronous_workers: int = 0
+
+
+@dataclass(frozen=True)
+class RoundClock:
+    """How rounds go by.
+
+    Attributes:
+        options: schedule, warm-up and moving average.
+        rounds_per_epoch: for schedules that go by epochs.
+        first: the round to begin with.
+    """
+
+    options: Options = field(default_factory=Options)
+    rounds_per_epoch: int = 1
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class ShardOptimizerState:
+    """What an applier knows besides tensors, as JSON takes it.
+
+    Attributes:
+        round: that is open.
+        done: rounds, by shard.
+        settings: of the optimizer and its schedule, as JSON.
+        shows_average: whether the averages stand where the parameters do.
+    """
+
+    round: int
+    done: tuple[float, ...]
+    settings: str
+    shows_average: bool
+
+
+class ShardOptimizer:
+    """Moves the parameters of one server's shards, which are numbered as on that server, from 0.
+
+    Args:
+        form: of the shards.
+        factory: makes the job's optimizer from named parameters.
+        parameters: of the whole model, in its order.
+        pace: of rounds.
+        full: apply every step with the whole learning rate, as papers do, not with its share of it.
+        remedies: for stale gradients.
+    """
+
+    def __init__(
+        self,
+        form: ShardLayout,
+        factory: Callable[..., Any],
+        parameters: Sequence[ParameterSpec],
+        pace: RoundClock | None = None,
+        full: bool = False,
+        remedies: Remedies | None = None,
+    ) -> None:
+        self._form = form
+        self._full = full
+        self._remedies = remedies or Remedies()
+        self._template = build(factory, [(each.name, _ghost(each)) for each in parameters])
+        self._pace = pace or RoundClock()
+        self._round = self._pace.first
+        self._done = [float(self._round)] * len(form)
+        self._begun: set[int] = set()
+        self._sent: dict[tuple[int, int], Tensor] = {}
+
+    def seat(self, tensors: Sequence[Tensor]) -> None:
+        """Takes the places of all parameters: from now on they live there.
+
+        Args:
+            tensors: one a shard, in its shape and type.
+        """
+        self._parameters = [nn.Parameter(tensor) for tensor in tensors]
+        by_name: dict[str, list[Tensor]] = {}
+        owned: list[tuple[Segment, Tensor]] = []
+        for piece, parameter in zip(self._form.pieces, self._parameters, strict=True):
+            by_name.setdefault(piece.parameter, []).append(parameter)
+            owned.append((Segment(piece.parameter, piece.start, piece.start + piece.elements, 0), parameter))
+        optimizer = build_over(self._template, by_name)
+        self._updater = Updater(optimizer, owned, self._pace.options, self._pace.rounds_per_epoch, self._template)
+
+    def apply(
+        self,
+        gradients: Sequence[tuple[int, Tensor]],
+        shards: Sequence[int],
+        worker: int,
+        share: float,
+        staleness: int,
+        steps: int = 1,
+    ) -> None:
+        """Makes one step of some shards.
+
+        Args:
+            gradients: shard and gradient, in its shape and type, of those that have one. It may be changed.
+            shards: all that make the step.
+            worker: whose gradient it is; -1 where it is a round's mean.
+            share: of a round that it stands for.
+            staleness: updates that it is behind.
+            steps: whose gradients it is the sum of, each with that share.
+        """
+        if self._sent:
+            gradients = [(shard, self._compensated(shard, gradient, worker)) for shard, gradient in gradients]
+        factor = 1.0 if self._full else share
+        if self._remedies.divide and staleness > 1:
+            factor /= staleness
+        if not self._updater.descend(gradients, self._round, factor):
+            for shard, gradient in gradients:
+                self._parameters[shard].grad = gradient
+            with self._lowered():
+                # All of them: an average goes on where there is no gradient.
+                self._updater.apply(shards, self._round, share * steps, factor)
+            for shard, _ in gradients:
+                self._parameters[shard].grad = None
+            if not self._begun.issuperset(shards):
+                self._begun.update(shards)
+                # An optimizer makes its state in a shard's first step, between tensors that are gone after it. They
+                # leave holes that the next shard's state just does not fit into, as many as there are shards.
+                give_back()
+        for shard in shards:
+            self._done[shard] += share * steps
+        self._advance(int(min(self._done) + _EXACTLY))
+
+    def settle(self, done: int) -> None:
+        """Is told how many rounds are done, all that was refused for good counted."""
+        self._done = [float(done)] * len(self._done)
+        self._advance(done)
+
+    def sent(self, worker: int, shards: Sequence[int]) -> None:
+        """Is told that a worker now goes on from these shards' parameters as they are."""
+        if self._remedies.compensation:
+            for shard in shards:
+                self._sent[worker, shard] = self._parameters[shard].detach().clone()
+
+    def state(self, shard: int | None = None) -> bytes:
+        """Returns a shard's state as safetensors, or what belongs to no shard, as JSON.
+
+        Raises:
+            ValueError: there is no such shard.
+        """
+        if shard is None:
+            return json.dumps(self._updater.settings()).encode()
+        self._require(shard)
+        return save({piece.name: piece.value for piece in self._updater.state(shard)})
+
+    def load(self, state: bytes, shard: int | None = None) -> None:
+        """Takes up a shard's state, and its parameters where they are among it.
+
+        Without a shard, forgets all state, and takes up what belongs to none, if that is given.
+
+        Raises:
+            ValueError: it is no state.
+        """
+        try:
+            if shard is None:
+                self._updater.load([], json.loads(state) if state else None)
+                return
+            self._require(shard)
+            pieces = [StatePiece.parse(name, value) for name, value in load(state).items()]
+        except Exception as error:
+            raise ValueError(f"no state of a shard: {error}") from error
+        self._updater.load(pieces, index=shard)
+
+    def whole(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
+        """Returns all that it knows; the parameters are their owner's."""
+        tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
+        for shard in range(len(self._form)):
+            tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
+        # Optimizers that draw numbers go on with the same ones.
+        tensors["random"] = torch.get_rng_state()
+        return ShardOptimizerState(
+            self._round, tuple(self._done), self.state().decode(), self._updater.shows_average
+        ), tensors
+
+    def become(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
+        """Becomes what another one of the same shards was.
+
+        Raises:
+            ValueError: no such one ever was so.
+        """
+        if len(state.done) != len(self._form):
+            raise ValueError(f"the state is of {len(state.done)} shards, and {len(self._form)} are here")
+        self.load(state.settings.encode())
+        self._sent.clear()
+        pieces: dict[int, list[StatePiece]] = {}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "state":
+                shard, _, piece = rest.partition("/")
+                pieces.setdefault(int(shard), []).append(StatePiece.parse(piece, tensor))
+            elif kind == "sent":
+                worker, _, shard = rest.partition("/")
+                self._sent[int(worker), int(shard)] = like(tensors, name, self._parameters[int(shard)]).clone()
+        for index, own in pieces.items():
+            self._updater.load(own, index=index)
+        torch.set_rng_state(like(tensors, "random", torch.get_rng_state()).clone())
+        self._round, self._done = state.round, list(state.done)
+        # The tensors are already as they stood.
+        self._updater.shows_average = state.shows_average
+
+    def show_average(self, on: bool) -> None:
+        """Lets the moving averages stand where the parameters do, or the parameters again."""
+        self._updater.show_average(on)
+
+    def memory(self) -> tuple[int, int]:
+        """Returns the bytes of parameters, and of the optimizer's state."""
+        return sum(self._form.slots.lengths), self._updater.state_bytes()
+
+    def _require(self, shard: int) -> None:
+        if not 0 <= shard < len(self._form):
+            raise ValueError(f"there is no shard {shard}, only {len(self._form)}")
+
+    def _compensated(self, shard: int, gradient: Tensor, worker: int) -> Tensor:
+        then = self._sent.get((worker, shard))
+        if then is None:
+            return gradient
+        drift = self._parameters[shard].detach() - then
+        return gradient + self._remedies.compensation * gradient * gradient * drift
+
+    @contextmanager
+    def _lowered(self) -> Iterator[None]:
+        """Holds the optimizer's momentum at what asynchrony leaves of it."""
+        workers = self._remedies.asynchronous_workers
+        if workers < 2:
+            yield
+            return
+        implicit = 1 - 1 / workers
+        groups = self._updater.optimizer.param_groups
+        kept: list[dict[str, Any]] = [
+            {key: group[key] for key in ("momentum", "betas") if key in group} for group in groups
+        ]
+        for group in groups:
+            if "momentum" in group:
+                group["momentum"] = max(0.0, group["momentum"] - implicit)
+            if "betas" in group:
+                first, *others = group["betas"]
+                group["betas"] = (max(0.0, first - implicit), *others)
+        try:
+            yield
+        finally:
+            for group, before in zip(groups, kept, strict=True):
+                group.update(before)
+
+    def _advance(self, done: int) -> None:
+        while self._round < done:
+            self._updater.skip(self._round)
+            self._round += 1
+
+
+def _ghost(parameter: ParameterSpec) -> nn.Parameter:
+    tensor = torch.empty(parameter.shape, dtype=getattr(torch, parameter.dtype), device="meta")
+    return nn.Parameter(tensor, requires_grad=parameter.trainable)

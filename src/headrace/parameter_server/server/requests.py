@@ -1,0 +1,364 @@
+"""Questions of workers about shards: from the message to the machines, the optimizer and the answer.
+
+    message ──► machines ──► actions ──► applier ──► answer
+
+A request is about a range of shards and gets one answer, when all of them have answered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from headrace.parameter_server.core.events import (
+    Accumulate,
+    Ack,
+    Action,
+    Among,
+    ApplyStep,
+    Close,
+    Join,
+    Leave,
+    Pull,
+    Push,
+    Reason,
+    Refuse,
+    Renew,
+    Reply,
+    Settle,
+)
+from headrace.parameter_server.core.membership import Member
+from headrace.parameter_server.core.shard import Shard, ShardState
+from headrace.parameter_server.server.counters import ServerCounters
+from headrace.parameter_server.server.optimizer import ShardOptimizer
+from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire.messages import MOST_WEIGHT, Kind, Message, decode, encode
+from headrace.parameter_server.wire.tensors import like
+from headrace.training.clipping import all_finite
+from headrace.transport.base import ServerTransport
+
+_Actions = list[tuple[int, list[Action]]]
+"""What shards want done."""
+
+
+class StepFailed(Exception):
+    """The job's optimizer has raised, which is no worker's fault.
+
+    Args:
+        error: what it has raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass
+class _Request:
+    """What a worker waits for.
+
+    Attributes:
+        peer: the link that it came from.
+        message: what it said.
+        shards: that it is about.
+        unsaid: words of shards that are still to come: one about each gradient, one about each pull.
+        gradients: by shard, of those that have one.
+        refused: the first refusal's reason.
+        came: when, seconds.
+        apart: squared distance of the gradients from the mean of their round, if that is measured.
+    """
+
+    peer: int
+    message: Message
+    shards: range
+    unsaid: int
+    gradients: dict[int, Tensor]
+    refused: Reason | None = None
+    came: float = field(default_factory=perf_counter)
+    apart: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """A request as JSON takes it; its gradients are tensors, see `gradient_name`.
+
+    Attributes:
+        worker, peer: whose, and over which link it came.
+        message: in hexadecimal digits.
+        unsaid: see `_Request`.
+        refused: the `Reason`; 0 for none.
+        present: the shards whose gradients it holds.
+    """
+
+    worker: int
+    peer: int
+    message: str
+    unsaid: int
+    refused: int
+    present: tuple[int, ...]
+
+
+def _gradient_name(worker: int, shard: int) -> str:
+    return f"gradient/{worker}/{shard}"
+
+
+class Requests:
+    """All that is not answered yet, and those who answer it.
+
+    Args:
+        port: where the answers go.
+        form: of the shards.
+        applier: moves them.
+        machines: one a shard.
+        tally: is told what was done.
+    measures: whether to tell workers how far their gradients were from the mean.
+    """
+
+    def __init__(
+        self,
+        port: ServerTransport,
+        form: ShardLayout,
+        applier: ShardOptimizer,
+        machines: Sequence[Shard],
+        tally: ServerCounters,
+        measures: bool = False,
+    ) -> None:
+        self._port = port
+        self._form = form
+        self._applier = applier
+        self._machines = list(machines)
+        self._tally = tally
+        self._measures = measures
+        self._tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
+        applier.seat(self._tensors)
+        self._open: dict[tuple[int, int], _Request] = {}
+
+    def state(self) -> tuple[tuple[RequestState, ...], tuple[ShardState, ...], dict[str, Tensor]]:
+        """Returns what is open, the shards, and the parameters and gradients, which are not copied."""
+        tensors = {f"parameter/{shard}": tensor for shard, tensor in enumerate(self._tensors)}
+        states = []
+        for (worker, shard), request in self._open.items():
+            if shard in request.gradients:
+                tensors[_gradient_name(worker, shard)] = request.gradients[shard]
+            if shard == request.shards.start:
+                refused = request.refused.value if request.refused else 0
+                message, present = encode(request.message).hex(), tuple(request.gradients)
+                states.append(RequestState(worker, request.peer, message, request.unsaid, refused, present))
+        return tuple(states), tuple(machine.state() for machine in self._machines), tensors
+
+    def load(self, open_: Sequence[RequestState], shards: Sequence[ShardState], tensors: Mapping[str, Tensor]) -> None:
+        """Becomes what others were.
+
+        Raises:
+            ValueError: they were of other shards, or never so.
+        """
+        for machine, state in zip(self._machines, shards, strict=True):
+            machine.load(state)
+        every = range(len(self._machines))
+        with self._port.changing(every):
+            for shard, tensor in enumerate(self._tensors):
+                tensor.copy_(like(tensors, f"parameter/{shard}", tensor))
+            self.show_all()
+        self._open.clear()
+        for each in open_:
+            message = decode(bytes.fromhex(each.message))
+            gradients = {
+                shard: like(tensors, _gradient_name(each.worker, shard), self._tensors[shard]).clone()
+                for shard in each.present
+            }
+            refused = Reason(each.refused) if each.refused else None
+            request = _Request(each.peer, message, self._named(message), each.unsaid, gradients, refused)
+            self._open |= {(each.worker, shard): request for shard in request.shards}
+
+    def drop(self, worker: int) -> None:
+        """Forgets what a worker waits for."""
+        self._open = {key: request for key, request in self._open.items() if key[0] != worker}
+
+    def numbers(self, peer: int) -> set[int]:
+        """Returns the numbers of what is open and came over a link."""
+        return {request.message.number for request in self._open.values() if request.peer == peer}
+
+    def show_all(self) -> None:
+        """Says which versions the parameters are."""
+        for shard, machine in enumerate(self._machines):
+            self._port.show(shard, machine.version)
+
+    def show_average(self, on: bool) -> None:
+        """Exchanges all parameters and their averages."""
+        with self._port.changing(range(len(self._machines))):
+            self._applier.show_average(on)
+        self.tell_all(Renew())
+
+    def replace(self, shard: int, blob: bytes) -> None:
+        """Replaces a shard's state by another.
+
+        Raises:
+            ValueError: there is no such shard, or this is no state of it.
+        """
+        if shard >= len(self._machines):
+            raise ValueError(f"there is no shard {shard}, only {len(self._machines)}")
+        with self._port.changing([shard]):
+            self._applier.load(blob, shard)
+        self._carry_out([(shard, self._machines[shard].handle(Renew()))])
+
+    def tell_all(self, event: Join | Leave | Settle | Renew | Close | Among) -> None:
+        """Lets all shards handle an event."""
+        self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
+
+    def show(self, member: Member, message: Message) -> None:
+        """Answers who only looks: it waits for nobody."""
+        shards = self._named(message)
+        versions = tuple(self._machines[shard].version for shard in shards)
+        changed = [shard for shard, new, had in zip(shards, versions, message.numbers, strict=True) if new != had]
+        for shard, version in zip(shards, versions, strict=True):
+            self._port.show(shard, version)
+        worker, peer = member.worker, member.peer
+        if changed:
+            self._applier.sent(worker, changed)
+        self._tally.answered(worker, (), changed, 0.0)
+        answer = Message(Kind.ANSWER, message.first, numbers=versions, number=message.number)
+        self._reply(worker, peer, answer, changed)
+
+    def _reply(self, worker: int, peer: int, message: Message, pulled: Sequence[int]) -> None:
+        if self._form.reply_slots is not None:
+            for shard in pulled:
+                self._form.encode_reply(worker, shard, self._tensors[shard], self._port.reply_slot(peer, shard))
+        self._port.send(peer, encode(message), pulled)
+
+    def _named(self, message: Message) -> range:
+        shards = range(message.first, message.first + len(message.numbers))
+        if not shards or shards.stop > len(self._machines):
+            raise ValueError(f"shards {shards.start} to {shards.stop} of the {len(self._machines)} that are here")
+        return shards
+
+    def take(self, member: Member, message: Message) -> None:
+        """Gives a push, a pull or both to the shards that they are about."""
+        if member.observes:
+            raise ValueError(f"{message.kind.name} from a link that only observes")
+        peer, worker, incarnation = member.peer, member.worker, member.incarnation
+        shards = self._named(message)
+        if not (
+            math.isfinite(message.weight) and math.isfinite(message.share) and min(message.weight, message.share) >= 0
+        ):
+            raise ValueError(f"a push of weight {message.weight} and share {message.share}")
+        if any((worker, shard) in self._open for shard in shards):
+            raise ValueError(f"worker {worker} asks again before it is answered")
+        pushes, pulls = message.kind != Kind.PULL, message.kind != Kind.PUSH
+        gradients = self._gradients(peer, message)
+        request = _Request(peer, message, shards, (pushes + pulls) * len(shards), gradients)
+        for shard in shards:
+            self._open[worker, shard] = request
+        finite = bool(message.flag) and (self._port.vouched or all_finite(list(gradients.values())))
+        actions: _Actions = []
+        for shard, version in zip(shards, message.numbers, strict=True):
+            machine, made_with = self._machines[shard], max(version, ~version)
+            wanted: list[Action] = []
+            if pushes:
+                push = Push(worker, incarnation, message.lease, made_with, message.weight, message.share, finite)
+                wanted += machine.handle(push)
+            if pulls:
+                wanted += machine.handle(Pull(worker, incarnation))
+            actions.append((shard, wanted))
+        self._carry_out(actions)
+
+    def _gradients(self, peer: int, message: Message) -> dict[int, Tensor]:
+        """Returns what a worker has pushed, by shard, without those on which its loss does not depend."""
+        unpack, pushed = self._form.decode, self._port.pushed
+        return {shard: unpack(shard, pushed(peer, shard)) for shard in message.pushed}
+
+    def _carry_out(self, actions: _Actions) -> None:
+        alone: dict[tuple[int, float, int], list[int]] = {}
+        words: list[tuple[int, Ack | Refuse | Reply]] = []
+        for shard, wanted in actions:
+            for action in wanted:
+                if isinstance(action, ApplyStep):
+                    if len(action.workers) == 1:
+                        # One push's steps are made together.
+                        alone.setdefault((action.workers[0], action.share, action.staleness), []).append(shard)
+                    else:
+                        self._step_mean(shard, action)
+                elif not isinstance(action, Accumulate):
+                    words.append((shard, action))
+        for (worker, share, staleness), shards in alone.items():
+            request = self._open[worker, shards[0]]
+            present = [(shard, request.gradients[shard]) for shard in shards if shard in request.gradients]
+            self._step(shards, present, worker, share, staleness, request.message.steps)
+        for shard, word in words:
+            self._tell(shard, word)
+
+    def _step_mean(self, shard: int, step: ApplyStep) -> None:
+        """Applies the mean of a round, added up in the order of the workers, so that every run adds alike."""
+        requests = [self._open[worker, shard] for worker in step.workers]
+        weight = sum(request.message.weight for request in requests)
+        mean: Tensor | None = None
+        for request in requests:
+            gradient = request.gradients.get(shard)
+            if gradient is not None:
+                part = request.message.weight / weight
+                mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
+        if self._measures and mean is not None and not self._form.pieces[shard].exact:
+            for request in requests:
+                request.apart += float(torch.linalg.vector_norm(request.gradients[shard] - mean)) ** 2
+        steps = max(request.message.steps for request in requests)
+        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness, steps)
+
+    def _step(
+        self,
+        shards: Sequence[int],
+        gradients: Sequence[tuple[int, Tensor]],
+        worker: int,
+        share: float,
+        staleness: int,
+        steps: int = 1,
+    ) -> None:
+        began = perf_counter()
+        with self._port.changing(shards):
+            try:
+                self._applier.apply(gradients, shards, worker, share, staleness, steps)
+            except Exception as error:
+                raise StepFailed(error) from error
+            for shard in shards:
+                self._port.show(shard, self._machines[shard].version)
+        self._tally.stepped(shards, worker, staleness, perf_counter() - began)
+
+    def _tell(self, shard: int, action: Ack | Refuse | Reply) -> None:
+        """Notes what a shard says to a worker; sends the answer when it is complete."""
+        request = self._open.get((action.worker, shard))
+        if request is None:
+            return
+        if isinstance(action, Refuse):
+            # What comes too late anywhere comes again everywhere; a shard that has it already says so then.
+            if request.refused is None or action.reason == Reason.LATE:
+                request.refused = action.reason
+            if action.lease >= 0:
+                self._tally.refused(action.reason.name.lower())
+        request.unsaid -= 1
+        if not request.unsaid:
+            self._answer(action.worker, request)
+
+    def _answer(self, worker: int, request: _Request) -> None:
+        asked, shards = request.message, request.shards
+        show, pulls = self._port.show, asked.kind != Kind.PUSH
+        versions, pulled = [], []
+        for shard, had in zip(shards, asked.numbers, strict=True):
+            del self._open[worker, shard]
+            version = self._machines[shard].version
+            versions.append(version)
+            show(shard, version)
+            if pulls and version != had:
+                pulled.append(shard)
+        if pulled:
+            self._applier.sent(worker, pulled)
+        flag = request.refused.value if request.refused else 0
+        apart, numbers = min(request.apart, MOST_WEIGHT), tuple(versions)
+        message = Message(Kind.ANSWER, asked.first, flag, asked.lease, apart, numbers=numbers, number=asked.number)
+        self._port.release(request.peer, shards)
+        # Before it is counted, because somebody waits for it.
+        self._reply(worker, request.peer, message, pulled)
+        pushed = shards if asked.kind != Kind.PULL else ()
+        self._tally.answered(worker, pushed, pulled, perf_counter() - request.came)

@@ -1,0 +1,1 @@
+"""The messages between workers and servers, and the layout of shards."""

@@ -1,0 +1,192 @@
+"""What the shards of one server are: which piece of which parameter, of what shape and type."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.parameter_server.wire.tensors import like
+from headrace.transport.base import Slots
+from headrace.transport.codec import Codec, Plain, codec_for
+
+_LONGER, _LONGER_BYTES = 4, 1 << 16
+"""What another describes may be so much longer than one's own: to say how it differs it has to be read."""
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """A shard.
+
+    Attributes:
+        parameter: name of the parameter that it is a piece of.
+        start: its first element of the flattened parameter.
+        shape: of the piece.
+        dtype: as in `torch.float32`.
+        exact: whether it travels as it is, whatever the codecs: what is no parameter may be worth nothing if rounded.
+    """
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    exact: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def name(self) -> str:
+        """How people read of it: the parameter, and where in it."""
+        return f"{self.parameter}@{self.start}" if self.start else self.parameter
+
+
+class ShardLayout:
+    """All shards of one server, in order, and how they travel.
+
+    Args:
+        pieces: by shard.
+        push_codec, pull_codec: names of codecs, for gradients and for parameters on their way.
+
+    Attributes:
+        pieces: see there.
+        slots, push_slots: places of parameters and of gradients on their way, in bytes, for a port or a link.
+        reply_slots: of parameters on their way; None where they travel as they are.
+
+    Raises:
+        UnknownName: there is no such codec.
+    """
+
+    def __init__(self, pieces: Sequence[ShardSpec], push_codec: str = "plain", pull_codec: str = "plain") -> None:
+        self.pieces = tuple(pieces)
+        self._dtypes = [getattr(torch, piece.dtype) for piece in pieces]
+        self._names = (push_codec, pull_codec)
+        self._push, self._pull = (
+            [codec_for("plain" if piece.exact else codec, getattr(torch, piece.dtype)) for piece in pieces]
+            for codec in (push_codec, pull_codec)
+        )
+        self.slots = Slots([p.elements * d.itemsize for p, d in zip(self.pieces, self._dtypes, strict=True)])
+        self.push_slots = self._slots_of(self._push)
+        self.reply_slots = None if pull_codec == "plain" else self._slots_of(self._pull)
+        self._residuals: dict[tuple[str, int, int], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def view(self, shard: int, place: Tensor) -> Tensor:
+        """Returns a place of `(bytes,)` uint8 as the shard that lies there."""
+        return place.view(self._dtypes[shard]).view(self.pieces[shard].shape)
+
+    def seat(self, shard: int, place: Tensor) -> Tensor:
+        """Returns a push slot as `encode` and `decode` take it: as the shard, where that travels as it is."""
+        return self.view(shard, place) if isinstance(self._push[shard], Plain) else place
+
+    def encode(self, shard: int, gradient: Tensor, place: Tensor) -> None:
+        """Puts a gradient into its push slot's `seat`, and keeps what that loses for the next."""
+        if isinstance(self._push[shard], Plain):
+            place.copy_(gradient)
+            return
+        near = gradient.detach().cpu().contiguous()
+        self._push[shard].encode(near, place, self._residual("push", 0, shard, self._push[shard]))
+
+    def decode(self, shard: int, place: Tensor) -> Tensor:
+        """Returns the gradient in a push slot; in place where it has travelled as it is.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if isinstance(self._push[shard], Plain):
+            return self.view(shard, place)
+        gradient = torch.empty(self.pieces[shard].shape, dtype=self._dtypes[shard])
+        self._push[shard].decode(place, gradient)
+        return gradient
+
+    def encode_reply(self, worker: int, shard: int, parameters: Tensor, place: Tensor) -> None:
+        """Puts parameters into a worker's reply slot, and keeps what that loses for its next."""
+        self._pull[shard].encode(parameters, place, self._residual("pull", worker, shard, self._pull[shard]))
+
+    def decode_reply(self, shard: int, place: Tensor, into: Tensor) -> None:
+        """Brings parameters out of a reply slot.
+
+        Args:
+            shard: which.
+            place: the slot.
+            into: a worker's copy, `(bytes,)` uint8.
+        """
+        near = torch.empty(self.pieces[shard].elements, dtype=self._dtypes[shard])
+        self._pull[shard].decode(place, near)
+        into.view(self._dtypes[shard]).copy_(near)
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """What codecs have lost so far, and make good next time, by name."""
+        return {f"residual/{way}/{worker}/{shard}": lost for (way, worker, shard), lost in self._residuals.items()}
+
+    @residuals.setter
+    def residuals(self, named: Mapping[str, Tensor]) -> None:
+        self._residuals.clear()
+        for name in named:
+            way, worker, shard = name.split("/")[1:]
+            codec = (self._push if way == "push" else self._pull)[int(shard)]
+            residual = self._residual(way, int(worker), int(shard), codec)
+            if residual is None:
+                raise ValueError(f"{name} of a codec that loses nothing")
+            residual.copy_(like(named, name, residual))
+
+    def _residual(self, way: str, worker: int, shard: int, codec: Codec) -> Tensor | None:
+        if not codec.feedback:
+            return None
+        key = (way, worker, shard)
+        if key not in self._residuals:
+            self._residuals[key] = torch.zeros(self.pieces[shard].elements, dtype=self._dtypes[shard])
+        return self._residuals[key]
+
+    def _slots_of(self, codecs: Sequence[Codec]) -> Slots:
+        of = zip(codecs, self.pieces, self._dtypes, strict=True)
+        return Slots([codec.nbytes(piece.elements, dtype) for codec, piece, dtype in of])
+
+    def describe(self) -> bytes:
+        """Returns what another process compares its own form with."""
+        pieces = [[p.parameter, p.start, list(p.shape), p.dtype] for p in self.pieces]
+        return json.dumps([*self._names, *pieces]).encode()
+
+    def difference(self, described: bytes) -> str:
+        """Says in what another's form differs from this one; "" if in nothing.
+
+        Raises:
+            ValueError: these bytes describe no form.
+        """
+        mine = self.describe()
+        if described == mine:
+            return ""
+        if len(described) > _LONGER * len(mine) + _LONGER_BYTES:
+            raise ValueError(f"a worker described its shards in {len(described):,} bytes, the server in {len(mine):,}")
+        try:
+            return self._compare(json.loads(mine), json.loads(described))
+        except RecursionError:
+            raise ValueError("a worker described shards that are nested too deep") from None
+
+    def _compare(self, own: list[object], other: object) -> str:
+        if own == other:
+            return ""
+        if not isinstance(other, list) or len(other) < 2:
+            raise ValueError("a worker described no shards")
+        if own[:2] != other[:2]:
+            return f"the worker's codecs are {other[:2]!s:.60} and the server's {own[:2]}; use the same on both"
+        own, other = own[2:], other[2:]
+        at = next((i for i, (mine, its) in enumerate(zip(own, other, strict=False)) if mine != its), None)
+        if at is None:
+            return f"the worker's model has {len(other)} shards here and the server {len(own)}; build the same on both"
+        return f"shard {at} is {_words(other[at])} in the worker, {_words(own[at])} on the server; build the same model"
+
+
+def _words(piece: object) -> str:
+    if isinstance(piece, list) and len(piece) == 4:
+        return f"{piece[0]!s:.60}[{piece[1]!s:.20}:] of shape {piece[2]!s:.40} and type {piece[3]!s:.20}"
+    return f"{piece!r:.80}"

@@ -1,0 +1,28 @@
+"""All forward, then all backward (Huang et al., "GPipe", 2019, section 2.3 and figure 2c).
+
+Three stages, four micro-batches; 2 is the forward of micro-batch 2, 2' its backward, each of which takes a unit:
+
+    rank 0   0  1  2  3  .  .  .  .  3' 2' 1' 0'
+    rank 1   .  0  1  2  3  .  .  3' 2' 1' 0' .
+    rank 2   .  .  0  1  2  3  3' 2' 1' 0' .  .
+
+Of K stages each idles (K - 1) / (M + K - 1) of the time, and holds the activations of all M micro-batches. Backward
+begins with the last one, whose activations are the newest: with recomputation they need not be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headrace.pipeline.schedules.action import Action
+
+
+def gpipe(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
+    """Yields what a rank does; with several stages a rank they follow one another as if each were alone."""
+    stages = range(rank, ranks * chunks, ranks)
+    for stage in stages:
+        for micro_batch in range(micro_batches):
+            yield Action(stage, micro_batch)
+    for stage in reversed(stages):
+        for micro_batch in reversed(range(micro_batches)):
+            yield Action(stage, micro_batch, backward=True)

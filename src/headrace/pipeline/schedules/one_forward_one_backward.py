@@ -1,0 +1,30 @@
+"""One forward, one backward by turns (PipeDream-Flush; Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN
+training", section 3.2, figure 3).
+
+Three stages, four micro-batches; 2 is the forward of micro-batch 2, 2' its backward, each of which takes a unit:
+
+    rank 0   0  1  2  .  .  0' 3  1' .  2' .  3'
+    rank 1   .  0  1  .  0' 2  1' 3  2' .  3' .
+    rank 2   .  .  0  0' 1  1' 2  2' 3  3' .  .
+
+It idles as long as GPipe does, and rank r of K holds the activations of at most K - r micro-batches, however many
+there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headrace.pipeline.schedules.action import Action
+
+
+def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
+    """Yields what a rank does; it has one stage."""
+    ahead = min(ranks - rank - 1, micro_batches)
+    for micro_batch in range(ahead):
+        yield Action(rank, micro_batch)
+    for micro_batch in range(ahead, micro_batches):
+        yield Action(rank, micro_batch)
+        yield Action(rank, micro_batch - ahead, backward=True)
+    for micro_batch in range(micro_batches - ahead, micro_batches):
+        yield Action(rank, micro_batch, backward=True)

@@ -1,0 +1,159 @@
+"""Compute with one part of the model a rank, micro-batch after micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.metrics import Mean, weigh
+from headrace.pipeline.channels import Channels
+from headrace.pipeline.runner import MicroBatch, Runner
+from headrace.pipeline.stages.module import StageModule
+from headrace.pipeline.trace.tracing import Traced
+from headrace.policies.batch_split import bounds
+from headrace.spec.share import Share
+from headrace.training.compute import Compute, Computed
+from headrace.training.gradients import GradientSink
+from headrace.training.selection import select_target
+from headrace.training.whole_model import Objective, cut, widened
+from headrace.trees import map_tensors
+
+
+class StagedModel(Compute):
+    """The compute of one rank of a pipeline, with which the others of its replica work together.
+
+    Gradients are those of the share's part of the global batch's mean loss, as those of `WholeModel`, on the rank that
+    holds the parameter; of a parameter that several ranks hold, each has the whole gradient.
+
+    Args:
+        traced: the model.
+        part: what this rank holds of it.
+        runner: of its stages.
+        roads: between ranks.
+        objective: what the model is trained on.
+        micro_batches: into how many pieces a share is cut at most.
+        total: sums numbers over all workers.
+
+    Attributes:
+        parameters: names of this rank's.
+        tied: names of those of them that other ranks hold, too.
+        sink: takes the gradients of this rank's parameters; None leaves them in `.grad`.
+        trained: this rank's parameters that get a gradient, by name.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        part: StageModule,
+        runner: Runner,
+        roads: Channels,
+        objective: Objective,
+        micro_batches: int,
+        total: Callable[[Sequence[float]], list[float]],
+    ) -> None:
+        self.module = part.module
+        self.runner = runner
+        self.counts = runner.last
+        self._traced = traced
+        self._part = part
+        self._roads = roads
+        self._objective = objective
+        self._micro_batches = micro_batches
+        self._total = total
+        self.sink: GradientSink | None = None
+        self.parameters, self.tied = frozenset(part.parameters), part.tied
+        self.mates = ThreadCollective(ThreadGroup(1), 0)
+        self.trained = {name: each for name, each in part.parameters.items() if each.requires_grad}
+        self._trained = list(self.trained.values())
+        self._device = roads.device
+
+    def run(self, share: Share) -> Computed:
+        if share.examples == 0:
+            if self._objective.weighed:
+                self._total([0.0])
+            if self.sink is not None:
+                self.sink.store_nothing()
+            return Computed(None, 0.0)
+        batch = self.place(share.batch)
+        held = [parameter.grad for parameter in self._trained]
+        if self.sink is not None:
+            self._hold([None] * len(held))
+        losses: dict[int, tuple[Tensor, float]] = {}
+        pieces: list[MicroBatch | None] = []
+        for index, (start, stop) in enumerate(bounds(share.examples, (1,) * self._micro_batches)):
+            if start == stop:
+                pieces.append(None)
+                continue
+            piece = cut(batch, start, stop, share.examples, "micro_batches")
+            finish = partial(self._finish, piece, stop - start, share, losses, index)
+            pieces.append(MicroBatch(self._traced.inputs(piece), finish))
+        self.runner.run(pieces)
+        self.in_flight, self.passes = self.runner.in_flight, self.runner.passes
+        self.moved_bytes = self._roads.moved_bytes
+        self._part.sum_tied(self._roads)
+        own = float(sum(weight for _, weight in losses.values()))
+        # Of a loss that is a mean every rank knows what it is worth.
+        worth = self._divide(own) if self._objective.weighed else float(share.examples)
+        if self.sink is not None:
+            self.sink.store([parameter.grad for parameter in self._trained])
+            self._hold(held)
+        totals = [total for total, _ in losses.values()]
+        return Computed(torch.stack(totals).sum() / own if own else None, own if self.counts else worth)
+
+    @torch.no_grad()
+    def predict(self, batch: Any) -> Any:
+        """Returns the model's output for a batch on the rank that has the last stage, None elsewhere.
+
+        All ranks of the replica call it.
+        """
+        training = self.module.training
+        traced = self._traced if training else self._traced.evaluated or self._traced
+        output = self.runner.predict(traced.inputs(self.place(batch)), training)
+        return widened(output, self.runner.half)
+
+    def place(self, batch: Any) -> Any:
+        if self._device.type == "cpu":
+            return batch
+        return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+
+    def spread_tied(self) -> None:
+        """Gives every rank that holds a parameter the values of the first of them; all ranks of the replica call it."""
+        self._part.spread_tied(self._roads)
+
+    def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super().whole_tensors(leads):
+            if name.partition("/")[2] in self._part.saved:
+                yield name, tensor
+
+    def _finish(
+        self,
+        piece: Any,
+        examples: int,
+        share: Share,
+        losses: dict[int, tuple[Tensor, float]],
+        index: int,
+        output: Any,
+    ) -> Tensor:
+        """Returns what is differentiated of a micro-batch's loss, and keeps what is told of it."""
+        loss = self._objective.loss(output, select_target(piece, self._objective.target))
+        total, weight = weigh(loss, examples)
+        losses[index] = total.detach(), float(weight)
+        # What a part of a `Mean` is worth is known when all have been weighed.
+        return total if isinstance(loss, Mean) else total / share.of
+
+    def _divide(self, own: float) -> float:
+        (all_weight,) = self._total([own])
+        present = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        if present:
+            # Micro-batches that weigh nothing together say nothing.
+            torch._foreach_div_(present, all_weight) if all_weight else torch._foreach_zero_(present)
+        return all_weight
+
+    def _hold(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            parameter.grad = gradient

@@ -1,0 +1,1 @@
+"""A stage: its modules, buffers, and gradients."""

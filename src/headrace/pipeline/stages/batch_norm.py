@@ -1,0 +1,101 @@
+"""Running statistics of BatchNorm layers that see a batch piece by piece.
+
+Each micro-batch is normalised by its own mean and variance. For evaluation a layer keeps running averages, and there
+are two ways to let them follow:
+
+    deferred     once a batch, by the mean and variance of all its micro-batches together, as one device would that
+                 had normalised the pieces (GPipe, section 2.3; torchgpipe's DeferredBatchNorm)
+    at once      by each micro-batch, as torch does: m small steps a batch instead of one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@dataclass
+class _Sums:
+    """Of one layer and batch, over all micro-batches: elements a channel, their sum, and that of their squares."""
+
+    count: int
+    total: Tensor
+    squares: Tensor
+
+
+class RunningStatistics:
+    """Args:
+    module: of which only what is here counts.
+    deferred: see above.
+    """
+
+    def __init__(self, module: nn.Module, deferred: bool) -> None:
+        layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        self._layers = [each for each in layers if each.running_mean is not None and not each.running_mean.is_meta]
+        self._deferred = deferred
+        self._sums: dict[_BatchNorm, _Sums] = {}
+        self._counting = False
+        self._hooks = [layer.register_forward_pre_hook(self._see) for layer in self._layers] if deferred else []
+
+    @contextmanager
+    def following(self, again: bool = False) -> Iterator[None]:
+        """Lets the layers run on a micro-batch.
+
+        Args:
+            again: whether this is its second time, which is not counted.
+        """
+        if not (self._deferred and self._layers):
+            yield
+            return
+        held = [layer.track_running_stats for layer in self._layers]
+        self._counting = not again
+        for layer in self._layers:
+            layer.track_running_stats = False
+        try:
+            yield
+        finally:
+            self._counting = False
+            for layer, tracks in zip(self._layers, held, strict=True):
+                layer.track_running_stats = tracks
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Moves the averages, when all micro-batches of a batch have been seen."""
+        for layer, sums in self._sums.items():
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            assert layer.num_batches_tracked is not None
+            layer.num_batches_tracked.add_(1)
+            momentum = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+            mean = sums.total / sums.count
+            variance = (sums.squares - sums.total * mean) / max(1, sums.count - 1)
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+            layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
+        self._sums.clear()
+
+    def close(self) -> None:
+        """Leaves the layers as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _see(self, layer: nn.Module, inputs: Any) -> None:
+        assert isinstance(layer, _BatchNorm)
+        if not (self._counting and layer.training):
+            return
+        x = inputs[0].detach()
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        # Sums of squares lose digits where the mean is large, and what they lose is not in the running variance then.
+        wide = x.double()
+        count = x.numel() // max(1, x.shape[1])
+        seen = _Sums(count, wide.sum(dims), wide.square().sum(dims))
+        sums = self._sums.get(layer)
+        if sums is not None:
+            seen = _Sums(sums.count + count, sums.total + seen.total, sums.squares + seen.squares)
+        self._sums[layer] = seen

@@ -1,0 +1,54 @@
+"""What autograd keeps for backward passes, counted: every storage once, parameters and buffers left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.pipeline.schedules import Action
+
+
+class SavedBytes:
+    """Counts while forward runs. That costs a call for each tensor that is kept, so it is not done in every step.
+
+    Args:
+        model: parameters and buffers.
+
+    Attributes:
+        peak: most bytes that were kept at a time.
+        largest: most bytes that were kept of one forward pass.
+    """
+
+    def __init__(self, model: Iterable[Tensor]) -> None:
+        self._model = {tensor.untyped_storage().data_ptr() for tensor in model}
+        self._kept: dict[Action, dict[int, int]] = {}
+        self.peak = 0
+        self.largest = 0
+
+    @contextmanager
+    def counting(self, action: Action, values: Mapping[str, Any]) -> Iterator[None]:
+        """Counts what the forward of an action keeps, and what it was given, which is kept for it."""
+        kept = self._kept.setdefault(action, {})
+
+        given = {v.untyped_storage().data_ptr(): v for v in values.values() if isinstance(v, Tensor)}
+        # Of a batch that is cut they are a part of the storage.
+        kept |= {place: value.numel() * value.element_size() for place, value in given.items()}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._model and storage.data_ptr() not in given:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield
+        self.largest = max(self.largest, sum(kept.values()))
+        self.peak = max(self.peak, sum(sum(each.values()) for each in self._kept.values()))
+
+    def forget(self, action: Action) -> None:
+        """Notes that the backward of an action is done."""
+        self._kept.pop(action, None)

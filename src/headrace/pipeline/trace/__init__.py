@@ -1,0 +1,1 @@
+"""From a model to a graph of layers that can be cut into stages."""

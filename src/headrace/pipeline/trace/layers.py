@@ -1,0 +1,164 @@
+"""The layers of a recorded model: what a partition counts and names.
+
+Every call of a module that is not looked into is a layer, and so is every function of a parameter; other functions
+belong to the layer before them. What only reads the inputs' shapes or the model's own tensors belongs to no layer:
+every stage does it for itself.
+
+    recorded     x ─ conv1 ─ relu ─ add ─ conv2 ─ view ─ head          y = F.relu(conv1(x)) + 1; ...
+    layers          └────── conv1 ─────┘ └── conv2 ──┘  └ head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from headrace.pipeline.trace.recording import Recording, tensors
+
+_SENDABLE = (Tensor, torch.Size, int, float)
+"""What may cross a cut."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One piece of the model that is not cut.
+
+    Attributes:
+        name: path of its module, "blocks.0.conv"; ":2" is added where it is called for the second time.
+        parameters, buffers: that it uses, by their first names.
+        joined: why no cut may stand behind it; "" where one may.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    joined: str = ""
+
+
+@dataclass
+class LayerMap:
+    """Where the nodes of a recording belong.
+
+    Attributes:
+        layers: in order.
+        layer: index of each node's; those that belong to none are left out.
+    """
+
+    layers: tuple[Layer, ...]
+    layer: dict[fx.Node, int] = field(default_factory=dict)
+
+
+def lay_out(recording: Recording, whole: bool = True) -> LayerMap:
+    """Finds the layers, and between which there can be no cut.
+
+    Args:
+        recording: of a forward.
+        whole: whether what nobody uses belongs to the first layer.
+    """
+    names, layer = _assign(recording)
+    used = _used(recording, layer, len(names))
+    joined = _joined(recording, layer, names, used)
+    parameters = [name for name, _ in recording.module.named_parameters()]
+    buffers = [name for name, _ in recording.module.named_buffers()]
+    if whole:
+        used[0] |= {*parameters, *buffers} - set().union(*used)
+    layers = tuple(
+        Layer(
+            name,
+            tuple(parameter for parameter in parameters if parameter in used[index]),
+            tuple(buffer for buffer in buffers if buffer in used[index]),
+            joined[index],
+        )
+        for index, name in enumerate(names)
+    )
+    return LayerMap(layers, layer)
+
+
+def _assign(recording: Recording) -> tuple[list[str], dict[fx.Node, int]]:
+    """Returns the layers' names, and to which each node belongs."""
+    parameters = {name for name, _ in recording.module.named_parameters()}
+    names: list[str] = []
+    calls: dict[str, int] = {}
+    layer: dict[fx.Node, int] = {}
+    for node in recording.graph.nodes:
+        if node.op == "output" or _is_free(node, recording, layer):
+            continue
+        reads = any(other.op == "get_attr" and other.target in parameters for other in node.all_input_nodes)
+        if node.op == "call_module" or reads:
+            name = str(node.target) if node.op == "call_module" else node.name
+            calls[name] = calls.get(name, 0) + 1
+            names.append(name if calls[name] == 1 else f"{name}:{calls[name]}")
+        # What comes before the first layer is done by it.
+        layer[node] = max(0, len(names) - 1)
+    return names or [type(recording.module).__name__], layer
+
+
+def _is_free(node: fx.Node, recording: Recording, layer: dict[fx.Node, int]) -> bool:
+    """Returns whether every stage does a node for itself."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    if node.op == "call_module" or tensors(recording.values[node]):
+        return False
+    return not any(
+        other in layer or (other.op == "get_attr" and isinstance(recording.values[other], Tensor))
+        for other in node.all_input_nodes
+    )
+
+
+def _used(recording: Recording, layer: dict[fx.Node, int], count: int) -> list[set[str]]:
+    """Returns the names of the parameters and buffers that each layer uses; of tied ones the first."""
+    module = recording.module
+    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    used: list[set[str]] = [set() for _ in range(count)]
+    for node, index in layer.items():
+        if node.op == "call_module":
+            part = module.get_submodule(str(node.target))
+            used[index].update(names[id(tensor)] for tensor in (*part.parameters(), *part.buffers()))
+        for other in node.all_input_nodes:
+            if other.op == "get_attr" and str(other.target) in names.values():
+                used[index].add(str(other.target))
+    return used
+
+
+def _joined(recording: Recording, layer: dict[fx.Node, int], names: list[str], used: list[set[str]]) -> list[str]:
+    """Returns for each layer why no cut may stand behind it, or ""."""
+    joined = [""] * len(names)
+
+    def join(indices: Iterable[int], why: str) -> None:
+        together = sorted(indices)
+        for index in range(together[0], together[-1]):
+            joined[index] = joined[index] or why.format(first=names[together[0]], last=names[together[-1]])
+
+    for _, written in recording.written:
+        holders = [index for index, tensors_used in enumerate(used) if written in tensors_used]
+        join(holders or [0], f"{{first}} and {{last}} share the buffer {written}, which changes")
+    for node, index in layer.items():
+        if not isinstance(recording.values[node], _SENDABLE):
+            kind = type(recording.values[node]).__name__
+            readers = [layer.get(user, len(names) - 1) for user in node.users]
+            join([index, *readers], f"{{first}} hands {{last}} a {kind}, which cannot be sent")
+    for writer, target in recording.writes:
+        if target.op != "get_attr":
+            together = [layer[node] for node in _bound(recording, writer, target) if node in layer]
+            join([layer[writer], *together], "{last} needs what is written into a value of {first}")
+    return joined
+
+
+def _bound(recording: Recording, writer: fx.Node, target: fx.Node) -> set[fx.Node]:
+    """Returns the nodes that must be where one writes into the value of another.
+
+    Who reads only the written value later, must be there too; where others share its memory, all of them.
+    """
+    order = {node: index for index, node in enumerate(recording.graph.nodes)}
+    own = {tensor.untyped_storage()._cdata for tensor in tensors(recording.values[target])}
+    family = {
+        node
+        for node, value in recording.values.items()
+        if order[node] < order[writer] and own & {tensor.untyped_storage()._cdata for tensor in tensors(value)}
+    }
+    readers = {user for node in family for user in node.users if order[user] > order[writer]}
+    alone = all(set(user.all_input_nodes) & family == {target} for user in readers)
+    return readers if alone else readers | family

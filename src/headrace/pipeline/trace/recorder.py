@@ -1,0 +1,393 @@
+"""What a model's forward does, recorded while it runs on a few examples.
+
+`torch.fx` hands proxies through forward and writes down what is done to them. Here each proxy also knows its value for
+the examples, so that more models can be recorded as they are: `if x.dim() == 3`, `len(x)`, `isinstance(x, Tensor)`,
+loops over a shape. What such a question was answered with becomes a guard that every later run checks. A question about
+the data itself (`if x.sum() > 0`) has no answer that holds for all batches: whoever asks it is kept whole.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+from torch.utils import checkpoint
+
+from headrace.pipeline.trace.global_state import autocast, replaced, rng_state
+from headrace.pipeline.trace.recording import Recording, Untraceable, answer, execute, tensors
+from headrace.trees import map_leaves
+
+_LOOKED_INTO = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
+"""Of torch's own modules, those that only call others."""
+
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "zeros")
+"""Functions of torch that make tensors of numbers, among which may be proxies."""
+
+_SHAPES = {getattr, len, "dim", "is_floating_point", "ndimension", "nelement", "numel", "size", "stride"}
+"""What may be asked of a tensor whatever the data is."""
+
+_CHECKPOINTED = "_checkpoint_without_reentrant_generator"
+"""What `torch.utils.checkpoint` does around a function, but for calling it."""
+
+_len, _isinstance = len, isinstance
+"""Not what stands in their places while a forward is recorded."""
+
+_SETTLED = (torch.dtype, torch.device, torch.layout, bool, type(None))
+"""What an attribute of a tensor may be that is the same for every batch."""
+
+
+def record(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: tuple[type[nn.Module], ...] = ()
+) -> Recording:
+    """Records `module(*args, **kwargs)`. Buffers and random numbers move on as in any forward.
+
+    Args:
+        module: in the mode that is recorded.
+        args, kwargs: of the call, on its device.
+        whole: types of modules that are not looked into.
+
+    Raises:
+        Untraceable: with whom to keep whole.
+    """
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise Untraceable(module, "it has forward hooks, which would see no forward; register them on its layers")
+    recorder = _Recorder(module, args, kwargs, whole)
+    try:
+        with recorder.patched():
+            recorder.trace(module)
+    except Untraceable:
+        raise
+    except Exception as error:
+        raise Untraceable(module, _said(error)) from error
+    return recorder.recording
+
+
+class _Proxy(fx.Proxy):
+    """Stands for a value in forward, and answers for it where forward asks."""
+
+    tracer: _Recorder
+
+    def __getattr__(self, name: str) -> Any:
+        held = getattr(_value(self), name)
+        if name == "requires_grad":
+            self.tracer.refuse("it asks whether a tensor requires a gradient")
+        if isinstance(held, _SETTLED):
+            return held
+        if callable(held) and not isinstance(held, Tensor):
+            return partial(self._call, name)
+        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([_item(self, index) for index in range(len(self))])
+
+    def __len__(self) -> int:
+        length = self.tracer.create_proxy("call_function", _len, (self,), {})
+        return int(self.tracer.settle(length))
+
+    def __bool__(self) -> bool:
+        return bool(self.tracer.settle(self))
+
+    def __index__(self) -> int:
+        return int(self.tracer.settle(self))
+
+    def __int__(self) -> int:
+        return int(self.tracer.settle(self))
+
+    def __float__(self) -> float:
+        return float(self.tracer.settle(self))
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.tracer.settle(self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(_value(self), spec)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self.tracer.create_proxy("call_method", name, (self, *args), kwargs)
+
+
+def _value(proxy: fx.Proxy) -> Any:
+    """Returns what a proxy stands for."""
+    return cast(_Recorder, proxy.tracer).recording.values[proxy.node]
+
+
+def _is_instance(value: Any, kinds: Any) -> bool:
+    """Says of a proxy what `isinstance` says of what it stands for.
+
+    A `__class__` of its own would tell torch's C++, too, which then takes the proxy's memory for a tensor's.
+    """
+    return _isinstance(value, kinds) or (type(value) is _Proxy and _isinstance(_value(value), kinds))
+
+
+def _item(proxy: fx.Proxy, key: Any) -> Any:
+    """Returns a part of what a proxy stands for."""
+    return proxy.tracer.create_proxy("call_function", operator.getitem, (proxy, key), {})
+
+
+def _in_place(name: str) -> None:
+    def write(self: _Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    setattr(_Proxy, f"__{name}__", write)
+
+
+for _name in ("iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"):
+    # torch.fx takes x += y for x = x + y, which those who share the memory of x would not see.
+    _in_place(_name)
+
+
+class _Recorder(fx.Tracer):
+    """Makes nodes of what is done to its proxies, and does it.
+
+    Args:
+        module, args, kwargs, whole: see `record`.
+    """
+
+    def __init__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: tuple[type[nn.Module], ...]
+    ) -> None:
+        super().__init__(autowrap_functions=(len, *(getattr(torch, name) for name in _FACTORIES)))
+        self._autowrap_search += [builtins, torch]
+        self._bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        self._whole = whole
+        self._owners = [module]
+        self._busy = False
+        self._placed: Tensor | None = None
+        self._autocast = autocast()
+        self._dice = rng_state()
+        self._names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        self._buffers = [(name, buffer) for name, buffer in module.named_buffers()]
+        self._versions: list[tuple[fx.Node | str, Tensor, int]] = [(n, b, b._version) for n, b in self._buffers]
+        self._attributes: dict[int, fx.Proxy] = {}
+        self._data: set[fx.Node] = set()
+        self.recording = Recording(module)
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Lets proxies into `isinstance`, `training`, attributes of modules and functions with their own backward."""
+        apply = vars(torch.autograd.Function)["apply"].__func__
+        setting, keep = nn.Module.__setattr__, vars(checkpoint)[_CHECKPOINTED]
+
+        def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if function is checkpoint.CheckpointFunction and not self._busy:
+                return directly(args[0], *args[2:])
+            if any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
+                return self.create_proxy("call_function", function.apply, args, kwargs)
+            return apply(function, *args, **kwargs)
+
+        def training(module: nn.Module) -> Any:
+            return module.__dict__["training"] if self._busy else self._training(module)
+
+        def flag(module: nn.Module, mode: bool) -> None:
+            module.__dict__["training"] = mode
+
+        def assign(module: nn.Module, name: str, value: Any) -> None:
+            if self._busy:
+                setting(module, name, value)
+            elif not isinstance(value, fx.Proxy) or _value(value) is not module._buffers.get(name):
+                # What is written in place is assigned, too: self.calls += 1
+                self.refuse(f"it sets self.{name}")
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            self.recording.recomputes |= not self._busy
+            return keep(*args, **kwargs) if self._busy else (None for _ in range(1))
+
+        def directly(function: Callable[..., Any], *args: Any) -> Any:
+            self.recording.recomputes = True
+            return function(*args)
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(builtins, "isinstance", _is_instance))
+            stack.enter_context(replaced(nn.Module, "training", property(training, flag)))
+            stack.enter_context(replaced(nn.Module, "__setattr__", assign))
+            stack.enter_context(replaced(torch.autograd.Function, "apply", classmethod(applied)))
+            # Its own forward is recorded as if it were not there: a pipeline recomputes by itself.
+            stack.enter_context(replaced(checkpoint, _CHECKPOINTED, kept))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raises:
+        Untraceable: the module whose forward runs is to be kept whole.
+        """
+        raise Untraceable(self._owners[-1], reason)
+
+    def settle(self, proxy: fx.Proxy) -> Any:
+        """Returns what a proxy stands for, and must stand for in every run."""
+        value = _value(proxy)
+        if isinstance(value, Tensor) or proxy.node in self._data:
+            self.refuse("what it does depends on the data: it asks for the value of a tensor")
+        self.recording.guards[proxy.node] = value
+        return value
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        self.recording.graph = self.graph
+
+        def place(name: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                self.recording.settled[name] = leaf
+                return leaf
+            self._placed = leaf
+            proxy = self.create_proxy("placeholder", name, (), {})
+            self.recording.inputs[name] = proxy.node.name
+            return proxy
+
+        self._bound.arguments.update(
+            {name: map_leaves(place, value, name) for name, value in self._bound.arguments.items()}
+        )
+        leaves: list[Any] = []
+
+        def number(name: str, leaf: Any) -> int:
+            leaves.append(leaf)
+            return _len(leaves) - 1
+
+        def run() -> list[Any]:
+            output = root_fn(self.root, *self._bound.args, **self._bound.kwargs)
+            self._check()
+            self.recording.output = map_leaves(number, output)
+            return leaves
+
+        return run, []
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._busy:
+            return forward(*args, **kwargs)
+        self._check()
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
+            return self.create_proxy("call_module", path, args, kwargs)
+        self._owners.append(m)
+        try:
+            output = forward(*args, **kwargs)
+            self._check()
+            return output
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable(m, _said(error)) from error
+        finally:
+            self._owners.pop()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, (*self._whole, torch.jit.ScriptModule)) or m._forward_hooks or m._forward_pre_hooks:
+            return True
+        return type(m) not in _LOOKED_INTO and super().is_leaf_module(m, module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        return self._attribute(attr_val) if isinstance(attr_val, Tensor) and not self._busy else attr_val
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):
+            return a.node
+        if isinstance(a, Tensor):
+            return self._attribute(a).node
+        if is_dataclass(a) and not isinstance(a, type):
+            parts = {part.name: getattr(a, part.name) for part in fields(a)}
+            return self.create_proxy("call_function", type(a), (), parts).node
+        return super().create_arg(a)
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a proxy, or a tuple, list or dict of them."""
+        return self._unpacked(super().create_proxy(*args, **kwargs))
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        recording = self.recording
+        self._check()
+        recording.owners[node] = self._owners[-1]
+        if not torch.is_grad_enabled():
+            recording.gradless.add(node)
+        if node.op == "placeholder":
+            value: Any = self._placed
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), recording.values.__getitem__)
+            self._busy = True
+            try:
+                with torch.no_grad():
+                    value = execute(recording, node, args, kwargs)
+            finally:
+                self._busy = False
+        recording.values[node] = value
+        self._dice = rng_state()
+        self._follow(node, value)
+        return _Proxy(node, self)
+
+    def _follow(self, node: fx.Node, value: Any) -> None:
+        """Notes what a node has written to, and whether it tells the data."""
+        for index, (what, tensor, version) in enumerate(self._versions):
+            if tensor._version != version:
+                self._versions[index] = (what, tensor, tensor._version)
+                if isinstance(what, str):
+                    self.recording.written.append((node, what))
+                else:
+                    self.recording.writes.append((node, what))
+        self._versions += [(node, tensor, tensor._version) for tensor in tensors(value)]
+        if not isinstance(value, Tensor):
+            told = node.target not in _SHAPES and node.op != "get_attr"
+            values = self.recording.values
+            if any(
+                other in self._data or (told and isinstance(values[other], Tensor)) for other in node.all_input_nodes
+            ):
+                self._data.add(node)
+
+    def _unpacked(self, proxy: fx.Proxy) -> Any:
+        value = _value(proxy)
+        if value is None:
+            self.recording.guards[proxy.node] = None
+            return None
+        if type(value) is dict:
+            keys: Any = value
+        elif isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+            keys = range(len(value))
+        else:
+            return proxy
+        self.recording.guards[proxy.node] = answer(value)
+        items = [_item(proxy, key) for key in keys]
+        if type(value) is dict:
+            return dict(zip(keys, items, strict=True))
+        make: Callable[[Any], Any] = getattr(type(value), "_make", type(value))
+        return make(items)
+
+    def _attribute(self, tensor: Tensor) -> fx.Proxy:
+        if id(tensor) not in self._attributes:
+            name = self._names.get(id(tensor))
+            if name is None:
+                if tensor.requires_grad:
+                    self.refuse("it computes with parameters that it has not read as self.name")
+                name = f"constant {len(self.recording.constants)}"
+                self.recording.constants[name] = tensor
+            self._attributes[id(tensor)] = super().create_proxy("get_attr", name, (), {}, name=name.replace(".", "_"))
+        return self._attributes[id(tensor)]
+
+    def _training(self, module: nn.Module) -> Any:
+        path = (self.submodule_paths or {}).get(module)
+        if path is None or isinstance(self._owners[-1], _LOOKED_INTO):
+            # torch's own ask in order to choose between ways that give the same.
+            return module.__dict__["training"]
+        return self.create_proxy("get_attr", f"{path}.training" if path else "training", (), {})
+
+    def _check(self) -> None:
+        if autocast() != self._autocast:
+            self.refuse("it switches autocast")
+        if rng_state() != self._dice:
+            self.refuse("it draws random numbers that decide what it does, or that no input has a part in")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"

@@ -1,0 +1,93 @@
+"""Numbers as people read them: three digits that matter, with their unit."""
+
+from __future__ import annotations
+
+import math
+
+MISSING = "–"
+"""Stands where nothing was measured."""
+
+_LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def short(value: float | None) -> str:
+    """Returns a number in at most 6 characters where its size is below 1e15: 0.0312, 4.57, 4312, 431k."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 99_995:
+        factor, letter = next(row for row in _LARGE if size >= row[0] * 0.9995)
+        return _digits(value / factor) + letter
+    return f"{value:.0f}" if size >= 999.5 else _digits(value)
+
+
+def fixed(value: float | None, factor: float = 1.0) -> str:
+    """Returns `value * factor` with two decimals at most, in at most 5 characters up to 99999."""
+    if value is None:
+        return MISSING
+    scaled = value * factor
+    if scaled < 0.005:
+        return "0"
+    return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}"
+
+
+def tick(value: float, limit: float) -> str:
+    """Returns a number for an axis that ends at `limit`, without zeros that say nothing: 0.5, 2, 40k."""
+    if value == 0:
+        return "0"
+    factor, letter = next((row for row in _LARGE if limit >= row[0] * 10), (1.0, ""))
+    return f"{value / factor:.5g}{letter}"
+
+
+def _digits(value: float) -> str:
+    size = abs(value)
+    if size >= 99.95:
+        return f"{value:.0f}"
+    if size >= 9.995:
+        return f"{value:.1f}"
+    if size >= 0.9995:
+        return f"{value:.2f}"
+    return f"{value:.3f}" if size >= 0.0995 else f"{value:.3g}"
+
+
+def ratio(value: float | None) -> str:
+    """Returns a ratio with two decimals where it is below 10, "1.04"."""
+    return fixed(value)
+
+
+def percent(value: float) -> str:
+    """Returns a part of 1 as "4.2 %"."""
+    return f"{value * 100:.1f} %" if value < 0.0995 else f"{value * 100:.0f} %"
+
+
+def byte_count(value: float | None) -> str:
+    """Returns bytes with a decimal unit, "1.69 MB"."""
+    if value is None:
+        return MISSING
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= factor * 0.9995:
+            return f"{_digits(value / factor)} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time, "8.3 s", "4 min 05 s", "3 h 12 min"."""
+    if seconds < 0.9995:
+        return f"{_digits(seconds * 1e3)} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def clean(text: str) -> str:
+    """Returns text without control characters, which neither terminals nor XML may see."""
+    return "".join(
+        letter if letter in "\n\t" or (letter.isprintable() or letter == " ") else "\ufffd" for letter in text
+    )

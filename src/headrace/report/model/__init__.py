@@ -1,0 +1,1 @@
+"""What the event files of a run say, as values."""

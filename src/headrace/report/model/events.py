@@ -1,0 +1,159 @@
+"""The event files of a run, read back: whole afterwards, or bit by bit while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.errors import DataError, UsageError
+from headrace.spec.events import Event, decode
+
+
+@dataclass(frozen=True)
+class EventLog:
+    """What the event files of a run say.
+
+    Attributes:
+        events: of all processes, by time; events of one process keep their order where times are equal.
+        torn_lines: files whose last line a killed process left half written; that line is left out.
+    """
+
+    events: tuple[Event, ...]
+    torn_lines: int
+
+
+def read_log(run_dir: Path | str) -> EventLog:
+    """Returns the events of all processes of a run.
+
+    Raises:
+        UsageError: the directory holds no events.
+        DataError: a line that is complete is no event; names the file and the line.
+    """
+    files = _files(Path(run_dir))
+    if not files:
+        raise UsageError(
+            f"{run_dir} is no run directory: it holds no events/*.jsonl; "
+            "give the run_dir of a fit, or one directory of a comparison"
+        )
+    events: list[Event] = []
+    torn = 0
+    for file in files:
+        lines = file.read_bytes().split(b"\n")
+        rest = lines.pop()
+        events += [_event(file, number, line) for number, line in enumerate(lines, start=1)]
+        if rest:
+            try:
+                events.append(decode(rest.decode()))
+            except ValueError:
+                torn += 1
+    return EventLog(tuple(sorted(events, key=lambda event: event.time_s)), torn)
+
+
+def read_events(run_dir: Path | str) -> tuple[Event, ...]:
+    """Returns the events of all processes of a run, by time; see `read_log`.
+
+    Raises:
+        UsageError: the directory holds no events.
+        DataError: a line that is complete is no event; names the file and the line.
+    """
+    return read_log(run_dir).events
+
+
+class Tail:
+    """Follows the event files of a run that goes on: each `read` returns what came since the last.
+
+    A line counts when its end is there; a file, when it appears.
+
+    Args:
+        run_dir: the run directory; need not exist yet.
+        skip: kinds of events to leave out, unread.
+        new_only: leave out what is there already, of an earlier attempt.
+    """
+
+    def __init__(self, run_dir: Path | str, skip: Iterable[str] = (), new_only: bool = False) -> None:
+        self._run_dir = Path(run_dir)
+        self._skip = tuple(f'{{"kind":"{kind}"'.encode() for kind in skip)
+        self._places = {file: _Place.end(file) for file in _files(self._run_dir)} if new_only else {}
+
+    def read(self) -> tuple[Event, ...]:
+        """Returns the events that have become complete since the last call, by time.
+
+        Raises:
+            DataError: a complete line is no event; names the file and the line. It is not read again.
+        """
+        events: list[Event] = []
+        for file in _files(self._run_dir):
+            place = self._places.setdefault(file, _Place())
+            if file.stat().st_size > place.offset:
+                events += place.advance(file, self._skip)
+        return tuple(sorted(events, key=lambda event: event.time_s))
+
+
+class LogTail:
+    """Follows a text file that grows: each `read` returns the lines that were completed since the last.
+
+    Args:
+        file: need not exist yet.
+        until: a line at which it stops following.
+        new_only: leave out what is there already, of an earlier attempt.
+    """
+
+    def __init__(self, file: Path, until: str, new_only: bool = False) -> None:
+        self._file = file
+        self._until = until
+        self._offset = file.stat().st_size if new_only and file.exists() else 0
+        self._over = False
+
+    def read(self) -> list[str]:
+        """Returns the new lines, without their ends."""
+        if self._over or not self._file.exists() or self._file.stat().st_size <= self._offset:
+            return []
+        with self._file.open("rb") as stream:
+            stream.seek(self._offset)
+            complete, end, _ = stream.read().rpartition(b"\n")
+        self._offset += len(complete) + len(end)
+        lines = complete.decode(errors="replace").split("\n") if end else []
+        if self._until in lines:
+            self._over = True
+            return lines[: lines.index(self._until)]
+        return lines
+
+
+@dataclass
+class _Place:
+    offset: int = field(default=0)
+    lines: int = field(default=0)
+
+    @staticmethod
+    def end(file: Path) -> _Place:
+        content = file.read_bytes()
+        return _Place(content.rfind(b"\n") + 1, content.count(b"\n"))
+
+    def advance(self, file: Path, skip: tuple[bytes, ...]) -> list[Event]:
+        with file.open("rb") as stream:
+            stream.seek(self.offset)
+            complete = stream.read().split(b"\n")[:-1]
+        first = self.lines + 1
+        self.lines += len(complete)
+        self.offset += sum(len(line) + 1 for line in complete)
+        return [
+            _event(file, number, line) for number, line in enumerate(complete, start=first) if not line.startswith(skip)
+        ]
+
+
+def _files(run_dir: Path) -> list[Path]:
+    """The launcher's file first, then by rank, so that ties in time come in a fixed order."""
+    return sorted(
+        (run_dir / "events").glob("*.jsonl"),
+        key=lambda file: (len(file.name) * (file.stem != "launcher"), file.name),
+    )
+
+
+def _event(file: Path, number: int, line: bytes) -> Event:
+    try:
+        return decode(line.decode())
+    except ValueError as error:
+        raise DataError(
+            f"{file}, line {number}: {error}; the file was changed after the run, or its disk was full"
+        ) from error

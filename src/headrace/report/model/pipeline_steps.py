@@ -1,0 +1,152 @@
+"""A step of a pipeline as its stages did it, and as its schedule would have them: who worked on what, who idled."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from headrace.pipeline.schedules import Action
+from headrace.pipeline.schedules.timing import ActionSpan, bubble, timed
+from headrace.report.format import percent, short
+from headrace.report.model.attempts import Attempt, of_kind
+from headrace.spec.events import PipelineStepTimed, StagePass
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """One step of one replica.
+
+    Attributes:
+        step: which, from 0.
+        passes: of each rank, in the order in which it did them; at least one rank has some.
+        in_flight: by rank, the most micro-batches so far whose activations waited for their backward at a time.
+        expected_s: what each stage was expected to take for a micro-batch, by the profile; () where nobody has said it.
+    """
+
+    step: int
+    passes: Mapping[int, tuple[StagePass, ...]]
+    in_flight: Mapping[int, int]
+    expected_s: tuple[float, ...] = ()
+
+    @property
+    def stage_s(self) -> dict[int, float]:
+        """What each stage took for a micro-batch, forward and backward, on the mean."""
+        worked: dict[int, float] = defaultdict(float)
+        for passes in self.passes.values():
+            for each in passes:
+                worked[each.stage] += _worked_s(each) / self.micro_batches
+        return dict(sorted(worked.items()))
+
+    @property
+    def began_s(self) -> float:
+        """When the first pass began, on the run's clock."""
+        return min(each.began_s for passes in self.passes.values() for each in passes)
+
+    @property
+    def seconds(self) -> float:
+        """From the begin of the first pass to the end of the last."""
+        return max(each.ended_s for passes in self.passes.values() for each in passes) - self.began_s
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many pieces the batch was cut."""
+        return len({each.micro_batch for passes in self.passes.values() for each in passes})
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time in which the ranks worked on no micro-batch, on average."""
+        busy = sum(_worked_s(each) for passes in self.passes.values() for each in passes)
+        return 1.0 - busy / (self.seconds * len(self.passes)) if self.seconds else 0.0
+
+    @cached_property
+    def scheduled(self) -> tuple[ActionSpan, ...]:
+        """The same passes in the same order where all stages are alike and nothing is on its way, in seconds.
+
+        A forward and a backward take what they took on the mean here.
+        """
+        ranks = sorted(self.passes)
+        every = [each for passes in self.passes.values() for each in passes]
+        cost = {way: _mean(_worked_s(each) for each in every if each.backward is way) for way in (False, True)}
+        chunks = len({each.stage for each in every}) // len(ranks)
+
+        def order(rank: int, *_: int) -> Iterator[Action]:
+            return (Action(each.stage, each.micro_batch, each.backward) for each in self.passes[ranks[rank]])
+
+        return timed(order, len(ranks), self.micro_batches, chunks, lambda action: cost[action.backward])
+
+    @property
+    def scheduled_bubble(self) -> float:
+        """The bubble that the schedule has by itself."""
+        return bubble(self.scheduled)
+
+
+def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
+    """Returns the step of median length among those that the last attempt's first replica has told of; or None."""
+    last = attempts[-1]
+    ranks = _first_replica(last.started.plan)
+    told: dict[int, dict[int, PipelineStepTimed]] = defaultdict(dict)
+    for event in of_kind(PipelineStepTimed, last.events):
+        if event.rank in ranks and event.passes:
+            told[event.step][event.rank] = event
+    whole = [
+        PipelineStep(
+            step,
+            {rank: by_rank[rank].passes for rank in sorted(by_rank)},
+            {rank: by_rank[rank].in_flight for rank in sorted(by_rank)},
+            tuple(stage["seconds"] for stage in cast(Sequence[Mapping[str, Any]], last.started.plan.get("stages", ()))),
+        )
+        for step, by_rank in sorted(told.items())
+        if by_rank.keys() == ranks
+    ]
+    return sorted(whole, key=lambda each: each.seconds)[len(whole) // 2] if whole else None
+
+
+def passed_rows(passed: PipelineStep) -> list[tuple[str, str]]:
+    """Returns what stands in a run's table."""
+    held = max(passed.in_flight.values())
+    return [
+        (
+            "bubble",
+            f"{percent(passed.bubble)} of step {passed.step}; {percent(passed.scheduled_bubble)} is the schedule's own "
+            f"with {passed.micro_batches} micro-batch{'es' * (passed.micro_batches != 1)}",
+        ),
+        ("stages", _stage_words(passed)),
+        ("in flight", f"at most {held} micro-batch{'es' * (held != 1)} a stage"),
+    ]
+
+
+def passed_plain(passed: PipelineStep) -> dict[str, Any]:
+    """Returns the same as JSON values."""
+    return {
+        "step": passed.step,
+        "seconds": passed.seconds,
+        "micro_batches": passed.micro_batches,
+        "bubble": passed.bubble,
+        "scheduled_bubble": passed.scheduled_bubble,
+        "stage_s": {str(stage): seconds for stage, seconds in passed.stage_s.items()},
+        "expected_s": list(passed.expected_s),
+        "in_flight": {str(rank): count for rank, count in passed.in_flight.items()},
+    }
+
+
+def _stage_words(passed: PipelineStep) -> str:
+    took = ", ".join(short(1e3 * seconds) for seconds in passed.stage_s.values())
+    expected = ", ".join(short(1e3 * seconds) for seconds in passed.expected_s)
+    return f"{took} ms a micro-batch" + (f"; profiled: {expected} ms" if any(passed.expected_s) else "")
+
+
+def _first_replica(plan: Mapping[str, object]) -> set[int]:
+    roles = cast(Sequence[Mapping[str, Any]], plan.get("roles", ()))
+    return {role["rank"] for role in roles if role["kind"] == "worker" and role["data_rank"] == 0}
+
+
+def _worked_s(each: StagePass) -> float:
+    return each.ended_s - each.began_s - each.waited_s
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0

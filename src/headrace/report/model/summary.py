@@ -1,0 +1,321 @@
+"""What a run did and what it cost, from its event files alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import DataError
+from headrace.report.model.attempts import Attempt, attempts, of_kind
+from headrace.report.model.averaging import AveragingSummary, averaging_of
+from headrace.report.model.bottleneck import Bottleneck, bottleneck_of
+from headrace.report.model.curves import Curves, curves_of
+from headrace.report.model.events import read_log
+from headrace.report.model.inputs import InputSummary, inputs_of
+from headrace.report.model.pipeline_steps import PipelineStep, passed_of
+from headrace.report.model.servers import ServerSummary, servers_of
+from headrace.report.model.training_clock import StepTimes, TrainingClock
+from headrace.spec.events import (
+    Evaluated,
+    Event,
+    Failed,
+    NonFinite,
+    Notice,
+    RunEnded,
+    RunStarted,
+    Saved,
+    ServerEnded,
+    ServerStarted,
+    Stepped,
+    WorkerEnded,
+    WorkerStarted,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended: its last attempt, where it was resumed.
+
+    Attributes:
+        status: "ok", "failed", "interrupted"; "unfinished" where the launcher did not live to say (or the run
+            goes on).
+        failure: the first failure that a process reported.
+        notices: lines for the user, each once.
+        hosts: names of the machines, in the order of their first rank.
+        torn_lines: event files that end in half a line.
+        attempts: how often it was begun; all but the last were interrupted, failed or died.
+    """
+
+    status: str
+    failure: Failed | None
+    notices: tuple[str, ...]
+    hosts: tuple[str, ...]
+    torn_lines: int
+    attempts: int = 1
+
+
+@dataclass(frozen=True)
+class Training:
+    """How much was trained, and how fast, by all attempts together; what was done again counts once.
+
+    Attributes:
+        steps: rounds of which at least one worker finished its step.
+        epochs: `examples` over the length of the training set.
+        examples: of all workers' steps.
+        seconds: from the begin of each attempt's first step to the end of its last, without evaluations.
+        examples_per_s: steady state. An attempt's window opens when the last worker has finished its warm-up
+            (`WARM_UP_STEPS` steps, or half of the fewest steps of any worker if that is less) and closes with
+            its last step of all. The rate is the examples of all workers' steps that ended inside a window,
+            over the windows' length without the evaluations in them. None where no step is in one.
+    """
+
+    steps: int
+    epochs: float
+    examples: int
+    seconds: float
+    examples_per_s: float | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the last attempt took of the machine; None where not every worker and server lived to say.
+
+    Attributes:
+        moved_bytes_per_step: sent, or written for others to read, and received, all workers together.
+        peak_memory_bytes: of the largest process; known as soon as one process has said it.
+        parameter_bytes, optimizer_bytes: all workers and servers together.
+    """
+
+    moved_bytes_per_step: float | None
+    peak_memory_bytes: int | None
+    parameter_bytes: int | None
+    optimizer_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Saves:
+    """The checkpoints that were written.
+
+    Attributes:
+        count: how many.
+        last_step: rounds that the last holds.
+        bytes: of the last.
+        mean_stall_s, longest_stall_s: how long training stood still for one.
+        share: of the training time, the part in which training stood still for them.
+    """
+
+    count: int
+    last_step: int
+    bytes: int
+    mean_stall_s: float
+    longest_stall_s: float
+    share: float
+
+
+@dataclass(frozen=True)
+class NonFiniteRounds:
+    """Rounds whose loss or gradient was NaN or infinite; nothing of them reached the parameters.
+
+    Attributes:
+        skipped: left out.
+        rolled_back: left out, and the last checkpoint brought back.
+    """
+
+    skipped: int
+    rolled_back: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run.
+
+    Attributes:
+        label: the name of its directory.
+        started: what was asked for, the last time where the run was resumed.
+        outcome: how it ended.
+        training: how much was trained, how fast.
+        times: the mean step of all workers; None where no step was done.
+        times_by_rank: the mean step of each.
+        cost: bytes and memory.
+        curves: loss and evaluations.
+        saves: checkpoints; None where none was written.
+        non_finite: rounds that were left out; None where all were finite.
+        servers: what they did; None where there were none.
+        inputs: how the workers were fed; None where none has said it.
+        averaging: how often workers met who went on by themselves; None where they did not.
+        passed: one step of a pipeline; None where nothing went through stages.
+    """
+
+    label: str
+    started: RunStarted
+    outcome: Outcome
+    training: Training
+    times: StepTimes | None
+    times_by_rank: Mapping[int, StepTimes]
+    cost: Cost
+    curves: Curves
+    saves: Saves | None = None
+    non_finite: NonFiniteRounds | None = None
+    servers: ServerSummary | None = None
+    inputs: InputSummary | None = None
+    averaging: AveragingSummary | None = None
+    passed: PipelineStep | None = None
+
+    @property
+    def bottleneck(self) -> Bottleneck | None:
+        """What held the run up; None where nobody can say, as of stages, which wait for each other as they should."""
+        if self.inputs is None or self.started.plan.get("partition"):
+            return None
+        return bottleneck_of(self.times_by_rank, self.inputs)
+
+    @property
+    def name(self) -> str:
+        """What to call it beside others: the label, with the strategy where the label does not say it."""
+        return self.label if self.strategy in self.label else f"{self.label} ({self.strategy})"
+
+    @property
+    def strategy(self) -> str:
+        """The registered name."""
+        return self.started.strategy
+
+    @property
+    def workers(self) -> int:
+        """How many computed."""
+        return self.started.workers
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.started.device
+
+    @property
+    def threads(self) -> int:
+        """Threads a worker."""
+        return self.started.threads
+
+    @property
+    def status(self) -> str:
+        """See `Outcome`."""
+        return self.outcome.status
+
+    @property
+    def steps(self) -> int:
+        """Rounds done."""
+        return self.training.steps
+
+    @property
+    def examples_per_s(self) -> float | None:
+        """Steady state; see `Training`."""
+        return self.training.examples_per_s
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last evaluation; empty without one."""
+        return self.curves.evaluations[-1].metrics if self.curves.evaluations else {}
+
+
+def summarize(run_dir: Path | str) -> Summary:
+    """Returns what the event files of a run say, also of one that failed, was interrupted or goes on.
+
+    Raises:
+        UsageError: the directory holds no events.
+        DataError: a line is no event, or the launcher never said that the run began.
+    """
+    run_dir = Path(run_dir)
+    log = read_log(run_dir)
+    begun = attempts(log.events)
+    if not begun:
+        raise DataError(f"{run_dir} holds no run_started event: its launcher was killed before the run began")
+    last = begun[-1]
+    events = [event for attempt in begun for event in attempt.events]
+    steps, evaluated = list(of_kind(Stepped, events)), list(of_kind(Evaluated, events))
+    clock = TrainingClock((attempt.steps for attempt in begun), evaluated)
+    ranks = sorted({step.rank for step in steps})
+    examples_per_epoch = last.started.examples_per_epoch
+    training = _training(steps, clock, examples_per_epoch)
+    times, inputs = {rank: clock.times(rank) for rank in ranks}, inputs_of(begun)
+    return Summary(
+        label=run_dir.resolve().name,
+        started=last.started,
+        outcome=_outcome(last, len(begun), log.torn_lines),
+        training=training,
+        times=clock.times(*ranks) if ranks else None,
+        times_by_rank=times,
+        cost=_cost(last),
+        curves=curves_of(steps, evaluated, clock, examples_per_epoch),
+        saves=_saves(list(of_kind(Saved, events)), clock, training.seconds),
+        non_finite=_non_finite(events),
+        servers=servers_of(begun, clock),
+        inputs=inputs,
+        averaging=averaging_of(begun),
+        passed=passed_of(begun),
+    )
+
+
+def _outcome(last: Attempt, count: int, torn_lines: int) -> Outcome:
+    ended = next(of_kind(RunEnded, last.events), None)
+    started: list[WorkerStarted | ServerStarted] = [*of_kind(WorkerStarted, last.events)]
+    started += of_kind(ServerStarted, last.events)
+    hosts = {event.rank: event.host for event in started}
+    return Outcome(
+        status=ended.status if ended else "unfinished",
+        failure=next(of_kind(Failed, last.events), None),
+        notices=tuple(dict.fromkeys(event.text for event in of_kind(Notice, last.events))),
+        hosts=tuple(dict.fromkeys(host for _, host in sorted(hosts.items()))),
+        torn_lines=torn_lines,
+        attempts=count,
+    )
+
+
+def _training(steps: Sequence[Stepped], clock: TrainingClock, examples_per_epoch: int) -> Training:
+    examples = sum(step.examples for step in steps)
+    return Training(
+        steps=len({step.step for step in steps}),
+        epochs=examples / examples_per_epoch if examples_per_epoch else 0.0,
+        examples=examples,
+        seconds=clock.seconds,
+        examples_per_s=clock.rate(),
+    )
+
+
+def _cost(last: Attempt) -> Cost:
+    workers, servers = tuple(of_kind(WorkerEnded, last.events)), tuple(of_kind(ServerEnded, last.events))
+    ended: tuple[WorkerEnded | ServerEnded, ...] = (*workers, *servers)
+    peak = max((event.peak_memory_bytes for event in ended), default=None)
+    steps = len({step.step for steps in last.steps.values() for step in steps})
+    # A sum over some of the processes would look like a cheaper run.
+    if len(workers) < last.started.workers or len(servers) < len(set(of_kind(ServerStarted, last.events))):
+        return Cost(None, peak, None, None)
+    return Cost(
+        # What servers have moved is what workers have.
+        moved_bytes_per_step=sum(event.moved_bytes for event in workers) / steps if steps else None,
+        peak_memory_bytes=peak,
+        parameter_bytes=sum(event.parameter_bytes for event in ended),
+        optimizer_bytes=sum(event.optimizer_bytes for event in ended),
+    )
+
+
+def _saves(saved: Sequence[Saved], clock: TrainingClock, seconds: float) -> Saves | None:
+    if not saved:
+        return None
+    stalls = [event.stall_s for event in saved]
+    # The stall of an attempt's last save comes after its last step, and no training waits for it.
+    ends = (event.time_s - event.write_s for event in saved)
+    stalled = sum(clock.between(end - stall, end) for end, stall in zip(ends, stalls, strict=True))
+    return Saves(
+        count=len(saved),
+        last_step=saved[-1].step,
+        bytes=saved[-1].bytes,
+        mean_stall_s=sum(stalls) / len(stalls),
+        longest_stall_s=max(stalls),
+        share=stalled / seconds if seconds > 0 else 0.0,
+    )
+
+
+def _non_finite(events: Sequence[Event]) -> NonFiniteRounds | None:
+    actions = Counter(event.action for event in of_kind(NonFinite, events))
+    # The one that ended the run is its failure.
+    found = NonFiniteRounds(actions["skip"], actions["rollback"])
+    return found if found.skipped or found.rolled_back else None

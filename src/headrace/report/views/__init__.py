@@ -1,0 +1,1 @@
+"""Reports as text, tables, pictures, and one page."""

@@ -1,0 +1,317 @@
+"""Runs as one page that needs nothing else: no network, no script, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from headrace.errors import UsageError
+from headrace.report.format import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
+from headrace.report.model.references import References, verdict
+from headrace.report.model.summary import Summary
+from headrace.report.model.training_clock import WARM_UP_STEPS
+from headrace.report.views.input_text import INPUT_HEADS, input_cells
+from headrace.report.views.palette import PARTS, STAND_INS, style_variables
+from headrace.report.views.pictures import pictures
+from headrace.report.views.server_text import SERVER_HEADS, server_cells
+from headrace.report.views.style import Picture, RunStyle, looks
+from headrace.report.views.table import ending, first_metric, run_rows
+
+_PART_WORDS = {
+    "wait_s": "waiting for data",
+    "compute_s": "compute",
+    "exchange_s": "exchange",
+    "update_s": "update",
+    "other_s": "between steps",
+}
+
+_HOW = (
+    (
+        "Examples a second",
+        f"Steady state: the first {WARM_UP_STEPS} steps of each worker (half of its steps, in a short run) and all "
+        "evaluations are left out; then the examples of all workers over the time that passed.",
+    ),
+    (
+        "× one",
+        "Over one process with all threads of the machine: what one has without any distribution. Below 1, "
+        "distribution costs speed.",
+    ),
+    (
+        "× ceiling",
+        "Over as many workers that train at the same time and exchange nothing, with the same memory allocator "
+        "settings: what is left to lose to the exchange.",
+    ),
+    (
+        "Moved a step",
+        "Bytes that workers sent, or wrote for others to read, and received, in one step of all workers together.",
+    ),
+    (
+        "Time in a step",
+        "Means over the workers, from clocks around each part. On a GPU, kernels run on while the clock already "
+        "counts the next part.",
+    ),
+)
+
+
+def write_page(path: Path | str, summaries: Sequence[Summary], references: References | None = None) -> Path:
+    """Writes one run or a comparison as one HTML file and returns its path.
+
+    Args:
+        path: the file; its directory is made if missing.
+        summaries: at least one.
+        references: what the rates are measured against; None for none.
+
+    Raises:
+        UsageError: there is no run to show.
+    """
+    if not summaries:
+        raise UsageError("a page needs at least one run, got none")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_page(summaries, references or References()), encoding="utf-8")
+    return path
+
+
+def _page(summaries: Sequence[Summary], references: References) -> str:
+    title = ", ".join(each.name for each in summaries) if len(summaries) <= 4 else f"{len(summaries)} runs compared"
+    drawn = pictures(summaries, references)
+    body = [
+        _header(title, summaries, references),
+        *(_alert(each) for each in summaries if each.status != "ok"),
+        _runs(summaries, references),
+        _figures(drawn, summaries),
+        _notices(summaries),
+        _how(),
+    ]
+    style = resources.files("headrace.report").joinpath("page.css").read_text(encoding="utf-8")
+    return (
+        "<!DOCTYPE html>\n"
+        '<html lang="en" xmlns="http://www.w3.org/1999/xhtml">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        '<meta name="color-scheme" content="light dark"/>\n'
+        f"<title>headrace: {_text(title)}</title>\n<style>\n"
+        f":root {{ color-scheme: light dark; {style_variables(dark=False)} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {style_variables(dark=True)} }} }}\n"
+        f"{style}</style>\n</head>\n<body>\n<main>\n" + "\n".join(body) + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _text(text: str) -> str:
+    return escape(clean(text))
+
+
+def _header(title: str, summaries: Sequence[Summary], references: References) -> str:
+    first = summaries[0].started
+    lede = f'<p class="lede">{_text(verdict(summaries, references))}</p>\n' if len(summaries) > 1 else ""
+    hosts = dict.fromkeys(host for each in summaries for host in each.outcome.hosts)
+    batches = dict.fromkeys(str(each.started.global_batch_size) for each in summaries)
+    sets = dict.fromkeys(f"{each.started.examples_per_epoch:,} examples" for each in summaries)
+    facts = (
+        ("started", first.started_at.replace("T", " ", 1)),
+        ("machine", f"{', '.join(hosts) or MISSING} ({', '.join(dict.fromkeys(each.device for each in summaries))})"),
+        ("training set", ", ".join(sets)),
+        ("global batch", ", ".join(batches)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in first.versions.items())),
+    )
+    return (
+        f'<header>\n<p class="eyebrow">headrace</p>\n<h1>{_text(title)}</h1>\n{lede}'
+        f'<dl class="facts">{_pairs(facts)}</dl>\n</header>'
+    )
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in rows)
+
+
+def _alert(summary: Summary) -> str:
+    trace = summary.outcome.failure.traceback if summary.outcome.failure else ""
+    shown = f"<pre>{_text(trace)}</pre>" if trace else ""
+    return f'<section class="alert"><p>{_text(ending(summary))}</p>{shown}</section>'
+
+
+def _runs(summaries: Sequence[Summary], references: References) -> str:
+    if len(summaries) > 1:
+        more = _servers(summaries) + _inputs(summaries)
+        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}\n</section>{more}"
+    rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice")]
+    against = references.to_one_device(summaries[0])
+    if against is not None:
+        rows.append(("× one process", f"{ratio(against)} of one process with all threads"))
+    pairs = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in rows)
+    return f'<section>\n<h2>The run</h2>\n<dl class="run">{pairs}</dl>\n</section>{_stages(summaries[0])}'
+
+
+def _table(summaries: Sequence[Summary], references: References) -> str:
+    metric = first_metric(summaries)
+    heads = (
+        "workers<br/>× threads",
+        _text(metric or "metric"),
+        "examples/s",
+        "×&#160;one",
+        "×&#160;ceiling",
+        "moved<br/>a step",
+        "compute<br/>ms",
+        "exchange<br/>ms",
+        "update<br/>ms",
+        "wait<br/>ms",
+        "peak<br/>memory",
+    )
+    fastest = max((each.examples_per_s or 0.0 for each in summaries if each.status == "ok"), default=0.0)
+    rows = [
+        _row(each, look, references, metric, fastest) for each, look in zip(summaries, looks(summaries), strict=True)
+    ]
+    if references.one_device_examples_per_s and not any(each.strategy == "one_device" for each in summaries):
+        cells = ["", "", short(references.one_device_examples_per_s), "1.00", *[""] * 7]
+        rows.append(_cells("one process, all threads", cells, "quiet"))
+    return _scrolled(heads, rows)
+
+
+def _servers(summaries: Sequence[Summary]) -> str:
+    """Returns what the servers of a comparison's runs did, where there are some."""
+    rows = [
+        _cells(f"{_swatch(look)}{_text(each.name)}", [_text(cell) for cell in server_cells(each.servers)])
+        for each, look in zip(summaries, looks(summaries), strict=True)
+        if each.servers is not None
+    ]
+    if not rows:
+        return ""
+    heads = ("<br/>".join(map(_text, head.split("\n"))) for head in SERVER_HEADS)
+    return f"\n<section>\n<h2>Servers</h2>\n{_scrolled(heads, rows)}\n</section>"
+
+
+def _inputs(summaries: Sequence[Summary]) -> str:
+    """Returns how the workers of a comparison's runs were fed, and what held each up."""
+    rows = [
+        _cells(
+            f"{_swatch(look)}{_text(each.name)}", [_text(cell) for cell in input_cells(each.inputs, each.bottleneck)]
+        )
+        for each, look in zip(summaries, looks(summaries), strict=True)
+        if each.inputs is not None
+    ]
+    if not rows:
+        return ""
+    heads = ("<br/>".join(map(_text, head.split("\n"))) for head in INPUT_HEADS)
+    return f"\n<section>\n<h2>Where the time goes</h2>\n{_scrolled(heads, rows)}\n</section>"
+
+
+def _stages(summary: Summary) -> str:
+    """Returns what each stage of one run's input cost, and how long each worker waited for it."""
+    if summary.inputs is None:
+        return ""
+    stages, examples = summary.inputs.stages, summary.inputs.examples
+    busy = sum(stage.busy_s for stage in stages)
+    rows = [
+        _cells(
+            _text(stage.name),
+            [
+                short(1e3 * stage.busy_s / examples if examples else None),
+                percent(stage.busy_s / busy if busy else 0.0),
+                percent(stage.waiting_s / stage.busy_s if stage.busy_s else 0.0),
+            ],
+        )
+        for stage in stages
+    ]
+    heads = ("ms an<br/>example", "of the<br/>input", "of it<br/>waiting")
+    waits = "".join(
+        f"<li>rank {rank} waited {duration(each.waited_s)} of {duration(each.seconds)} for data</li>"
+        for rank, each in summary.inputs.by_rank.items()
+    )
+    table = _scrolled(heads, rows, "stage")
+    return f'\n<section>\n<h2>The input</h2>\n{table}\n<ul class="notices">{waits}</ul>\n</section>'
+
+
+def _scrolled(heads: Iterable[str], rows: Iterable[str], first: str = "run") -> str:
+    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    return (
+        f'<div class="scroll"><table>\n<thead><tr><th scope="col">{first}</th>{head}</tr></thead>\n'
+        f"<tbody>\n{chr(10).join(rows)}\n</tbody>\n</table></div>"
+    )
+
+
+def _row(summary: Summary, look: RunStyle, references: References, metric: str | None, fastest: float) -> str:
+    times = summary.times
+    rate = short(summary.examples_per_s)
+    parts = ("compute_s", "exchange_s", "update_s", "wait_s")
+    cells = [
+        f"{summary.workers} × {summary.threads}",
+        short(summary.metrics.get(metric)) if metric else MISSING,
+        f'<span class="best">{rate}</span>' if summary.examples_per_s == fastest and summary.status == "ok" else rate,
+        ratio(references.to_one_device(summary)),
+        ratio(references.to_ceiling(summary)),
+        byte_count(summary.cost.moved_bytes_per_step),
+        *(fixed(getattr(times, part) if times else None, 1e3) for part in parts),
+        byte_count(summary.cost.peak_memory_bytes),
+    ]
+    status = "" if summary.status == "ok" else f" ({_text(summary.status)})"
+    return _cells(f"{_swatch(look)}{_text(summary.name)}{status}", cells)
+
+
+def _cells(head: str, cells: Sequence[str], kind: str = "") -> str:
+    of_kind = f' class="{kind}"' if kind else ""
+    return f'<tr{of_kind}><th scope="row">{head}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+def _swatch(look: RunStyle) -> str:
+    """A piece of the run's line, as drawn in the pictures."""
+    dashes = " ".join(f"{length * look.width:g}" for length in look.dashes)
+    pattern = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" class="swatch" viewBox="0 0 26 10" aria-hidden="true">'
+        f'<line x1="0" y1="5" x2="26" y2="5" stroke-width="{look.width * 1.4:g}"{pattern} '
+        f'style="stroke: var(--{STAND_INS[look.colour]})"/></svg>'
+    )
+
+
+def _figures(drawn: Sequence[Picture], summaries: Sequence[Summary]) -> str:
+    if not drawn:
+        return (
+            '<section><h2>Pictures</h2><p class="quiet">No step was finished: there is nothing to draw.</p></section>'
+        )
+    keys = {"runs": _runs_key(summaries), "parts": _parts_key(), "": ""}
+    figures = "\n".join(
+        f"<figure>\n<h3>{_text(each.title)}</h3>\n{keys[each.key]}{each.svg}\n"
+        f"<figcaption>{_text(each.reading)}</figcaption>\n</figure>"
+        for each in drawn
+    )
+    return f'<section>\n<h2>Pictures</h2>\n<div class="pictures">\n{figures}\n</div>\n</section>'
+
+
+def _runs_key(summaries: Sequence[Summary]) -> str:
+    if len(summaries) == 1:
+        return ""
+    items = "".join(
+        f"<li>{_swatch(look)}{_text(each.name)}</li>" for each, look in zip(summaries, looks(summaries), strict=True)
+    )
+    return f'<ul class="key">{items}</ul>\n'
+
+
+def _parts_key() -> str:
+    items = "".join(
+        f'<li><span class="box" style="background: var(--{STAND_INS[colour]})"></span>{_PART_WORDS[part]}</li>'
+        for part, colour in PARTS.items()
+    )
+    return f'<ul class="key">{items}</ul>\n'
+
+
+def _notices(summaries: Sequence[Summary]) -> str:
+    lines = [
+        f"{each.name}: {notice}" if len(summaries) > 1 else notice
+        for each in summaries
+        for notice in each.outcome.notices
+    ]
+    lines += [
+        f"{each.name}: {each.outcome.torn_lines} event files end in half a line, which is left out"
+        for each in summaries
+        if each.outcome.torn_lines
+    ]
+    if not lines:
+        return ""
+    items = "".join(f"<li>{_text(line)}</li>" for line in lines)
+    return f'<section>\n<h2>Notices</h2>\n<ul class="notices">{items}</ul>\n</section>'
+
+
+def _how() -> str:
+    items = "".join(f"<dt>{_text(name)}</dt><dd>{_text(words)}</dd>" for name, words in _HOW)
+    return f'<section>\n<h2>How the numbers are made</h2>\n<dl class="how">{items}</dl>\n</section>'

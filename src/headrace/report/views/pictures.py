@@ -1,0 +1,214 @@
+"""Which pictures runs give, and how each is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headrace.report.format import byte_count, fixed, ratio, short
+from headrace.report.model.curves import LossPoint
+from headrace.report.model.references import References
+from headrace.report.model.summary import Summary
+from headrace.report.model.training_clock import StepTimes
+from headrace.report.views.averaging_pictures import averaging_pictures
+from headrace.report.views.drawing import Bar, Curve, Mark, draw_bars, draw_curves
+from headrace.report.views.palette import PARTS
+from headrace.report.views.pipeline_pictures import passed_pictures
+from headrace.report.views.server_pictures import server_pictures
+from headrace.report.views.style import Picture, looks
+
+_SMOOTH = 20
+"""A loss curve is the mean over this part (1/20) of its points around each."""
+
+_MOST_RANKS = 8
+_MOST_METRICS = 4
+_DASHED = (2.0, 1.3)
+_DOTTED = (0.6, 0.6)
+
+
+def pictures(summaries: Sequence[Summary], references: References) -> tuple[Picture, ...]:
+    """Returns the pictures for which the runs hold something to show."""
+    drawn = (
+        *_losses(summaries),
+        _throughput(summaries, references),
+        _steps(summaries),
+        *passed_pictures(summaries),
+        *server_pictures(summaries),
+        *averaging_pictures(summaries),
+        *_metrics(summaries),
+        *_memory(summaries),
+    )
+    return tuple(picture for picture in drawn if picture is not None)
+
+
+def _losses(summaries: Sequence[Summary]) -> list[Picture]:
+    values = [point.loss for each in summaries for point in each.curves.loss]
+    if not values:
+        return []
+    log = min(values) > 0 and max(values) > 8 * min(values)
+    kinds: tuple[tuple[str, str, Callable[[LossPoint], float], str], ...] = (
+        (
+            "Loss by examples",
+            "examples seen by all workers",
+            lambda point: point.examples,
+            "The same work on every point of the axis: synchronous strategies on the same global batch lie on each "
+            "other, and should."
+            if len(summaries) > 1
+            else "Against the work done, whatever the machine.",
+        ),
+        (
+            "Loss by time",
+            "seconds of training, without evaluations",
+            lambda point: point.seconds,
+            "The same curves over time: the one that falls first learns fastest on this machine."
+            if len(summaries) > 1
+            else "The same over time.",
+        ),
+    )
+    smooth = f"Drawn: the mean over 1/{_SMOOTH} of the run around each point; faint: before that."
+    return [
+        Picture(
+            title,
+            draw_curves(title, _loss_curves(summaries, place), axis, "training loss" + " (log)" * log, log),
+            f"{reading} {smooth}",
+            "runs",
+        )
+        for title, axis, place, reading in kinds
+    ]
+
+
+def _loss_curves(summaries: Sequence[Summary], place: Callable[[LossPoint], float]) -> list[Curve]:
+    curves = []
+    for each, look in zip(summaries, looks(summaries), strict=True):
+        points = [(place(point), point.loss) for point in each.curves.loss]
+        if points:
+            smooth = _smoothed(points)
+            faint = points if smooth != points else ()
+            curves.append(Curve(smooth, look.colour, look.dashes, look.width, faint, dots=len(points) == 1))
+    return curves
+
+
+def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The centred mean; over fewer points at the steep beginning, and over those that are there at the end."""
+    reach = len(points) // (2 * _SMOOTH)
+    result = []
+    for index, (x, _) in enumerate(points):
+        half = min(reach, index)
+        near = points[index - half : index + half + 1]
+        result.append((x, sum(y for _, y in near) / len(near)))
+    return result
+
+
+def _throughput(summaries: Sequence[Summary], references: References) -> Picture | None:
+    rated = [(each, look) for each, look in zip(summaries, looks(summaries), strict=True) if each.examples_per_s]
+    if not rated:
+        return None
+    title = "Throughput"
+    one = references.one_device_examples_per_s
+    one_thread = references.one_thread_examples_per_s
+    bars = []
+    for each, look in rated:
+        ceiling = references.ceiling_examples_per_s.get(each.workers)
+        marks = [Mark(one, _DOTTED)] if one else []
+        if ceiling and each.workers > 1:
+            marks.append(Mark(ceiling))
+        if one_thread and each.workers > 1:
+            marks.append(Mark(one_thread * each.workers, _DASHED))
+        against = references.to_one_device(each)
+        note = f"{short(each.examples_per_s)}/s" + (f"  =  {ratio(against)} × one" if against else "")
+        label = f"{each.name}, {each.workers} worker{'s' * (each.workers != 1)}"
+        bars.append(Bar(label, note, [(each.examples_per_s or 0.0, look.colour)], marks))
+    reading = ["Examples a second of all workers together, in steady state (warm-up and evaluations left out)."]
+    if one:
+        reading.append(f"Dotted: one process with all threads ({short(one)}), what you would have without us.")
+    kinds = {mark.dashes for bar in bars for mark in bar.marks}
+    if () in kinds:
+        reading.append("Solid: the ceiling, as many unconnected workers at once.")
+    if _DASHED in kinds:
+        reading.append("Dashed: the ideal, workers × one thread that has the machine for itself.")
+    return Picture(title, draw_bars(title, bars, "examples/s"), " ".join(reading))
+
+
+def _steps(summaries: Sequence[Summary]) -> Picture | None:
+    bars = []
+    for each in summaries:
+        for rank, times in list(each.times_by_rank.items())[:_MOST_RANKS]:
+            bars.append(_step_bar(f"{each.name}, rank {rank}", times))
+    if not bars:
+        return None
+    title = "Where each worker's step goes"
+    cut = any(len(each.times_by_rank) > _MOST_RANKS for each in summaries)
+    reading = (
+        "Milliseconds of the mean step in steady state, in the order in which they pass: waiting for data, compute, "
+        "exchange, update, and what lies between steps. Exchange includes waiting for slower workers: a long "
+        "exchange on one rank alone means that it waits for another."
+        + f" The first {_MOST_RANKS} ranks of each run are shown."
+        * cut
+    )
+    return Picture(title, draw_bars(title, bars, "ms a step"), reading, "parts")
+
+
+def _step_bar(label: str, times: StepTimes) -> Bar:
+    parts = [(getattr(times, part) * 1e3, colour) for part, colour in PARTS.items()]
+    return Bar(label, f"{fixed(times.total_s, 1e3)} ms", parts, inside=True)
+
+
+def _metrics(summaries: Sequence[Summary]) -> list[Picture]:
+    names = list(
+        dict.fromkeys(name for each in summaries for point in each.curves.evaluations for name in point.metrics)
+    )
+    # The loss has its own two pictures; here it comes after what users care for.
+    names.sort(key=lambda name: name == "loss")
+    made = []
+    for name in names[:_MOST_METRICS]:
+        curves = []
+        for each, look in zip(summaries, looks(summaries), strict=True):
+            points = [(at.epochs, at.metrics[name]) for at in each.curves.evaluations if name in at.metrics]
+            if points:
+                curves.append(Curve(points, look.colour, look.dashes, look.width, dots=True))
+        title = f"Evaluation: {name}"
+        picture = draw_curves(title, curves, "epochs", f"evaluation {name}", whole_x=True)
+        reading = "Over the whole evaluation set, each example counted once. " + _reached(summaries, name)
+        made.append(Picture(title, picture, reading, "runs"))
+    return made
+
+
+def _reached(summaries: Sequence[Summary], name: str) -> str:
+    last = [f"{each.name} {short(each.metrics[name])}" for each in summaries if name in each.metrics]
+    return f"Last: {', '.join(last)}." if last else ""
+
+
+def _memory(summaries: Sequence[Summary]) -> list[Picture | None]:
+    shown = list(zip(summaries, looks(summaries), strict=True))
+    peaks = [
+        Bar(each.name, byte_count(peak), [(peak * 1e-6, look.colour)])
+        for each, look in shown
+        if (peak := each.cost.peak_memory_bytes) is not None
+    ]
+    held = [
+        Bar(
+            each.name,
+            f"{byte_count(parameters)} + {byte_count(state)}",
+            [(parameters * 1e-6, look.colour), (state * 1e-6, PARTS["wait_s"])],
+        )
+        for each, look in shown
+        if (parameters := each.cost.parameter_bytes) is not None and (state := each.cost.optimizer_bytes) is not None
+    ]
+    title, held_title = "Peak memory of the largest process", "Parameters and optimizer state"
+    everyone = "all workers and servers" if any(each.servers for each in summaries) else "all workers"
+    return [
+        Picture(
+            title,
+            draw_bars(title, peaks, "MB"),
+            "The most that one process had in memory at any time, libraries included.",
+        )
+        if peaks
+        else None,
+        Picture(
+            held_title,
+            draw_bars(held_title, held, f"MB in {everyone} together"),
+            f"What {everyone} together hold: parameters in the run's colour, optimizer state in grey. A copy that "
+            "all share is counted once.",
+        )
+        if held
+        else None,
+    ]

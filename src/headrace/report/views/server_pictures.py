@@ -1,0 +1,226 @@
+"""Which pictures a run's servers give, and how each is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.report.format import byte_count, duration, fixed, percent, short
+from headrace.report.model.servers import UNEVEN, ServerSummary, Waiting
+from headrace.report.model.staleness import Staleness
+from headrace.report.model.summary import Summary
+from headrace.report.views.drawing import DASHES, Bar, Curve, Histogram, Mark, draw_bars, draw_curves, draw_histograms
+from headrace.report.views.palette import PARTS
+from headrace.report.views.server_text import worker_name
+from headrace.report.views.style import Picture, RunStyle, looks
+from headrace.spec.events import ShardStats
+
+_MOST_WORKERS = 16
+_MOST_SHARDS = 12
+_FEWER = 4
+"""So many of either, where several runs share a picture."""
+
+_SECOND = PARTS["wait_s"]
+"""Grey beside the run's colour, as optimizer state is beside parameters."""
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A run that has servers, as it appears.
+
+    Attributes:
+        prefix: what stands before the names of its processes; empty where it has the page for itself.
+    """
+
+    prefix: str
+    look: RunStyle
+    servers: ServerSummary
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is room for longer notes."""
+        return not self.prefix
+
+
+def server_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
+    """Returns the pictures of the runs that have servers; none where none has."""
+    shown = [
+        _Shown(f"{each.name}, " * (len(summaries) > 1), look, each.servers)
+        for each, look in zip(summaries, looks(summaries), strict=True)
+        if each.servers is not None
+    ]
+    if not shown:
+        return ()
+    drawn = (
+        _histograms(shown),
+        _over_time(shown),
+        _waiting(shown),
+        _work(shown),
+        _traffic_of_servers(shown),
+        _traffic_of_shards(shown),
+        _apply_time(shown),
+    )
+    return tuple(picture for picture in drawn if picture is not None)
+
+
+def _histograms(shown: Sequence[_Shown]) -> Picture | None:
+    rows = [
+        Histogram(
+            label,
+            f"mean {fixed(each.mean)}{f', 99 % at most {each.percentile(99)}' * run.alone}, largest {each.largest}",
+            each.counts,
+            each.mean,
+            run.look.colour,
+        )
+        for run in shown
+        for label, each in _rows_of(run, len(shown) > 1)
+    ]
+    if not rows:
+        return None
+    title = "Staleness of updates"
+    who = "run" if len(shown) > 1 else "worker"
+    cut = len(shown) == 1 and len(shown[0].servers.staleness) > _MOST_WORKERS
+    reading = (
+        "How many updates a shard had seen between the parameters that a gradient was made with and those that it was "
+        f"applied to: one row a {who}. A column's height is its part of the {who}'s updates, on the same scale in "
+        "every row; the upright line is the mean." + f" The first {_MOST_WORKERS} workers are shown." * cut
+    )
+    return Picture(title, draw_histograms(title, rows, "staleness, updates of the shard"), reading)
+
+
+def _rows_of(run: _Shown, together: bool) -> list[tuple[str, Staleness]]:
+    """Returns the workers, or all of them together where several runs share a picture."""
+    if together:
+        staleness = run.servers.staleness_of_all
+        return [] if staleness is None else [(run.prefix.removesuffix(", "), staleness)]
+    workers = list(run.servers.staleness.items())[:_MOST_WORKERS]
+    return [(f"{run.prefix}{worker_name(worker)}", each) for worker, each in workers]
+
+
+def _over_time(shown: Sequence[_Shown]) -> Picture | None:
+    curves = []
+    for run in shown:
+        points = run.servers.over_time
+        if len(points) > 1:
+            mean = [(point.seconds, point.staleness.mean) for point in points]
+            curves.append(Curve(mean, run.look.colour, run.look.dashes, run.look.width))
+            if run.alone:
+                most = [(point.seconds, float(point.staleness.percentile(99))) for point in points]
+                curves.append(Curve(most, run.look.colour, DASHES[2], 1.2))
+    if not curves:
+        return None
+    title = "Staleness over time"
+    picture = draw_curves(title, curves, "seconds of training, without evaluations", "staleness", from_zero=True)
+    lines = "Solid: the mean; dotted: what 99 % do not exceed" if shown[0].alone else "The line: the mean"
+    reading = f"{lines}, of all workers' updates since the point before (servers speak about once a second)."
+    return Picture(title, picture, reading, "runs")
+
+
+def _waiting(shown: Sequence[_Shown]) -> Picture | None:
+    bars = []
+    most = _FEWER if len(shown) > 1 else _MOST_WORKERS
+    for run in shown:
+        for worker, each in list(run.servers.waiting.items())[:most]:
+            parts = [(getattr(each, part), PARTS[part]) for part in ("wait_s", "compute_s", "exchange_s", "update_s")]
+            bars.append(Bar(f"{run.prefix}worker {worker}", _answers(each, run.alone), parts, inside=True))
+    if not bars:
+        return None
+    title = "Who waited for whom"
+    cut = any(len(run.servers.waiting) > most for run in shown)
+    reading = (
+        "Seconds of all of a worker's steps, in the order: waiting for data, compute, exchange, update. On the right, "
+        "how long its requests lay at the servers until they were answered: others' turns, the updates, and, under a "
+        "bound, slower workers. Several requests are under way at once, so that answers may add up to more than the "
+        "exchange." + f" The first {most} workers of each run are shown." * cut
+    )
+    return Picture(title, draw_bars(title, bars, "seconds"), reading, "parts")
+
+
+def _answers(waiting: Waiting, by_server: bool) -> str:
+    """Returns how long a worker's requests took, by server where there is room to say so."""
+    if by_server and 1 < len(waiting.answers_s) <= _FEWER:
+        each = ", ".join(f"{rank}: {fixed(seconds)}" for rank, seconds in waiting.answers_s.items())
+        return f"answers of server {each} s"
+    return f"answers {duration(sum(waiting.answers_s.values()))}" if waiting.answers_s else ""
+
+
+def _work(shown: Sequence[_Shown]) -> Picture:
+    bars = []
+    for run in shown:
+        for rank, work in run.servers.by_rank.items():
+            queue = f", queue mean {fixed(work.queue_mean)}, longest {work.queue_longest}" * run.alone
+            parts = [(work.apply_s, run.look.colour), (max(0.0, work.busy_s - work.apply_s), _SECOND)]
+            bars.append(Bar(f"{run.prefix}server {rank}", f"busy {percent(work.busy_share)}{queue}", parts))
+    title = "Work of servers"
+    reading = (
+        "Seconds in which each server (its rank) was busy: applying updates (in the run's colour, on the left), and "
+        "with messages (grey, on the right)." + " Queue: messages that were there when it looked." * shown[0].alone
+    )
+    return Picture(title, draw_bars(title, bars, "seconds"), reading)
+
+
+def _traffic_of_servers(shown: Sequence[_Shown]) -> Picture:
+    bars = []
+    for run in shown:
+        marks = _mean_mark([work.moved_bytes * 1e-6 for work in run.servers.by_rank.values()])
+        for rank, work in run.servers.by_rank.items():
+            bars.append(Bar(f"{run.prefix}server {rank}", *_traffic(work.shards, run.look), marks))
+    title = "Traffic of servers"
+    reading = (
+        "Bytes that workers pushed to each server (in the run's colour, on the left) and pulled from it (grey, on the "
+        f"right). The upright line is the servers' mean; above {UNEVEN} × the mean the run says so."
+    )
+    return Picture(title, draw_bars(title, bars, "MB"), reading)
+
+
+def _traffic_of_shards(shown: Sequence[_Shown]) -> Picture:
+    def traffic(shard: ShardStats) -> float:
+        return (shard.pushed_bytes + shard.pulled_bytes) * 1e-6
+
+    bars = []
+    count = _FEWER if len(shown) > 1 else _MOST_SHARDS
+    for run in shown:
+        marks = _mean_mark([traffic(shard) for _, shard in run.servers.shards])
+        for rank, shard in _most(run, traffic, count):
+            bars.append(Bar(f"{run.prefix}{shard.name} on {rank}", *_traffic([shard], run.look), marks))
+    title = "Traffic of shards"
+    reading = "The same for each shard; behind its name the rank of its server, and the line at the shards' mean."
+    return Picture(title, draw_bars(title, bars, "MB"), reading + _left_out(shown, count))
+
+
+def _apply_time(shown: Sequence[_Shown]) -> Picture:
+    def apply_s(shard: ShardStats) -> float:
+        return shard.apply_s
+
+    bars = []
+    count = _FEWER if len(shown) > 1 else _MOST_SHARDS
+    for run in shown:
+        marks = _mean_mark([shard.apply_s for _, shard in run.servers.shards])
+        for rank, shard in _most(run, apply_s, count):
+            each = f"{short(shard.steps)} × {duration(shard.apply_s / shard.steps)}" if shard.steps else "no update"
+            bars.append(Bar(f"{run.prefix}{shard.name} on {rank}", each, [(shard.apply_s, run.look.colour)], marks))
+    title = "Apply time of shards"
+    reading = "Seconds that the updates of each shard took; on the right, how many there were and how long one took."
+    return Picture(title, draw_bars(title, bars, "seconds"), reading + _left_out(shown, count))
+
+
+def _traffic(shards: Sequence[ShardStats], look: RunStyle) -> tuple[str, list[tuple[float, str]]]:
+    """Returns the note and the parts of a bar."""
+    pushed, pulled = sum(shard.pushed_bytes for shard in shards), sum(shard.pulled_bytes for shard in shards)
+    note = f"{byte_count(pushed)} pushed, {byte_count(pulled)} pulled"
+    return note, [(pushed * 1e-6, look.colour), (pulled * 1e-6, _SECOND)]
+
+
+def _mean_mark(values: Sequence[float]) -> list[Mark]:
+    """Returns a line at the mean where there are several."""
+    return [Mark(sum(values) / len(values))] if len(values) > 1 else []
+
+
+def _most(run: _Shown, load: Callable[[ShardStats], float], count: int) -> list[tuple[int, ShardStats]]:
+    """Returns the shards that carry most, in order."""
+    return sorted(run.servers.shards, key=lambda pair: -load(pair[1]))[:count]
+
+
+def _left_out(shown: Sequence[_Shown], count: int) -> str:
+    most = max(len(run.servers.shards) for run in shown)
+    return f" The {count} largest of each run are shown, of up to {most}." if most > count else ""

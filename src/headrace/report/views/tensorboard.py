@@ -1,0 +1,143 @@
+"""A run's events for TensorBoard."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from headrace.errors import UnfitMachine
+from headrace.report.views.console import whose
+from headrace.spec.events import (
+    Evaluated,
+    Event,
+    Failed,
+    Lost,
+    NonFinite,
+    Notice,
+    ParametersAveraged,
+    RunStarted,
+    Saved,
+    Stepped,
+)
+
+_PARTS = ("wait_s", "compute_s", "exchange_s", "update_s")
+
+
+class TensorBoard:
+    """Takes events (`fit(..., on_event=TensorBoard("runs/a/tensorboard"))`) and writes them as scalars.
+
+    `loss` by step is the weighted mean over the workers, written when as many of them have reported the step as there
+    are, or, where workers do not go in step, when each of them is beyond it;
+    `seconds/<part>/rank-<n>` where each worker's step went; `evaluation/<metric>`; `checkpoints/stall_s` and
+    `checkpoints/bytes` by step; notices, failures and rounds that were not finite as text. A resumed run goes on in
+    the same curves.
+
+    Args:
+        log_dir: where to; made if missing.
+
+    Raises:
+        UnfitMachine: the package tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: Path | str) -> None:
+        try:
+            # Inside, since this room is imported without torch and most users have no tensorboard.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UnfitMachine(
+                f"TensorBoard cannot be written ({error}); remedy: pip install headrace[tensorboard]"
+            ) from error
+        self._open_writer = partial(SummaryWriter, str(log_dir))
+        self._writer = self._open_writer()
+        self._workers = 1
+        self._began = 0.0
+        self._waiting: dict[int, list[Stepped]] = defaultdict(list)
+        self._latest: dict[int, int] = {}
+        self._past = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, event: Event) -> None:
+        """Writes what the event says; kinds that say nothing over time are passed over."""
+        time_s = self._began + event.time_s
+        match event:
+            case RunStarted():
+                self._workers = event.workers
+                self._began = _wall_time(event.started_at) - event.time_s
+                if event.resumed_step:
+                    self._go_on(event.resumed_step)
+            case Stepped():
+                for part in _PARTS:
+                    tag = f"seconds/{part.removesuffix('_s')}/rank-{event.rank}"
+                    self._writer.add_scalar(tag, getattr(event, part), event.step, time_s)
+                self._gather(event)
+            case Evaluated():
+                for name, value in event.metrics.items():
+                    self._writer.add_scalar(f"evaluation/{name}", value, event.step, time_s)
+            case ParametersAveraged():
+                self._writer.add_scalar("averaging/drift", event.drift, event.step, time_s)
+                self._writer.add_scalar("averaging/period", event.period, event.step, time_s)
+            case Saved():
+                self._writer.add_scalar("checkpoints/stall_s", event.stall_s, event.step, time_s)
+                self._writer.add_scalar("checkpoints/bytes", event.bytes, event.step, time_s)
+            case NonFinite():
+                self._writer.add_text("not finite", f"{event.action}, {whose(event)}", event.step, time_s)
+            case Lost():
+                self._writer.add_text("lost", event.line, 0, time_s)
+            case Notice():
+                self._writer.add_text("notice", event.text, 0, time_s)
+            case Failed():
+                self._writer.add_text(f"failed/rank-{event.rank}", event.cause, event.step, time_s)
+
+    def close(self) -> None:
+        """Writes what is left, the steps too that not every worker has finished; may be called twice."""
+        for step in sorted(self._waiting):
+            self._write_loss(step)
+        self._writer.close()
+
+    def _go_on(self, step: int) -> None:
+        """Has TensorBoard forget what an earlier attempt wrote of the rounds that are done again."""
+        self._waiting.clear()
+        self._latest.clear()
+        self._past = 0
+        self._writer.close()
+        # Not from `step` on: the evaluation after `step` rounds stays, and the loss of round `step` is the same again.
+        self._writer = self._open_writer(purge_step=step + 1)
+
+    def _gather(self, event: Stepped) -> None:
+        """Adds a worker's step to its round, and writes the rounds to which nothing more will come."""
+        if event.step < self._past:
+            return  # Data that was given out again: its round stands in the curve already.
+        self._waiting[event.step].append(event)
+        self._latest[event.rank] = max(event.step, self._latest.get(event.rank, 0))
+        if len(self._latest) == self._workers:
+            self._past = min(self._latest.values())
+        for step in sorted(self._waiting):
+            if step < self._past or len(self._waiting[step]) == self._workers:
+                self._write_loss(step)
+
+    def _write_loss(self, step: int) -> None:
+        parts = [event for event in self._waiting.pop(step) if event.loss is not None]
+        weight = sum(event.weight for event in parts)
+        if weight > 0:
+            loss = sum((event.loss or 0.0) * event.weight for event in parts) / weight
+            time_s = self._began + max(event.time_s for event in parts)
+            self._writer.add_scalar("loss", loss, step, time_s)
+
+
+def _wall_time(started_at: str) -> float:
+    """Seconds since 1970; 0 where it is no time, and then only TensorBoard's "relative" axis means something."""
+    try:
+        return datetime.fromisoformat(started_at).timestamp()
+    except ValueError:
+        return 0.0

@@ -1,0 +1,75 @@
+"""All ranks of a host meet: one counter a rank in shared memory, futex for those who come early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+from headrace.shared_memory import futex
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.finished_ranks import FinishedRanks
+from headrace.shared_memory.spin import Spin
+
+_SPIN_S = 50e-6
+_SLICE_S = 0.05
+
+
+class Barrier:
+    """Every rank adds 1 to its own counter, then waits until all others' have caught up.
+
+    A short wait spins.
+
+    Args:
+        page: holds the counters.
+        rank: this process's.
+        check: called about every 50 ms of waiting; raises to end the wait.
+        ends: whose loop has ended.
+    """
+
+    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], ends: FinishedRanks) -> None:
+        self._rank = rank
+        self._ends = ends
+        self._counters = page.counters
+        self._own = self._counters[rank]
+        self._addresses = [page.counter_address(peer) for peer in range(page.ranks)]
+        self._own_address = self._addresses[rank]
+        self._peers = [peer for peer in range(page.ranks) if peer != rank]
+        self._check = check
+        self._spin = Spin(_SPIN_S)
+
+    def meet(self) -> None:
+        """Returns when every rank has come."""
+        futex.fence()
+        target = (self._own[0] + 1) & 0x7FFFFFFF
+        self._own[0] = target
+        futex.wake(self._own_address)
+        for peer in self._peers:
+            counter = self._counters[peer]
+            if not reached(counter[0], target):
+                self._await(peer, target)
+        futex.fence()
+
+    def _await(self, peer: int, target: int) -> None:
+        counter, address = self._counters[peer], self._addresses[peer]
+        began = perf_counter()
+        give_up = began + self._spin.seconds
+        while True:
+            seen = counter[0]
+            if reached(seen, target):
+                self._spin.met()
+                return
+            if perf_counter() > give_up:
+                break
+        while not reached(seen, target):
+            futex.wait(address, seen, _SLICE_S)
+            seen = counter[0]
+            if not reached(seen, target) and perf_counter() - began > _SLICE_S:
+                self._check()
+                self._ends.check(peer, self._rank, lambda: reached(counter[0], target))
+        self._spin.slept(perf_counter() - began)
+
+
+def reached(seen: int, target: int) -> bool:
+    """Whether a counter has come as far as another number."""
+    # Counters go round at 2**31; a peer is at most a few meetings ahead or behind.
+    return ((seen - target) & 0x7FFFFFFF) < 0x40000000

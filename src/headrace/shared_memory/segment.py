@@ -1,0 +1,136 @@
+"""Memory that several processes see: anonymous files, passed by descriptor, without names.
+
+Nothing appears in /dev/shm, only processes of the same user can open one, and the last process that lets go
+of it frees it, however it dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.errors import UnfitMachine
+
+
+def memory_file(label: str) -> int:
+    """Returns the descriptor of a new file in memory; `label` shows in /proc/<pid>/maps and /proc/<pid>/fd.
+
+    Nobody but its owner may open it, whoever may see /proc/<pid>/fd.
+    """
+    descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def available_bytes() -> int:
+    """Returns how much memory the machine can still give, in bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise UnfitMachine("/proc/meminfo names no MemAvailable: headrace's one-host exchange needs Linux")
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Tells whether nobody can make the file behind a descriptor shorter."""
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False  # a kind of file that has no seals
+
+
+class SharedSegment:
+    """One mapped piece of shared memory.
+
+    Args:
+        descriptor: of the file behind it; the segment owns it.
+        nbytes: its length.
+        writable: whether this process may change it.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, writable: bool = True) -> None:
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
+        self.memory = memoryview(self._map)
+
+    @classmethod
+    def create(cls, nbytes: int, label: str) -> SharedSegment:
+        """Makes a zeroed segment; `label` shows in /proc/<pid>/maps.
+
+        Raises:
+            UnfitMachine: the machine has not enough memory left.
+        """
+        available = available_bytes()
+        if nbytes > available:
+            raise UnfitMachine(
+                f"the {label} segment needs {nbytes:,} bytes of shared memory and the machine has {available:,} "
+                "left; use fewer workers or a smaller model, or close what fills the memory"
+            )
+        descriptor = memory_file(label)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            # Taken now, so that a full machine is an error here and not a SIGBUS in the middle of a step.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            # Whoever maps a file that another one shortens dies of it.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return cls(descriptor, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise UnfitMachine(
+                f"the {label} segment needs {nbytes:,} bytes of shared memory and the system refused "
+                f"({error.strerror}); {available:,} bytes looked free: is there a memory limit on this container?"
+            ) from error
+
+    @classmethod
+    def open(cls, pid: int, descriptor: int, nbytes: int) -> SharedSegment:
+        """Maps a segment that a process of the same user holds.
+
+        Raises:
+            UnfitMachine: it cannot be seen from here.
+        """
+        path = f"/proc/{pid}/fd/{descriptor}"
+        try:
+            return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
+        except OSError as error:
+            raise UnfitMachine(
+                f"cannot open the shared memory of process {pid} ({path}: {error.strerror}); the workers of a host "
+                "must run as one user and see each other's processes (one PID namespace)"
+            ) from error
+
+    @classmethod
+    def received(cls, descriptor: int, nbytes: int, writable: bool = True) -> SharedSegment:
+        """Maps a segment whose descriptor somebody has sent, if nobody can make it shorter.
+
+        Raises:
+            ValueError: it has another length, or may change it.
+            OSError: it is no memory at all, or none that can be mapped.
+        """
+        try:
+            if not is_sealed(descriptor) or os.fstat(descriptor).st_size != nbytes:
+                raise ValueError(f"the shared memory that was sent is not {nbytes:,} bytes for good")
+            return cls(descriptor, nbytes, writable)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def tensor(self, dtype: torch.dtype = torch.uint8, start: int = 0, count: int = -1) -> Tensor:
+        """Returns `(count,)` elements of `dtype` from byte `start` on, in place; not to be changed unless writable."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+            return torch.frombuffer(self._map, dtype=dtype, offset=start, count=count)
+
+    def close(self) -> None:
+        """Lets go of the file; the memory goes with the last tensor on it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

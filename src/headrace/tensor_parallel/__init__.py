@@ -1,0 +1,5 @@
+"""Layers split over devices: the parallel layers of tensor parallelism. Usable alone; see README.md."""
+
+from headrace.tensor_parallel.rewriting import RULES, RewrittenModel, split
+
+__all__ = ["RULES", "RewrittenModel", "split"]

@@ -1,0 +1,167 @@
+"""What a model does with its values, as far as it matters to splitting its layers: read from a traced graph."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from headrace.tensor_parallel.rules import Splittable, ValueStep
+
+_ELEMENTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
+    *(nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Identity),
+)
+_POOLS = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+)
+_FUNCTIONS: Collection[Callable[..., Any]] = {
+    *(F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.gelu, F.silu, F.mish, F.tanh, F.sigmoid, F.softplus),
+    *(torch.relu, torch.tanh, torch.sigmoid, torch.exp, torch.square, torch.abs, torch.neg, torch.add, torch.mul),
+    *(operator.add, operator.mul, operator.sub, operator.neg, torch.sub),
+}
+_METHODS = {"relu", "tanh", "sigmoid", "exp", "square", "abs", "neg", "add", "mul", "sub", "contiguous"}
+_POOL_FUNCTIONS: Collection[Callable[..., Any]] = {F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d}
+
+_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+_one_at_a_time = threading.Lock()
+"""torch.fx changes `nn.Module` itself while it traces."""
+
+
+def splittable(module: nn.Module) -> dict[str, tuple[nn.Module, Splittable]]:
+    """Returns the layers of a model that can be split, by name, in its order."""
+    found = {}
+    inside = {id(layer.out_proj) for layer in module.modules() if isinstance(layer, nn.MultiheadAttention)}
+    for name, layer in module.named_modules():
+        if id(layer) not in inside and (form := _form(layer)):
+            found[name] = (layer, form)
+    return found
+
+
+def _form(layer: nn.Module) -> Splittable | None:
+    # Whoever has made a class of his own of a layer may do more in it.
+    if type(layer) is nn.Linear:
+        return Splittable("linear", layer.in_features, layer.out_features)
+    if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        assert isinstance(layer, _ConvNd)
+        if layer.groups > 1:
+            return Splittable("towers", 0, layer.groups)
+        return Splittable("convolution", layer.in_channels, layer.out_channels)
+    if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
+        return Splittable("embedding", layer.num_embeddings, layer.embedding_dim)
+    if type(layer) is nn.MultiheadAttention:
+        plain = layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn
+        return Splittable("attention", 0, layer.num_heads) if plain else None
+    return None
+
+
+def analyze_graph(module: nn.Module, layers: Collection[str], parts: Collection[str]) -> list[ValueStep]:
+    """Returns the steps of a model; of one that cannot be traced, those of its pieces.
+
+    Args:
+        module: the model.
+        layers: names of the layers that may be split.
+        parts: names of modules that compute a part of the batch on every device.
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    # A copy without data, because to trace is to run: what forward changes would be changed.
+    try:
+        ghost = copy.deepcopy(module, {id(tensor): _without_data(tensor) for tensor in tensors})
+    except Exception:  # whatever somebody's module holds need not bear to be copied
+        return []
+    names = {
+        ghost.get_submodule(name): (does, name) for does, each in (("layer", layers), ("part", parts)) for name in each
+    }
+    steps: list[ValueStep] = []
+    with _one_at_a_time:
+        _look_into(ghost, "", names, steps)
+    for name, block in module.named_modules():
+        if isinstance(block, _BLOCKS):
+            _look_at_block(name, block, steps)
+    return steps
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+_Names = Mapping[nn.Module, tuple[str, str]]
+"""What a module does as one step, and its name."""
+
+
+def _look_into(module: nn.Module, path: str, names: _Names, steps: list[ValueStep]) -> None:
+    try:
+        graph = _Tracer(names).trace(module)
+    except Exception:  # its forward is anybody's code, and may not bear what stands for values
+        for name, child in module.named_children():
+            if child not in names and any(layer in names for layer in child.modules()):
+                _look_into(child, f"{path}{name}.", names, steps)
+        return
+    index: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        layer = module.get_submodule(node.target) if node.op == "call_module" else None
+        does, name = _reads(node, layer, names)
+        inputs = tuple(index[each] for each in node.all_input_nodes)
+        index[node] = len(steps)
+        steps.append(ValueStep(does, f"{path}{node.target}" if does == "dropout" else name, inputs))
+
+
+def _reads(node: fx.Node, layer: nn.Module | None, names: _Names) -> tuple[str, str]:
+    """Returns what a node does, and the name of the layer that does it."""
+    if layer is not None:
+        if layer in names:
+            return names[layer]
+        if type(layer) is nn.Dropout:
+            return "dropout", ""
+        if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
+            return "flatten", ""
+        if isinstance(layer, _POOLS):
+            return "pool", ""
+        return ("elementwise" if isinstance(layer, _ELEMENTWISE) else "other"), ""
+    if node.target in (torch.flatten, "flatten") and node.args[1:] == (1,) and not node.kwargs:
+        return "flatten", ""
+    if node.op == "call_function" and node.target in _POOL_FUNCTIONS:
+        return "pool", ""
+    known = _FUNCTIONS if node.op == "call_function" else _METHODS if node.op == "call_method" else ()
+    return ("elementwise" if node.target in known else "other"), ""
+
+
+def _look_at_block(name: str, block: nn.Module, steps: list[ValueStep]) -> None:
+    """Adds what torch's transformer layers do between their dense layers, which cannot be traced."""
+    path, start = f"{name}." * bool(name), len(steps)
+    activation: Any = block.activation
+    known = activation in _FUNCTIONS or isinstance(activation, _ELEMENTWISE)
+    steps += [
+        ValueStep("other"),
+        ValueStep("layer", f"{path}linear1", (start,)),
+        ValueStep("elementwise" if known else "other", inputs=(start + 1,)),
+        ValueStep("dropout", f"{path}dropout", (start + 2,)),
+        ValueStep("layer", f"{path}linear2", (start + 3,)),
+        ValueStep("other", inputs=(start + 4,)),
+    ]
+
+
+class _Tracer(fx.Tracer):
+    """Follows values into everything but layers.
+
+    Args:
+        leaves: modules not to look into.
+    """
+
+    def __init__(self, leaves: _Names) -> None:
+        super().__init__()
+        self._leaves = leaves
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self._leaves or super().is_leaf_module(m, module_qualified_name)

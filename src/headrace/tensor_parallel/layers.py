@@ -1,0 +1,208 @@
+"""What layers do of which each device has a part: each takes the place of a layer's `forward`, and uses its parameters.
+
+The layers themselves stay where they are, with their names, hooks and modes; only their parameters are parts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from headrace.collectives.base import Collective
+from headrace.tensor_parallel.collectives import all_gather_to, copy_to, gather_from, reduce_from, scatter_to
+
+Length = Callable[[], int]
+"""Returns how long a whole value is along the dim where slices may differ by one."""
+
+
+class SharedInput:
+    """How values come into layers that are split by their outputs, where several take the same one.
+
+    Gradients of one value are summed over ranks once, however many layers it goes to.
+
+    Args:
+        group: the ranks.
+        users: how many layers it goes to.
+        split: along which dim the value is split already; None if it is whole.
+        length: of the whole along it; None where all slices are alike.
+    """
+
+    def __init__(
+        self, group: Collective, users: int = 1, split: int | None = None, length: Length | None = None
+    ) -> None:
+        self._group = group
+        self._users = users
+        self._split = split
+        self._length = length
+        self._came: Tensor | None = None
+        self._inside: Tensor | None = None
+        self._left = 0
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Returns the whole value, with gradients that are summed."""
+        inside = self._inside
+        if self._came is not x or inside is None:
+            self._left = self._users
+            if self._split is None:
+                inside = copy_to(x, self._group)
+            else:
+                inside = all_gather_to(x, self._split, self._group, self._length() if self._length else None)
+        self._left -= 1
+        # When nobody else comes, activations are not to be kept.
+        self._came, self._inside = (x, inside) if self._left > 0 else (None, None)
+        return inside
+
+
+class ColumnParallel:
+    """A linear layer or convolution of which each rank has some of the outputs.
+
+    Args:
+        layer: whose place it takes.
+        group: the ranks.
+        door: through which its input comes.
+        gathers: whether all outputs go on whole, and not each rank's to layers that take them so.
+    """
+
+    def __init__(self, layer: nn.Module, group: Collective, door: SharedInput, gathers: bool) -> None:
+        self._layer = layer
+        self._weighted = _weighted(layer)
+        self._group = group
+        self._door = door
+        self._gathered = feature_dim(layer) if gathers else None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        own = self._weighted(self._door.enter(input), self._layer.weight, self._layer.bias)
+        return own if self._gathered is None else gather_from(own, self._gathered, self._group)
+
+
+class RowParallel:
+    """A linear layer or convolution of which each rank has the weights of some of the inputs.
+
+    Args:
+        layer: whose place it takes; its bias is whole on every rank.
+        group: the ranks.
+        scatters: whether its input comes whole, and each rank takes its slice.
+    """
+
+    def __init__(self, layer: nn.Module, group: Collective, scatters: bool) -> None:
+        self._layer = layer
+        self._weighted = _weighted(layer)
+        self._group = group
+        self._features = feature_dim(layer)
+        self._scatters = scatters
+
+    def __call__(self, input: Tensor) -> Tensor:
+        own = scatter_to(input, self._features, self._group) if self._scatters else input
+        total = reduce_from(self._weighted(own, self._layer.weight, None), self._group)
+        bias = self._layer.bias
+        if not isinstance(bias, Tensor):
+            return total
+        # Of the type that autocast computes in.
+        return total + bias.to(total.dtype).view(-1, *[1] * (-1 - self._features))
+
+
+class GroupedConv:
+    """A convolution in groups, of which each rank has some: AlexNet's two towers (Krizhevsky et al., 2012, 3.2).
+
+    Args:
+        layer: whose place it takes.
+        group: the ranks.
+        scatters, gathers: whether its input comes whole, and its output is to go on whole.
+    """
+
+    def __init__(self, layer: _ConvNd, group: Collective, scatters: bool, gathers: bool) -> None:
+        self._layer = layer
+        self._weighted = _weighted(layer, layer.groups // group.world)
+        self._group = group
+        self._features = feature_dim(layer)
+        self._scatters, self._gathers = scatters, gathers
+
+    def __call__(self, input: Tensor) -> Tensor:
+        own = scatter_to(input, self._features, self._group) if self._scatters else input
+        own = self._weighted(own, self._layer.weight, self._layer.bias)
+        return gather_from(own, self._features, self._group) if self._gathers else own
+
+
+class ParallelEmbedding:
+    """An embedding of which each rank has some of the vectors, or a part of every vector.
+
+    Args:
+        layer: whose place it takes.
+        group: the ranks.
+        by_rows: whether each rank has some of the vectors.
+    """
+
+    def __init__(self, layer: nn.Embedding, group: Collective, by_rows: bool) -> None:
+        self._layer = layer
+        self._group = group
+        self._rows = layer.num_embeddings // group.world if by_rows else 0
+        self._first = group.rank * self._rows
+        self._padding = layer.padding_idx
+        if by_rows and self._padding is not None:
+            # Whoever has it gives it no gradient.
+            own = self._padding - self._first
+            self._padding = own if 0 <= own < self._rows else None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if not self._rows:
+            return gather_from(F.embedding(input, self._layer.weight, self._padding), -1, self._group)
+        own = input - self._first
+        elsewhere = (own < 0) | (own >= self._rows)
+        found = F.embedding(own.masked_fill(elsewhere, 0), self._layer.weight, self._padding)
+        return reduce_from(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._group)
+
+
+class ParallelDropout:
+    """Dropout of a value of which each rank has a slice: it draws for the whole, and takes its slice of that.
+
+    So one device drops the same elements, and all ranks' generators go on alike.
+
+    Args:
+        layer: whose place it takes.
+        dim: along which the value is split.
+        group: the ranks.
+        length: of the whole along it; None where all slices are alike.
+    """
+
+    def __init__(self, layer: nn.Dropout, dim: int, group: Collective, length: Length | None = None) -> None:
+        self._layer = layer
+        self._dim = dim
+        self._group = group
+        self._length = length
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if not self._layer.training or self._layer.p == 0.0:
+            return input
+        return input * dropped(input, self._layer.p, self._dim, self._group, self._length)
+
+
+def dropped(x: Tensor, p: float, dim: int, group: Collective, length: Length | None = None) -> Tensor:
+    """Returns what the elements of a slice are multiplied by."""
+    shape = list(x.shape)
+    shape[dim] = length() if length else shape[dim] * group.world
+    whole = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p, training=True)
+    return scatter_to(whole, dim, group)
+
+
+def feature_dim(layer: nn.Module) -> int:
+    """Returns which dim of its outputs a layer's features lie along, from behind."""
+    return -1 - len(layer.kernel_size) if isinstance(layer, _ConvNd) else -1
+
+
+def _weighted(layer: nn.Module, groups: int | None = None) -> Callable[..., Tensor]:
+    """Returns what applies weights like a layer's: `(x, weight, bias)`."""
+    if not isinstance(layer, _ConvNd):
+        return F.linear
+    # All that a convolution is but its parameters: how it pads, for one.
+    shape: Any = copy.copy(layer)
+    shape._parameters = dict.fromkeys(layer._parameters)
+    if groups is not None:
+        shape.groups = groups
+    convolve: Callable[..., Tensor] = shape._conv_forward
+    return convolve

@@ -1,0 +1,256 @@
+"""How the layers of a model are split over devices so that they say little to each other.
+
+A layer split by its outputs (column) leaves a slice of the features on every device; a layer split by its inputs (row)
+takes such slices, and one sum over devices makes its outputs whole. So a pair of them with nothing between but what
+treats every feature alone needs one sum forward, and one backward (Shoeybi et al., "Megatron-LM", 2019, section 3):
+
+    x whole ─► column ─► relu ─► row ─► sum: whole
+                  slices stay where they are
+
+Where slices would come to anything else, they are gathered first, so every choice of rules is right, and some are slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("column", "row"),
+    "convolution": ("channels", "row"),
+    "towers": ("channels",),
+    "embedding": ("column", "row"),
+    "attention": ("heads",),
+}
+"""By which rules a sort of layer can be split. Convolutions in groups are towers: each device has some of them."""
+
+AXES: Mapping[str, str] = {"linear": "features", "convolution": "channels", "towers": "channels"}
+"""Along which axis the slices lie that a sort of layer makes and takes."""
+
+
+@dataclass(frozen=True)
+class Splittable:
+    """A layer that can be split.
+
+    Attributes:
+        sort: a key of `KINDS`.
+        inputs, outputs: how many features, channels, vectors or heads there are to be divided; 0 for none.
+    """
+
+    sort: str
+    inputs: int
+    outputs: int
+
+    def divisible(self, kind: str, world: int) -> bool:
+        """Whether a rule gives every device as much."""
+        count = self.count(kind)
+        return count > 0 and count % world == 0
+
+    def count(self, kind: str) -> int:
+        """Returns how many parts of its own a rule divides."""
+        return self.inputs if kind == "row" else self.outputs
+
+
+@dataclass(frozen=True)
+class ValueStep:
+    """What happens to values on their way through a model.
+
+    Attributes:
+        does: "layer", "part" (computes a part of the batch on every device), "elementwise", "dropout", "pool",
+            "flatten" (all but the first dim), or "other".
+        name: of the layer, the part or the dropout; "" for what has none.
+        inputs: earlier steps whose values it takes.
+    """
+
+    does: str
+    name: str = ""
+    inputs: tuple[int, ...] = ()
+
+
+@dataclass
+class Flow:
+    """Where values are split.
+
+    Attributes:
+        gathers: layers, and parts, whose outputs go on whole.
+        takes: by layer, along which axis its input is split; "" where it is whole.
+        doors: by layer, the step that its input comes from.
+        drops: by dropout, along which axis its values are split; "" where they are whole.
+    """
+
+    gathers: set[str] = field(default_factory=set)
+    takes: dict[str, str] = field(default_factory=dict)
+    doors: dict[str, int] = field(default_factory=dict)
+    drops: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """What a value is made of: slices along an axis, of so many features in all, that those layers make."""
+
+    axis: str = ""
+    width: int = 0
+    makers: frozenset[str] = frozenset()
+
+
+_WHOLE = _Slices()
+
+
+def follow(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: Mapping[str, str]) -> Flow:
+    """Returns where values can stay split, if layers are split as `kinds` says.
+
+    Args:
+        steps: in the order in which they happen; those of several pieces of the model one behind the other.
+        layers: by name.
+        kinds: rules, by name of a layer; layers that are not there are whole on every device.
+    """
+    gathers: set[str] = set()
+    while True:
+        flow, wrong = _walk(steps, layers, kinds, gathers)
+        if wrong <= gathers:
+            # Layers that no step shows are somewhere that cannot be looked into.
+            for name in kinds:
+                if name not in flow.takes:
+                    flow.gathers.add(name)
+                    flow.takes[name] = ""
+            return flow
+        gathers |= wrong
+
+
+def _walk(
+    steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: Mapping[str, str], gathers: set[str]
+) -> tuple[Flow, set[str]]:
+    """Returns the flow if those layers gather, and which others would have to, too."""
+    flow, wrong = Flow(set(gathers)), set[str]()
+    values: list[_Slices] = []
+    fed: dict[str, frozenset[str]] = {}
+    for step in steps:
+        given = [values[index] for index in step.inputs]
+        first = given[0] if given else _WHOLE
+        alike = all((each.axis, each.width) == (first.axis, first.width) for each in given)
+        makers = frozenset[str]().union(*(each.makers for each in given))
+        made = _WHOLE
+        if step.does == "layer" and step.name in kinds:
+            layer, kind = layers[step.name], kinds[step.name]
+            fits = first.axis in _taken(layer, kind)
+            known = flow.takes.setdefault(step.name, first.axis if fits else "")
+            fed[step.name] = fed.get(step.name, frozenset()) | makers
+            if not fits or known != first.axis:
+                wrong |= fed[step.name]
+            flow.doors[step.name] = step.inputs[0] if step.inputs else -1
+            made = _made(step.name, layer, kind, gathers)
+        elif step.does == "part":
+            wrong |= makers
+            made = _WHOLE if step.name in gathers else _Slices("batch", 0, frozenset({step.name}))
+        elif _passes(step.does, first.axis) and alike:
+            axis = "features" if step.does == "flatten" and first.axis == "channels" else first.axis
+            made = _Slices(axis, first.width, makers) if axis else _WHOLE
+        else:
+            wrong |= makers
+        if step.does == "dropout" and flow.drops.setdefault(step.name, made.axis) != made.axis:
+            wrong |= makers | _makers(values)
+        values.append(made)
+    return flow, wrong
+
+
+def _taken(layer: Splittable, kind: str) -> tuple[str, ...]:
+    """Returns along which axes a layer may be given slices; "" if it may be given a whole value."""
+    axis = AXES.get(layer.sort)
+    if axis is None:
+        return ("",)
+    return ("", axis) if kind == "row" or layer.sort == "towers" else ("", axis, "batch")
+
+
+def _made(name: str, layer: Splittable, kind: str, gathers: set[str]) -> _Slices:
+    axis = AXES.get(layer.sort)
+    if axis is None or kind == "row" or name in gathers:
+        return _WHOLE
+    return _Slices(axis, layer.outputs, frozenset({name}))
+
+
+def _makers(values: Sequence[_Slices]) -> frozenset[str]:
+    return frozenset[str]().union(*(each.makers for each in values))
+
+
+def _passes(does: str, axis: str) -> bool:
+    """Whether slices go through unharmed."""
+    if does in ("elementwise", "dropout"):
+        return True
+    if does in ("pool", "flatten"):
+        return axis in ("", "channels", "batch")
+    return axis == ""
+
+
+def choose(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], world: int) -> dict[str, str]:
+    """Returns rules that need little talk: pairs of column and row, and heads; where there is none, single layers.
+
+    Args:
+        steps, layers: see `follow`.
+        world: how many devices there are.
+    """
+    kinds = {
+        name: "heads" for name, layer in layers.items() if layer.sort == "attention" and layer.divisible("heads", world)
+    }
+    for index, step in enumerate(steps):
+        if step.does != "layer" or step.name in kinds or layers[step.name].sort not in ("linear", "convolution"):
+            continue
+        makers, takers = _neighbourhood(steps, index)
+        wanted = {
+            **{name: "column" if layers[name].sort == "linear" else "channels" for name in makers if name in layers},
+            **{name: "row" for name in takers if name in layers},
+        }
+        if _is_pair(steps, layers, wanted, makers, takers, world) and not wanted.keys() & kinds.keys():
+            kinds |= wanted
+    return kinds or {name: kind for name, layer in layers.items() if (kind := _alone(layer, world))}
+
+
+def _is_pair(
+    steps: Sequence[ValueStep],
+    layers: Mapping[str, Splittable],
+    wanted: Mapping[str, str],
+    makers: set[str],
+    takers: set[str],
+    world: int,
+) -> bool:
+    if not takers or makers & takers or not makers | takers <= layers.keys():
+        return False
+    if any(layers[name].sort not in ("linear", "convolution") for name in wanted):
+        return False
+    if not all(layers[name].divisible(kind, world) for name, kind in wanted.items()):
+        return False
+    flow = follow(steps, layers, wanted)
+    return not flow.gathers & makers and all(flow.takes[name] for name in takers)
+
+
+def _neighbourhood(steps: Sequence[ValueStep], start: int) -> tuple[set[str], set[str]]:
+    """Returns who makes the values that mix with a step's before anything but single features is looked at, and who
+    takes them: names of layers; "" for whatever is none."""
+    users: dict[int, list[int]] = {}
+    for index, step in enumerate(steps):
+        for given in step.inputs:
+            users.setdefault(given, []).append(index)
+    makers, takers, seen, ahead = set[str](), set[str](), set[int](), [start]
+    while ahead:
+        index = ahead.pop()
+        if index in seen:
+            continue
+        seen.add(index)
+        if index == start or not _goes_through(steps[index]):
+            makers.add(steps[index].name)
+        else:
+            ahead += steps[index].inputs
+        for user in users.get(index, ()):
+            if _goes_through(steps[user]):
+                ahead.append(user)
+            else:
+                takers.add(steps[user].name)
+    return makers, takers
+
+
+def _goes_through(step: ValueStep) -> bool:
+    return step.does in ("elementwise", "dropout", "pool", "flatten")
+
+
+def _alone(layer: Splittable, world: int) -> str:
+    """Returns the rule for a layer by itself; "" if it cannot be divided."""
+    return next((kind for kind in KINDS[layer.sort] if layer.divisible(kind, world)), "")

@@ -1,0 +1,1 @@
+"""A step: compute, synchronize, update."""

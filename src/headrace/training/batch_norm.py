@@ -1,0 +1,129 @@
+"""Batch normalisation over the global batch: N workers normalise as one device would.
+
+torch's SyncBatchNorm works on GPUs alone and over torch.distributed alone; this one works on any device and
+over any `Collective`. Statistics are weighted by examples, so uneven shares are exact (Ioffe and Szegedy 2015,
+section 3; the gradient is Algorithm 1's with sums over all workers).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from headrace.collectives.base import Collective
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalises `(examples, channels, ...)` by statistics over all workers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, collective: Collective) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        count = wide.new_tensor([wide.numel() / max(1, wide.shape[1])])
+        sums = torch.cat([wide.sum(dims), count])
+        collective.all_reduce(sums)
+        total = sums[-1]
+        mean = sums[:-1] / total
+        # A second pass over centred values: E[x^2] - E[x]^2 would lose digits.
+        squares = (wide - _spread(mean, wide)).square().sum(dims)
+        collective.all_reduce(squares)
+        variance = squares / total
+        scale = torch.rsqrt(variance + eps)
+        normal = (wide - _spread(mean, wide)) * _spread(scale, wide)
+        ctx.save_for_backward(normal, scale, total)
+        ctx.collective = collective
+        ctx.dtype = x.dtype
+        ctx.mark_non_differentiable(mean, variance, total)
+        return normal, mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        normal, scale, total = ctx.saved_tensors
+        gradient = gradients[0]
+        dims = [dim for dim in range(normal.dim()) if dim != 1]
+        sums = torch.stack([gradient.sum(dims), (gradient * normal).sum(dims)])
+        ctx.collective.all_reduce(sums)
+        mean_gradient, mean_product = sums / total
+        centred = gradient - _spread(mean_gradient, normal) - normal * _spread(mean_product, normal)
+        return (centred * _spread(scale, normal)).to(ctx.dtype), None, None
+
+
+class GlobalBatchNorm(nn.Module):
+    """Takes the place of a BatchNorm layer, with the same parameters and buffers under the same names.
+
+    Args:
+        layer: whose place it takes.
+        collective: of all workers.
+    """
+
+    def __init__(self, layer: _BatchNorm, collective: Collective) -> None:
+        super().__init__()
+        self._collective = collective
+        self.eps, self.momentum = layer.eps, layer.momentum
+        self.weight, self.bias = layer.weight, layer.bias
+        self.running_mean: Tensor | None
+        self.running_var: Tensor
+        self.num_batches_tracked: Tensor
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(layer, name))
+        self.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises `(examples, channels, ...)`."""
+        if not self.training:
+            # Alone, because not every worker has a share of each batch that is evaluated.
+            alone = self.running_mean is None
+            return torch.nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, alone, 0.0, self.eps
+            )
+        normalized: tuple[Tensor, ...] = _Normalize.apply(x, self.eps, self._collective)  # type: ignore[no-untyped-call]
+        normal, mean, variance, total = normalized
+        if self.running_mean is not None:
+            self._track(self.running_mean, mean, variance, total)
+        if self.weight is not None:
+            normal = normal * _spread(self.weight, normal)
+        if self.bias is not None:
+            normal = normal + _spread(self.bias, normal)
+        return normal.to(x.dtype)
+
+    @torch.no_grad()
+    def _track(self, running_mean: Tensor, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+        self.num_batches_tracked.add_(1)
+        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (total / (total - 1).clamp(min=1))
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def synchronise_batch_norm(module: nn.Module, collective: Collective) -> bool:
+    """Replaces every BatchNorm layer below `module`; returns whether there was one."""
+    found = False
+    # Not named_children(), which leaves out the second name of a layer that has two.
+    for name, child in list(module._modules.items()):
+        if child is None:
+            continue
+        if isinstance(child, _BatchNorm):
+            setattr(module, name, GlobalBatchNorm(child, collective))
+            found = True
+        else:
+            found = synchronise_batch_norm(child, collective) or found
+    return found
+
+
+def averaged_buffers(module: nn.Module) -> list[Tensor]:
+    """Returns the running statistics that a checkpoint holds as the mean over workers, as far as they are here."""
+    return [
+        getattr(layer, name)
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm | GlobalBatchNorm) and layer.running_mean is not None
+        for name in ("running_mean", "running_var")
+        if not getattr(layer, name).is_meta
+    ]
+
+
+def _spread(channels: Tensor, like: Tensor) -> Tensor:
+    return channels.view(1, -1, *[1] * (like.dim() - 2))

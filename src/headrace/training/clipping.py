@@ -1,0 +1,160 @@
+"""What happens to the summed gradients before the update: unscaled, looked at, clipped; alike on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.collectives.base import ProcessGroup
+from headrace.spec.options import Options
+from headrace.training.loss_scale import LossScale
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """What all ranks found out together about one round.
+
+    Attributes:
+        apply: whether the update is made.
+        bad_losses: the ranks whose loss is not finite.
+        overflow: whether gradients are infinite only because of the loss scale, which is about to shrink.
+    """
+
+    apply: bool = True
+    bad_losses: tuple[int, ...] = ()
+    overflow: bool = False
+
+
+HEALTHY = StepDecision()
+
+
+class GradientClipper:
+    """Looks at this rank's pieces of the summed gradient, and decides with the others.
+
+    The pieces are those of the exchange: a slice on each rank, or everything on rank 0 where all hold the same.
+
+    Args:
+        options: clipping, and what a non-finite number leads to.
+        host: the ranks.
+        scale: of the loss, None for none.
+        immediate: whether every round is looked at. On an accelerator that means to wait for it each time.
+        repeated: where the ranks of a replica hold a part of the model each, returns the gradients of what all hold.
+        times: how many ranks hold it.
+
+    Attributes:
+        looks: whether it does.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        group: ProcessGroup,
+        scale: LossScale | None = None,
+        immediate: bool = True,
+        repeated: Callable[[], Sequence[Tensor]] = tuple,
+        times: int = 1,
+    ) -> None:
+        self._repeated = repeated
+        self._times = times
+        self._clip_norm = options.clip_norm
+        self._clip_value = options.clip_value
+        self._group = group
+        self._scale = scale
+        self.looks = immediate or scale is not None or options.on_nonfinite != "raise" or self._clip_norm is not None
+
+    def condition(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool) -> StepDecision:
+        """Decides, and clips. When it returns, every rank has.
+
+        Args:
+            measured: what this rank looks at; all ranks together look at every element once, but for repeated ones.
+            held: what this rank must change where something is to be changed.
+            finite: whether its own loss is.
+        """
+        if not self.looks:
+            self._clip_elements(held)
+            self._group.barrier()
+            return HEALTHY
+        # A power of two for each rank: the sum tells who they are, exactly for the first fifty.
+        own = 0.0 if finite else 2.0 ** min(self._group.rank, 50)
+        bad, broken, squared = self._group.sum([own, *self._look(measured)])
+        if bad or broken:
+            return self._refuse(tuple(rank for rank in range(64) if int(bad) >> rank & 1))
+        unscale = 1.0 if self._scale is None else self._scale.inverse
+        if self._scale is not None:
+            self._scale.grow()
+        if self._clip_value is not None:
+            _multiply(held, unscale)
+            self._clip_elements(held)
+            if self._clip_norm is None:
+                self._group.barrier()
+                return HEALTHY
+            self._group.barrier()
+            (squared,), unscale = self._group.sum([squared_norm(measured)]), 1.0
+        if self._clip_norm is not None:
+            unscale *= clip_coefficient(self._clip_norm, self._counted_once(squared) * unscale**2)
+        if unscale != 1.0:
+            _multiply(held, unscale)
+            self._group.barrier()
+        return HEALTHY
+
+    def _refuse(self, bad_losses: tuple[int, ...]) -> StepDecision:
+        if self._scale is None:
+            return StepDecision(False, bad_losses)
+        self._scale.shrink()
+        # Below 1 it makes gradients smaller than they are, and what overflows then is not its doing.
+        return StepDecision(False, bad_losses, overflow=not bad_losses and self._scale.value >= 1.0)
+
+    def _look(self, measured: Sequence[Tensor]) -> tuple[float, float]:
+        """Returns whether an element is not finite, as a number, and the squared norm if it is clipped by."""
+        if self._clip_norm is None or self._clip_value is not None:
+            return float(not all_finite(measured)), 0.0
+        squared = squared_norm(measured)
+        if math.isfinite(squared):
+            return 0.0, squared
+        return float(not all_finite(measured)), squared
+
+    def _counted_once(self, squared: float) -> float:
+        """Returns the squared norm of the whole model's gradient from the sum over ranks."""
+        if self._times == 1:
+            return squared
+        # After a meeting, when all of every gradient is there, and before another one, when they are multiplied.
+        repeated = squared_norm(self._repeated())
+        self._group.barrier()
+        return max(0.0, squared - (self._times - 1) * repeated)
+
+    def _clip_elements(self, held: Sequence[Tensor]) -> None:
+        if self._clip_value is not None:
+            for tensor in held:
+                tensor.clamp_(-self._clip_value, self._clip_value)
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Tells whether every element is finite."""
+    sums = [tensor.sum() for tensor in tensors if tensor.numel()]
+    if sums and sums[0].device.type != "cpu":
+        sums = [torch.stack(sums).sum()]  # to wait for the device once
+    # One pass over memory. The sum of huge numbers may be infinite though none of them is, so then a second look.
+    if math.isfinite(sum(abs(total.item()) for total in sums)):
+        return True
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> float:
+    """Returns the sum of squares of all elements, in double precision."""
+    return sum(
+        float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 for tensor in tensors if tensor.numel()
+    )
+
+
+def clip_coefficient(clip_norm: float, squared: float) -> float:
+    """Returns what gradients of a squared norm are multiplied by, as torch's `clip_grad_norm_` does."""
+    return min(1.0, clip_norm / (math.sqrt(squared) + 1e-6))
+
+
+def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
+    if factor != 1.0 and tensors:
+        torch._foreach_mul_(list(tensors), factor)

@@ -1,0 +1,235 @@
+"""The job's optimizer: built as the user wrote it, or built again over pieces of the same parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from headrace.errors import UsageError
+from headrace.spec.plan import Segment
+from headrace.training.state_piece import StatePiece
+
+Factory = Callable[..., Any]
+
+_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+
+
+def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    """Calls the job's optimizer factory with named parameters.
+
+    Raises:
+        UsageError: what it returned is no torch optimizer, or one over tensors that are not the model's.
+    """
+    named = list(named)
+    try:
+        optimizer = factory(named)
+    except (TypeError, AttributeError) as named_error:
+        # Optimizers from before torch 2.6 know plain tensors alone.
+        try:
+            optimizer = factory([parameter for _, parameter in named])
+        except (TypeError, AttributeError):
+            raise named_error from None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"the job's optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+            "for example optimizer=functools.partial(torch.optim.SGD, lr=0.1)"
+        )
+    names = {id(parameter): name for name, parameter in named}
+    strange = sum(id(tensor) not in names for group in optimizer.param_groups for tensor in group["params"])
+    if strange:
+        raise UsageError(
+            f"{strange} of the tensors in the job's {type(optimizer).__name__} are not parameters of the model that "
+            "is trained; make it from the named parameters that the function is given"
+        )
+    for group in optimizer.param_groups:
+        # A function that makes groups of plain tensors loses their names.
+        group["param_names"] = [names[id(tensor)] for tensor in group["params"]]
+    return optimizer
+
+
+def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
+    """Builds an optimizer like `template` over pieces of its parameters.
+
+    Args:
+        template: built over whole parameters (on the meta device, if you like); says the class, the groups by
+            name and their options.
+        pieces: parameter name to the pieces of it that this process updates.
+
+    Raises:
+        UsageError: the optimizer's class cannot be built from its own defaults.
+    """
+    groups, names = [], []
+    for group in template.param_groups:
+        tensors = [piece for name in group["param_names"] for piece in pieces.get(name, ())]
+        if tensors:
+            names.append(group["param_names"])
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**options, "params": tensors})
+    kind = type(template)
+    known = inspect.signature(kind).parameters
+    defaults = {key: value for key, value in template.defaults.items() if key in known}
+    if not groups:
+        # A matrix, because some optimizers (Muon) take nothing else.
+        groups = [{"params": [torch.zeros(0, 0, requires_grad=True)]}]
+    try:
+        optimizer = kind(groups, **defaults)
+    except TypeError as error:
+        raise UsageError(
+            f"{kind.__name__} cannot be built again over pieces of the parameters from its defaults {defaults}: "
+            f"{error}; use a strategy that keeps parameters whole (mirrored), or give the class's own arguments"
+        ) from error
+    for group, whole in zip(optimizer.param_groups, names, strict=False):
+        # Says which of the template's groups it is; an owner of nothing has a group without a name.
+        group["param_names"] = whole
+    return optimizer
+
+
+def is_elementwise(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> bool:
+    """Tells whether the optimizer treats every element alone, in each of its groups.
+
+    Raises:
+        UsageError: its `step()` needs an argument (LBFGS).
+    """
+    template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
+    return all(_treats_elements_alone(template, name) for name in _tried(template))
+
+
+def state_copies(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> int:
+    """Returns how many tensors of a parameter's size the optimizer keeps of it, in the group that keeps most.
+
+    SGD none, with momentum 1, Adam 2. One that steps over no usual matrix, sparse ones alone, is said to keep 1.
+    """
+    template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
+    most = 0
+    for name in _tried(template):
+        parameter = nn.Parameter(torch.ones(6, 8))
+        parameter.grad = torch.ones(6, 8)
+        optimizer = build_over(template, {name: [parameter]})
+        try:
+            optimizer.step()
+        except (RuntimeError, ValueError):
+            most = max(most, 1)
+        kept = (value for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
+        most = max(most, sum(value.numel() == parameter.numel() for value in kept))
+    return most
+
+
+def _tried(template: torch.optim.Optimizer) -> list[str]:
+    """Returns the name of one parameter for all groups that differ in nothing but the learning rate."""
+    tried = {}
+    for group in template.param_groups:
+        if group["params"]:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
+            tried[repr(options)] = group["param_names"][0]
+    return list(tried.values())
+
+
+def _treats_elements_alone(template: torch.optim.Optimizer, name: str) -> bool:
+    """Compares three steps on a whole tensor with those on a cut one."""
+    whole = torch.linspace(-1, 1, 48).view(6, 8)
+    start = [[whole.clone()], [piece.clone() for piece in whole.flatten().split([20, 28])]]
+    results = []
+    for tensors in start:
+        parameters = [nn.Parameter(tensor) for tensor in tensors]
+        try:
+            optimizer = build_over(template, {name: parameters})
+            for group in optimizer.param_groups:
+                if "lr" in group:
+                    group["lr"] = 0.1  # a run that warms up may begin with 0, and then nothing would move
+            for step in range(3):
+                gradient = torch.sin(torch.arange(48.0) * (step + 1))
+                for parameter, piece in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+                    parameter.grad = piece.view_as(parameter).clone()
+                optimizer.step()
+        except TypeError as error:
+            raise UsageError(
+                f"{type(template).__name__}.step() cannot be called by itself: {error}; optimizers that need a "
+                "closure cannot be used here"
+            ) from error
+        except (RuntimeError, ValueError):
+            return False  # refuses vectors: it needs whole matrices
+        results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    # Not to the last bit: fused kernels round the ends of a tensor in another way than its middle.
+    whole_result, cut_result = results
+    return torch.allclose(whole_result, cut_result, rtol=1e-4, atol=1e-5)
+
+
+def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> tuple[StatePiece, ...]:
+    """Returns the state of the pieces that this process updates.
+
+    Raises:
+        UsageError: the optimizer keeps something that is no tensor and no number.
+    """
+    pieces = []
+    for segment, tensor in owned:
+        for key, value in optimizer.state.get(tensor, {}).items():
+            if not isinstance(value, Tensor):
+                pieces.append(_number(segment, key, value, optimizer))
+                continue
+            kept = value.detach().clone()
+            whole = kept.numel() != tensor.numel() or kept.dim() == 0
+            start, kept = (-1, kept) if whole else (segment.start, kept.flatten())
+            pieces.append(StatePiece(segment.parameter, key, start, kept))
+    return tuple(pieces)
+
+
+def _number(segment: Segment, key: str, value: Any, optimizer: torch.optim.Optimizer) -> StatePiece:
+    kind = type(value).__name__
+    if kind not in _NUMBERS:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps a {kind} as {key!r} of {segment.parameter!r}, which no checkpoint can "
+            "hold; keep tensors and numbers, or run with checkpoints=False"
+        )
+    return StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=_NUMBERS[kind]), kind)
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]], pieces: Iterable[StatePiece]
+) -> None:
+    """Takes up the state of the pieces that this process updates, however it was cut before; there is no other then."""
+    by_parameter: dict[str, list[StatePiece]] = {}
+    for piece in pieces:
+        by_parameter.setdefault(piece.parameter, []).append(piece)
+    for segment, tensor in owned:
+        state: dict[str, Any] = {}
+        for piece in by_parameter.get(segment.parameter, ()):
+            if piece.start < 0:
+                state[piece.key] = piece.value.clone() if piece.kind == "tensor" else piece.value.item()
+                continue
+            target = state.setdefault(
+                piece.key, torch.zeros(tensor.shape, dtype=piece.value.dtype, device=tensor.device)
+            )
+            piece.copy_to(target, segment.start)
+        if state:
+            optimizer.state[tensor] = state
+        else:
+            optimizer.state.pop(tensor, None)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Returns the bytes that the optimizer's state takes."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _ghost(tensor: Tensor) -> nn.Parameter:
+    ghost = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(ghost, requires_grad=tensor.requires_grad)
+
+
+def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether a step of it is `parameter -= lr * gradient`, rounded as by that, and nothing else."""
+    if type(optimizer) is not torch.optim.SGD or any(map(_does_more, optimizer.param_groups)):
+        return False
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return not any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def _does_more(group: dict[str, Any]) -> bool:
+    adds = group["momentum"] or group["weight_decay"] or group["maximize"] or group["fused"]
+    return bool(adds) or not isinstance(group["lr"], float)

@@ -1,0 +1,233 @@
+"""Compute with the whole model on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import DataError, UsageError
+from headrace.metrics import Mean, weigh
+from headrace.policies.batch_split import bounds
+from headrace.spec.options import Options
+from headrace.spec.share import Share
+from headrace.training.compilation import CompiledModule
+from headrace.training.compute import Compute, Computed
+from headrace.training.gradients import GradientSink
+from headrace.training.loss_scale import LossScale
+from headrace.training.selection import call, select_target
+from headrace.trees import map_leaves, map_tensors
+
+HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PLAIN = Options()
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model is trained on.
+
+    Attributes:
+        loss: `loss(output, target)`, a scalar mean or a `Mean`.
+        inputs, target: select from a batch, as in `Job`.
+        weighed: whether the loss is a `Mean`, whose weight only the workers together know.
+    """
+
+    loss: Callable[..., Any]
+    inputs: Any = None
+    target: Any = None
+    weighed: bool = False
+
+
+class WholeModel(Compute):
+    """Runs forward and backward on a worker's share, or on one micro-batch of it after the other.
+
+    Gradients come from `torch.autograd.grad` in one call and go to `sink` as they are, those of micro-batches when
+    they have added up in `.grad`. Where there is no sink they stay in `.grad`.
+
+    Args:
+        module: on its device.
+        objective: see there.
+        sink: takes the gradients; None leaves them in `.grad`.
+        total: sums numbers over workers.
+        always: run forward also on an empty share (its layers talk to the other workers).
+        options: micro-batches, precision.
+        scale: of the loss, None for none.
+        graph: the module in graph mode, None to run it as it is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective,
+        sink: GradientSink | None = None,
+        total: Callable[[Sequence[float]], list[float]] = list,
+        always: bool = False,
+        options: Options = _PLAIN,
+        scale: LossScale | None = None,
+        graph: CompiledModule | None = None,
+    ) -> None:
+        self.module = module
+        self._objective = objective
+        self._sink = sink
+        self._total = total
+        self._always = always
+        self._options = options
+        self._scale = scale
+        self._half = HALF.get(options.precision)
+        self._graph = graph
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+    def run(self, share: Share) -> Computed:
+        if share.examples == 0 and not self._always:
+            if self._objective.weighed:
+                self._total([0.0])
+            return self._leave_nothing()
+        with self._graph.errors() if self._graph else nullcontext():
+            batch = self.place(share.batch)
+            pieces = min(self._options.accumulate, share.examples)
+            if pieces > 1:
+                return self._accumulate(batch, share, pieces)
+            return self._contribute(self._loss(batch, share), share)
+
+    def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
+        """Differentiates the loss of a forward of one's own.
+
+        Raises:
+            UsageError: options say how forward is done.
+        """
+        for name in ("accumulate", "precision", "compile"):
+            value = getattr(self._options, name)
+            if value != getattr(_PLAIN, name):
+                raise UsageError(
+                    f"Options({name}={value!r}) says how forward is run, and worker.backward(loss) comes after it; "
+                    f"use worker.step(batch), or leave {name} out and do as much in the loop"
+                )
+        return self._contribute(loss, share)
+
+    @torch.no_grad()
+    def predict(self, batch: Any) -> Any:
+        # Eager, because graphs for other sizes and without gradients would be compiled for a few batches each.
+        with self._autocast():
+            output = call(self.module, self.place(batch), self._objective.inputs)
+        return widened(output, self._half)
+
+    def place(self, batch: Any) -> Any:
+        """Returns a batch on the model's device."""
+        if self._device.type == "cpu":
+            return batch
+        return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+
+    def _loss(self, batch: Any, share: Share) -> Tensor | Mean:
+        forward = self._graph.forward(share.of) if self._graph else self.module
+        with self._autocast():
+            output = call(forward, batch, self._objective.inputs)
+            loss: Tensor | Mean = self._objective.loss(output, select_target(batch, self._objective.target))
+        return loss
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
+
+    def _contribute(self, loss: Tensor | Mean, share: Share) -> Computed:
+        """Differentiates this share's part of the global mean: of `loss`, whose mean is over the share.
+
+        An empty share's loss matters only for what its layers and its weight tell the other workers.
+        """
+        if isinstance(loss, Mean):
+            weight = float(loss.weight)
+            (all_weight,) = self._total([weight])
+            part = loss.total / all_weight if all_weight else loss.total * 0
+            mean = loss.total.detach() / weight if weight else None
+        else:
+            weight = float(share.examples)
+            part = loss if share.examples == share.of else loss * (share.examples / share.of)
+            mean = loss.detach()
+        if share.examples == 0:
+            if self._always:
+                torch.autograd.grad(part, self._trained, allow_unused=True)
+            return self._leave_nothing()
+        if self._sink is None:
+            self._scaled(part).backward()
+        else:
+            self._sink.store(torch.autograd.grad(self._scaled(part), self._trained, allow_unused=True))
+        return Computed(mean, weight)
+
+    def _accumulate(self, batch: Any, share: Share, pieces: int) -> Computed:
+        """Does so for micro-batches, whose gradients add up where torch adds them up."""
+        held = [parameter.grad for parameter in self._trained]
+        if self._sink is not None:
+            self._hold([None] * len(held))
+        means = False
+        totals, weights = [], []
+        for start, stop in bounds(share.examples, (1,) * pieces):
+            loss = self._loss(cut(batch, start, stop, share.examples), share)
+            means = isinstance(loss, Mean)
+            total, weight = weigh(loss, stop - start)
+            # What a part of a `Mean` is worth is known when all have been weighed.
+            self._scaled(total if means else total / share.of).backward()
+            totals.append(total.detach())
+            weights.append(weight)
+        own = float(sum(weights))
+        gradients = [parameter.grad for parameter in self._trained]
+        if means:
+            (all_weight,) = self._total([own])
+            present = [gradient for gradient in gradients if gradient is not None]
+            # Micro-batches that weigh nothing together say nothing.
+            torch._foreach_div_(present, all_weight) if all_weight else torch._foreach_zero_(present)
+        if self._sink is not None:
+            self._sink.store(gradients)
+            self._hold(held)
+        return Computed(torch.stack(totals).sum() / own if own else None, own)
+
+    def _hold(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self._scale is None else loss * self._scale.value
+
+    def _leave_nothing(self) -> Computed:
+        if self._sink is not None:
+            self._sink.store_nothing()
+        return Computed(None, 0.0)
+
+
+def widened(output: Any, half: torch.dtype | None) -> Any:
+    """Returns a model's output without tensors of half precision, in which metrics, means of many, would be wrong.
+
+    Args:
+        output: any tree.
+        half: what the model has computed in; None where that is its own type.
+    """
+    return output if half is None else map_tensors(lambda each: each.float() if each.dtype == half else each, output)
+
+
+def cut(batch: Any, start: int, stop: int, examples: int, option: str = "accumulate") -> Any:
+    """Returns the examples `[start, stop)` of a batch of so many.
+
+    Args:
+        batch: any tree.
+        start, stop, examples: see above.
+        option: by whose wish it is cut.
+
+    Raises:
+        DataError: it holds something that does not have one entry an example.
+    """
+    return map_leaves(partial(_cut, start, stop, examples, option), batch)
+
+
+def _cut(start: int, stop: int, examples: int, option: str, name: str, leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == examples:
+        return leaf[start:stop]
+    form = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+    raise DataError(
+        f"{name} is {form}, and {option} cuts batches into micro-batches along the first dim, which must have one "
+        f"entry for each of the {examples} examples; leave it out of the batch, or use {option}=1"
+    )

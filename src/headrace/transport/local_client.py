@@ -1,0 +1,148 @@
+"""A worker's end of a link to a server on the same host; see `local_port`."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic, sleep
+
+from torch import Tensor
+
+from headrace.shared_memory import futex
+from headrace.shared_memory.segment import SharedSegment
+from headrace.shared_memory.spin import Spin, look
+from headrace.transport.base import ClientTransport, Slots, TransportLayout
+from headrace.transport.local_wire import SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
+
+_STALL_S = 60.0
+_WRITTEN_S = 30.0
+_BLOB_BYTES = 1 << 32
+_NAP_S = 30e-6
+
+
+class LocalClientTransport(ClientTransport):
+    """Args:
+    address: of the port.
+    parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
+    hello_s: how long the port may take to greet.
+
+    Raises:
+        ConnectionError: nobody listens there, or whoever does is not of the same kind, or does not greet.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        parameters: Slots,
+        pushes: Slots,
+        replies: Slots | None = None,
+        *,
+        hello_s: float = 30.0,
+    ) -> None:
+        self.moved_bytes = 0
+        self._layout = TransportLayout(parameters, pushes, replies)
+        self._own = [SharedSegment.create(nbytes, "push") for nbytes in segment_bytes(self._layout)]
+        self._regions = [segment.tensor() for segment in self._own]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(hello_s)
+        head = head_bytes(parameters)
+        try:
+            self._shared = SharedSegment.received(self._join(address), head + parameters.nbytes, writable=False)
+        except TimeoutError:
+            self._free()
+            raise ConnectionError(f"no link to the server at {address}: no answer for {hello_s:g} s") from None
+        except (OSError, ValueError) as error:
+            self._free()
+            raise ConnectionError(f"no link to the server at {address}: {error}") from error
+        self._words = self._shared.memory[: 8 * len(parameters)].cast("q")
+        self._sources = parameters.cut(self._shared.tensor(start=head))
+        self._socket.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._spin = Spin(SPIN_S)
+        self._arrived: deque[tuple[bytes, memoryview]] = deque()
+
+    def push_slot(self, slot: int) -> Tensor:
+        return self._layout.pushes.of(self._regions[0], slot)
+
+    def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+        self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in slots)
+        deadline = monotonic() + _STALL_S
+        while True:
+            try:
+                send(self._socket, message, blob)
+                return
+            except BlockingIOError:
+                pass
+            # Takes in what comes meanwhile, or two who send would wait for each other.
+            self._poll.modify(self._socket, select.POLLIN | select.POLLOUT)
+            events = self._poll.poll(1000)
+            self._poll.modify(self._socket, select.POLLIN)
+            if events and events[0][1] & select.POLLIN:
+                self._arrived.append(self._receive())
+            if monotonic() > deadline:
+                raise TimeoutError(f"the server has taken nothing for {_STALL_S:.0f} s")
+
+    def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
+        if self._arrived:
+            return self._arrived.popleft()
+        return self._receive() if look(self._wait, self._spin, timeout_s) else None
+
+    def fetch(self, slot: int, into: Tensor) -> int:
+        words, source = self._words, self._sources[slot]
+        deadline = monotonic() + _WRITTEN_S
+        while True:
+            before: int = words[slot]
+            if not before & 1:
+                futex.fence()
+                into.copy_(source)
+                futex.fence()
+                if words[slot] == before:
+                    self.moved_bytes += source.numel()
+                    return before >> 1
+            elif monotonic() > deadline:
+                raise ConnectionAbortedError(f"shard {slot} has been written to for {_WRITTEN_S:.0f} s")
+            elif any(events & select.POLLHUP for _, events in self._poll.poll(0)):
+                # Nobody will say that it is written.
+                raise ConnectionResetError("the server has gone while it wrote")
+            else:
+                sleep(_NAP_S)
+
+    def shown(self, slot: int) -> int | None:
+        return self._words[slot] >> 1
+
+    def reply_slot(self, slot: int) -> Tensor:
+        self.moved_bytes += self._layout.pulled.lengths[slot]
+        return self._layout.pulled.of(self._regions[-1], slot)
+
+    def close(self) -> None:
+        self._free()
+        self._shared.close()
+
+    def _join(self, address: str) -> int:
+        """Says hello; returns the memory with the parameters."""
+        self._socket.connect("\0" + address.removeprefix("local:"))
+        if user_of(self._socket) != os.getuid():
+            raise ConnectionError("it belongs to another user")
+        socket.send_fds(self._socket, [self._layout.hello()], [segment.descriptor for segment in self._own])
+        answer, descriptors = take(self._socket, 1)
+        if answer != b"\0" or not descriptors:
+            raise ConnectionError(answer[1:].decode(errors="replace") or "it has gone")
+        return descriptors[0]
+
+    def _receive(self) -> tuple[bytes, memoryview]:
+        message, blob = receive(self._socket, _BLOB_BYTES, shared=True)
+        if not message:
+            raise ConnectionResetError("the server has gone")
+        return message, blob
+
+    def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        return self._poll.poll(timeout_s * 1000)
+
+    def _free(self) -> None:
+        self._socket.close()
+        for segment in self._own:
+            segment.close()

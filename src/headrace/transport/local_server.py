@@ -1,0 +1,289 @@
+"""Servers and workers of one host: messages through a Unix socket, payloads in shared memory.
+
+    worker                                               server
+    push slots    (its own memory, the server reads)     parameters (its own memory, workers read)
+       gradient ──────────────────────────────────────────► optimizer ─► parameters
+                  "there" ─────────────────────────────► 64 bytes
+                  64 bytes ◄───────────────────────────── "there"
+       private copy ◄─────────────────────────────────────── parameters
+
+No payload is sent: the optimizer reads gradients where the worker has put them, and workers copy parameters from where
+the optimizer has left them. A word before every shard's parameters says their version and whether they are just being
+written; a copy during which it changed is made again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic
+
+from torch import Tensor
+
+from headrace.shared_memory import futex
+from headrace.shared_memory.segment import SharedSegment
+from headrace.shared_memory.spin import Spin, look
+from headrace.transport.base import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
+from headrace.transport.local_wire import NOTHING, SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
+
+_OWED_BYTES = 1 << 26
+"""Messages and blobs that a link may leave unread, besides what the kernel holds."""
+
+_MOST_LINKS = 1024
+_HALF_OPEN = 64
+"""Connections that have not said hello; of more the oldest goes."""
+
+_HELLO_S = 10.0
+
+
+class LocalServerTransport(ServerTransport):
+    """Args:
+    parameters: places of the shards' parameters.
+    pushes: places of what a link pushes.
+    replies: places of what a link pulls in another form; None if it pulls parameters as they are.
+    """
+
+    vouched = True
+
+    def __init__(self, parameters: Slots, pushes: Slots, replies: Slots | None = None) -> None:
+        self.moved_bytes = 0
+        self._layout = TransportLayout(parameters, pushes, replies)
+        head = head_bytes(parameters)
+        self._shared = SharedSegment.create(head + parameters.nbytes, "parameters")
+        self._region = self._shared.tensor(start=head)
+        self._words = self._shared.memory[: 8 * len(parameters)].cast("q")
+        self._changing = _Changing(self._words)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        # In the abstract name space nothing is left behind, whoever is killed. Who may connect is looked at below.
+        name = f"headrace-{secrets.token_hex(16)}"
+        self._listener.bind(f"\0{name}")
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self.address = f"local:{name}"
+        self._poll = select.epoll()
+        self._poll.register(self._listener, select.EPOLLIN)
+        self._spin = Spin(SPIN_S)
+        self._next = 0
+        self._gone: list[int] = []
+        self._unsent: dict[int, deque[tuple[bytes, bytes | bytearray | memoryview | int]]] = {}
+        self._owed: dict[int, int] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        self._peers: dict[int, int] = {}
+        self._half_open: dict[int, float] = {}
+        self._pushed: dict[int, list[Tensor]] = {}
+        self._replied: dict[int, Tensor] = {}
+        self._segments: dict[int, list[SharedSegment]] = {}
+
+    def parameters(self, slot: int) -> Tensor:
+        return self._layout.parameters.of(self._region, slot)
+
+    def changing(self, slots: Sequence[int]) -> _Changing:
+        self._changing.slots = slots
+        return self._changing
+
+    def show(self, slot: int, version: int) -> None:
+        self._words[slot] = version << 1 | self._words[slot] & 1
+
+    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
+        # What a link has pushed before it went was needed until now.
+        while self._gone:
+            self.drop(self._gone.pop())
+        mail: list[ReceivedMessage] = []
+        for descriptor, events in look(self._poll.poll, self._spin, timeout_s):
+            peer = self._peers.get(descriptor)
+            if peer is not None and events & select.EPOLLOUT:
+                self._poll.modify(descriptor, select.EPOLLIN)
+                self._flush(peer)
+            if events == select.EPOLLOUT:
+                continue
+            if peer is None:
+                self._accept()
+            elif peer in self._segments:
+                mail += self._receive_from(peer)
+            else:
+                self._greet(peer)
+        self._show_out()
+        return mail
+
+    def pushed(self, peer: int, slot: int) -> Tensor:
+        try:
+            return self._pushed[peer][slot]
+        except IndexError:
+            raise ValueError("a push from a link without a place for it") from None
+
+    def release(self, peer: int, slots: Sequence[int]) -> None:
+        """It is the link's own memory."""
+
+    def reply_slot(self, peer: int, slot: int) -> Tensor:
+        return self._layout.pulled.of(self._replied[peer], slot)
+
+    def send(
+        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
+    ) -> None:
+        if peer not in self._sockets:
+            return
+        lengths = self._layout.pulled.lengths
+        self.moved_bytes += sum(lengths[slot] for slot in slots)
+        unsent = self._unsent.setdefault(peer, deque())
+        # Whoever owns a segment may let go of it before it is sent.
+        unsent.append((message, os.dup(blob.descriptor) if isinstance(blob, SharedSegment) else blob))
+        self._owed[peer] = self._owed.get(peer, 0) + _length(*unsent[-1])
+        if len(unsent) == 1:
+            self._flush(peer)
+        elif limited and self._owed[peer] > _OWED_BYTES:
+            # It asks and does not read.
+            self._break(peer)
+
+    def drop(self, peer: int) -> None:
+        connection = self._sockets.pop(peer, None)
+        if connection is None:
+            return
+        self._poll.unregister(connection)
+        self._half_open.pop(peer, None)
+        del self._peers[connection.fileno()]
+        connection.close()
+        self._forget_unsent(peer)
+        self._unsent.pop(peer, None)
+        self._owed.pop(peer, None)
+        self._pushed.pop(peer, None)
+        self._replied.pop(peer, None)
+        for segment in self._segments.pop(peer, ()):
+            segment.close()
+
+    def close(self) -> None:
+        for peer in list(self._sockets):
+            self.drop(peer)
+        self._poll.close()
+        self._listener.close()
+        self._shared.close()
+
+    def _flush(self, peer: int) -> None:
+        """Sends what a link has room for; the rest when it has read."""
+        connection, unsent = self._sockets[peer], self._unsent[peer]
+        try:
+            while unsent:
+                message, blob = unsent[0]
+                send(connection, message, blob)
+                unsent.popleft()
+                self._owed[peer] -= _length(message, blob)
+                if isinstance(blob, int):
+                    os.close(blob)
+        except BlockingIOError:
+            self._poll.modify(connection, select.EPOLLIN | select.EPOLLOUT)
+        except OSError:
+            self._break(peer)
+
+    def _break(self, peer: int) -> None:
+        """Ends a connection; the next `receive` tells."""
+        self._forget_unsent(peer)
+        with suppress(OSError):
+            self._sockets[peer].shutdown(socket.SHUT_RDWR)
+
+    def _forget_unsent(self, peer: int) -> None:
+        unsent = self._unsent.get(peer, deque())
+        while unsent:
+            _, blob = unsent.popleft()
+            if isinstance(blob, int):
+                os.close(blob)
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                if user_of(connection) != os.getuid() or len(self._sockets) >= _MOST_LINKS + _HALF_OPEN:
+                    connection.close()
+                    continue
+                connection.setblocking(False)
+                self._sockets[self._next] = connection
+                self._peers[connection.fileno()] = self._next
+                self._half_open[self._next] = monotonic()
+                self._poll.register(connection, select.EPOLLIN)
+                self._next += 1
+
+    def _show_out(self) -> None:
+        """Ends connections that have had time to say hello, now that whatever came has been read."""
+        while self._half_open:
+            peer, since = next(iter(self._half_open.items()))
+            if len(self._half_open) <= _HALF_OPEN and monotonic() - since < _HELLO_S:
+                return
+            self.drop(peer)
+
+    def _greet(self, peer: int) -> None:
+        """Takes what a new link shares, gives what it may read."""
+        del self._half_open[peer]
+        connection = self._sockets[peer]
+        try:
+            message, descriptors = take(connection, 2)
+        except (OSError, ValueError):
+            self.drop(peer)
+            return
+        try:
+            layout = self._layout.fit(message)
+            if len(self._segments) >= _MOST_LINKS:
+                raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
+            lengths = segment_bytes(layout)
+            if len(lengths) != len(descriptors):
+                raise ValueError(f"{len(descriptors)} pieces of memory came, not {len(lengths)}")
+            segments = self._segments.setdefault(peer, [])
+            while descriptors:
+                segments.append(SharedSegment.received(descriptors.pop(0), lengths[len(segments)]))
+        except (ValueError, OSError) as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            with suppress(OSError):
+                connection.send(b"\1" + str(error).encode())
+            self.drop(peer)
+            return
+        regions = [segment.tensor() for segment in segments]
+        self._pushed[peer] = layout.pushes.cut(regions[0]) if layout.pushes else []
+        if layout.replies:
+            self._replied[peer] = regions[-1]
+        readable = os.open(f"/proc/self/fd/{self._shared.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            socket.send_fds(connection, [b"\0"], [readable])
+        except OSError:
+            self.drop(peer)
+        finally:
+            os.close(readable)
+
+    def _receive_from(self, peer: int) -> list[ReceivedMessage]:
+        try:
+            message, blob = receive(self._sockets[peer], self._layout.blob_bytes)
+        except (OSError, ValueError):
+            message, blob = b"", NOTHING
+        if not message:
+            self._gone.append(peer)
+        memory = self._segments[peer][0] if self._pushed[peer] else None
+        return [ReceivedMessage(peer, message, blob, memory)]
+
+
+def _length(message: bytes, blob: bytes | bytearray | memoryview | int) -> int:
+    """Returns how much a link leaves unread with this."""
+    return len(message) + (0 if isinstance(blob, int) else len(blob))
+
+
+class _Changing:
+    """The time in which parameters are written to; never two at once.
+
+    Attributes:
+        slots: whose.
+    """
+
+    def __init__(self, words: memoryview) -> None:
+        self.slots: Sequence[int] = ()
+        self._words = words
+
+    def __enter__(self) -> None:
+        for slot in self.slots:
+            self._words[slot] |= 1
+        futex.fence()
+
+    def __exit__(self, *_: object) -> None:
+        futex.fence()
+        for slot in self.slots:
+            self._words[slot] &= -2

@@ -1,0 +1,196 @@
+"""A worker's end of a link to a server on another host; see `remote_port`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+
+import torch
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import parse_monitor_message
+
+from headrace.transport.base import ClientTransport, Slots, TransportLayout
+from headrace.transport.frames import FrameKind, Letter, Payload, Reassembler, cut, expect, letter, numbered, sort_of
+from headrace.transport.zeromq import Keys, connect, make_socket, waits, watch
+
+_STALL_S = 60.0
+_FAREWELL_MS = 2_000
+"""How long last words may take."""
+
+_BLOB_BYTES = 1 << 32
+_STRANGER = "it has another secret than this run's, or is no server of headrace"
+_ENDS = {
+    zmq.EVENT_CLOSED: "nobody listens there",
+    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let this worker's key in; is it of another run?",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: _STRANGER,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: _STRANGER,
+    zmq.EVENT_DISCONNECTED: "it has gone",
+}
+
+
+class RemoteClientTransport(ClientTransport):
+    """It belongs to one thread.
+
+    Args:
+        address: of the port, "tcp://host:port".
+        parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
+        secret: the run's.
+        hello_s: how long the port may take to greet.
+
+    Raises:
+        ConnectionError: nobody listens there, or whoever does is not of this run or not of the same kind.
+        UsageError: the secret is too short, or this is no address.
+    """
+
+    window = 2
+
+    def __init__(
+        self,
+        address: str,
+        parameters: Slots,
+        pushes: Slots,
+        replies: Slots | None = None,
+        *,
+        secret: bytes,
+        hello_s: float = 30.0,
+    ) -> None:
+        self.moved_bytes = 0
+        self._address = address
+        self._layout = TransportLayout(parameters, pushes, replies)
+        self._region = torch.zeros(pushes.nbytes, dtype=torch.uint8)
+        self._content = self._region.numpy().data
+        self._collector = Reassembler(self._layout.pulled.lengths, _BLOB_BYTES)
+        self._arrived: deque[Payload] = deque()
+        self._pulled: dict[int, tuple[int, Tensor]] = {}
+        self._versions = [-1] * len(parameters)
+        self._sent, self._heard = 0, 0
+        self._welcome = False
+        self._end = ""
+        keys = Keys(secret)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = make_socket(self._context, zmq.DEALER)
+        keys.present(self._socket)
+        self._monitor = watch(self._socket, sum(event.value for event in _ENDS))
+        self._poll = zmq.Poller()
+        self._poll.register(self._monitor, zmq.POLLIN)
+        try:
+            connect(self._socket, address)
+            self._put(letter(FrameKind.HELLO, self._layout.hello()))
+            self._await_welcome(hello_s)
+        except BaseException:
+            self._free(0)
+            raise
+
+    def push_slot(self, slot: int) -> Tensor:
+        return self._layout.pushes.of(self._region, slot)
+
+    def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+        lengths = self._layout.pushes.lengths
+        for parts in cut(message, [(slot, lengths[slot]) for slot in slots], self._take, blob):
+            self._put(parts)
+        self.moved_bytes += sum(lengths[slot] for slot in slots)
+
+    def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
+        deadline = monotonic() + timeout_s
+        while not self._arrived:
+            self._read()
+            if self._arrived:
+                break
+            if self._end:
+                raise ConnectionResetError(f"the server at {self._address} is lost: {self._end}")
+            left = deadline - monotonic()
+            if left <= 0:
+                return None
+            self._wait(left, zmq.POLLIN)
+        delivery = self._arrived.popleft()
+        self._pulled.update(delivery.slots)
+        return delivery.message, delivery.blob
+
+    def fetch(self, slot: int, into: Tensor) -> int:
+        if self._layout.replies is None and slot in self._pulled:
+            self._versions[slot], content = self._pulled.pop(slot)
+            into.copy_(content)
+        return self._versions[slot]
+
+    def reply_slot(self, slot: int) -> Tensor:
+        return self._pulled[slot][1]
+
+    def close(self) -> None:
+        self._free(0 if self._end else _FAREWELL_MS)
+
+    def _free(self, linger_ms: int) -> None:
+        if not self._context.closed:
+            self._socket.disable_monitor()
+            self._socket.close(linger_ms)
+            self._monitor.close(0)
+            self._context.term()
+
+    def _take(self, slot: int) -> tuple[int, memoryview]:
+        start = self._layout.pushes.starts[slot]
+        return 0, self._content[start : start + self._layout.pushes.lengths[slot]]
+
+    def _await_welcome(self, hello_s: float) -> None:
+        deadline = monotonic() + hello_s
+        while True:
+            self._read()
+            if self._welcome:
+                return
+            left = deadline - monotonic()
+            if self._end or left <= 0:
+                raise ConnectionRefusedError(
+                    f"no link to the server at {self._address}: {self._end or f'no answer for {hello_s:g} s'}"
+                )
+            self._wait(left, zmq.POLLIN)
+
+    def _put(self, parts: Letter) -> None:
+        """Sends a letter; takes in what comes while there is no room, or two who send would wait for each other."""
+        deadline = monotonic() + _STALL_S
+        while True:
+            if self._end:
+                raise ConnectionResetError(f"the server at {self._address} is lost: {self._end}")
+            try:
+                self._socket.send_multipart(numbered(parts, self._sent), zmq.NOBLOCK)
+                self._sent += 1
+                return
+            except zmq.Again:
+                self._read()
+            left = deadline - monotonic()
+            if left <= 0:
+                raise TimeoutError(f"the server at {self._address} has taken nothing for {_STALL_S:.0f} s")
+            self._wait(left, zmq.POLLIN | zmq.POLLOUT)
+
+    def _wait(self, timeout_s: float, events: int) -> None:
+        self._poll.register(self._socket, events)
+        self._poll.poll(max(1, int(timeout_s * 1000)))
+
+    def _read(self) -> None:
+        """Takes in all that is there: first whether there is an end, because what came before it is read after."""
+        while waits(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._end = self._end or _ENDS.get(zmq.Event(event), "")
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                self._open([frame.buffer for frame in frames])
+            except ValueError as error:
+                self._end = self._end or f"it speaks as no server does: {error}"
+
+    def _open(self, parts: Sequence[memoryview]) -> None:
+        sort = sort_of(parts)
+        expect(parts, self._heard)
+        self._heard += 1
+        if sort == FrameKind.WELCOME:
+            self._welcome = True
+        elif sort == FrameKind.FAREWELL:
+            self._end = self._end or bytes(parts[1]).decode(errors="replace") or "it has ended the link"
+        else:
+            delivery = self._collector.add(parts)
+            if delivery is not None:
+                self._arrived.append(delivery)
+                self.moved_bytes += sum(self._layout.pulled.lengths[slot] for slot in delivery.slots)

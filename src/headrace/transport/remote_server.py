@@ -1,0 +1,367 @@
+"""A server's end of links from other hosts: ZeroMQ over TCP, in letters of about a megabyte, always encrypted.
+
+worker: DEALER ── CURVE ──► ROUTER :server       one connection a link; its end is the end of the link,
+                                                 nothing is sent again behind anybody's back
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from select import EPOLLIN, epoll
+from time import monotonic
+
+import torch
+import zmq
+from torch import Tensor
+
+from headrace.errors import UsageError
+from headrace.shared_memory.segment import SharedSegment, memory_file
+from headrace.transport.base import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
+from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
+from headrace.transport.frames import (
+    MOST_PARTS,
+    PIECE_BYTES,
+    FrameKind,
+    Letter,
+    Payload,
+    Reassembler,
+    cut,
+    expect,
+    letter,
+    numbered,
+    sort_of,
+)
+from headrace.transport.zeromq import Keys, is_loopback, listen, make_socket, waits
+
+_AGAIN_S = 0.005
+_FAREWELL_S = 2.0
+"""How long last words may take."""
+
+_OWED_BYTES = 1 << 26
+"""Messages and blobs that a link may leave unread."""
+
+_MOST_LINKS = 1024
+_TURN_LETTERS = 32
+
+
+@dataclass
+class _Peer:
+    """A link, as its port sees it.
+
+    Attributes:
+        number: in `ReceivedMessage`.
+        routing: what the socket calls it.
+        line: its connection.
+        collector: of what it sends.
+        pushed: what it has pushed, by slot.
+        replies: what it is to be sent, by slot.
+        letters: what waits to be sent.
+        owed: bytes of messages and blobs in that.
+        sent, heard: letters so far.
+        until: when it is cut off, if it has been dropped.
+    """
+
+    number: int
+    routing: bytes
+    line: Connection
+    collector: Reassembler
+    pushed: dict[int, Tensor] = field(default_factory=dict)
+    replies: dict[int, Tensor] = field(default_factory=dict)
+    letters: deque[tuple[int, Iterator[Letter]]] = field(default_factory=deque)
+    owed: int = 0
+    sent: int = 0
+    heard: int = 0
+    until: float | None = None
+
+    def hear(self, parts: Sequence[memoryview]) -> Payload | None:
+        """Takes a letter; returns what it completes.
+
+        Raises:
+            ValueError: it is none, or not the next.
+        """
+        delivery = self.collector.add(parts)
+        self.heard += 1
+        expect(parts, self.heard)
+        return delivery
+
+    def forget(self) -> None:
+        """Lets go of what cannot be sent any more."""
+        self.letters.clear()
+        self.owed = 0
+
+
+class RemoteServerTransport(ServerTransport):
+    """It belongs to one thread: what it sends is copied in `send` and `receive`, never while anybody writes to it.
+
+    Args:
+        parameters, pushes, replies: as in `TransportLayout`.
+        address: "tcp://host:port" of this machine to listen on; port 0 takes a free one.
+        secret: the run's; on loopback a new one is made if there is none.
+
+    Attributes:
+        secret: what links need.
+
+    Raises:
+        UsageError: it would listen to other machines without a secret, or cannot listen there.
+    """
+
+    def __init__(
+        self,
+        parameters: Slots,
+        pushes: Slots,
+        replies: Slots | None = None,
+        address: str = "tcp://127.0.0.1:0",
+        secret: bytes | None = None,
+    ) -> None:
+        if secret is None and not is_loopback(address):
+            raise UsageError(
+                f"{address} can be reached from other machines, and the run has no secret to tell workers from "
+                "strangers; make one with secrets.token_bytes(32) and give it to every process of the run"
+            )
+        self.secret = secret if secret is not None else secrets.token_bytes(32)
+        keys = Keys(self.secret)
+        self.moved_bytes = 0
+        self._layout = TransportLayout(parameters, pushes, replies)
+        self._region = torch.zeros(parameters.nbytes, dtype=torch.uint8)
+        self._content = self._region.numpy().data
+        self._versions = [0] * len(parameters)
+        self._numbers = count()
+        self._peers: dict[int, _Peer] = {}
+        self._routes: dict[bytes, _Peer] = {}
+        self._lines: dict[Connection, _Peer] = {}
+        self._told: list[_Peer] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = make_socket(self._context, zmq.ROUTER)
+        self._socket.router_mandatory = True
+        self._door = ConnectionGuard(self._socket, keys)
+        # What tells others, as `headrace doctor`, whose process this is.
+        self._mark = memory_file("port")
+        self._poll = epoll()
+        for descriptor in (self._socket.FD, self._door.bell):
+            self._poll.register(descriptor, EPOLLIN)
+        try:
+            self.address = listen(self._socket, address)
+        except BaseException:
+            self._free(0)
+            raise
+
+    def parameters(self, slot: int) -> Tensor:
+        return self._layout.parameters.of(self._region, slot)
+
+    def changing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def show(self, slot: int, version: int) -> None:
+        self._versions[slot] = version
+
+    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
+        for peer in self._told:
+            self._remove(peer)
+        self._told = []
+        deadline = monotonic() + timeout_s
+        while True:
+            ended = self._door.ended()
+            mail = self._read()
+            waiting = self._flush_all()
+            # Last, because all that they have sent came before they went. What it was is needed until it is dealt with.
+            self._told = self._part(ended)
+            mail += [ReceivedMessage(peer.number, b"") for peer in self._told]
+            left = deadline - monotonic()
+            if mail or left <= 0:
+                return mail
+            if not waits(self._socket):
+                self._door.show_out()
+                # That a link has room again is told once, and sending to another one may have swallowed it.
+                self._poll.poll(min(left, _AGAIN_S) if waiting else left)
+
+    def pushed(self, peer: int, slot: int) -> Tensor:
+        try:
+            return self._peers[peer].pushed[slot]
+        except KeyError:
+            raise ValueError(f"a push is announced for slot {slot} and has not been sent") from None
+
+    def release(self, peer: int, slots: Sequence[int]) -> None:
+        if peer in self._peers:
+            for slot in slots:
+                self._peers[peer].pushed.pop(slot, None)
+
+    def reply_slot(self, peer: int, slot: int) -> Tensor:
+        replies = self._peers[peer].replies
+        if slot not in replies:
+            replies[slot] = torch.empty(self._layout.pulled.lengths[slot], dtype=torch.uint8)
+        return replies[slot]
+
+    def send(
+        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
+    ) -> None:
+        blob = blob.memory if isinstance(blob, SharedSegment) else blob
+        to = self._peers.get(peer)
+        if to is None or to.until is not None:
+            return
+        take = self._taker(to, slots)
+        lengths = self._layout.pulled.lengths
+        self.moved_bytes += sum(lengths[slot] for slot in slots)
+        self._write(to, cut(message, [(slot, lengths[slot]) for slot in slots], take, blob), len(message) + len(blob))
+        if limited and len(to.letters) > 1 and to.owed > _OWED_BYTES:
+            # It asks and does not read.
+            to.forget()
+            self._door.cut_off(to.line)
+
+    def drop(self, peer: int) -> None:
+        to = self._peers.get(peer)
+        if to is not None and to.until is None:
+            self._write(to, iter([letter(FrameKind.FAREWELL)]), 0)
+            to.until = monotonic() + _FAREWELL_S
+
+    def close(self) -> None:
+        deadline = monotonic() + _FAREWELL_S
+        while not self._context.closed and self._flush_all() and monotonic() < deadline:
+            self._part(self._door.ended())
+            self._poll.poll(_AGAIN_S)
+        self._free(int(_FAREWELL_S * 1000))
+
+    def _free(self, linger_ms: int) -> None:
+        self._poll.close()
+        if not self._context.closed:
+            self._door.close()
+            self._socket.close(linger_ms)
+            self._context.term()
+            os.close(self._mark)
+
+    def _part(self, ended: Sequence[Connection]) -> list[_Peer]:
+        """Lets go of links whose lines have ended; returns those whose end is news."""
+        news = []
+        for line in ended:
+            peer = self._lines.get(line)
+            if peer is None:
+                continue
+            peer.forget()
+            if peer.until is None:
+                news.append(peer)
+            else:
+                self._remove(peer)
+        return news
+
+    def _remove(self, peer: _Peer) -> None:
+        del self._peers[peer.number]
+        del self._routes[peer.routing]
+        del self._lines[peer.line]
+
+    def _read(self) -> list[ReceivedMessage]:
+        """Takes what is there, but not for ever, even if it comes faster than it is taken."""
+        mail: list[ReceivedMessage] = []
+        for _ in range(_TURN_LETTERS * (len(self._peers) + 1)):
+            try:
+                routing = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            parts = self._parts()
+            peer = self._routes.get(routing.bytes)
+            if peer is None:
+                self._greet(routing, parts)
+            elif peer.until is None:
+                mail += self._take(peer, parts)
+        return mail
+
+    def _parts(self) -> list[memoryview]:
+        """Returns the rest of what came at once; one part too many, if there are more than a letter has."""
+        parts: list[memoryview] = []
+        while self._socket.rcvmore:
+            part = self._socket.recv(copy=False)
+            if len(parts) <= MOST_PARTS:
+                parts.append(part.buffer)
+        return parts
+
+    def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[ReceivedMessage]:
+        peer.line.taken += sum(wire_bytes(len(part)) for part in parts)
+        try:
+            delivery = peer.hear(parts)
+            if delivery is None:
+                return []
+            if not delivery.message:
+                raise ValueError("an empty message")
+        except ValueError:
+            # Whoever cannot speak properly harms itself alone.
+            self.drop(peer.number)
+            return [ReceivedMessage(peer.number, b"")]
+        peer.pushed.update({slot: content for slot, (_, content) in delivery.slots.items()})
+        self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in delivery.slots)
+        return [ReceivedMessage(peer.number, delivery.message, delivery.blob)]
+
+    def _greet(self, routing: zmq.Frame, parts: Sequence[memoryview]) -> None:
+        """Takes in a new link, if it is laid out as this port."""
+        line = self._door.line(int(routing.get(zmq.SRCFD)))
+        if line is None:
+            return
+        line.taken += sum(wire_bytes(len(part)) for part in parts)
+        self._door.greet(line)
+        collector = Reassembler(self._layout.pushes.lengths, self._layout.blob_bytes)
+        peer = _Peer(next(self._numbers), routing.bytes, line, collector)
+        self._peers[peer.number] = self._routes[peer.routing] = self._lines[line] = peer
+        try:
+            if sort_of(parts) != FrameKind.HELLO:
+                raise ValueError("a link begins with its layout")
+            expect(parts, 0)
+            if len(self._peers) > _MOST_LINKS:
+                raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
+            self._layout.fit(bytes(parts[1]))
+        except ValueError as error:
+            self._write(peer, iter([letter(FrameKind.FAREWELL, str(error).encode())]), 0)
+            peer.until = monotonic() + _FAREWELL_S
+        else:
+            self._write(peer, iter([letter(FrameKind.WELCOME)]), 0)
+
+    def _taker(self, peer: _Peer, slots: Sequence[int]) -> Callable[[int], tuple[int, memoryview]]:
+        if self._layout.replies is not None:
+            replies = {slot: peer.replies.pop(slot) for slot in slots}
+            return lambda slot: (self._versions[slot], replies[slot].numpy().data)
+        return self._parameters_now
+
+    def _parameters_now(self, slot: int) -> tuple[int, memoryview]:
+        slots = self._layout.parameters
+        start, length = slots.starts[slot], slots.lengths[slot]
+        content = self._content[start : start + length]
+        # What goes in several letters must be of one version.
+        return self._versions[slot], content if length <= PIECE_BYTES else memoryview(bytes(content))
+
+    def _write(self, peer: _Peer, letters: Iterator[Letter], owed: int) -> None:
+        peer.letters.append((owed, letters))
+        peer.owed += owed
+        self._flush(peer)
+
+    def _flush_all(self) -> bool:
+        """Sends what there is room for, breaks with whoever has been dropped long ago; tells if something is left."""
+        now = monotonic()
+        for peer in list(self._peers.values()):
+            self._flush(peer)
+            if peer.until is not None and now > peer.until:
+                self._door.cut_off(peer.line)
+                peer.until = now + _FAREWELL_S
+        return any(peer.letters for peer in self._peers.values())
+
+    def _flush(self, peer: _Peer) -> None:
+        """Sends what a link has room for. Letters are made when there is room: until then nothing is copied."""
+        while peer.letters:
+            owed, letters = peer.letters[0]
+            try:
+                self._socket.send(peer.routing, zmq.NOBLOCK | zmq.SNDMORE)
+            except zmq.Again:
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                # Its end is about to be told.
+                peer.forget()
+                return
+            parts = next(letters)
+            self._socket.send_multipart(numbered(parts, peer.sent))
+            peer.sent += 1
+            if sort_of(parts) != FrameKind.PART:
+                peer.letters.popleft()
+                peer.owed -= owed

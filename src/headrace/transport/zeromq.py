@@ -1,0 +1,143 @@
+"""What both ends of a ZeroMQ connection have alike: keys, limits, and how its end is noticed.
+
+Whoever holds the run's secret has the same two Curve25519 key pairs, the servers' and the workers':
+
+    run's secret ──BLAKE2b──► servers' key pair        a server lets in who has the workers',
+                 └─BLAKE2b──► workers' key pair        a worker speaks to who has the servers'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from ipaddress import ip_address
+from itertools import count
+
+import zmq
+from zmq.utils import z85
+
+from headrace.errors import UsageError
+from headrace.transport.frames import PART_BYTES
+
+_SHORTEST_SECRET = 16
+_HIGH_WATER = 16
+"""Letters that wait on either side of a connection, at most."""
+
+_BEAT_MS, _SILENCE_MS = 5_000, 20_000
+"""A host that says nothing for so long is gone, though nobody has said so."""
+
+_HANDSHAKE_MS = 30_000
+_NEVER_MS = 24 * 3_600_000
+_watches = count()
+
+
+class Keys:
+    """The key pairs of a run.
+
+    Args:
+        secret: at least 16 bytes that nobody can guess, `secrets.token_bytes(32)`.
+
+    Raises:
+        UsageError: it is too short.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) < _SHORTEST_SECRET:
+            raise UsageError(
+                f"the run's secret has {len(secret)} bytes, which can be guessed; "
+                "make one of 32 with secrets.token_bytes(32) and give it to every process of the run"
+            )
+        self._private = [
+            z85.encode(hashlib.blake2b(secret, digest_size=32, person=role).digest())
+            for role in (b"headrace server", b"headrace worker")
+        ]
+        self._public = [zmq.curve_public(private) for private in self._private]
+
+    def guard(self, server: zmq.Socket[bytes]) -> None:
+        """Makes a socket encrypt, and ask at its `Door` whether to let somebody in; see `admits`."""
+        server.curve_server = True
+        server.curve_secretkey, server.curve_publickey = self._private[0], self._public[0]
+        # With a domain, nobody gets in where nobody is at the door.
+        server.zap_domain = b"headrace"
+
+    def present(self, worker: zmq.Socket[bytes]) -> None:
+        """Makes a socket encrypt, and speak to nobody but a server of this run."""
+        worker.curve_secretkey, worker.curve_publickey = self._private[1], self._public[1]
+        worker.curve_serverkey = self._public[0]
+
+    def admits(self, key: bytes) -> bool:
+        """Tells whether 32 bytes are the workers' public key."""
+        return secrets.compare_digest(key, z85.decode(self._public[1]))
+
+
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], sort: int) -> zmq.Socket[bytes]:
+    """Returns a socket with limits to everything."""
+    made: zmq.Socket[bytes] = context.socket(sort)
+    made.linger = 0
+    made.sndhwm = made.rcvhwm = _HIGH_WATER
+    # Of one part, with what its encryption adds: so much a stranger may make this process keep.
+    made.maxmsgsize = PART_BYTES + (1 << 10)
+    made.handshake_ivl = made.connect_timeout = _HANDSHAKE_MS
+    made.heartbeat_ivl, made.heartbeat_timeout = _BEAT_MS, _SILENCE_MS
+    # A connection that was lost has lost letters: its link has ended long before another would come. Without one at
+    # all ZeroMQ would throw away what has come and is not read yet.
+    made.reconnect_ivl = _NEVER_MS
+    return made
+
+
+def watch(watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """Returns a socket that tells what happens to the connections of another."""
+    monitor: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
+    # Without a limit: whoever has to wait until this is read can neither send nor receive.
+    monitor.rcvhwm = 0
+    address = f"inproc://watch-{next(_watches)}"
+    watched.monitor(address, events)
+    monitor.connect(address)
+    return monitor
+
+
+def waits(socket: zmq.Socket[bytes]) -> bool:
+    """Tells whether there is something to receive."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def listen(socket: zmq.Socket[bytes], address: str) -> str:
+    """Makes a socket listen; returns the address with the port's number.
+
+    Raises:
+        UsageError: it cannot listen there.
+    """
+    socket.ipv6 = "[" in address
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise UsageError(
+            f"cannot listen on {address}: {error.strerror}; give tcp:// and an address of this machine, "
+            "with a port that is free, or 0 for any"
+        ) from error
+    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+
+def connect(socket: zmq.Socket[bytes], address: str) -> None:
+    """Begins to connect a socket.
+
+    Raises:
+        UsageError: this is no address.
+    """
+    socket.ipv6 = "[" in address
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise UsageError(
+            f"{address!r} is no address of a server ({error.strerror}), as tcp://10.0.0.1:5555 is"
+        ) from error
+
+
+def is_loopback(address: str) -> bool:
+    """Tells whether an address, "tcp://127.0.0.1:0", can be reached from its own machine alone."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        # The name of a host or of an interface: it may be any.
+        return False

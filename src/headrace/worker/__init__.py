@@ -1,0 +1,1 @@
+"""What one worker process does: its training loop, evaluation, saving, and events."""

@@ -1,0 +1,184 @@
+"""Evaluations over the whole evaluation set, each example once; and when they say that training has gone on enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.collectives.base import ProcessGroup
+from headrace.data import Loader
+from headrace.errors import UsageError
+from headrace.metrics import weigh
+from headrace.spec.job import Job
+from headrace.spec.options import EarlyStopping
+from headrace.spec.share import Share
+from headrace.training.batch_norm import averaged_buffers
+from headrace.training.exchange import Replica
+from headrace.training.selection import select_target
+
+
+class Evaluation:
+    """Computes the loss and the metrics, on the averaged weights and statistics where there are such.
+
+    Args:
+        job: says which.
+        replica: of this worker.
+        loader: of a rank's part of the evaluation data, among so many.
+        group: the workers.
+    """
+
+    def __init__(self, job: Job, replica: Replica, loader: Callable[[int, int], Loader], group: ProcessGroup) -> None:
+        self._job = job
+        self._replica = replica
+        self._loader = loader
+        self._group = group
+        self._mates = replica.compute.mates or group
+
+    def run(self, weight: float = 1.0) -> tuple[dict[str, float], int]:
+        """Returns the metrics, the same on every worker, and how many examples were counted.
+
+        Args:
+            weight: of this worker's running statistics in their mean.
+        """
+        job = self._job
+        task = job.task
+        measures = {"loss": task.loss if task else job.loss, **(task.metrics if task else {}), **(job.metrics or {})}
+        sums = [0.0] * (2 * len(measures) + 1)
+        module = self._replica.compute.module
+        training = module.training
+        with self._together(), self._averaged(weight):
+            module.eval()
+            for share in self._loader(self._group.rank, self._group.world).sweep():
+                if share.examples:
+                    self._measure(share, measures, sums)
+        module.train(training)
+        totals = self._group.sum(sums)
+        metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(measures) if totals[2 * i + 1]}
+        return metrics, int(totals[-1])
+
+    def _measure(self, share: Share, measures: Mapping[str, Any], sums: list[float]) -> None:
+        output = self._replica.compute.predict(share.batch)
+        if not self._replica.compute.counts:
+            return
+        target = self._replica.compute.place(select_target(share.batch, self._job.target))
+        for index, (name, measure) in enumerate(measures.items()):
+            total, weight = weigh(measure(output, target), share.examples, name)
+            sums[2 * index] += float(total)
+            sums[2 * index + 1] += float(weight)
+        sums[-1] += share.examples
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Lets the trained model stand where workers that go on by themselves have other parameters each."""
+        meetings = self._replica.meetings
+        if meetings is None:
+            yield
+            return
+        meetings.show(True)
+        yield
+        meetings.show(False)
+
+    @contextmanager
+    def _averaged(self, weight: float) -> Iterator[None]:
+        buffers = averaged_buffers(self._replica.compute.module) if self._mates.world > 1 else []
+        own = [buffer.clone() for buffer in buffers]
+        average(buffers, self._mates, weight)
+        averages = self._job.options.ema_decay is not None
+        try:
+            if averages:
+                self._replica.exchange.show_average(True)
+            yield
+            if averages:
+                self._replica.exchange.show_average(False)
+        finally:
+            # Where a worker is lost, all is done again.
+            with torch.no_grad():
+                for buffer, saved in zip(buffers, own, strict=True):
+                    buffer.copy_(saved)
+
+
+def average(buffers: list[Tensor], group: ProcessGroup, weight: float = 1.0) -> None:
+    """Replaces running statistics by their means over the workers, where each has a weight."""
+    if group.world == 1 or not buffers:
+        return
+    (total,) = group.sum([weight])
+    part = weight / total if total else 1 / group.world
+    means = [buffer.cpu() * part for buffer in buffers]
+    for mean in means:
+        group.all_reduce(mean)
+    # When all are there, because a worker may be lost meanwhile, and then all is done again.
+    for buffer, mean in zip(buffers, means, strict=True):
+        buffer.copy_(mean)
+
+
+class EarlyStopper:
+    """Counts the evaluations that got no better.
+
+    Args:
+        wish: what counts; None to go on for ever.
+    """
+
+    def __init__(self, wish: EarlyStopping | None) -> None:
+        self._wish = wish
+        self._best = math.inf
+        self._best_step = 0
+        self._waited = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether patience is at an end."""
+        return self._wish is not None and self._waited >= self._wish.patience
+
+    def see(self, metrics: Mapping[str, float], step: int) -> str | None:
+        """Takes an evaluation; returns a line for the user when patience has just come to its end.
+
+        Raises:
+            UsageError: the evaluation has no such metric.
+        """
+        wish = self._wish
+        if wish is None:
+            return None
+        if wish.metric not in metrics:
+            raise UsageError(
+                f"early stopping follows {wish.metric!r}, and the evaluation has {', '.join(metrics)} alone"
+            )
+        value = metrics[wish.metric] if wish.mode == "min" else -metrics[wish.metric]
+        # Whatever is no number is no improvement.
+        if value < self._best - wish.min_delta:
+            self._best, self._best_step, self._waited = value, step, 0
+            return None
+        self._waited += 1
+        if not self.over:
+            return None
+        best = self._best if wish.mode == "min" else -self._best
+        return (
+            f"ends early: {wish.metric} has got no better for {wish.patience} evaluations; "
+            f"best {best:.4g} after {self._best_step} steps"
+        )
+
+    def agree(self, group: ProcessGroup) -> None:
+        """Takes up the state of the first of those who meet, which has seen most."""
+        own = (self._best if math.isfinite(self._best) else math.nan, self._best_step, self._waited)
+        best, step, waited = group.sum(own if group.rank == 0 else [0.0] * len(own))
+        self._best = math.inf if math.isnan(best) else best
+        self._best_step, self._waited = int(step), int(waited)
+
+    def _follows(self) -> str:
+        return f"{self._wish.mode} {self._wish.metric}" if self._wish else ""
+
+    def state(self) -> dict[str, float | str | None]:
+        """Returns the state as JSON values."""
+        best = self._best if math.isfinite(self._best) else None
+        return {"best": best, "best_step": self._best_step, "waited": self._waited, "follows": self._follows()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` returned, where it follows the same."""
+        if state["follows"] != self._follows():
+            return
+        self._best = math.inf if state["best"] is None else float(state["best"])
+        self._best_step, self._waited = int(state["best_step"]), int(state["waited"])

@@ -1,0 +1,161 @@
+"""What an engine is given to run."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from headrace.spec.checkpoints import Checkpoints
+from headrace.spec.job import Job
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Plan
+
+if TYPE_CHECKING:
+    # For the type alone: strategies import torch, and an engine starts before that.
+    from headrace.parameter_server.server.snapshots import SnapshotSet
+    from headrace.strategies.strategy import Strategy
+
+SNAPSHOTS = "snapshots"
+"""The folder in a run's directory that its servers' snapshots are in."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """What a run goes on from.
+
+    Attributes:
+        folder: the checkpoints' folder.
+        step: which of them: rounds that are done.
+        same: whether strategy and workers are the saver's, so that each rank takes up what was its own.
+        reset_optimizer: leave the optimizer's state and the schedule behind.
+        snapshots: what the servers go on from, if that is newer; the checkpoint has the rest.
+    """
+
+    folder: Path
+    step: int
+    same: bool
+    reset_optimizer: bool
+    snapshots: SnapshotSet | None = None
+
+    @property
+    def done(self) -> int:
+        """Rounds that are done; of those behind them, some leases may be."""
+        return self.snapshots.done if self.snapshots else self.step
+
+    @property
+    def snapshots_folder(self) -> Path:
+        """Of the run that the checkpoint is of."""
+        return self.folder.parent / SNAPSHOTS
+
+
+@dataclass(frozen=True)
+class AttemptInfo:
+    """One of several at a run that was interrupted, in one directory.
+
+    Attributes:
+        began_s: on the run's clock, seconds.
+        lock: a descriptor whose holders keep others out of the directory; -1 for none.
+    """
+
+    began_s: float = 0.0
+    lock: int = -1
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run.
+
+    Attributes:
+        job: what is trained.
+        train: the user's own loop, `train(worker)`; None for the usual one.
+        strategy, plan, model: how, who, and what.
+        weighed: whether the job's loss is a `Mean`.
+        run_dir: where events, logs and the trained model go.
+        started: the run's begin on the host's monotonic clock, seconds.
+        timeout_s: after this time without a sign of life a process counts as lost.
+        seconds: end in order after this time; None for the job's own end.
+        checkpoints: when to save; None for never.
+        resume: what to go on from; None to begin.
+        description: what every checkpoint says of the job.
+        attempt: which of the attempts at this run it is.
+    """
+
+    job: Job
+    train: Callable[[Any], None] | None
+    strategy: Strategy
+    plan: Plan
+    model: ModelSpec
+    weighed: bool
+    run_dir: Path
+    started: float
+    timeout_s: float
+    seconds: float | None = None
+    checkpoints: Checkpoints | None = None
+    resume: ResumePoint | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
+    attempt: AttemptInfo = AttemptInfo()
+
+    def deadline(self, replaces: bool) -> float:
+        """Returns when the run is to end, on the host's monotonic clock.
+
+        Args:
+            replaces: whether a worker that begins now comes in the place of another, and its time counts from before.
+        """
+        began = self.started + self.attempt.began_s if replaces else monotonic()
+        return began + (math.inf if self.seconds is None else self.seconds)
+
+    @property
+    def snapshots_every_s(self) -> float | None:
+        """Seconds between two snapshots of a server; None where there are none: a backup has all that they would."""
+        served = self.plan.servers and not self.plan.backups
+        return self.checkpoints.snapshots_every_s if served and self.checkpoints else None
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a run is.
+
+    Attributes:
+        step: rounds that rank 0 has done.
+        loss: the last of the first rank that has one.
+        examples: of all workers so far.
+    """
+
+    step: int
+    loss: float
+    examples: int
+
+
+def first_loss(losses: Iterable[memoryview[float]]) -> float:
+    """Returns the last loss of the first rank that has one: of a replica on several ranks one alone has; 0 before.
+
+    Args:
+        losses: of the control page.
+    """
+    return next((loss[0] for loss in losses if loss[0]), 0.0)
+
+
+class Engine(ABC):
+    """Starts the processes of a run and watches them."""
+
+    @abstractmethod
+    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
+        """Runs to the end; returns "ok" or "interrupted".
+
+        Args:
+            order: what to run.
+            progress: called a few times a second in the caller's thread.
+
+        Raises:
+            WorkerFailed: a worker raised; the first that did.
+            PeerLost: a worker was killed, or froze.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends every process of this engine."""

@@ -1,0 +1,256 @@
+"""Checkpoints while training goes on: it stops for the copy alone.
+
+rank 0   copy ─► training goes on ───────────────────────────────────────────────►
+             └─► write rank-0 ─► wait for the others' digests ─► manifest, rename
+rank 1   copy ─► training goes on ───────────────────────────────────────────────►
+             └─► write rank-1, its digest to the control page
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from torch import Tensor
+
+from headrace.checkpoint import Checkpoint, CheckpointFolder, FileRecord
+from headrace.checkpoint.manifest import file_name
+from headrace.collectives.base import ProcessGroup
+from headrace.errors import CorruptCheckpoint, RunFailed
+from headrace.shared_memory.control_page import ControlPage
+from headrace.spec.events import Event, Notice, Saved
+from headrace.worker.events import EventWriter
+from headrace.worker.run_spec import RunSpec
+
+_LOOK_EVERY_S = 0.002
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of a checkpoint.
+
+    Attributes:
+        done: rounds.
+        rank: whose part, among those who save.
+        place: of that worker in the control page.
+    """
+
+    done: int
+    rank: int
+    place: int
+
+
+class Saver:
+    """One rank's part in the run's checkpoints; every rank calls the same verbs in the same order.
+
+    A disk that fails does not end a run: the checkpoints that there are stay, and rank 0 says what happened.
+
+    Args:
+        order: when to save, how much to keep.
+        group: the workers of this host; the first of them leads.
+        page: where they tell each other what they have written.
+        journal: of this process.
+
+    Attributes:
+        folder: this run's checkpoints.
+        saved: rounds in the last one of this history; -1 if there is none.
+    """
+
+    def __init__(self, order: RunSpec, group: ProcessGroup, page: ControlPage, journal: EventWriter) -> None:
+        self.folder = CheckpointFolder(order.run_dir / "checkpoints")
+        self._wish = order.checkpoints
+        self._group = group
+        self._page = page
+        self._journal = journal
+        self._thread: threading.Thread | None = None
+        self._news: deque[Event] = deque()
+        self._failure: Exception | None = None
+        self._last_s = monotonic()
+        resume = order.resume
+        own = resume is not None and resume.folder == self.folder.path and not resume.reset_optimizer
+        self.saved = resume.step if resume and own else -1
+        # What a server's snapshot does not hold is a checkpoint's.
+        self._first = order.snapshots_every_s is not None and not (resume and resume.snapshots)
+
+    def must_begin(self, done: int, rolls_back: bool) -> bool:
+        """Whether a run saves before its first round: to go back to it, or to end a history that it has left."""
+        if self._wish is None or (self.saved == done and self.folder.steps()[-1:] == (done,)):
+            return False
+        return rolls_back or self._first or self.saved == done
+
+    def newest(self) -> Checkpoint:
+        """Returns the newest sound checkpoint of this run's own history.
+
+        Raises:
+            RunFailed: there is none.
+        """
+        for step in reversed([step for step in self.folder.steps() if step <= self.saved]):
+            with suppress(CorruptCheckpoint):
+                checkpoint = self.folder.open(step)
+                checkpoint.verify()
+                return checkpoint
+        raise RunFailed(f"there is no sound checkpoint in {self.folder.path} to roll back to")
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it is time to save, by the clock."""
+        wish = self._wish
+        if wish is None or wish.every_s is None or self._writes():
+            return False
+        return monotonic() - self._last_s >= wish.every_s
+
+    def ask(self, done: int, meeting: int) -> None:
+        """Rank 0 decides whether to save at the next meeting, before it: the one after `done` rounds or behind that."""
+        self._tell()
+        wish = self._wish
+        if self._group.rank or wish is None:
+            return
+        by_steps = wish.every_steps is not None and done % wish.every_steps == 0
+        if by_steps or self.overdue:
+            self._page.save_after = meeting
+
+    def wanted(self, done: int) -> bool:
+        """Whether rank 0 has decided so."""
+        return self._page.save_after == done
+
+    def save(self, done: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any], began: float) -> None:
+        """Lets a thread write this rank's part; waits for the one before.
+
+        Args:
+            done: rounds.
+            tensors: copies, which nobody changes any more.
+            description: of the whole; rank 0's counts.
+            began: when training stopped for it, on the monotonic clock.
+        """
+        self.wait()
+        # What a checkpoint holds has its events, whoever is killed next.
+        self._journal.flush()
+        self._last_s = began
+        self.saved = done
+        problem: OSError | None = None
+        members = self._group.members
+        part = _Part(done, self._group.rank, members[self._group.rank])
+        if part.rank == 0:
+            try:
+                self.folder.begin(done)
+            except OSError as error:
+                problem = error
+        # Nobody writes into a folder that rank 0 has not made.
+        (unmade,) = self._group.sum([float(problem is not None)])
+        stall_s = monotonic() - began
+        if unmade:
+            if problem:
+                self._news.append(self._warning(done, problem.strerror or str(problem)))
+            return
+        arguments = (part, members, tensors, description, stall_s)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="headrace-saver", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when this rank's thread has ended; on rank 0 the checkpoint is on the disk then, or given up."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._tell()
+
+    def _writes(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _tell(self) -> None:
+        # Events are written, and errors raised, by the worker's own thread alone.
+        while self._news:
+            self._journal.write(self._news.popleft())
+        if self._failure:
+            raise self._failure
+
+    def _write(
+        self,
+        part: _Part,
+        members: Sequence[int],
+        tensors: Mapping[str, Tensor],
+        description: Mapping[str, Any],
+        stall_s: float,
+    ) -> None:
+        began = monotonic()
+        try:
+            self._write_part(part, tensors)
+            if part.rank == 0:
+                self._commit(part.done, members, description, stall_s, began)
+        except Exception as failure:  # raised again by the worker's own thread, which would wait for ever
+            self._failure = failure
+
+    def _write_part(self, part: _Part, tensors: Mapping[str, Tensor]) -> None:
+        saves, digest = self._page.saves[part.place], self._page.digests[part.place]
+        error = 0
+        try:
+            record = self.folder.write(part.done, part.rank, tensors)
+            digest[:] = bytes.fromhex(record.sha256)
+            saves[1] = record.bytes
+        except OSError as failure:
+            error = failure.errno or -1
+        saves[2] = error
+        # Last, because it says that the rest is there.
+        saves[0] = part.done + 1
+
+    def _commit(
+        self, done: int, members: Sequence[int], description: Mapping[str, Any], stall_s: float, began: float
+    ) -> None:
+        lost = self._await(done, members)
+        if lost is not None:
+            self.folder.abandon(done)
+            self._news.append(self._warning(done, f"rank {lost} was lost while it wrote its part"))
+            return
+        saves = [self._page.saves[member] for member in members]
+        errors = [save[2] for save in saves if save[2]]
+        if errors:
+            self.folder.abandon(done)
+            self._news.append(self._warning(done, os.strerror(errors[0])))
+            return
+        files = [
+            FileRecord(file_name(rank), save[1], bytes(self._page.digests[member]).hex())
+            for rank, (member, save) in enumerate(zip(members, saves, strict=True))
+        ]
+        assert self._wish is not None
+        try:
+            self.folder.commit(done, files, description, self._wish.keep)
+        except OSError as error:
+            self.folder.abandon(done)
+            if not self._is_there(done):
+                self._news.append(self._warning(done, error.strerror or str(error)))
+                return
+            text = f"older checkpoints than step {done} in {self.folder.path} could not be deleted: {error.strerror}"
+            self._news.append(Notice(0, self._journal.now(), text))
+        size = sum(record.bytes for record in files)
+        self._news.append(Saved(0, self._journal.now(), done, size, stall_s, monotonic() - began))
+
+    def _await(self, done: int, members: Sequence[int]) -> int | None:
+        """Waits until all have written their parts; returns who never will, if somebody was lost."""
+        for member in members:
+            while self._page.saves[member][0] != done + 1:
+                # Asked first: what a lost worker has written it has written before.
+                gone = self._group.is_gone(member)
+                if gone and self._page.saves[member][0] != done + 1:
+                    return member
+                self._group.check()
+                time.sleep(_LOOK_EVERY_S)
+        return None
+
+    def _is_there(self, done: int) -> bool:
+        try:
+            return done in self.folder.steps()
+        except (OSError, CorruptCheckpoint):
+            return False
+
+    def _warning(self, done: int, problem: str) -> Notice:
+        text = (
+            f"no checkpoint at step {done}: {problem} in {self.folder.path}; training goes on, and the checkpoints "
+            "before it are untouched"
+        )
+        return Notice(0, self._journal.now(), text)

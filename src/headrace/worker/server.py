@@ -1,0 +1,167 @@
+"""What one server does from its order to its end."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from time import monotonic
+from typing import TypeVar
+
+from headrace.data import as_pipeline
+from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
+from headrace.parameter_server.failover import process_number
+from headrace.parameter_server.replication.machine import View
+from headrace.parameter_server.replication.transport import ReplicatedTransport
+from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.server.snapshots import Snapshots, SnapshotSet, read
+from headrace.shared_memory.control_page import ControlPage
+from headrace.spec.events import Failed, Notice, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
+from headrace.spec.plan import Plan
+from headrace.strategies.strategy import ServerContext
+from headrace.worker.events import EventWriter
+from headrace.worker.loops.leased import next_fence
+from headrace.worker.main import user_traceback
+from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec
+
+T = TypeVar("T")
+
+_TELL_EVERY_S = 1.0
+
+
+def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None]) -> None:
+    """Holds a rank's shards until the workers have done their work.
+
+    Any error is written down as a `Failed` event before it is raised.
+
+    Args:
+        order: the run.
+        rank: this server's.
+        page: the run's signals.
+        check: raises where a process of the run was lost.
+    """
+    journal = EventWriter(order.run_dir, rank, order.started)
+    server, snapshots = None, None
+    try:
+        process = process_number(page, rank)
+        server = order.strategy.server(order.plan, rank, replace(_parts(order), process=process))
+        owner = order.plan.server_of(rank)
+        place = order.plan.servers.index(owner)
+        if order.resume and order.resume.snapshots:
+            _go_on(server, order.resume, order.resume.snapshots, place)
+        if order.snapshots_every_s is not None:
+            taking = Snapshots(order.run_dir / SNAPSHOTS, place, order.snapshots_every_s)
+            snapshots = _Snapshotting(taking, server, journal, rank)
+        page.addresses[rank].tell(server.address)
+        parameter_bytes, _ = server.memory()
+        shards = sum(segment.owner == owner for segment in order.plan.segments)
+        journal.write(
+            ServerStarted(rank, journal.now(), order.plan.role(rank).host, os.getpid(), shards, parameter_bytes)
+        )
+        told = monotonic()
+
+        def look() -> None:
+            nonlocal told
+            check()
+            if snapshots:
+                snapshots.look()
+            if server.pairing:
+                _follow_view(server.pairing, page, owner, process)
+                page.fates[rank][2] = server.pairing.ready
+            if monotonic() - told > _TELL_EVERY_S:
+                told = monotonic()
+                journal.write(_by_rank(server.tally.event(rank, journal.now()), order.plan))
+
+        server.serve(look)
+        journal.write(_by_rank(server.tally.event(rank, journal.now()), order.plan))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        journal.write(ServerEnded(rank, journal.now(), server.moved_bytes, peak, *server.memory()))
+    except PeerLost:
+        raise
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, HeadraceError) else 1
+        cause = f"{type(error).__name__}: {error}"
+        journal.write(Failed(rank, journal.now(), 0, cause, user_traceback(error), code))
+        raise
+    finally:
+        if snapshots is not None:
+            snapshots.close()
+        if server is not None:
+            server.close()
+        journal.close()
+
+
+class _Snapshotting:
+    """Takes a server's snapshots when it is time for one, and says so.
+
+    Args:
+        snapshots: its files.
+        server: whose.
+        journal: of this process.
+        rank: of this server.
+    """
+
+    def __init__(self, snapshots: Snapshots, server: Server, journal: EventWriter, rank: int) -> None:
+        self._snapshots = snapshots
+        self._server = server
+        self._journal = journal
+        self._rank = rank
+        self._taken = 0
+        self._error: OSError | None = None
+
+    def look(self) -> None:
+        found = self._snapshots
+        found.look(self._server.snapshot)
+        if found.taken > self._taken:
+            self._taken = found.taken
+            self._journal.write(SnapshotTaken(self._rank, self._journal.now(), found.bytes, found.pause_s))
+        if found.error is not self._error:
+            self._error = found.error
+            if found.error is not None:
+                text = f"no snapshot of the server on rank {self._rank}: {found.error.strerror or found.error} in "
+                text += f"{found.folder}; training goes on, and the snapshots before it are untouched"
+                self._journal.write(Notice(self._rank, self._journal.now(), text))
+
+    def close(self) -> None:
+        self._snapshots.close()
+
+
+def _by_rank(served: ServerStats, plan: Plan) -> ServerStats:
+    """Returns what was done for whom by rank: where several ranks hold a replica, a server knows it as one worker."""
+    ranks, stage = plan.workers // plan.replicas, plan.role(served.rank).stage
+
+    def named(counts: Mapping[str, T]) -> dict[str, T]:
+        return {who if int(who) < 0 else str(int(who) * ranks + stage): each for who, each in counts.items()}
+
+    return replace(served, staleness=named(served.staleness), waited_s=named(served.waited_s)) if ranks > 1 else served
+
+
+def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) -> None:
+    folder, name = resume.snapshots_folder, found.names[place]
+    try:
+        server.restore(read(folder, name), found.clocks)
+    except ValueError as error:
+        raise CorruptCheckpoint(folder / name, str(error)) from error
+
+
+def _follow_view(pairing: ReplicatedTransport, page: ControlPage, server: int, process: int) -> None:
+    epoch, primary, backup = page.views[server].read()
+    address = page.addresses[primary % page.ranks].read() if epoch else ""
+    # Whoever is to follow a primary must find it.
+    if epoch and (process != backup or address):
+        pairing.view(View(epoch, primary, None if backup < 0 else backup), address)
+
+
+def _parts(order: RunSpec) -> ServerContext:
+    job = order.job
+    rounds_per_epoch = -(-len(as_pipeline(job.data)[0]) // job.global_batch_size)
+    first = order.resume.done if order.resume else 0
+    return ServerContext(
+        model=order.model,
+        optimizer=job.optimizer,
+        options=job.options,
+        rounds_per_epoch=rounds_per_epoch,
+        first=first,
+        until=next_fence(order, rounds_per_epoch, first),
+    )

@@ -1,0 +1,90 @@
+"""compare: every strategy, two references, one table, one page."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace as hr
+from engine.victims import Faulty, fail, long_job, make_job
+from headrace.api import comparison
+from headrace.errors import UsageError, WorkerFailed
+from headrace.spec.events import Event
+from headrace.worker.run_spec import Engine
+
+THREADS = hr.ThreadEngine()
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References that are measured for a moment; and no progress of theirs is kept."""
+    monkeypatch.setattr(comparison, "_MEASURE_S", 0.1)
+
+
+def compare(strategies: Any, run_dir: Path | None = None, engine: Engine = THREADS, **changes: Any) -> hr.Comparison:
+    return hr.compare(make_job(**{"epochs": 30, **changes}), strategies, engine=engine, run_dir=run_dir)
+
+
+@pytest.mark.slow
+def test_every_strategy_trains_the_job(tmp_path: Path) -> None:
+    result = compare(["one_device", hr.Mirrored(2), hr.CentralStorage(2), hr.Mirrored(3)], tmp_path)
+    assert [run.plan.strategy for run in result.runs] == ["one_device", "mirrored", "central_storage", "mirrored"]
+    assert [run.run_dir.name for run in result.runs] == ["one_device", "mirrored", "central_storage", "mirrored-2"]
+    assert [summary.outcome.status for summary in result.summaries] == ["ok"] * 4
+    assert result.references.one_device_examples_per_s == result.runs[0].throughput
+    assert sorted(result.references.ceiling_examples_per_s) == [2, 3]
+    assert result.run_dir == tmp_path
+    assert result.page == tmp_path / "report.html"
+    assert result.page.stat().st_size > 10_000
+    document = json.loads((tmp_path / "comparison.json").read_text())
+    assert len(document["runs"]) == 4
+
+
+@pytest.mark.slow
+def test_one_process_is_measured_where_nobody_asked_for_it(tmp_path: Path) -> None:
+    result = compare([hr.Mirrored(2)], tmp_path)
+    assert (tmp_path / "reference-one-device").is_dir()
+    assert (result.references.one_device_examples_per_s or 0) > 0
+
+
+def test_a_directory_that_holds_a_comparison(tmp_path: Path) -> None:
+    (tmp_path / "comparison.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds a comparison already; name another run_dir, or delete it"):
+        compare(["one_device"], tmp_path)
+
+
+def test_nothing_to_compare() -> None:
+    with pytest.raises(UsageError, match="nothing to compare: name at least one strategy"):
+        compare([])
+
+
+def test_the_first_error_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="planted"):
+        compare(["one_device", hr.Mirrored(2)], tmp_path, model=lambda: Faulty(fail, None))
+    assert sorted(os.listdir(tmp_path)) == ["one_device"]
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_it_with_what_there_is(tmp_path: Path) -> None:
+    def press(event: Event) -> None:
+        if event.kind == "stepped" and event.rank == 1 and event.step == 5:  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGINT)
+
+    job = long_job(eval_data=None)
+    result = hr.compare(job, [hr.Mirrored(2), hr.CentralStorage(2)], engine=THREADS, run_dir=tmp_path, on_event=press)
+    assert [run.status for run in result.runs] == ["interrupted"]
+    assert result.page.is_file()
+
+
+@pytest.mark.slow
+def test_without_a_directory_it_goes_when_it_is_forgotten() -> None:
+    result = compare(["one_device"])
+    folder = result.run_dir
+    assert (folder / "comparison.json").is_file()
+    del result
+    assert not folder.exists()

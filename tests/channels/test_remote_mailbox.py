@@ -1,0 +1,37 @@
+"""Mailboxes of ranks on several hosts: the face of those in memory, and nobody waits for who is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from transport.conftest import Play
+
+pytestmark = pytest.mark.slow
+
+
+def test_tensors_of_every_kind_come_as_they_were_sent_in_memory_and_between_hosts(play: Play, tmp_path: Path) -> None:
+    assert play("exchange_everything", 3, store=str(tmp_path / "store")) == [[], [], []]
+
+
+def test_a_sender_gets_as_far_ahead_as_there_is_room_and_no_further(play: Play, tmp_path: Path) -> None:
+    _, _, (ahead, came) = play("get_ahead", 3, store=str(tmp_path / "store"))
+    assert came == 40
+    # Two at either end, and what lies in the buffers of both machines' TCP: less than 16 MB.
+    assert 2 <= ahead <= 2 + 2 + 4
+
+
+@pytest.mark.parametrize("sends", [True, False])
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("ended", "the loop on rank 2 ended after 3 rounds and rank 1 still waits for it"),
+        ("lost", "rank 2 on this host was lost: the test says so"),
+        ("gone", "rank 2 on the other host was lost: the connection was closed"),
+    ],
+)
+def test_nobody_waits_for_whoever_is_lost(play: Play, tmp_path: Path, how: str, expected: str, sends: bool) -> None:
+    _, (heard, soon), _ = play("wait_for_mail", 3, store=str(tmp_path / "store"), how=how, sends=sends)
+    assert heard.startswith(expected)
+    assert soon

@@ -1,0 +1,53 @@
+"""Collectives between hosts, over gloo in two processes of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from transport.conftest import Play
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_verb_gives_what_the_collective_promises(play: Play, tmp_path: Path) -> None:
+    assert play("use_the_wire", 2, store=str(tmp_path / "store"), apart=True) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("missing", "nobodys"),
+    [([[], [1]], []), ([[0, 1], [1, 2]], [1]), ([[0, 1, 2], [0, 1, 2]], [0, 1, 2]), ([[0], [1]], [])],
+)
+def test_a_meeting_brings_what_rank_0_has_decided(
+    play: Play, tmp_path: Path, missing: list[list[int]], nobodys: list[int]
+) -> None:
+    expected = [[nobodys, 7, 2**40], [nobodys, 8, 2**40]]
+    assert play("meet_between_hosts", 2, store=str(tmp_path / "store"), missing=missing) == [expected] * 2
+
+
+def test_groups_of_ranks_act_by_themselves_and_bring_on_what_rank_0_has_decided(play: Play, tmp_path: Path) -> None:
+    for rank, (across, down, whole, heard, moved) in enumerate(
+        play("meet_in_groups", 4, store=str(tmp_path / "store"))
+    ):
+        row, column = rank // 2 * 2, rank % 2
+        assert across == [column, 2, 2 * row + 1, 2 * row + 1, 2 * row + 1, row]
+        assert down == [rank // 2, 2, 2 * column + 2, 2 * column + 2, 2 * column + 2, column]
+        assert whole == [rank, 4, 6, 6, 6, 0]
+        assert (heard, moved) == (7, True)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("ended", "the loop on rank 1 ended after 3 rounds and rank 0 still waits for it"),
+        ("lost", "rank 1 on this host was lost: the test says so"),
+        ("gone", "rank 1 on the other host was lost: "),
+        ("forgotten", ""),
+    ],
+)
+def test_nobody_waits_for_whoever_does_not_come(play: Play, tmp_path: Path, how: str, said: str) -> None:
+    heard, nothing = play("part_between_hosts", 2, store=str(tmp_path / "store"), how=how)
+    assert heard.startswith(said)
+    assert bool(heard) == bool(said)
+    assert nothing == ""

@@ -1,0 +1,145 @@
+"""A server in a thread, its clients, and a parameter that counts what was pushed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+
+from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.client.session import ServerConnection
+from headrace.parameter_server.core.leases import LeaseTable
+from headrace.parameter_server.core.shard import Shard
+from headrace.parameter_server.server.optimizer import ShardOptimizer
+from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
+from headrace.policies.staleness import Combination, EveryPush, Unbounded
+from headrace.spec.model import ParameterSpec
+from headrace.transport.base import ClientTransport, ServerTransport
+from headrace.transport.faulty import Faults, FaultyLink
+from headrace.transport.local_client import LocalClientTransport
+from headrace.transport.local_server import LocalServerTransport
+from headrace.transport.remote_client import RemoteClientTransport
+from headrace.transport.remote_server import RemoteServerTransport
+from transport.ways import SECRET
+
+__all__ = ["PATIENCE_S", "WIDTH", "Stand", "counted", "one_hot", "standing"]
+
+WIDTH = 64
+PATIENCE_S = 20.0
+PROBE_S = 0.1
+
+
+class Stand:
+    """A server of one parameter of `WIDTH` numbers, in a thread of its own, and clients of it.
+
+    Args:
+        way: "local" or "remote".
+        workers: members.
+        combination: of the shard.
+        codec: of what is pushed.
+        faults: of all links.
+        patience_s: of all clients.
+    """
+
+    def __init__(
+        self,
+        way: str,
+        workers: int = 1,
+        combination: Combination | None = None,
+        codec: str = "plain",
+        faults: Faults | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.form = ShardLayout([ShardSpec("weight", 0, (WIDTH,))], codec)
+        slots = (self.form.slots, self.form.push_slots, self.form.reply_slots)
+        self.port: ServerTransport = (
+            LocalServerTransport(*slots) if way == "local" else RemoteServerTransport(*slots, secret=SECRET)
+        )
+        applier = ShardOptimizer(self.form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
+        machines = [Shard(range(workers), Unbounded(), combination or EveryPush())]
+        self.server = Server(
+            self.port, self.form, applier, machines, (LeaseTable(workers, 1000), 0, 1000, 1), grace_s=PATIENCE_S
+        )
+        self.machine = machines[0]
+        self._way = way
+        self._faults = faults
+        self._patience_s = patience_s
+        self._stop = threading.Event()
+        self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._clients: list[Client] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            self.server.turn(0.01)
+            while not self._between.empty():
+                self._between.get()()
+
+    def link(self) -> ClientTransport:
+        """Opens a link to it."""
+        slots = (self.form.slots, self.form.push_slots, self.form.reply_slots)
+        link: ClientTransport = (
+            LocalClientTransport(self.port.address, *slots)
+            if self._way == "local"
+            else RemoteClientTransport(self.port.address, *slots, secret=SECRET)
+        )
+        return FaultyLink(link, self._faults) if self._faults else link
+
+    def client(
+        self, worker: int = 0, incarnation: int = 0, lasts: bool = True, observes: bool = False
+    ) -> tuple[Client, torch.Tensor]:
+        """Returns a client and the copy that it pulls to; one that opens other links, if it `lasts`."""
+        copy = torch.zeros(WIDTH)
+        reopen = self.link if lasts else None
+        connection = ServerConnection(self.link(), self.form, [copy], 7, "there", reopen, self._patience_s, PROBE_S)
+        client = Client([connection], worker, incarnation, observes=observes)
+        self._clients.append(client)
+        return client, copy
+
+    def cut(self, worker: int = 0) -> None:
+        """Ends the link of a worker, whatever it has asked."""
+        done = threading.Event()
+
+        def cut() -> None:
+            for peer, member in list(self.server._members._at.items()):
+                if member.worker == worker and not member.away:
+                    self.port.drop(peer)
+                    self.server._end(peer)
+            done.set()
+
+        self._between.put(cut)
+        assert done.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._stop.set()
+        self._thread.join()
+        self.server.close()
+
+
+@contextmanager
+def standing(*arguments: object, **others: object) -> Iterator[Stand]:
+    stand = Stand(*arguments, **others)  # type: ignore[arg-type]
+    with ExitStack() as closing:
+        closing.callback(stand.close)
+        yield stand
+
+
+def one_hot(coordinate: int) -> list[list[torch.Tensor]]:
+    """Returns the gradient that makes a coordinate one more."""
+    gradient = torch.zeros(WIDTH)
+    gradient[coordinate] = -1.0
+    return [[gradient]]
+
+
+def counted(pushes: int) -> torch.Tensor:
+    expected = torch.zeros(WIDTH)
+    expected[:pushes] = 1.0
+    return expected

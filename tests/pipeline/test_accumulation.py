@@ -1,0 +1,151 @@
+"""Gradients of linear layers that the multiplication adds up are those of autograd, and others are left to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from headrace.pipeline.stages.accumulation import Accumulation
+
+WIDTH = 260
+
+
+def inputs(shape: tuple[int, ...] = (5,)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(*shape, WIDTH, generator=generator, requires_grad=True) for _ in range(3)]
+
+
+def gradients(model: nn.Module, values: list[Tensor], call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    """Runs forward of all micro-batches, then backward of all."""
+    model.zero_grad()
+    for value in values:
+        value.grad = None
+    outputs = [call(value) for value in values]
+    for output in outputs:
+        output.square().sum().backward()
+    return [each.grad for each in (*model.parameters(), *values)]
+
+
+def added(model: nn.Module, values: list[Tensor]) -> list[Tensor | None]:
+    """As `gradients`, of a linear layer that is called twice on the way."""
+    accumulation = Accumulation()
+    with accumulation.going_on():
+        return gradients(model, values, lambda value: accumulation.call(model, accumulation.call(model, value)))
+
+
+def same(these: list[Tensor | None], those: list[Tensor | None]) -> bool:
+    def each(one: Tensor | None, other: Tensor | None) -> bool:
+        if one is None or other is None:
+            return one is other
+        return torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+    return all(each(one, other) for one, other in zip(these, those, strict=True))
+
+
+def is_ours(output: Tensor) -> bool:
+    return output.grad_fn is not None and output.grad_fn.name() == "_LinearBackward"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+def test_what_is_added_up_is_what_autograd_adds_up(bias: bool, shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(WIDTH, WIDTH, bias).double()
+    values = [value.detach().double().requires_grad_() for value in inputs(shape)]
+    assert is_ours(Accumulation().call(layer, values[0]))
+    ours = [None if each is None else each.clone() for each in added(layer, values)]
+    assert same(ours, gradients(layer, values, lambda value: layer(layer(value))))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    values = [value.detach().double() for value in inputs()]
+    for value in values:
+        value.requires_grad_(frozen != "input")
+    if frozen != "input":
+        getattr(layer, frozen).requires_grad_(False)
+    ours = [None if each is None else each.clone() for each in added(layer, values)]
+    assert any(each is None for each in ours)
+    assert same(ours, gradients(layer, values, lambda value: layer(layer(value))))
+
+
+def test_a_gradient_that_is_there_is_kept_in_its_place() -> None:
+    layer, accumulation = nn.Linear(WIDTH, WIDTH), Accumulation()
+    layer.weight.grad = place = torch.ones(WIDTH, WIDTH)
+    with accumulation.going_on():
+        accumulation.call(layer, inputs()[0]).sum().backward()
+    assert layer.weight.grad is place
+    assert not place.eq(1).all()
+
+
+def test_a_loss_that_asks_for_one_gradient_adds_nothing_up() -> None:
+    layer, accumulation = nn.Linear(WIDTH, WIDTH), Accumulation()
+    layer.weight.grad = torch.zeros(WIDTH, WIDTH)
+    (value, *_) = inputs()
+    loss = accumulation.call(layer, value).square().sum()
+    (asked,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
+    (of_value,) = torch.autograd.grad(loss, value, create_graph=True)
+    assert layer.weight.grad.eq(0).all()
+    (expected,) = torch.autograd.grad(layer(value).square().sum(), layer.weight)
+    assert torch.allclose(asked, expected)
+    # A penalty on a gradient is differentiated once more.
+    (twice,) = torch.autograd.grad(of_value.square().sum(), layer.weight)
+    again = copy.deepcopy(layer)
+    (plain,) = torch.autograd.grad(again(value).square().sum(), value, create_graph=True)
+    (expected,) = torch.autograd.grad(plain.square().sum(), again.weight)
+    assert torch.allclose(twice, expected, rtol=1e-4)
+
+
+def hooked(layer: nn.Linear) -> nn.Module:
+    layer.register_forward_hook(lambda module, args, output: output)
+    return layer
+
+
+def heard(layer: nn.Linear) -> nn.Module:
+    layer.weight.register_hook(lambda gradient: gradient)
+    return layer
+
+
+def awaited(layer: nn.Linear) -> nn.Module:
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    return layer
+
+
+class Own(nn.Linear):
+    """A subclass, whose forward may be any."""
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(8, 8),
+        nn.Identity(),
+        Own(WIDTH, WIDTH),
+        hooked(nn.Linear(WIDTH, WIDTH)),
+        heard(nn.Linear(WIDTH, WIDTH)),
+        awaited(nn.Linear(WIDTH, WIDTH)),
+        parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+        nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    ],
+    ids=["small", "identity", "subclass", "hooked", "heard", "awaited", "parametrized", "frozen"],
+)
+def test_what_is_more_than_a_large_linear_layer_is_called_as_it_is(layer: nn.Module) -> None:
+    value = torch.randn(3, 8 if getattr(layer, "in_features", WIDTH) == 8 else WIDTH, requires_grad=True)
+    output = Accumulation().call(layer, value)
+    assert not is_ours(output)
+    assert torch.equal(output, layer(value))
+
+
+def test_without_a_graph_and_under_autocast_the_layer_is_called_as_it_is() -> None:
+    layer, (value, *_) = nn.Linear(WIDTH, WIDTH), inputs()
+    with torch.no_grad():
+        assert Accumulation().call(layer, value).grad_fn is None
+    with torch.autocast("cpu", torch.bfloat16):
+        output = Accumulation().call(layer, value)
+    assert output.dtype == torch.bfloat16
+    assert not is_ours(output)

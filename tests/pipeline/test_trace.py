@@ -1,0 +1,272 @@
+"""What tracing says of models, and which it refuses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from headrace.errors import JobError, UsageError
+from headrace.pipeline.stages.stage import OUTPUT, Value, cut, shared
+from headrace.pipeline.trace.tracing import trace
+from pipeline.zoo import ZOO, Gated, Normalised, Several, Tied, UNet, dense
+
+
+class Model(nn.Module):
+    """Three layers, and something between the first two.
+
+    Args:
+        between: what is done to the hidden values, by the model.
+    """
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(4))
+        self.count = 0
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.between(self, self.first(x))))
+
+
+class Whole(nn.Module):
+    """Something that is done in a module of its own.
+
+    Args:
+        between: see `Model`.
+    """
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = Model(between)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 1
+
+
+class Doubled(torch.autograd.Function):
+    """Has a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 7
+
+
+def counts(model: nn.Module, x: Tensor) -> Tensor:
+    model.count += 1  # type: ignore[operator, assignment]
+    return x
+
+
+def noisy(model: nn.Module, x: Tensor) -> Tensor:
+    return x + torch.randn(4)
+
+
+def dropped(model: nn.Module, x: Tensor) -> Tensor:
+    return x if random.random() < 2 else x * 0
+
+
+def half(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x * 2
+
+
+def by_parameters(model: nn.Module, x: Tensor) -> Tensor:
+    return x * sum(parameter.norm() for parameter in model._modules["first"].parameters())  # type: ignore[union-attr]
+
+
+UNTRACEABLE: dict[str, tuple[Callable[..., Any], str]] = {
+    "data": (lambda model, x: x if x.sum() > 0 else -x, "depends on the data"),
+    "item": (lambda model, x: x[: int(x.argmax().item()) * 0 + 2].repeat(2, 1), "depends on the data"),
+    "examples": (lambda model, x: x if len(x) == 4 else x + 1, "depends on the number of examples"),
+    "state": (counts, "it sets self.count"),
+    "constant noise": (noisy, "draws random numbers"),
+    "decided by chance": (dropped, "draws random numbers"),
+    "autocast": (half, "switches autocast"),
+    "parameters": (by_parameters, "has not read as self.name"),
+    # These end the process where torch's C++ takes a proxy for a tensor.
+    "a tensor of it": (lambda model, x: torch.as_tensor(x), "depends on the data"),
+    "vmap": (lambda model, x: torch.func.vmap(torch.sin)(x), "incompatible function arguments"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_cannot_be_recorded_is_refused_or_kept_whole(name: str) -> None:
+    between, reason = UNTRACEABLE[name]
+    torch.manual_seed(0)
+    with pytest.raises(JobError, match=f"Model cannot be cut into stages: .*{reason}.* Move that into a submodule"):
+        trace(Model(between), torch.randn(4, 4))
+    traced = trace(Whole(between), torch.randn(4, 4))
+    assert [layer.name for layer in traced.layers] == ["inner"]
+    (notice,) = traced.notices
+    assert notice.startswith("Model is one layer, not cut: ")
+    assert reason in notice
+
+
+def in_place(model: nn.Module, x: Tensor) -> Tensor:
+    model.seen += x.detach().mean(0)  # type: ignore[operator, assignment]
+    return x + model.seen  # type: ignore[operator]
+
+
+TRACEABLE: dict[str, Callable[..., Any]] = {
+    "a buffer that is written in place": in_place,
+    "a backward of its own": lambda model, x: Doubled.apply(x),
+    "questions about the shape": lambda model, x: (
+        x.view(len(x), -1) if x.dim() == 2 and isinstance(x, Tensor) else None
+    ),
+    "noise like the input": lambda model, x: x + torch.randn_like(x) + torch.rand(x.shape[0], 1),
+    "loops over a shape": lambda model, x: torch.stack([x[:, index] for index in range(x.shape[1])], 1),
+    "several at once": lambda model, x: torch.cat([part * 2 for part in x.chunk(2, 1)], 1) + x.max(1).values[:, None],
+    "a number of the data": lambda model, x: x * x.detach().mean().item(),
+    "written parts": lambda model, x: x.clone().index_fill_(1, torch.tensor([0]), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_what_python_does_with_tensors_is_followed(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Model(TRACEABLE[name]), torch.randn(4, 4)
+    traced = trace(model, batch)
+    assert [layer.name for layer in traced.layers] == ["first", "second", "third"]
+    assert traced.notices == ()
+    one, two = cut(traced, [["first"], ["second", "third"]])
+    x = torch.randn(6, 4)
+    results = []
+    for staged in (True, False):
+        model.seen.zero_()  # type: ignore[operator]
+        model.zero_grad()
+        torch.manual_seed(2)
+        output = two.run(one.run(traced.inputs(x)))[OUTPUT] if staged else model(x)
+        output.sum().backward()
+        results.append((output.detach(), [parameter.grad for parameter in model.parameters()]))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_recomputes_is_cut_as_if_it_did_not(reentrant: bool) -> None:
+    def between(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: model.second(torch.tanh(x)), x, use_reentrant=reentrant)  # type: ignore[operator]
+
+    model, x = Model(between), torch.randn(4, 4)
+    traced = trace(model, x)
+    assert [layer.name for layer in traced.layers] == ["first", "second", "second:2", "third"]
+    (notice,) = traced.notices
+    assert notice == "torch.utils.checkpoint is left out of what is cut; recompute='always' does as much here"
+    one, two = cut(traced, [["first"], ["second", "second:2", "third"]])
+    torch.testing.assert_close(two.run(one.run(traced.inputs(x)))[OUTPUT], model(x))
+
+
+def test_nothing_is_left_of_tracing() -> None:
+    model = ZOO["blocks"].model()
+    model.eval()
+    model.blocks[1].train()  # type: ignore[index]
+    modes = [module.training for module in model.modules()]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(5)
+    chance = random.getstate()
+    classes = [dict(vars(kind)) for kind in (nn.Module, torch.autograd.Function)]
+    trace(model, torch.randn(3, 4, generator=torch.Generator()))
+    assert torch.initial_seed() == 5
+    first = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(first, torch.rand(1))
+    assert random.getstate() == chance
+    assert [module.training for module in model.modules()] == modes
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert [dict(vars(kind)) for kind in (nn.Module, torch.autograd.Function)] == classes
+    assert len([1]) == 1
+    assert len.__module__ == "builtins"
+
+
+def test_skips_go_from_the_producer_to_the_consumer() -> None:
+    traced = trace(UNet(), torch.randn(2, 1, 8, 8))
+    stages = cut(traced, [["first"], ["pool", "second"], ["pool:2", "middle"], ["third", "last"]])
+    assert [[(value.producer, value.consumers) for value in stage.sends] for stage in stages] == [
+        [(0, (1, 3))],
+        [(1, (2,))],
+        [(2, (3,))],
+        [],
+    ]
+    assert all(isinstance(value, Value) for stage in stages for value in stage.receives)
+
+
+def test_inputs_come_from_the_batch_wherever_they_are_needed() -> None:
+    batch = {"left": torch.randn(2, 4), "scale": torch.rand(2, 1)}
+    traced = trace(Several(), batch)
+    first, second = cut(traced, [["left", "right"], ["head"]])
+    assert (first.inputs, second.inputs) == (("left",), ("scale",))
+    with pytest.raises(JobError, match="cut for a batch with left, scale, and now gets left, scale, names='a'"):
+        traced.inputs({**batch, "names": "a"})
+
+
+def test_tied_parameters_are_used_by_several_stages() -> None:
+    traced = trace(Tied(), torch.randint(0, 7, (2, 6)))
+    stages = cut(traced, [["embedding"], ["mix"], ["mix:2", "head"]])
+    assert shared(stages) == {"embedding.weight": (0, 2), "mix.weight": (1, 2), "mix.bias": (1, 2)}
+
+
+def test_hooks_of_layers_run_and_those_of_the_model_are_refused() -> None:
+    model, batch, seen = dense(), torch.randn(2, 4), []
+    model[0].register_forward_hook(lambda *_: seen.append("hook"))  # type: ignore[index]
+    (stage,) = cut(trace(model, batch), [["0", "1", "2", "3"]])
+    seen.clear()
+    stage.run({"input_1": batch})
+    assert seen == ["hook"]
+    model.register_forward_hook(lambda *_: None)
+    with pytest.raises(JobError, match="Sequential cannot be cut into stages: it has forward hooks"):
+        trace(model, batch)
+
+
+def test_a_run_that_asks_what_was_answered_otherwise_is_refused() -> None:
+    model = Model(lambda model, x: x if x.shape[1] == 4 and x.dim() == 2 else x[0])
+    (stage,) = cut(traced := trace(model, torch.randn(3, 4)), [["first", "second", "third"]])
+    with pytest.raises(
+        JobError, match="in the forward of Model is True, and now that is False; give every batch the same"
+    ):
+        stage.run(traced.inputs(torch.randn(2, 3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("model", "partition", "said"),
+    [
+        (Gated, [["first"], ["gate"]], "must have all 4 layers of the model, in order"),
+        (Gated, [["first", "first:2"], ["head", "gate"]], "must have all 4 layers of the model, in order"),
+        (Gated, [["first", "first:2", "gate", "head"], []], "at least one a stage"),
+        (
+            Normalised,
+            [["first", "norm"], ["second", "norm:2", "head"]],
+            "between norm and second: norm and norm:2 share the buffer norm.",
+        ),
+    ],
+)
+def test_a_partition_that_is_none_is_refused(model: type[nn.Module], partition: list[list[str]], said: str) -> None:
+    traced = trace(model(), torch.randn(2, 4))
+    with pytest.raises(UsageError, match=said):
+        cut(traced, partition)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda model, x: torch.where(x > 0, x, 1.0),
+        lambda model, x: torch.where(x > 0, model.seen, 0),
+        lambda model, x: torch.clamp(x, model.seen - 1, model.seen + 1) if isinstance(x, Tensor) else None,
+    ],
+)
+def test_torch_does_not_take_a_proxy_for_the_tensor_that_it_says_it_is(
+    between: Callable[[nn.Module, Tensor], Any],
+) -> None:
+    model, batch = Model(between), (torch.rand(3, 4), torch.rand(3, 4))
+    first, second = cut(trace(model, batch), (("first",), ("second", "third")))
+    values = first.run({name: batch[0] for name in first.inputs})
+    assert torch.equal(second.run(values)[OUTPUT], model(batch[0]))

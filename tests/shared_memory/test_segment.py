@@ -1,0 +1,145 @@
+"""Anonymous memory that several processes see, and the page that is in it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from belongings import descriptors
+from headrace.errors import UnfitMachine
+from headrace.shared_memory import segment as module
+from headrace.shared_memory.control_page import NUMBERS, ControlPage
+from headrace.shared_memory.segment import SharedSegment, available_bytes
+
+NOBODY = 65534
+
+
+def test_a_segment_is_zeroed_and_seen_by_everybody_who_opens_it() -> None:
+    own = SharedSegment.create(1_000, "test")
+    assert own.tensor().tolist() == [0] * 1_000
+    other = SharedSegment.open(os.getpid(), own.descriptor, 1_000)
+    own.tensor(torch.int32, start=8, count=3).copy_(torch.tensor([1, 2, 3]))
+    assert other.tensor(torch.int32, start=8, count=3).tolist() == [1, 2, 3]
+    own.close()
+    own.close()
+    assert other.tensor(torch.int32, start=12, count=1).item() == 2
+    other.close()
+
+
+def test_a_segment_has_no_name() -> None:
+    own = SharedSegment.create(4_096, "test")
+    assert not any("headrace" in name for name in os.listdir("/dev/shm"))
+    assert "memfd:headrace-test" in Path("/proc/self/maps").read_text()
+    own.close()
+
+
+def test_a_segment_is_its_owners_alone() -> None:
+    own = SharedSegment.create(4_096, "test")
+    assert stat.S_IMODE(os.fstat(own.descriptor).st_mode) == 0o600
+    assert not os.get_inheritable(own.descriptor)
+    own.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_cannot_open_a_segment() -> None:
+    own = SharedSegment.create(4_096, "test")
+    path = f"/proc/{os.getpid()}/fd/{own.descriptor}"
+    reading = ["head", "-c", "1", path]
+    assert subprocess.run(reading, capture_output=True, check=False).returncode == 0
+    denied = subprocess.run(reading, capture_output=True, check=False, user=NOBODY, group=NOBODY, extra_groups=[])
+    assert denied.returncode != 0
+    assert b"Permission denied" in denied.stderr
+    own.close()
+
+
+def test_more_than_the_machine_has_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_bytes", lambda: 4_095)
+    before = descriptors()
+    with pytest.raises(UnfitMachine, match=r"rank-1 segment needs 4,096 bytes .* has 4,095 left; use fewer workers"):
+        SharedSegment.create(4_096, "rank-1")
+    assert descriptors() <= before
+    monkeypatch.setattr(module, "available_bytes", lambda: 4_096)
+    SharedSegment.create(4_096, "rank-1").close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
+def test_memory_that_the_system_refuses_is_an_error_here(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = descriptors()
+    with pytest.raises(UnfitMachine, match=rf"needs 4,096 bytes .*\({os.strerror(number)}\).*limit on this container"):
+        SharedSegment.create(4_096, "test")
+    assert descriptors() <= before
+
+
+def test_another_error_of_the_system_is_not_about_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EINVAL, "no")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = descriptors()
+    with pytest.raises(OSError, match="no"):
+        SharedSegment.create(4_096, "test")
+    assert descriptors() <= before
+
+
+def test_a_segment_that_is_not_there_is_refused_with_its_process() -> None:
+    own = SharedSegment.create(4_096, "test")
+    gone = own.descriptor
+    own.close()
+    with pytest.raises(UnfitMachine, match=rf"process {os.getpid()} \(/proc/{os.getpid()}/fd/{gone}: .*one user"):
+        SharedSegment.open(os.getpid(), gone, 4_096)
+
+
+def test_a_machine_says_how_much_it_has_left() -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_bytes() <= total
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_fields_of_a_control_page_do_not_overlap(ranks: int) -> None:
+    segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
+    page, other = (
+        ControlPage(segment, ranks),
+        ControlPage(SharedSegment.open(os.getpid(), segment.descriptor, segment.nbytes), ranks),
+    )
+    fields = [
+        (view, index)
+        for views in (page.counters, page.beats, page.losses, page.ends, page.offers, page.saves)
+        for view in views
+        for index in range(len(view))
+    ]
+    fields += [(view, index) for views in page.numbers for view in views for index in range(NUMBERS)]
+    page.abort, page.stop, page.stop_after, page.save_after = 901, 902, 903, 904
+    for rank, digest in enumerate(page.digests):
+        digest[:] = bytes([100 + rank]) * 32
+    for value, (view, index) in enumerate(fields):
+        view[index] = value
+    assert [view[index] for view, index in fields] == list(range(len(fields)))
+    assert (other.abort, other.stop, other.stop_after, other.save_after) == (901, 902, 903, 904)
+    assert [bytes(digest) for digest in other.digests] == [bytes([100 + rank]) * 32 for rank in range(ranks)]
+    assert [list(view) for view in other.saves] == [list(view) for view in page.saves]
+    assert [list(view) for view in other.beats] == [list(view) for view in page.beats]
+    assert [list(view) for pair in other.numbers for view in pair] == [
+        list(view) for pair in page.numbers for view in pair
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_every_counter_has_a_cache_line_and_its_address(ranks: int) -> None:
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(ranks), "control"), ranks)
+    addresses = [page.counter_address(rank) for rank in range(ranks)]
+    assert len({address // 64 for address in addresses}) == ranks
+    assert all(address % 4 == 0 for address in addresses)
+    for rank, counter in enumerate(page.counters):
+        counter[0] = rank + 1
+        assert ctypes.c_int32.from_address(addresses[rank]).value == rank + 1

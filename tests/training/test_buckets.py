@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import doctest
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import UsageError
+from headrace.training import buckets as bucketing
+from headrace.training.buckets import buckets
+
+SIZES = st.lists(st.integers(0, 1000), max_size=40)
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    result = doctest.testmod(bucketing)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@given(SIZES, st.integers(1, 2000))
+def test_every_parameter_is_in_one_run_and_the_last_come_first(sizes: list[int], bucket_bytes: int) -> None:
+    runs = buckets(sizes, bucket_bytes)
+    assert [index for start, stop in reversed(runs) for index in range(start, stop)] == list(range(len(sizes)))
+
+
+@given(SIZES, st.integers(1, 2000))
+def test_a_bucket_closes_as_soon_as_it_is_full(sizes: list[int], bucket_bytes: int) -> None:
+    runs = buckets(sizes, bucket_bytes)
+    for start, stop in runs[:-1]:
+        assert sum(sizes[start:stop]) >= bucket_bytes
+    for start, stop in runs:
+        assert sum(sizes[start + 1 : stop]) < bucket_bytes
+
+
+def test_no_parameters_make_no_buckets() -> None:
+    assert buckets((), 100) == ()
+
+
+def test_a_bucket_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="bucket_bytes must be at least 1, got 0"):
+        buckets((1, 2), 0)

@@ -1,0 +1,323 @@
+"""Optimizers as the user wrote them, and built again over pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import UsageError
+from headrace.spec.options import Options
+from headrace.spec.plan import Segment
+from headrace.training.optimizer import (
+    build,
+    build_over,
+    is_elementwise,
+    load_state,
+    state_bytes,
+    state_copies,
+    state_pieces,
+)
+from headrace.training.state_piece import StatePiece
+from headrace.training.update import Updater
+
+optim = torch.optim
+
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: kind for kind in (optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.NAdam)},
+    **{kind.__name__: kind for kind in (optim.RAdam, optim.Adamax, optim.Adadelta, optim.ASGD, optim.Rprop)},
+    "SGD": partial(optim.SGD, lr=0.1),
+    "SGD-momentum": partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "SGD-nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "SGD-fused": partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "SGD-warming-up": partial(optim.SGD, lr=0.0),
+    "Adam-fused": partial(optim.Adam, weight_decay=0.1, fused=True),
+    "Adam-foreach": partial(optim.Adam, foreach=True),
+    "Adam-amsgrad": partial(optim.Adam, amsgrad=True, maximize=True, weight_decay=0.1),
+    "RMSprop-centred": partial(optim.RMSprop, centered=True, momentum=0.9),
+}
+MATRIXWISE: dict[str, Callable[..., Any]] = {
+    "Adafactor": optim.Adafactor,
+    "Adafactor-warming-up": partial(optim.Adafactor, lr=0.0),
+    "Muon": optim.Muon,
+}
+
+
+class Lamblike(optim.Optimizer):
+    """Steps of the parameter's own length, where its group says so."""
+
+    def __init__(self, params: Any, lr: float = 0.1, scaled: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "scaled": scaled})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                length = tensor.norm() / tensor.grad.norm() if group["scaled"] else 1.0
+                tensor.sub_(group["lr"] * length * tensor.grad)
+
+
+class Peculiar(optim.SGD):
+    """Cannot be built again from its defaults."""
+
+    def __init__(self, params: Any, model: nn.Module) -> None:
+        super().__init__(params, lr=0.1)
+        self.defaults.clear()
+
+
+def named() -> list[tuple[str, Tensor]]:
+    return list(nn.Sequential(nn.Linear(8, 6, bias=False), nn.Linear(6, 4, bias=False)).named_parameters())
+
+
+def names_by_group(optimizer: optim.Optimizer) -> list[list[str]]:
+    return [group["param_names"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        pytest.param(partial(optim.SGD, lr=0.1), id="of names and tensors"),
+        pytest.param(lambda pairs: optim.SGD([tensor for _, tensor in pairs], lr=0.1), id="of tensors"),
+        pytest.param(lambda tensors: optim.SGD([{"params": [t.requires_grad_()]} for t in tensors], lr=0.1), id="old"),
+    ],
+)
+def test_every_group_knows_its_names(factory: Callable[..., Any]) -> None:
+    optimizer = build(factory, named())
+    assert [name for group in names_by_group(optimizer) for name in group] == ["0.weight", "1.weight"]
+
+
+def test_groups_are_as_the_factory_made_them() -> None:
+    def factory(pairs: Any) -> optim.Optimizer:
+        groups = [
+            {"params": [t for n, t in pairs if n[0] == "1"], "lr": 0.5},
+            {"params": [t for n, t in pairs if n[0] == "0"]},
+        ]
+        return optim.SGD(groups, lr=0.1)
+
+    optimizer = build(factory, named())
+    assert names_by_group(optimizer) == [["1.weight"], ["0.weight"]]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"must return a torch.optim.Optimizer, got dict; for example"):
+        build(dict, named())
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    elsewhere = nn.Linear(3, 3)
+    with pytest.raises(UsageError, match=r"^2 of the tensors in the job's Adam are not parameters of the model"):
+        build(lambda _: optim.Adam(elsewhere.parameters()), named())
+
+
+def test_an_error_in_the_factory_is_its_own() -> None:
+    def factory(pairs: Any) -> optim.Optimizer:
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        build(factory, named())
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_these_treat_every_element_alone(name: str) -> None:
+    assert is_elementwise(ELEMENTWISE[name], named())
+
+
+@pytest.mark.parametrize("name", sorted(MATRIXWISE))
+def test_these_need_whole_matrices(name: str) -> None:
+    assert not is_elementwise(MATRIXWISE[name], named())
+
+
+@pytest.mark.parametrize("scaled", [[False, False], [True, False], [False, True]])
+def test_every_group_is_asked(scaled: list[bool]) -> None:
+    def factory(pairs: Any) -> optim.Optimizer:
+        return Lamblike([{"params": [t], "scaled": s} for (_, t), s in zip(pairs, scaled, strict=True)])
+
+    assert is_elementwise(factory, named()) is not any(scaled)
+
+
+def test_a_group_may_be_empty() -> None:
+    assert is_elementwise(lambda pairs: optim.SGD([{"params": []}, {"params": [t for _, t in pairs]}], lr=0.1), named())
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"LBFGS.step\(\) cannot be called by itself: .*closure"):
+        is_elementwise(optim.LBFGS, named())
+
+
+def test_asking_leaves_the_model_alone() -> None:
+    pairs = named()
+    before = [tensor.detach().clone() for _, tensor in pairs]
+    is_elementwise(optim.Adam, pairs)
+    assert all(torch.equal(tensor, old) for (_, tensor), old in zip(pairs, before, strict=True))
+    assert all(tensor.grad is None for _, tensor in pairs)
+
+
+@pytest.mark.parametrize("name", sorted({*ELEMENTWISE, *MATRIXWISE} - {"Adam-foreach"}))
+def test_torch_only_reads_gradients_but_where_it_is_told_foreach(name: str) -> None:
+    """Mirrored lets all workers' optimizers read one sum; this is why it may."""
+    optimizer = build({**ELEMENTWISE, **MATRIXWISE}[name], named())
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    for _ in range(3):
+        gradients = [torch.randn_like(tensor) for tensor in tensors]
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient.clone()
+        optimizer.step()
+        assert all(torch.equal(t.grad, g) for t, g in zip(tensors, gradients, strict=True) if t.grad is not None)
+
+
+def test_pieces_keep_the_options_of_their_groups() -> None:
+    def factory(pairs: Any) -> optim.Optimizer:
+        groups = [{"params": [pairs[0]], "lr": 0.5, "betas": (0.5, 0.6)}, {"params": [pairs[1]], "weight_decay": 0.2}]
+        return optim.AdamW(groups, lr=0.1, eps=1e-3)
+
+    pieces = {"0.weight": [torch.zeros(5), torch.zeros(7)], "1.weight": [torch.zeros(3)]}
+    built = build_over(build(factory, named()), pieces)
+    assert type(built) is optim.AdamW
+    assert [[len(tensor) for tensor in group["params"]] for group in built.param_groups] == [[5, 7], [3]]
+    assert [group["lr"] for group in built.param_groups] == [0.5, 0.1]
+    assert [group["betas"] for group in built.param_groups] == [(0.5, 0.6), (0.9, 0.999)]
+    assert [group["weight_decay"] for group in built.param_groups] == [0.01, 0.2]
+    assert {group["eps"] for group in built.param_groups} == {1e-3}
+
+
+def test_a_group_without_pieces_is_left_out() -> None:
+    template = build(lambda pairs: optim.SGD([{"params": [t]} for _, t in pairs], lr=0.1), named())
+    (group,) = build_over(template, {"1.weight": [torch.zeros(3)]}).param_groups
+    assert len(group["params"]) == 1
+
+
+@pytest.mark.parametrize("name", sorted({**ELEMENTWISE, **MATRIXWISE}))
+def test_who_owns_nothing_has_an_optimizer_that_does_nothing(name: str) -> None:
+    optimizer = build_over(build({**ELEMENTWISE, **MATRIXWISE}[name], named()), {})
+    optimizer.step()
+    assert sum(tensor.numel() for group in optimizer.param_groups for tensor in group["params"]) == 0
+
+
+def test_an_optimizer_that_cannot_be_built_again_is_refused() -> None:
+    template = build(partial(Peculiar, model=nn.Linear(1, 1)), named())
+    with pytest.raises(UsageError, match=r"Peculiar cannot be built again over pieces .* 'model'; use a strategy"):
+        build_over(template, {"0.weight": [torch.zeros(3)]})
+
+
+def stepped(
+    factory: Callable[..., Any], cuts: list[list[int]], start: int, stop: int, pieces: Any = None, values: Any = None
+) -> Any:
+    """Does steps on parameters cut into pieces; returns their values and the state, by owner of a piece."""
+    pairs = [("0.weight", torch.linspace(-1, 1, 48).view(6, 8)), ("1.weight", torch.linspace(2, -2, 24).view(4, 6))]
+    pairs = pairs if values is None else [(name, values[name]) for name, _ in pairs]
+    template = build(factory, [(name, nn.Parameter(tensor)) for name, tensor in pairs])
+    owned = []
+    for (name, tensor), ends in zip(pairs, cuts, strict=True):
+        for low, high in zip([0, *ends], [*ends, tensor.numel()], strict=True):
+            piece = tensor.flatten()[low:high].clone() if ends else tensor.clone()
+            owned.append((Segment(name, low, high, 0), nn.Parameter(piece)))
+    by_name: dict[str, list[Tensor]] = {}
+    for segment, piece in owned:
+        by_name.setdefault(segment.parameter, []).append(piece)
+    optimizer = build_over(template, by_name)
+    updater = Updater(optimizer, owned, Options(), 1)
+    if pieces is not None:
+        updater.load(pieces)
+    for step in range(start, stop):
+        for segment, piece in owned:
+            whole = torch.sin(torch.arange(48.0) * (step + 1) + len(segment.parameter))
+            piece.grad = whole[segment.start : segment.stop].view_as(piece)
+        optimizer.step()
+    after = {
+        name: torch.cat([piece.detach().flatten() for segment, piece in owned if segment.parameter == name]).view_as(t)
+        for name, t in pairs
+    }
+    return after, updater.state()
+
+
+CUTS = [[[], []], [[20], []], [[16, 32], [3]]]
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+@pytest.mark.parametrize("after", CUTS, ids=str)
+@pytest.mark.parametrize("before", CUTS, ids=str)
+def test_state_goes_on_however_it_was_cut(name: str, before: list[list[int]], after: list[list[int]]) -> None:
+    factory = ELEMENTWISE[name]
+    expected, _ = stepped(factory, [[], []], 0, 5)
+    values, pieces = stepped(factory, before, 0, 2)
+    resumed, _ = stepped(factory, after, 2, 5, pieces, values)
+    for parameter, tensor in resumed.items():
+        torch.testing.assert_close(tensor, expected[parameter], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(MATRIXWISE))
+def test_state_of_whole_matrices_keeps_its_shape(name: str) -> None:
+    factory = MATRIXWISE[name]
+    expected, _ = stepped(factory, [[], []], 0, 5)
+    values, pieces = stepped(factory, [[], []], 0, 2)
+    resumed, _ = stepped(factory, [[], []], 2, 5, pieces, values)
+    assert all(torch.equal(tensor, expected[parameter]) for parameter, tensor in resumed.items())
+
+
+def test_pieces_say_where_they_belong() -> None:
+    tensor = nn.Parameter(torch.zeros(2, 3))
+    scalar = nn.Parameter(torch.zeros(()))
+    optimizer = optim.Adam([tensor, scalar])
+    tensor.grad, scalar.grad = torch.ones(2, 3), torch.ones(())
+    optimizer.step()
+    pieces = state_pieces(optimizer, [(Segment("a", 6, 12, 0), tensor), (Segment("b", 0, 1, 0), scalar)])
+    placed = {(piece.parameter, piece.key): (piece.start, tuple(piece.value.shape)) for piece in pieces}
+    assert placed == {
+        ("a", "step"): (-1, ()),
+        ("a", "exp_avg"): (6, (6,)),
+        ("a", "exp_avg_sq"): (6, (6,)),
+        ("b", "step"): (-1, ()),
+        ("b", "exp_avg"): (-1, ()),
+        ("b", "exp_avg_sq"): (-1, ()),
+    }
+    assert state_bytes(optimizer) == 4 * (1 + 6 + 6 + 3)
+
+
+def test_saved_state_does_not_change_with_the_optimizer() -> None:
+    tensor = nn.Parameter(torch.zeros(4))
+    optimizer = optim.SGD([tensor], lr=0.1, momentum=0.9)
+    owned = [(Segment("a", 0, 4, 0), tensor)]
+    tensor.grad = torch.ones(4)
+    optimizer.step()
+    (piece,) = state_pieces(optimizer, owned)
+    optimizer.step()
+    assert torch.equal(piece.value, torch.ones(4))
+    load_state(optimizer, owned, [piece])
+    optimizer.step()
+    assert torch.equal(piece.value, torch.ones(4))
+    assert torch.equal(optimizer.state[tensor]["momentum_buffer"], torch.full((4,), 1.9))
+
+
+def test_a_parameter_without_state_stays_without() -> None:
+    tensor = nn.Parameter(torch.zeros(4))
+    optimizer = optim.SGD([tensor], lr=0.1, momentum=0.9)
+    load_state(optimizer, [(Segment("a", 0, 4, 0), tensor)], [StatePiece("b", "momentum_buffer", 0, torch.ones(4))])
+    assert tensor not in optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("factory", "kept"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (torch.optim.RMSprop, 1),
+        (torch.optim.Adam, 2),
+        (partial(torch.optim.AdamW, amsgrad=True), 3),
+        (partial(torch.optim.Adafactor, lr=0.1), 0),
+    ],
+)
+def test_how_often_an_optimizer_keeps_a_parameter(factory: Any, kept: int) -> None:
+    assert state_copies(factory, named()) == kept
+
+
+def test_of_several_groups_the_one_that_keeps_most_counts() -> None:
+    def mixed(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": others}], lr=0.1)
+
+    assert state_copies(mixed, named()) == 1

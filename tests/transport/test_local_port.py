@@ -1,0 +1,98 @@
+"""The way on one host: what only it has."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.transport.base import ClientTransport, ReceivedMessage, Slots, TransportLayout
+from headrace.transport.local_client import LocalClientTransport
+from headrace.transport.local_server import LocalServerTransport
+from transport.ways import join, mail_of, next_of, open_link
+
+SLOTS = Slots([8])
+
+
+@pytest.fixture
+def port() -> Iterator[LocalServerTransport]:
+    port = LocalServerTransport(SLOTS, SLOTS)
+    yield port
+    port.close()
+
+
+@pytest.fixture
+def link(port: LocalServerTransport) -> Iterator[ClientTransport]:
+    link = join(port, lambda: open_link("local", port.address, SLOTS, SLOTS))
+    yield link
+    link.close()
+
+
+def caller(port: LocalServerTransport) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(30)
+    made.connect("\0" + port.address.removeprefix("local:"))
+    return made
+
+
+def still_served(port: LocalServerTransport, link: ClientTransport) -> None:
+    link.send(b"here")
+    (mail,) = mail_of(port, 1)
+    port.send(mail.peer, b"there")
+    assert next_of(link)[0] == b"there"
+
+
+def test_another_users_server_is_refused(port: LocalServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    with pytest.raises(ConnectionError, match="belongs to another user"):
+        LocalClientTransport(port.address, SLOTS, SLOTS)
+
+
+def test_another_users_worker_is_refused(
+    port: LocalServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.getuid()
+    with caller(port) as stranger:
+        monkeypatch.setattr(os, "getuid", lambda: own + 1)
+        assert port.receive(5) == []
+        assert stranger.recv(100) == b""
+    still_served(port, link)
+
+
+@pytest.mark.parametrize("said", [b"x", TransportLayout(SLOTS, SLOTS).hello(), bytes(70_000)])
+def test_who_shares_no_memory_harms_nobody(port: LocalServerTransport, link: ClientTransport, said: bytes) -> None:
+    with caller(port) as stranger:
+        stranger.send(said)
+        for _ in range(3):
+            assert port.receive(0.05) == []
+        assert stranger.recv(1000)[:1] in (b"", b"\1")
+    still_served(port, link)
+
+
+def test_memory_that_may_shrink_is_refused(port: LocalServerTransport, link: ClientTransport) -> None:
+    memory = os.memfd_create("shrinks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, SLOTS.nbytes)
+    with caller(port) as stranger:
+        socket.send_fds(stranger, [TransportLayout(SLOTS, SLOTS).hello()], [memory])
+        for _ in range(3):
+            assert port.receive(0.05) == []
+        assert b"for good" in stranger.recv(1000)
+    os.close(memory)
+    still_served(port, link)
+
+
+def test_who_asks_and_does_not_read_is_cut_off(
+    port: LocalServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.transport.local_server._OWED_BYTES", 100_000)
+    other = join(port, lambda: open_link("local", port.address, SLOTS, SLOTS))
+    other.send(b"ask")
+    (mail,) = mail_of(port, 1)
+    for _ in range(1_000):
+        port.send(mail.peer, bytes(1_000))
+    assert mail_of(port, 1) == [ReceivedMessage(mail.peer, b"")]
+    still_served(port, link)
+    other.close()

@@ -1,0 +1,59 @@
+"""The hot path's line is the event's line; what was written before an end is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.spec.events import Notice, Stepped, decode, encode
+from headrace.worker.events import EventWriter, events_path
+
+ZERO_OR_MORE = st.integers(0, 2**53)
+LOSSES = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+TIMES = st.floats(0, 1e6)
+
+
+@given(st.integers(0, 999), ZERO_OR_MORE, ZERO_OR_MORE, ZERO_OR_MORE, LOSSES, st.floats(0, 1e12),
+       st.integers(-1, 2**53), st.lists(TIMES, min_size=4, max_size=4))  # fmt: skip
+def test_a_step_is_written_as_its_event_would_be(
+    tmp_path_factory: pytest.TempPathFactory, rank: int, step: int, epoch: int, examples: int, loss: float | None,
+    weight: float, lease: int, times_s: list[float],
+) -> None:  # fmt: skip
+    folder = tmp_path_factory.mktemp("run")
+    journal = EventWriter(folder, rank, monotonic())
+    journal.stepped(step, epoch, examples, loss, weight, lease, *times_s)
+    journal.close()
+    (line,) = events_path(folder, rank).read_text().splitlines()
+    event = decode(line)
+    assert isinstance(event, Stepped)
+    assert 0 <= event.time_s < 60
+    rounded = [round(time_s, 7) for time_s in times_s]
+    assert event == Stepped(rank, event.time_s, step, epoch, examples, loss, weight, *rounded, lease=lease)
+    encoded = json.loads(encode(event))
+    if lease < 0:
+        # It goes without saying, in every line of a run that leases nothing.
+        assert encoded.pop("lease") == -1
+    assert list(json.loads(line)) == list(encoded), "the same fields in the same order"
+    assert json.loads(line) == encoded
+
+
+def test_steps_come_before_what_is_written_after_them(tmp_path: Path) -> None:
+    journal = EventWriter(tmp_path, 3, monotonic())
+    for step in range(5):
+        journal.stepped(step, 0, 8, 0.5, 8.0, -1, 0.1, 0.2, 0.3, 0.4)
+    assert events_path(tmp_path, 3).read_text() == "", "not a system call a step"
+    journal.write(Notice(3, journal.now(), "now"))
+    events = [decode(line) for line in events_path(tmp_path, 3).read_text().splitlines()]
+    assert [event.kind for event in events] == ["stepped"] * 5 + ["notice"]
+    assert [event.time_s for event in events] == sorted(event.time_s for event in events)
+    journal.close()
+
+
+@pytest.mark.parametrize(("rank", "name"), [(-1, "launcher.jsonl"), (0, "rank-0.jsonl"), (12, "rank-12.jsonl")])
+def test_every_process_has_a_file_of_its_own(tmp_path: Path, rank: int, name: str) -> None:
+    assert events_path(tmp_path, rank) == tmp_path / "events" / name
