@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.policies.staleness import Admission, AllMembers, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.parameter_server.core import shard as module
 from headrace.parameter_server.core.events import (
     Accumulate,
@@ -30,6 +29,7 @@ from headrace.parameter_server.core.events import (
     Settle,
 )
 from headrace.parameter_server.core.shard import Shard
+from headrace.policies.staleness import Admission, AllMembers, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from parameter_server.virtual import Machines, Stuck, World, run
 from parameter_server.worlds import DEATHS, PEACE, is_found, mutated, world
 
