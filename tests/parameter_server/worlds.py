@@ -118,7 +118,10 @@ def mutated(module: ModuleType, name: str, old: str, new: str) -> Any:
     made.__dict__["__name__"] = module.__name__
     exec(compile(source.replace(old, new), f"mutated {name}", "exec"), made.__dict__)
     mutant = made.__dict__[name]
-    made.__dict__.update({other: getattr(module, other) for other in module.__all__ if other != name})
+    own = [other for other, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    made.__dict__.update(
+        {other: getattr(module, other) for other in own if other != name and not other.startswith("_")}
+    )
     return mutant
 
 
