@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import UsageError
-from headrace.spec import Cluster, Host, Job, ModelSpec, Op, Options, ParameterSpec, Plan, Role, Segment
+from headrace.spec import Cluster, Host, Job, ModelSpec, Options, ParameterSpec, Plan, Role, Segment
 from headrace.spec.model import ITEM_BYTES
 from headrace.spec.options import EarlyStopping
 from headrace.spec.plain import from_plain, to_plain
@@ -37,7 +37,6 @@ PLAN = Plan(
     "value",
     [
         PLAN,
-        Op("update@1", "update", 1, "cpu:1", 24, ("exchange@1",)),
         ModelSpec((ParameterSpec("weight", (2, 3)),), (ParameterSpec("mean", (), "float64", False),), sliceable=False),
         Cluster((Host("a", 2, 2**33), Host("b", 8, 2**36, ("cuda:0",))), ranks=4, device="cuda"),
         Options(clip_norm=1.0, batch_norm="sync"),

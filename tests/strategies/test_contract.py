@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from graphlib import TopologicalSorter
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from headrace.data import Loader, as_pipeline
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, UsageError, WorkerFailed
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.events import Stepped
 from headrace.spec.plan import EVERY_WORKER
 from headrace.strategies import STRATEGIES, Strategy
 from headrace.worker.run_spec import Engine
@@ -278,27 +276,6 @@ def test_fewer_accelerators_than_workers_are_refused(name: str, workers: int) ->
 def test_two_hosts_are_refused(name: str, workers: int) -> None:
     message = refusal(name, workers, Cluster((Host("left", 4, GIGABYTE), Host("right", 4, GIGABYTE))))
     assert "has 2: left, right" in message
-
-
-@every_strategy
-def test_a_step_is_an_acyclic_graph_of_what_events_measure(name: str, workers: int) -> None:
-    strategy = ROWS[name].make(workers)
-    plan = strategy.plan(MODEL, CLUSTER)
-    ops = {op.name: op for op in strategy.ops(plan)}
-    assert len(ops) == len(strategy.ops(plan))
-    before: dict[str, set[str]] = {}
-    for op_name in TopologicalSorter({op.name: op.after for op in ops.values()}).static_order():
-        before[op_name] = {op_name}.union(*(before[earlier] for earlier in ops[op_name].after))
-    measured = {field.name.removesuffix("_s") for field in dataclasses.fields(Stepped) if field.name.endswith("_s")}
-    assert {op.kind for op in ops.values()} <= measured - {"time", "wait"}
-    ranks = set(range(workers))
-    assert {op.rank for op in ops.values() if op.kind == "compute"} == ranks
-    assert {op.rank for op in ops.values() if op.kind == "update"} == set(plan.servers or ranks)
-    assert all(op.bytes >= 0 for op in ops.values())
-    if strategy.synchronous and plan.replicas > 1:
-        computed = {op.name for op in ops.values() if op.kind == "compute"}
-        assert all(computed <= before[op.name] for op in ops.values() if op.kind == "update")
-        assert {op.rank for op in ops.values() if op.kind == "exchange" and op.bytes} == ranks
 
 
 def fail(name: str, workers: int, folder: Path, engine: Engine) -> WorkerFailed:

@@ -12,7 +12,7 @@ from headrace.policies.sharding import parse_sharding
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Op, Plan, Role, Segment
+from headrace.spec.plan import Role, Segment
 from headrace.transport.codec import CODECS
 
 _PIECES = {"shared_memory": "max_size:4MB", "tcp": "max_size:1MB"}
@@ -131,22 +131,3 @@ def shards(
             "use sharding='whole'"
         )
     return place(parse_sharding(sharding)(model.parameters), servers, PLACEMENTS[placement])
-
-
-def served_ops(plan: Plan) -> tuple[Op, ...]:
-    """One round of all workers: they do not wait for each other, servers take one push after the other."""
-    ops: list[Op] = []
-    held = {rank: 0 for rank in plan.servers}
-    for segment in plan.segments:
-        held[segment.owner] += segment.stop - segment.start
-    total = sum(held.values())
-    for role in plan.roles[: plan.workers]:
-        ops.append(Op(f"compute@{role.rank}", "compute", role.rank, f"worker-{role.rank}"))
-        for server, elements in held.items():
-            nbytes = plan.gradient_bytes * elements // total
-            push, apply = f"push@{role.rank}-{server}", f"update@{role.rank}-{server}"
-            memory = f"{role.host}-memory"
-            ops.append(Op(push, "exchange", role.rank, memory, nbytes, (f"compute@{role.rank}",)))
-            ops.append(Op(apply, "update", server, f"server-{server}", nbytes, (push,)))
-            ops.append(Op(f"pull@{role.rank}-{server}", "exchange", role.rank, memory, nbytes, (apply,)))
-    return tuple(ops)

@@ -4,6 +4,6 @@ from headrace.spec.cluster import Cluster, Host
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Op, Plan, Role, Segment
+from headrace.spec.plan import Plan, Role, Segment
 
-__all__ = ["Cluster", "Host", "Job", "ModelSpec", "Op", "Options", "ParameterSpec", "Plan", "Role", "Segment"]
+__all__ = ["Cluster", "Host", "Job", "ModelSpec", "Options", "ParameterSpec", "Plan", "Role", "Segment"]

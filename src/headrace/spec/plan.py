@@ -151,24 +151,3 @@ class Plan:
         """Returns the server whose shards a server or a backup holds: their owner in `segments`."""
         backups = self.backups
         return self.servers[backups.index(rank)] if rank in backups else rank
-
-
-@dataclass(frozen=True)
-class Op:
-    """A node of the graph that one step is, for the simulator to time.
-
-    Attributes:
-        name: unique in the graph, "update@1".
-        kind: "compute", "exchange" or "update": the same words as in the run's events.
-        rank: who does it.
-        resource: what it occupies meanwhile; ops on one resource run one after the other.
-        bytes: bytes that it moves; 0 if none.
-        after: names of the ops that must have ended.
-    """
-
-    name: str
-    kind: str
-    rank: int
-    resource: str
-    bytes: int = 0
-    after: tuple[str, ...] = ()

@@ -26,14 +26,13 @@ from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import slices, whole
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.plan import Op, Plan
+from headrace.spec.plan import Plan
 from headrace.strategies.strategy import (
     Strategy,
     WorkerContext,
     broadcast,
     check_count,
     describe_options,
-    step_ops,
 )
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
@@ -74,9 +73,6 @@ class CentralStorage(Strategy):
             gradient_bytes=model.trainable_bytes,
             segments=cut(model.parameters, len(roles)),
         )
-
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        return step_ops(plan, shared_traffic(plan.gradient_bytes, plan.workers))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         always = context.synchronise_batch_norm()

@@ -30,7 +30,7 @@ from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
-from headrace.spec.plan import EVERY_WORKER, Op, Plan, Role
+from headrace.spec.plan import EVERY_WORKER, Plan, Role
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
 from headrace.strategies.pipeline import Pipeline
@@ -39,7 +39,6 @@ from headrace.strategies.served_hybrid import (
     check_outer,
     in_parts,
     of_outer,
-    replica_ops,
     served_plan,
     served_replica,
 )
@@ -49,7 +48,6 @@ from headrace.strategies.strategy import (
     Strategy,
     WorkerContext,
     describe_options,
-    step_ops,
 )
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.training.compute import Compute
@@ -172,11 +170,6 @@ class Hybrid(Strategy):
                 "hr.Hybrid(hr.Mirrored(workers=2), hr.TensorParallel(devices=2))"
             )
         return replicas or ranks // known, devices or ranks // known
-
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        if isinstance(self.outer, Served):
-            return replica_ops(plan)
-        return step_ops(plan, plan.gradient_bytes * plan.replicas // plan.workers)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         role, everyone = plan.role(rank), context.group

@@ -23,14 +23,13 @@ from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.plan import Op, Plan
+from headrace.spec.plan import Plan
 from headrace.strategies.strategy import (
     Strategy,
     WorkerContext,
     broadcast,
     check_count,
     describe_options,
-    step_ops,
 )
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
@@ -42,7 +41,6 @@ from headrace.training.reduction import (
     OverlappedReduction,
     Reduction,
     SharedMemoryReduction,
-    shared_traffic,
 )
 from headrace.training.update import UpdatingExchange
 
@@ -77,9 +75,6 @@ class Mirrored(Strategy):
             gradient_bytes=model.trainable_bytes,
             segments=everywhere(model.parameters),
         )
-
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        return step_ops(plan, shared_traffic(plan.gradient_bytes, plan.workers))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         always = context.synchronise_batch_norm()

@@ -15,8 +15,8 @@ from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.plan import Op, Plan, Segment
-from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options, step_ops
+from headrace.spec.plan import Plan, Segment
+from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
@@ -50,9 +50,6 @@ class OneDevice(Strategy):
             gradient_bytes=model.trainable_bytes,
             segments=everywhere(model.parameters),
         )
-
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        return step_ops(plan)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         return Replica(context.whole_model(), LocalExchange(plan.segments, context))

@@ -24,16 +24,15 @@ from headrace.averaging.coded_average import CodedAverage
 from headrace.averaging.extra_state import remainder
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
 from headrace.averaging.period import AutoPeriod
-from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAverage, WorkerAverage, averaged_traffic
+from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAverage, WorkerAverage
 from headrace.errors import UnknownName, UsageError
-from headrace.parameter_server.planning import served_ops
 from headrace.parameter_server.server.server import Server
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Op, Plan
+from headrace.spec.plan import Plan
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.served_averaging import ServedAveragingConfig
 from headrace.strategies.strategy import (
@@ -43,7 +42,6 @@ from headrace.strategies.strategy import (
     broadcast,
     check_count,
     describe_options,
-    step_ops,
 )
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Exchange, Replica
@@ -162,18 +160,6 @@ class ParameterAveraging(Strategy):
             shares=(1,) * len(roles),
             gradient_bytes=model.trainable_bytes,
             segments=everywhere(model.parameters),
-        )
-
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        rounds = self.period if isinstance(self.period, int) else 1
-        if self.via == "server":
-            return served_ops(replace(plan, gradient_bytes=plan.gradient_bytes // rounds))
-        steps = step_ops(plan)
-        updated = tuple(op.name for op in steps if op.kind == "update")
-        share = averaged_traffic(plan.gradient_bytes, plan.workers) // rounds
-        return steps + tuple(
-            Op(f"exchange@{role.rank}", "exchange", role.rank, f"{role.host}-memory", share, updated)
-            for role in plan.roles[: plan.workers if plan.workers > 1 else 0]
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:

@@ -28,7 +28,7 @@ from headrace.parameter_server.client.replica_group import LeaderClient, Replica
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.shard import Shard
-from headrace.parameter_server.planning import check_backups, check_seats, check_served, check_whole, seats, served_ops
+from headrace.parameter_server.planning import check_backups, check_seats, check_served, check_whole, seats
 from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire.layout import ShardLayout
@@ -36,7 +36,7 @@ from headrace.policies.staleness import Admission, Bounded, Combination, EveryPu
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Op, Plan
+from headrace.spec.plan import Plan
 from headrace.strategies.strategy import ServerContext, Strategy, WorkerContext, check_count, describe_options
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import Replica
@@ -132,9 +132,6 @@ class ParameterServer(Strategy):
             gradient_bytes=model.trainable_bytes,
             segments=segments,
         )
-
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        return served_ops(plan)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         servers, agreement = context.servers, context.agreement()

@@ -34,7 +34,7 @@ from headrace.policies.roles import require_memory, worker_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
-from headrace.spec.plan import Op, Plan, Role, Segment
+from headrace.spec.plan import Plan, Role, Segment
 from headrace.strategies.strategy import (
     Strategy,
     WorkerContext,
@@ -164,30 +164,6 @@ class Pipeline(Strategy):
             stages=costs(model, partition, terms),
         )
 
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        ranks = plan.workers
-        found: list[Op] = []
-        for role in plan.roles:
-            before: tuple[str, ...] = ()
-            for action in self._actions(role.stage, ranks):
-                found += _pass(plan, role, action, before)
-                before = (_name(action),)
-        # All look at all gradients before anybody updates.
-        computed = tuple(op.name for op in found if op.kind == "compute")
-        held = [sum(s.stop - s.start for s in plan.segments if s.owner == role.rank) for role in plan.roles]
-        update = [
-            Op(
-                f"update@{r.rank}",
-                "update",
-                r.rank,
-                f"worker-{r.rank}",
-                plan.gradient_bytes * h // max(1, sum(held)),
-                computed,
-            )
-            for r, h in zip(plan.roles, held, strict=True)
-        ]
-        return (*found, *update)
-
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         compute = self.compute(plan, context.group.rank, context)
         return Replica(compute, PipelineExchange(plan, rank, context, compute))
@@ -316,25 +292,3 @@ def _is_partition(value: object) -> bool:
         type(entry) is int or (isinstance(entry, list | tuple) and all(isinstance(name, str) for name in entry))
         for entry in value
     )
-
-
-def _pass(plan: Plan, role: Role, action: Action, before: tuple[str, ...]) -> list[Op]:
-    """Returns a forward or backward pass, and what brings its values, or gradients, to it."""
-    stage, towards = action.stage, -1 if action.backward else 1
-    neighbour = stage - towards
-    needs = before
-    moves = []
-    if 0 <= neighbour < len(plan.partition):
-        source = Action(neighbour, action.micro_batch, action.backward)
-        size = plan.stages[max(stage, neighbour)].received_bytes
-        sender = neighbour % plan.workers
-        name = f"{_name(source)} to {stage}"
-        near, far = plan.role(sender).host, role.host
-        road = f"{near}-memory" if near == far else f"{near}-to-{far}"
-        moves.append(Op(name, "exchange", sender, road, size, (_name(source),)))
-        needs = (*needs, name)
-    return [*moves, Op(_name(action), "compute", role.rank, f"worker-{role.rank}", after=needs)]
-
-
-def _name(action: Action) -> str:
-    return f"{'backward' if action.backward else 'forward'} {action.micro_batch}@{action.stage}"

@@ -27,7 +27,7 @@ from headrace.parameter_server.planning import shards
 from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.plan import Op, Plan, Role, Segment
+from headrace.spec.plan import Plan, Role, Segment
 from headrace.strategies.downpour import Downpour
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
@@ -162,27 +162,3 @@ def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) 
         incarnation=every.incarnation,
     )
     return outer.replica(of_outer(plan, outer), role.rank, replace(own, servers=servers))
-
-
-def replica_ops(plan: Plan) -> tuple[Op, ...]:
-    """One round of all replicas: each rank with the servers of its part."""
-    ops: list[Op] = []
-    held = {rank: 0 for rank in plan.servers}
-    for segment in plan.segments:
-        held[segment.owner] += segment.stop - segment.start
-    total = max(1, sum(held.values()))
-    for role in plan.roles[: plan.workers]:
-        ops.append(Op(f"compute@{role.rank}", "compute", role.rank, f"worker-{role.rank}"))
-    computed = {
-        replica: tuple(f"compute@{r.rank}" for r in plan.roles[: plan.workers] if r.data_rank == replica)
-        for replica in range(plan.replicas)
-    }
-    for role in plan.roles[: plan.workers]:
-        for server in (each.rank for each in plan.roles[plan.workers :] if each.stage == role.stage):
-            nbytes, memory = plan.gradient_bytes * held[server] // total, f"{role.host}-memory"
-            push, apply = f"push@{role.rank}-{server}", f"update@{role.rank}-{server}"
-            # All look at a replica's gradient before one pushes.
-            ops.append(Op(push, "exchange", role.rank, memory, nbytes, computed[role.data_rank]))
-            ops.append(Op(apply, "update", server, f"server-{server}", nbytes, (push,)))
-            ops.append(Op(f"pull@{role.rank}-{server}", "exchange", role.rank, memory, nbytes, (apply,)))
-    return tuple(ops)

@@ -21,7 +21,7 @@ from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
-from headrace.spec.plan import EVERY_WORKER, Op, Plan, Segment
+from headrace.spec.plan import Plan, Segment
 from headrace.training.batch_norm import synchronise_batch_norm
 from headrace.training.clipping import GradientClipper
 from headrace.training.compilation import CompiledModule
@@ -250,10 +250,6 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        """Returns one step as a graph over resources, for the simulator to time."""
-
-    @abstractmethod
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         """Builds what one worker runs. Every worker calls it; it may talk to the others."""
 
@@ -300,29 +296,6 @@ def check_count(name: str, count: int | None) -> None:
         raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}; {remedy}")
 
 
-def step_ops(plan: Plan, exchanged_bytes: int = 0) -> tuple[Op, ...]:
-    """Returns the graph of a synchronous step: all compute, exchange when all have computed, update.
-
-    Args:
-        plan: whose workers.
-        exchanged_bytes: that each worker moves in the exchange.
-    """
-    roles = plan.roles
-    compute = [Op(f"compute@{r.rank}", "compute", r.rank, f"worker-{r.rank}") for r in roles]
-    computed = tuple(op.name for op in compute)
-    exchange = [
-        Op(f"exchange@{r.rank}", "exchange", r.rank, f"{r.host}-memory", exchanged_bytes, computed)
-        for r in roles
-        if exchanged_bytes
-    ]
-    before = tuple(op.name for op in exchange) or computed
-    update = [
-        Op(f"update@{r.rank}", "update", r.rank, f"worker-{r.rank}", _updated_bytes(plan, r.rank), before)
-        for r in roles
-    ]
-    return (*compute, *exchange, *update)
-
-
 def broadcast(module: nn.Module, collective: Collective) -> None:
     """Gives every rank rank 0's parameters and buffers, as far as the ranks hold them."""
     for tensor in (*module.parameters(), *module.buffers()):
@@ -332,10 +305,3 @@ def broadcast(module: nn.Module, collective: Collective) -> None:
         collective.broadcast(dense)
         if dense.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(dense)
-
-
-def _updated_bytes(plan: Plan, rank: int) -> int:
-    elements = {owner: 0 for owner in (rank, EVERY_WORKER, None)}
-    for segment in plan.segments:
-        elements[segment.owner if segment.owner in elements else None] += segment.stop - segment.start
-    return plan.gradient_bytes * (elements[rank] + elements[EVERY_WORKER]) // max(1, sum(elements.values()))

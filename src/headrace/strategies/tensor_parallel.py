@@ -31,7 +31,7 @@ from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Op, Plan
+from headrace.spec.plan import Plan
 from headrace.spec.share import Share
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import (
@@ -42,7 +42,6 @@ from headrace.strategies.strategy import (
     check_count,
     describe_options,
     require_own_chance,
-    step_ops,
 )
 from headrace.tensor_parallel import RULES, RewrittenModel
 from headrace.tensor_parallel.rewriting import split
@@ -110,9 +109,6 @@ class TensorParallel(Strategy):
         """Returns along which dim each parameter would be cut that would be; the module stays as it is."""
         made = split(copy.deepcopy(module), self.rules, ThreadCollective(ThreadGroup(devices), 0))
         return {name: cut.dim for name, cut in made.cuts.items()}
-
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        return step_ops(plan)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         alone = ThreadCollective(ThreadGroup(1), 0)

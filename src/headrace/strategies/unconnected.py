@@ -15,9 +15,9 @@ from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.plan import Op, Plan
+from headrace.spec.plan import Plan
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options, step_ops
+from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options
 from headrace.training.exchange import Replica
 
 
@@ -49,9 +49,6 @@ class Unconnected(Strategy):
             gradient_bytes=model.trainable_bytes,
             segments=everywhere(model.parameters),
         )
-
-    def ops(self, plan: Plan) -> tuple[Op, ...]:
-        return step_ops(plan)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         return Replica(context.whole_model(), LocalExchange(plan.segments, context))
