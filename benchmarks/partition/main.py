@@ -30,7 +30,7 @@ from headrace.pipeline.profile.sweep import Sweep
 from headrace.pipeline.stages.stage import cut
 from headrace.pipeline.trace.tracing import Traced, trace
 from headrace.spec.model import ModelSpec
-from headrace.training.model_spec import describe
+from headrace.training.compute import describe
 from headrace.training.whole_model import Objective
 
 EXAMPLES = 32

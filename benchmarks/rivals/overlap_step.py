@@ -24,9 +24,8 @@ from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
-from headrace.training.flat_layout import FlatLayout
-from headrace.training.gradients import UsedParameters
-from headrace.training.model_spec import describe
+from headrace.training.compute import describe
+from headrace.training.gradients import FlatLayout, UsedParameters
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
 
 WORKERS = 2

@@ -11,7 +11,7 @@ from headrace.averaging.coded_average import CodedAverage
 from headrace.averaging.outer_steps import MeanStep
 from headrace.collectives.threads import ThreadCollective
 from headrace.spec.model import ParameterSpec
-from headrace.training.flat_layout import FlatLayout
+from headrace.training.gradients import FlatLayout
 
 LAYOUT = FlatLayout([ParameterSpec("wide", (70, 31), "float64"), ParameterSpec("narrow", (5,), "float32")])
 MEETINGS = 12

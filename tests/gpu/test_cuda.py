@@ -16,9 +16,8 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.engine.local.engine import LocalEngine
 from headrace.spec.events import Stepped, WorkerStarted
-from headrace.training.flat_layout import FlatLayout
-from headrace.training.gradients import UsedParameters
-from headrace.training.model_spec import describe
+from headrace.training.compute import describe
+from headrace.training.gradients import FlatLayout, UsedParameters
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction
 
 pytestmark = [

@@ -17,7 +17,7 @@ from headrace.models import mlp
 from headrace.pipeline.partition import Terms, costs, split
 from headrace.pipeline.profile.layers import profile
 from headrace.pipeline.profile.sweep import _saved
-from headrace.training.model_spec import describe
+from headrace.training.compute import describe
 from headrace.training.whole_model import Objective
 from headrace.trees import map_tensors
 from pipeline.zoo import ZOO, Normalised

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.shared_memory.spin import Spin, look
+from headrace.shared_memory.futex import Spin, look
 
 MOST_S = 0.001
 

@@ -32,7 +32,7 @@ from headrace.spec.share import Share
 from headrace.strategies import Strategy, WorkerContext
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
-from headrace.training.state_piece import StatePiece
+from headrace.training.optimizer_state import StatePiece
 from headrace.training.whole_model import Objective
 from headrace.worker.run_spec import Engine
 

@@ -8,7 +8,7 @@ import pytest
 
 import headrace as hr
 from headrace.training import reduction
-from headrace.training.overlap import OverlappedGradients
+from headrace.training.reduction import OverlappedGradients
 from strategies.contract_models import COUNTS, MODELS, VARIANTS
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import distance, drive

@@ -19,7 +19,7 @@ from headrace.data import Loader
 from headrace.spec.share import Share
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
-from headrace.training.state_piece import StatePiece
+from headrace.training.optimizer_state import StatePiece
 from headrace.training.update import PARAMETER
 from strategies.contract_models import Case, Partial, dense
 from strategies.contract_runs import Saved, held, step, with_replicas

@@ -21,7 +21,7 @@ from headrace.metrics import weigh
 from headrace.spec.events import Evaluated, ParametersAveraged
 from headrace.strategies import parameter_averaging
 from headrace.training.exchange import Replica
-from headrace.training.state_piece import StatePiece
+from headrace.training.optimizer_state import StatePiece
 from strategies.contract_models import ADAM, COUNTS, MODELS, VARIANTS, Case, Convolutional, dense, images
 from strategies.contract_options import SCHEDULES
 from strategies.contract_runs import Saved, distance, drive, held, step, train, with_replicas

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import UsageError
 from headrace.training import buckets as bucketing
-from headrace.training.buckets import buckets
+from headrace.training.reduction import buckets
 
 SIZES = st.lists(st.integers(0, 1000), max_size=40)
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from collectives.seats import together
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.spec.model import ParameterSpec
-from headrace.training.flat_layout import FlatLayout
-from headrace.training.gradients import FlatGradients, UsedParameters, assign
+from headrace.training.gradients import FlatGradients, FlatLayout, UsedParameters, assign
 
 SPECS = [
     ParameterSpec("a", (2, 3)),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
-from headrace.training.flat_layout import ByteRange, FlatLayout
+from headrace.training.gradients import ByteRange, FlatLayout
 
 LINE = 64
 

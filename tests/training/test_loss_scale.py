@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.training.loss_scale import LossScale
+from headrace.training.clipping import LossScale
 
 
 def test_it_follows_torchs_grad_scaler() -> None:

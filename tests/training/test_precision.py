@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headrace.spec.options import Options
 from headrace.spec.share import Share
-from headrace.training.loss_scale import LossScale
+from headrace.training.clipping import LossScale
 from headrace.training.whole_model import Objective, WholeModel
 from training.test_whole_model import Kept
 

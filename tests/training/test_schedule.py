@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 from headrace.errors import UsageError
 from headrace.spec.options import Options
 from headrace.training.optimizer import build, build_over
-from headrace.training.schedule import Schedule, plain
+from headrace.training.update import Schedule, plain
 from strategies.contract_options import SCHEDULES
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import JobError
-from headrace.training.model_spec import describe
-from headrace.training.selection import call, examples_of, select_target
+from headrace.training.compute import describe
+from headrace.training.whole_model import call, examples_of, select_target
 
 X, Y, Z = torch.ones(4, 2), torch.zeros(4), torch.full((4,), 2.0)
 

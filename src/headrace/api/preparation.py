@@ -17,11 +17,10 @@ from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.tasks import Task
-from headrace.training.model_spec import describe
+from headrace.training.compute import describe
 from headrace.training.optimizer import build, is_elementwise, state_copies
-from headrace.training.schedule import make, plain
-from headrace.training.selection import call, select_target
-from headrace.training.whole_model import cut
+from headrace.training.update import make, plain
+from headrace.training.whole_model import call, cut, select_target
 from headrace.worker.main import build_module, objective_of
 
 _TRIED_EXAMPLES = 2

@@ -17,9 +17,9 @@ from headrace.machine import versions
 from headrace.spec.job import Job
 from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
-from headrace.training.model_spec import parameters_and_buffers
+from headrace.training.compute import parameters_and_buffers
 from headrace.training.optimizer import build
-from headrace.training.schedule import group_settings, make, plain
+from headrace.training.update import group_settings, make, plain
 from headrace.worker.loaded_checkpoint import making_sense
 from headrace.worker.run_spec import ResumePoint
 

@@ -22,7 +22,7 @@ from headrace.report.views.page import write_page
 from headrace.spec.events import Event
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
-from headrace.training.selection import call
+from headrace.training.whole_model import call
 
 
 class TemporaryRunDir:

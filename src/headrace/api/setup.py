@@ -27,9 +27,8 @@ from headrace.policies.sharding import whole
 from headrace.policies.threads import threads_per_worker
 from headrace.strategies.central_storage import one_copy, seat
 from headrace.strategies.strategy import broadcast
-from headrace.training.flat_layout import FlatLayout
-from headrace.training.gradients import UsedParameters
-from headrace.training.model_spec import describe
+from headrace.training.compute import describe
+from headrace.training.gradients import FlatLayout, UsedParameters
 from headrace.training.reduction import CollectiveReduction, Reduction, SharedMemoryReduction
 from headrace.worker.batch_counts import counted
 

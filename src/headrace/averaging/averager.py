@@ -10,17 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.averaging.extra_state import ExtraState
 from headrace.averaging.outer_steps import OuterStep
 from headrace.averaging.period import AutoPeriod, Period, Seen, first_period, next_period
-from headrace.averaging.worker_average import WorkerAverage
+from headrace.averaging.worker_average import ExtraState, WorkerAverage
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import RunFailed, UsageError
 from headrace.spec.model import ModelSpec
 from headrace.training.clipping import all_finite
-from headrace.training.flat_layout import FlatLayout
-from headrace.training.periodic_sync import PeriodicSync, SyncResult
-from headrace.training.state_piece import StatePiece
+from headrace.training.gradients import FlatLayout
+from headrace.training.optimizer_state import StatePiece
+from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.training.update import PARAMETER, Updater
 
 _OUTER = "headrace.outer"

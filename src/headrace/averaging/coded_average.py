@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.averaging.outer_steps import OuterStep
 from headrace.averaging.worker_average import AverageSums, WorkerAverage, moved, squared
 from headrace.collectives.base import Collective
-from headrace.training.flat_layout import ByteRange, FlatLayout
+from headrace.training.gradients import ByteRange, FlatLayout
 from headrace.transport.codec import CODECS, codec_for
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.averaging.period import AutoPeriod, Period, Seen, first_period, next_period, next_stretch
 from headrace.collectives.base import ProcessGroup
-from headrace.training.periodic_sync import SyncResult
+from headrace.training.synchronization import SyncResult
 
 
 class PeriodController:

@@ -18,11 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.averaging.outer_steps import OuterStep
 from headrace.collectives.base import Collective, ProcessGroup
-from headrace.training.flat_layout import FlatLayout
+from headrace.training.batch_norm import averaged_buffers
+from headrace.training.gradients import FlatLayout
+from headrace.training.optimizer_state import MeanState, describe_tensor, mean_state
 
 _CHUNK = 65_536
 """Elements that are worked on at a time, so that they stay in a core's cache."""
@@ -214,3 +216,68 @@ def squared(tensor: Tensor) -> float:
 
 def _plus(one: AverageSums, other: AverageSums) -> AverageSums:
     return AverageSums([a + b for a, b in zip(one.squares, other.squares, strict=True)], one.norm + other.norm)
+
+
+class ExtraState:
+    """Args:
+    buffers: running statistics.
+    state: of the optimizer.
+    make: returns what averages tensors of a layout.
+
+    Attributes:
+        nbytes: that it adds to the host.
+    """
+
+    def __init__(
+        self, buffers: Sequence[Tensor], state: MeanState, make: Callable[[FlatLayout], WorkerAverage]
+    ) -> None:
+        self._buffers = list(buffers)
+        self._state = state
+        tensors = [*self._buffers, *(like.value for like in state.likes)]
+        self._average = make(FlatLayout([describe_tensor(str(index), tensor) for index, tensor in enumerate(tensors)]))
+        views = self._average.layout.views(self._average.own)
+        self._statistics, self._kept = views[: len(self._buffers)], views[len(self._buffers) :]
+        self.nbytes = self._average.nbytes
+
+    @property
+    def elements(self) -> list[Tensor]:
+        """This worker's copy, flat."""
+        return self._average.elements
+
+    def gather(self) -> None:
+        """Brings this worker's to where it is averaged."""
+        for buffer, view in zip(self._buffers, self._statistics, strict=True):
+            view.copy_(buffer)
+        self._state.gather(self._kept)
+
+    def combine(self, weights: Sequence[float]) -> None:
+        """Averages; see `WorkerAverage`."""
+        self._average.combine(weights)
+
+    def spread(self) -> None:
+        """Brings the means back."""
+        for buffer, view in zip(self._buffers, self._statistics, strict=True):
+            buffer.copy_(view)
+        self._state.spread(self._kept)
+
+
+def remainder(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average_state: bool,
+    make: Callable[[FlatLayout], WorkerAverage],
+) -> ExtraState | None:
+    """Returns what is averaged beside the parameters; None where there is nothing.
+
+    Args:
+        module: the model.
+        optimizer: over its parameters.
+        average_state: whether its state is averaged.
+        make: see `ExtraState`.
+
+    Raises:
+        UsageError: the state has no mean.
+    """
+    buffers = averaged_buffers(module)
+    state = mean_state(dict(module.named_parameters()), optimizer) if average_state else MeanState(optimizer, {}, {})
+    return ExtraState(buffers, state, make) if buffers or state.likes else None

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from headrace.shared_memory import futex
+from headrace.shared_memory.futex import Spin
 from headrace.shared_memory.segment import SharedSegment
-from headrace.shared_memory.spin import Spin
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
 
 if TYPE_CHECKING:
-    from headrace.averaging.extra_state import MeanState
     from headrace.spec.model import ModelSpec, ParameterSpec
     from headrace.spec.plan import Plan, Role
+    from headrace.training.optimizer_state import MeanState
 
 _HELLO_S = 30.0
 _AGAIN_S = 2.0

@@ -19,8 +19,7 @@ from headrace.policies.batch_split import bounds
 from headrace.spec.share import Share
 from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import GradientSink
-from headrace.training.selection import select_target
-from headrace.training.whole_model import Objective, cut, widened
+from headrace.training.whole_model import Objective, cut, select_target, widened
 from headrace.trees import map_tensors
 
 

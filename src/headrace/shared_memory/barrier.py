@@ -8,7 +8,7 @@ from time import perf_counter
 from headrace.shared_memory import futex
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.finished_ranks import FinishedRanks
-from headrace.shared_memory.spin import Spin
+from headrace.shared_memory.futex import Spin
 
 _SPIN_S = 50e-6
 _SLICE_S = 0.05

@@ -36,11 +36,10 @@ from headrace.strategies.strategy import (
 )
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
-from headrace.training.flat_layout import FlatLayout
-from headrace.training.gradients import FlatGradients, UsedParameters
+from headrace.training.gradients import FlatGradients, FlatLayout, UsedParameters
 from headrace.training.optimizer import build, build_over
+from headrace.training.optimizer_state import StatePiece
 from headrace.training.reduction import shared_traffic
-from headrace.training.state_piece import StatePiece
 from headrace.training.update import UpdatingExchange
 
 

@@ -48,8 +48,8 @@ from headrace.strategies.strategy import ServerContext, Strategy, WorkerContext,
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
-from headrace.training.schedule import Schedule
-from headrace.training.state_piece import StatePiece
+from headrace.training.optimizer_state import StatePiece
+from headrace.training.update import Schedule
 
 _MOST = 65_535
 """Steps that a message can say a push is the sum of."""

@@ -33,8 +33,7 @@ from headrace.strategies.strategy import (
 )
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
-from headrace.training.flat_layout import FlatLayout
-from headrace.training.gradients import UsedParameters, assign
+from headrace.training.gradients import FlatLayout, UsedParameters, assign
 from headrace.training.optimizer import build
 from headrace.training.reduction import (
     CollectiveReduction,

@@ -21,10 +21,9 @@ from typing import Any
 
 from headrace.averaging.averager import AveragingConfig, ParameterAverager, require_alike, seated
 from headrace.averaging.coded_average import CodedAverage
-from headrace.averaging.extra_state import remainder
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
 from headrace.averaging.period import AutoPeriod
-from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAverage, WorkerAverage
+from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAverage, WorkerAverage, remainder
 from headrace.errors import UnknownName, UsageError
 from headrace.parameter_server.server.server import Server
 from headrace.policies.roles import require_memory, worker_roles
@@ -45,8 +44,8 @@ from headrace.strategies.strategy import (
 )
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Exchange, Replica
-from headrace.training.flat_layout import FlatLayout
-from headrace.training.state_piece import StatePiece
+from headrace.training.gradients import FlatLayout
+from headrace.training.optimizer_state import StatePiece
 from headrace.transport.codec import CODECS
 
 _RARELY = 8

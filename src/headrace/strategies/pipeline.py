@@ -46,7 +46,7 @@ from headrace.strategies.strategy import (
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
-from headrace.training.state_piece import StatePiece
+from headrace.training.optimizer_state import StatePiece
 from headrace.training.update import UpdatingExchange
 from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from headrace.averaging.averager import require_alike
-from headrace.averaging.extra_state import MeanState, mean_state
 from headrace.averaging.outer_steps import Elastic, MeanStep, OuterStep
 from headrace.averaging.period import AutoPeriod, Seen, first_stretch
 from headrace.averaging.period_controller import PeriodController
@@ -55,7 +54,7 @@ from headrace.strategies.strategy import ServerContext, WorkerContext, check_cou
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
-from headrace.training.state_piece import StatePiece
+from headrace.training.optimizer_state import MeanState, StatePiece, mean_state
 from headrace.training.update import AVERAGE
 
 Wait = str | int | float

@@ -23,14 +23,12 @@ from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Segment
 from headrace.training.batch_norm import synchronise_batch_norm
-from headrace.training.clipping import GradientClipper
-from headrace.training.compilation import CompiledModule
+from headrace.training.clipping import GradientClipper, LossScale
 from headrace.training.compute import Compute
 from headrace.training.exchange import Replica
 from headrace.training.gradients import GradientSink
-from headrace.training.loss_scale import LossScale
 from headrace.training.update import Updater
-from headrace.training.whole_model import Objective, WholeModel
+from headrace.training.whole_model import CompiledModule, Objective, WholeModel
 
 
 class ModelParallelGroup(ABC):

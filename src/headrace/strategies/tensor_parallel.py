@@ -46,12 +46,11 @@ from headrace.strategies.strategy import (
 from headrace.tensor_parallel import RULES, RewrittenModel
 from headrace.tensor_parallel.rewriting import split
 from headrace.training.clipping import StepDecision
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, describe
 from headrace.training.exchange import Exchange, Replica
 from headrace.training.gradients import GradientSink
-from headrace.training.model_spec import describe
-from headrace.training.periodic_sync import PeriodicSync, SyncResult
-from headrace.training.state_piece import StatePiece
+from headrace.training.optimizer_state import StatePiece
+from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.training.whole_model import WholeModel
 
 

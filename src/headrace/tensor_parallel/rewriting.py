@@ -30,8 +30,8 @@ from headrace.tensor_parallel.layers import (
 )
 from headrace.tensor_parallel.rules import KINDS, Flow, Splittable, choose, follow
 from headrace.tensor_parallel.shard_dim import ShardDim
-from headrace.training.model_spec import parameters_and_buffers
-from headrace.training.state_piece import StatePiece
+from headrace.training.compute import parameters_and_buffers
+from headrace.training.optimizer_state import StatePiece
 
 RULES = ("column", "row", "channels", "heads", "batch", "replicate")
 """What may be said of a layer: see `TensorParallel`."""

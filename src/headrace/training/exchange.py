@@ -9,9 +9,8 @@ from typing import Any
 
 from headrace.training.clipping import StepDecision
 from headrace.training.compute import Compute
-from headrace.training.data_leases import DataLeases
-from headrace.training.periodic_sync import PeriodicSync
-from headrace.training.state_piece import StatePiece
+from headrace.training.optimizer_state import StatePiece
+from headrace.training.synchronization import DataLeases, PeriodicSync
 
 
 class Exchange(ABC):

@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from headrace.errors import UsageError
-from headrace.spec.plan import Segment
-from headrace.training.state_piece import StatePiece
 
 Factory = Callable[..., Any]
-
-_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
 
 def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
@@ -157,64 +153,6 @@ def _treats_elements_alone(template: torch.optim.Optimizer, name: str) -> bool:
     # Not to the last bit: fused kernels round the ends of a tensor in another way than its middle.
     whole_result, cut_result = results
     return torch.allclose(whole_result, cut_result, rtol=1e-4, atol=1e-5)
-
-
-def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> tuple[StatePiece, ...]:
-    """Returns the state of the pieces that this process updates.
-
-    Raises:
-        UsageError: the optimizer keeps something that is no tensor and no number.
-    """
-    pieces = []
-    for segment, tensor in owned:
-        for key, value in optimizer.state.get(tensor, {}).items():
-            if not isinstance(value, Tensor):
-                pieces.append(_number(segment, key, value, optimizer))
-                continue
-            kept = value.detach().clone()
-            whole = kept.numel() != tensor.numel() or kept.dim() == 0
-            start, kept = (-1, kept) if whole else (segment.start, kept.flatten())
-            pieces.append(StatePiece(segment.parameter, key, start, kept))
-    return tuple(pieces)
-
-
-def _number(segment: Segment, key: str, value: Any, optimizer: torch.optim.Optimizer) -> StatePiece:
-    kind = type(value).__name__
-    if kind not in _NUMBERS:
-        raise UsageError(
-            f"{type(optimizer).__name__} keeps a {kind} as {key!r} of {segment.parameter!r}, which no checkpoint can "
-            "hold; keep tensors and numbers, or run with checkpoints=False"
-        )
-    return StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=_NUMBERS[kind]), kind)
-
-
-def load_state(
-    optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]], pieces: Iterable[StatePiece]
-) -> None:
-    """Takes up the state of the pieces that this process updates, however it was cut before; there is no other then."""
-    by_parameter: dict[str, list[StatePiece]] = {}
-    for piece in pieces:
-        by_parameter.setdefault(piece.parameter, []).append(piece)
-    for segment, tensor in owned:
-        state: dict[str, Any] = {}
-        for piece in by_parameter.get(segment.parameter, ()):
-            if piece.start < 0:
-                state[piece.key] = piece.value.clone() if piece.kind == "tensor" else piece.value.item()
-                continue
-            target = state.setdefault(
-                piece.key, torch.zeros(tensor.shape, dtype=piece.value.dtype, device=tensor.device)
-            )
-            piece.copy_to(target, segment.start)
-        if state:
-            optimizer.state[tensor] = state
-        else:
-            optimizer.state.pop(tensor, None)
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Returns the bytes that the optimizer's state takes."""
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _ghost(tensor: Tensor) -> nn.Parameter:

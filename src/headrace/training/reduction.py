@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import Collective, ProcessGroup
-from headrace.training.flat_layout import FlatLayout
-from headrace.training.gradients import FlatGradients, GradientSink, UsedParameters
-from headrace.training.overlap import OverlappedGradients
+from headrace.errors import UsageError
+from headrace.training.gradients import FlatGradients, FlatLayout, GradientSink, UsedParameters
 
 
 def shared_traffic(gradient_bytes: int, workers: int) -> int:
@@ -112,3 +113,121 @@ class OverlappedReduction(Reduction):
 
     def reduce(self) -> None:
         self._sink.wait()
+
+
+BUCKET_BYTES = 25 << 20
+"""As DDP's: large enough for the wire's full speed, small enough to begin early."""
+
+
+class OverlappedGradients:
+    """Takes each gradient when autograd has made it, and starts a bucket's all-reduce when it is whole.
+
+    Buckets leave in the same order on every worker, whatever the order in which their gradients come. A
+    parameter without a gradient holds its bucket back until the pass is over.
+
+    Args:
+        module: the model, whose trainable parameters are those of the layout, in order.
+        layout: places of the gradients.
+        region: `(layout.nbytes,)` uint8, on the model's device.
+        presence: told what exists.
+        wire: of all workers.
+        bucket_bytes: when a bucket is full.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: FlatLayout,
+        region: Tensor,
+        presence: UsedParameters,
+        wire: Collective,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._views = layout.views(region)
+        self._presence = presence
+        self._wire = wire
+        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+        runs = buckets(sizes, bucket_bytes)
+        self._bucket_of = [0] * len(parameters)
+        self._flats: list[list[Tensor]] = []
+        for number, (start, stop) in enumerate(runs):
+            self._bucket_of[start:stop] = [number] * (stop - start)
+            self._flats.append(layout.runs(region, start, stop))
+        self._sizes = [stop - start for start, stop in runs]
+        self._lacking = list(self._sizes)
+        self._arrived = [False] * len(parameters)
+        self._sent = 0
+        self._waits: list[Callable[[], None]] = []
+        for index, parameter in enumerate(parameters):
+            parameter.register_hook(partial(self._take, index))
+
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        self._presence.publish(gradients)
+        for index, arrived in enumerate(self._arrived):
+            gradient = gradients[index]
+            if not arrived and gradient is not None:
+                self._views[index].copy_(gradient)
+            elif gradient is None:
+                self._views[index].zero_()
+        self._finish()
+
+    def store_nothing(self) -> None:
+        self._presence.publish_nothing()
+        for view in self._views:
+            view.zero_()
+        self._finish()
+
+    def wait(self) -> None:
+        """Returns when every bucket's sum is there."""
+        for wait in self._waits:
+            wait()
+        self._waits.clear()
+
+    def _take(self, index: int, gradient: Tensor) -> None:
+        self._views[index].copy_(gradient)
+        self._arrived[index] = True
+        self._lacking[self._bucket_of[index]] -= 1
+        while self._sent < len(self._lacking) and self._lacking[self._sent] == 0:
+            self._send()
+
+    def _send(self) -> None:
+        self._waits += [self._wire.start_all_reduce(flat) for flat in self._flats[self._sent]]
+        self._sent += 1
+
+    def _finish(self) -> None:
+        while self._sent < len(self._lacking):
+            self._send()
+        self._sent = 0
+        self._lacking[:] = self._sizes
+        self._arrived[:] = [False] * len(self._arrived)
+
+
+def buckets(sizes: Sequence[int], bucket_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Returns runs `(start, stop)` of parameter indices, in the order in which their gradients are ready.
+
+    Backward runs from the last parameter to the first, so the first bucket ends with the last parameter. A
+    bucket closes as soon as it has `bucket_bytes`: each is at least that large, but for the last, which holds
+    what is left, and none would still be that large without its own first parameter.
+
+    >>> buckets((40, 10, 10, 30, 5), 20)
+    ((3, 5), (1, 3), (0, 1))
+
+    Args:
+        sizes: bytes of each parameter, in the model's order.
+        bucket_bytes: when a bucket is full.
+
+    Raises:
+        UsageError: `bucket_bytes` is below 1.
+    """
+    if bucket_bytes < 1:
+        raise UsageError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    runs = []
+    stop = len(sizes)
+    held = 0
+    for start in reversed(range(len(sizes))):
+        held += sizes[start]
+        if held >= bucket_bytes or start == 0:
+            runs.append((start, stop))
+            stop, held = start, 0
+    return tuple(runs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,17 +13,62 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.errors import DataError, UsageError
+from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.policies.batch_split import bounds
 from headrace.spec.options import Options
 from headrace.spec.share import Share
-from headrace.training.compilation import CompiledModule
+from headrace.training.clipping import LossScale
 from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import GradientSink
-from headrace.training.loss_scale import LossScale
-from headrace.training.selection import call, select_target
 from headrace.trees import map_leaves, map_tensors
+
+
+class CompiledModule:
+    """A module and its compiled form, which takes over for batches of full size.
+
+    Compiled kernels differ by a last bit from eager ones, so what runs in which form depends on the round alone.
+
+    Args:
+        module: whose parameters lie where they will stay.
+        full: examples of a round, but for an epoch's last one; of a portion of it, the smallest of them, where rounds
+            are cut into portions.
+    """
+
+    def __init__(self, module: nn.Module, full: int) -> None:
+        with warnings.catch_warnings():
+            # It imports what torch itself has deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            inductor = importlib.import_module("torch._inductor.compile_fx").config
+        # By default it keeps a pool of processes, which would outlive a worker that is killed.
+        inductor.compile_threads = 1
+        self._module = module
+        self._compiled: Callable[..., Any] = torch.compile(module)
+        self._full = full
+
+    def forward(self, examples: int) -> Callable[..., Any]:
+        """Returns what is called for a part of a global batch, or a portion, of so many examples."""
+        # The last batch of an epoch is short: to compile for its shapes too takes longer than to run it.
+        return self._compiled if examples >= self._full else self._module
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Names the remedy where compilation fails, in forward or in backward.
+
+        Raises:
+            JobError: what the compiler said.
+        """
+        from torch._dynamo.exc import TorchDynamoException
+        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
+
+        try:
+            yield
+        except (TorchDynamoException, CppCompileError, InvalidCxxCompiler, OperatorIssue) as error:
+            said = " ".join(str(error).partition("\n\n")[0].split())
+            raise JobError(
+                f"the model cannot be compiled: {type(error).__name__}: {said:.400}; use compile=False"
+            ) from error
+
 
 HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN = Options()
@@ -231,3 +278,54 @@ def _cut(start: int, stop: int, examples: int, option: str, name: str, leaf: Any
         f"{name} is {form}, and {option} cuts batches into micro-batches along the first dim, which must have one "
         f"entry for each of the {examples} examples; leave it out of the batch, or use {option}=1"
     )
+
+
+def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:
+    """Runs the model on its part of a batch.
+
+    Args:
+        module: the model, or a compiled form of it.
+        batch: what the data gave.
+        inputs: `Job.inputs`.
+    """
+    if callable(inputs):
+        return module(inputs(batch))
+    if inputs is None:
+        if isinstance(batch, Mapping):
+            return module(**batch)
+        return module(batch[0] if isinstance(batch, tuple | list) else batch)
+    try:
+        if isinstance(inputs, tuple | list):
+            return module(**{key: batch[key] for key in inputs})
+        chosen = batch[inputs]
+    except (KeyError, IndexError, TypeError) as error:
+        raise JobError(f"inputs={inputs!r} does not fit a batch that is {_form(batch)}") from error
+    return module(chosen)
+
+
+def select_target(batch: Any, target: Any) -> Any:
+    """Returns what the loss compares the output with, by `Job.target`."""
+    if callable(target):
+        return target(batch)
+    if target is None:
+        return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
+    try:
+        return batch[target]
+    except (KeyError, IndexError, TypeError) as error:
+        raise JobError(f"target={target!r} does not fit a batch that is {_form(batch)}") from error
+
+
+def examples_of(batch: Any) -> int:
+    """Returns the length of the first tensor found in a batch."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    children = batch.values() if isinstance(batch, Mapping) else batch
+    return next(examples_of(child) for child in children)
+
+
+def _form(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"a dict with the keys {sorted(map(str, batch))}"
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"

@@ -26,8 +26,8 @@ from time import monotonic
 from torch import Tensor
 
 from headrace.shared_memory import futex
+from headrace.shared_memory.futex import Spin, look
 from headrace.shared_memory.segment import SharedSegment
-from headrace.shared_memory.spin import Spin, look
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
 from headrace.transport.local_wire import NOTHING, SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
 

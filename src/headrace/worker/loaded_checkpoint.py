@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from headrace.checkpoint import Checkpoint
 from headrace.errors import CorruptCheckpoint, HeadraceError
 from headrace.spec.plan import EVERY_WORKER, Plan
-from headrace.training.compute import Compute
-from headrace.training.model_spec import parameters_and_buffers
-from headrace.training.state_piece import StatePiece
+from headrace.training.compute import Compute, parameters_and_buffers
+from headrace.training.optimizer_state import StatePiece
 from headrace.training.update import PARAMETER
 
 

@@ -31,9 +31,8 @@ from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Role
 from headrace.strategies.strategy import ServerDirectory, WorkerContext
-from headrace.training.compute import Compute
+from headrace.training.compute import Compute, parameters_and_buffers
 from headrace.training.exchange import Replica
-from headrace.training.model_spec import parameters_and_buffers
 from headrace.training.whole_model import Objective
 from headrace.worker.data_assignment import DataAssignment, assign_data
 from headrace.worker.evaluation import Evaluation

@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from headrace.averaging.extra_state import MeanState
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.training.optimizer_state import MeanState
 
 
 class OptimizerMirror:

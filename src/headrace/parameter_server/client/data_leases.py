@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.replica_group import LeaderClient
 from headrace.parameter_server.wire.messages import Kind, Message
-from headrace.training.data_leases import DataLeases, Lease, SyncPoint
+from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 
 _LOOK_EVERY_S = 0.005
 

@@ -17,7 +17,7 @@ from headrace.parameter_server.wire.layout import ShardLayout
 from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Exchange
-from headrace.training.state_piece import StatePiece
+from headrace.training.optimizer_state import StatePiece
 from headrace.training.update import PARAMETER
 
 

@@ -17,8 +17,7 @@ from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.gradients import GradientBuffer
 from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.spec.options import Options
-from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.loss_scale import LossScale
+from headrace.training.clipping import GradientClipper, LossScale, StepDecision
 
 _WORDS = 6
 """Numbers of a lease or a fence that all need, but for who meets: of a replica nobody is ever lost alone."""

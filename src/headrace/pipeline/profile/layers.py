@@ -21,8 +21,7 @@ from headrace.pipeline.profile.sweep import LayerTiming, Sweep, typical
 from headrace.pipeline.stages.stage import cut
 from headrace.pipeline.trace.tracing import Traced, trace, unchanged
 from headrace.spec.model import LayerSpec
-from headrace.training.selection import select_target
-from headrace.training.whole_model import Objective
+from headrace.training.whole_model import Objective, select_target
 from headrace.trees import nbytes
 
 _LEAST, _MOST = 5, 30

@@ -17,7 +17,7 @@ from headrace.pipeline.trace.evaluation import align
 from headrace.pipeline.trace.layers import Layer, LayerMap, lay_out
 from headrace.pipeline.trace.recorder import record
 from headrace.pipeline.trace.recording import Recording, Untraceable, answer, execute, places
-from headrace.training.selection import call, examples_of
+from headrace.training.whole_model import call, examples_of
 from headrace.trees import map_tensors
 
 

@@ -8,7 +8,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
 from headrace.errors import UsageError
 from headrace.spec.share import Share
-from headrace.training.data_leases import DataLeases, Lease, SyncPoint
+from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 from headrace.worker.events import EventWriter
 from headrace.worker.loops.periodic import averaged_event
 from headrace.worker.run_spec import RunSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from headrace.spec.events import ParametersAveraged
-from headrace.training.periodic_sync import PeriodicSync, SyncResult
+from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.events import EventWriter
 
 
