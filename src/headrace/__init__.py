@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from headrace.metrics import Mean
     from headrace.parameter_server.server.optimizer import Remedies
     from headrace.report.views.tensorboard import TensorBoard
-    from headrace.spec.checkpoints import Checkpoints
     from headrace.spec.job import Job
-    from headrace.spec.options import EarlyStopping, Options
+    from headrace.spec.options import Checkpoints, EarlyStopping, Options
     from headrace.strategies import (
         EASGD,
         CentralStorage,
@@ -80,7 +79,7 @@ __all__ = [
 _HOMES = {
     "AutoPeriod": "headrace.averaging.period",
     "CentralStorage": "headrace.strategies",
-    "Checkpoints": "headrace.spec.checkpoints",
+    "Checkpoints": "headrace.spec.options",
     "Comparison": "headrace.api.comparison",
     "DiLoCo": "headrace.strategies",
     "Downpour": "headrace.strategies",

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.boards import check_tensorboard, tensorboards
+from headrace.cli.runs import check_tensorboard, tensorboards
 from headrace.errors import UnfitMachine
 from headrace.spec.events import Event
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from headrace import errors as tree
-from headrace.cli.errors import ExitCode, error_document, exit_code, user_traceback, write_error
+from headrace.cli.output import ExitCode, error_document, exit_code, user_traceback, write_error
 from headrace.engine.termination import Terminated
 from headrace.errors import DataError, HeadraceError, JobError, PeerLost, UnfitMachine, UsageError, WorkerFailed
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from headrace.cli.errors import user_traceback
 from headrace.cli.jobfile import MODULE, find_job, load_job
+from headrace.cli.output import user_traceback
 from headrace.errors import DataError, JobError, UnknownName, UsageError
 from headrace.spec.job import Job
 

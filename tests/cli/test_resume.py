@@ -8,7 +8,7 @@ import pytest
 
 from headrace.checkpoint import CheckpointFolder
 from headrace.cli import run
-from headrace.spec.checkpoints import Checkpoints
+from headrace.spec.options import Checkpoints
 from warm.programs import programs
 
 Capture = pytest.CaptureFixture[str]

@@ -30,7 +30,7 @@ from headrace.data.loading.autotune import ReadMode, ReadModes
 from headrace.data.pipeline.source import Epoch
 from headrace.data.pipeline.steps import Cache
 from headrace.errors import DataError, UsageError
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 
 COUNT = 20
 

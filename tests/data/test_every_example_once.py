@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.data import InputPipeline, from_arrays
 from headrace.data.loading.loader import Loader
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 
 
 def augmented(example: Any, rng: np.random.Generator) -> Any:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
 from headrace.data.pipeline.source import collate
 from headrace.errors import DataError, UsageError
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 
 COUNTS = st.integers(1, 60)
 BATCHES = st.integers(1, 70)

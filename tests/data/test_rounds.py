@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.data import Hosts, InputPipeline, Loader, from_arrays, local
 from headrace.data.pipeline.rounds import Rounds
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 
 COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 BATCHES = st.integers(1, 50)

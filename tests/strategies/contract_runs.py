@@ -25,10 +25,10 @@ from headrace.data import Loader, as_pipeline
 from headrace.pipeline.trace.tracing import Traced, trace
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Stepped
+from headrace.spec.job import Share
 from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
-from headrace.spec.share import Share
 from headrace.strategies import Strategy, WorkerContext
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer_state import StatePiece

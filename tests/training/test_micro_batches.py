@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.errors import DataError, UsageError
+from headrace.spec.job import Share
 from headrace.spec.options import Options
-from headrace.spec.share import Share
 from headrace.training.whole_model import Objective, WholeModel, cut
 from training.test_whole_model import Kept, module, part, weighted
 

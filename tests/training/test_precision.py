@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headrace.spec.job import Share
 from headrace.spec.options import Options
-from headrace.spec.share import Share
 from headrace.training.clipping import LossScale
 from headrace.training.whole_model import Objective, WholeModel
 from training.test_whole_model import Kept

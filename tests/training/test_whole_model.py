@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from collectives.seats import together
 from headrace.collectives.threads import ThreadCollective
 from headrace.metrics import Mean
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.strategies.strategy import WorkerContext
 from headrace.training.batch_norm import synchronise_batch_norm
 from headrace.training.whole_model import Objective, WholeModel

@@ -23,9 +23,9 @@ from headrace.engine.torchrun.rendezvous import join, launched_ranks, of_first, 
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
 from headrace.machine import detect
 from headrace.pipeline.profile import MeasuredLayers, measure
-from headrace.spec.checkpoints import Checkpoints
 from headrace.spec.cluster import Cluster
 from headrace.spec.job import Job
+from headrace.spec.options import Checkpoints
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve

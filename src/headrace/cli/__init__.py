@@ -18,9 +18,8 @@ from headrace.cli.commands.launch import launch
 from headrace.cli.commands.report import report
 from headrace.cli.commands.train import train
 from headrace.cli.commands.workers import workers
-from headrace.cli.errors import ExitCode, error_document
 from headrace.cli.options import help_option
-from headrace.cli.output import write_document
+from headrace.cli.output import ExitCode, error_document, write_document
 from headrace.engine.termination import Terminated, answer_with, terminate
 
 __all__ = ["COMMANDS", "app", "main", "run"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.errors import user_place
+from headrace.cli.output import user_place
 from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
 from headrace.spec.job import Job
 

@@ -14,7 +14,7 @@ import typer
 
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.call import parse_call, split_calls
-from headrace.spec.checkpoints import Checkpoints
+from headrace.spec.options import Checkpoints
 
 
 class Device(StrEnum):

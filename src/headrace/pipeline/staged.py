@@ -16,7 +16,7 @@ from headrace.pipeline.runner import MicroBatch, Runner
 from headrace.pipeline.stages.module import StageModule
 from headrace.pipeline.trace.tracing import Traced
 from headrace.policies.batch_split import bounds
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import GradientSink
 from headrace.training.whole_model import Objective, cut, select_target, widened

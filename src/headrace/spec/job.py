@@ -70,3 +70,20 @@ class Job:
             raise UsageError(f"metrics must be a dict of names to functions, got {type(self.metrics).__name__}")
         if not isinstance(self.options, Options):
             raise UsageError(f"options must be hr.Options(...), got {type(self.options).__name__}")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the data gives to one worker in one round.
+
+    Attributes:
+        batch: a tree of tensors `(examples, ...)`; of length 0 where the last batch had none for this worker.
+        examples: how many this worker has.
+        of: how many the global batch has.
+        epoch: which visit of the data, from 0.
+    """
+
+    batch: Any
+    examples: int
+    of: int
+    epoch: int

@@ -29,10 +29,10 @@ from headrace.metrics import Mean
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
+from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.spec.share import Share
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import (
     ModelParallelGroup,

@@ -13,8 +13,8 @@ from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.spec.events import StagePass
+from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec, ParameterSpec
-from headrace.spec.share import Share
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.policies.batch_split import bounds
+from headrace.spec.job import Share
 from headrace.spec.options import Options
-from headrace.spec.share import Share
 from headrace.training.clipping import LossScale
 from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import GradientSink

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from headrace.collectives.base import ProcessGroup
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.training.batch_norm import averaged_buffers
 
 

@@ -14,9 +14,8 @@ from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
 from headrace.errors import UsageError
 from headrace.metrics import weigh
-from headrace.spec.job import Job
+from headrace.spec.job import Job, Share
 from headrace.spec.options import EarlyStopping
-from headrace.spec.share import Share
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import select_target

@@ -10,9 +10,9 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from headrace.spec.checkpoints import Checkpoints
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
+from headrace.spec.options import Checkpoints
 from headrace.spec.plan import Plan
 
 if TYPE_CHECKING:

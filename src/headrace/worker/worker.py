@@ -16,7 +16,7 @@ from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Evaluated, Notice
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Computed
 from headrace.training.exchange import Replica

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.errors import ExitCode
 from headrace.cli.options import JsonOption, help_option
-from headrace.cli.output import Answer, answering
+from headrace.cli.output import Answer, ExitCode, answering
 from headrace.errors import CorruptCheckpoint, UnfitMachine, UsageError
 from headrace.report.format import MISSING, byte_count, clean
 

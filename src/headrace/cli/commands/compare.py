@@ -6,10 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.boards import check_tensorboard, tensorboards
-from headrace.cli.errors import ExitCode
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.launcher import own_engine, refuse_launcher
 from headrace.cli.options import (
     Device,
     DeviceOption,
@@ -25,9 +22,16 @@ from headrace.cli.options import (
     help_option,
     split_names,
 )
-from headrace.cli.output import answering
-from headrace.cli.results import show_comparison
-from headrace.cli.rundir import default_run_dir, job_name, saying_where
+from headrace.cli.output import ExitCode, answering, show_comparison
+from headrace.cli.runs import (
+    check_tensorboard,
+    default_run_dir,
+    job_name,
+    own_engine,
+    refuse_launcher,
+    saying_where,
+    tensorboards,
+)
 
 _EXAMPLES = """
   headrace compare job.py --workers 2

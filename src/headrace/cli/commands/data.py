@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.launcher import own_engine, refuse_launcher
 from headrace.cli.options import (
     Device,
     DeviceOption,
@@ -23,7 +22,7 @@ from headrace.cli.options import (
     help_option,
 )
 from headrace.cli.output import Answer, answering
-from headrace.cli.rundir import job_name
+from headrace.cli.runs import job_name, own_engine, refuse_launcher
 from headrace.errors import UsageError
 from headrace.report.format import MISSING, clean, percent, short
 from headrace.report.views.input_text import bottleneck_plain, input_plain, readers

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.checks import Check, Verdict, examine, worst
-from headrace.cli.errors import ExitCode
 from headrace.cli.options import JsonOption, help_option
-from headrace.cli.output import answering
+from headrace.cli.output import ExitCode, answering
 from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.options import JsonOption, help_option
-from headrace.cli.output import answering
-from headrace.cli.results import show_comparison, show_run
+from headrace.cli.output import answering, show_comparison, show_run
 from headrace.errors import DataError, UnfitMachine
 from headrace.report import References, Summary, summarize, write_page
 

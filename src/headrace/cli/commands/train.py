@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.boards import check_tensorboard, tensorboards
-from headrace.cli.errors import ExitCode
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.launcher import launched_rank, own_engine
 from headrace.cli.options import (
     CheckpointEveryOption,
     Device,
@@ -32,9 +29,16 @@ from headrace.cli.options import (
     complete_strategy,
     help_option,
 )
-from headrace.cli.output import answering
-from headrace.cli.results import show_run
-from headrace.cli.rundir import default_run_dir, job_name, saying_where
+from headrace.cli.output import ExitCode, answering, show_run
+from headrace.cli.runs import (
+    check_tensorboard,
+    default_run_dir,
+    job_name,
+    launched_rank,
+    own_engine,
+    saying_where,
+    tensorboards,
+)
 from headrace.errors import UsageError
 from headrace.spec.call import parse_call
 

@@ -20,7 +20,7 @@ from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.rounds import Rounds
 from headrace.errors import UsageError
 from headrace.policies.batch_split import bounds
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 
 _ANY = CpuBudget()
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.trees import map_tensors
 
 

@@ -1,29 +1,30 @@
-"""The events of a run: the only thing that comes out of it. One JSON line each."""
+"""The events of a run, one JSON line each.
 
-from headrace.spec.events.averaged import ParametersAveraged
-from headrace.spec.events.base import LAUNCHER, Event
-from headrace.spec.events.event import (
+A process appends its events to one file, `<run>/events/rank-<n>.jsonl`; the launcher writes
+`<run>/events/launcher.jsonl`. Reports and the planner read these files, never live objects. Times are seconds
+on the host's monotonic clock since the run began.
+"""
+
+from __future__ import annotations
+
+import json
+
+from headrace.spec.events.run import LAUNCHER, Event, Failed, Lost, Notice, RunEnded, RunStarted
+from headrace.spec.events.server import ServerEnded, ServerStarted, ServerStats, ShardStats, SnapshotTaken
+from headrace.spec.events.worker import (
     Evaluated,
-    Failed,
+    InputStageStats,
     InputStats,
-    Lost,
     NonFinite,
-    Notice,
-    RunEnded,
-    RunStarted,
+    ParametersAveraged,
+    PipelineStepTimed,
     Saved,
-    ServerEnded,
-    ServerStarted,
-    ServerStats,
-    SnapshotTaken,
+    StagePass,
     Stepped,
     WorkerEnded,
     WorkerStarted,
-    decode,
-    encode,
 )
-from headrace.spec.events.pipeline import PipelineStepTimed, StagePass
-from headrace.spec.events.tallies import InputStageStats, ShardStats
+from headrace.spec.plain import from_plain, to_plain
 
 __all__ = [
     "LAUNCHER",
@@ -52,3 +53,31 @@ __all__ = [
     "decode",
     "encode",
 ]
+
+_KINDS: dict[str, type[Event]] = {
+    kind.kind: kind
+    for kind in (
+        *(RunStarted, Notice, Failed, Lost, RunEnded),
+        *(WorkerStarted, Stepped, InputStats, Evaluated, Saved, NonFinite),
+        *(ParametersAveraged, PipelineStepTimed, WorkerEnded),
+        *(ServerStarted, ServerStats, SnapshotTaken, ServerEnded),
+    )
+}
+
+
+def encode(event: Event) -> str:
+    """Returns the event as one line of JSON, without the line's end."""
+    return json.dumps({"kind": event.kind, **to_plain(event)}, separators=(",", ":"))
+
+
+def decode(line: str) -> Event:
+    """Returns the event that `encode` wrote.
+
+    Raises:
+        ValueError: the line is no event.
+    """
+    try:
+        plain = json.loads(line)
+        return from_plain(_KINDS[plain.pop("kind")], plain)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an event: {line[:120]!r} ({error})") from error

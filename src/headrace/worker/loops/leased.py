@@ -7,7 +7,7 @@ import sys
 from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
 from headrace.errors import UsageError
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 from headrace.worker.events import EventWriter
 from headrace.worker.loops.periodic import averaged_event

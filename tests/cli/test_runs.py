@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.rundir import default_run_dir, job_name, saying_where
+from headrace.cli.runs import default_run_dir, job_name, saying_where
 from headrace.errors import PeerLost, UsageError
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
