@@ -233,9 +233,9 @@ def test_to_look_changes_nothing_over_a_wire(codec: str, outer: str | None) -> N
         seen = []
         for round_, share in enumerate(itertools.islice(loader.rounds(), 7)):
             step(replica, share, round_)
-            for on in (True, True, False, False) if looks else ():
-                replica.meetings.show(on)
-                seen += [held(replica).tensors] if on else []
+            for averaged in (True, True, False, False) if looks else ():
+                replica.meetings.swap_weights(averaged)
+                seen += [held(replica).tensors] if averaged else []
         # What was seen in the end is what all are together; and where each has gone.
         return [*seen[-1:], held(replica).tensors]
 
@@ -255,9 +255,8 @@ def test_what_was_lost_on_the_wire_is_saved_too(codec: str, outer: str | None) -
         for round_, share in enumerate(itertools.islice(loader.rounds(), stop)):
             step(replica, share, round_)
         own = list(replica.meetings.own())
-        replica.meetings.show(True)
-        shown = held(replica)
-        replica.meetings.show(False)
+        with replica.meetings.swapped_weights():
+            shown = held(replica)
         return shown, own, held(replica)
 
     def go_on(rank: int, replica: Replica, loader: Loader) -> Saved:

@@ -114,7 +114,7 @@ class ParameterAverager(PeriodicSync):
         self._exchange_s = 0.0
         self._left = self._looked = perf_counter()
         self._saved: Tensor | None = None
-        self._shows = False
+        self._swapped = False
         self.worth = 0.0
         self.kept_bytes = average.nbytes + (rest.nbytes if rest else 0)
 
@@ -158,11 +158,11 @@ class ParameterAverager(PeriodicSync):
     def end(self, done: int) -> SyncResult | None:
         return self.meet(done) if self._rounds and self._habits.outer.agrees else None
 
-    def show(self, on: bool) -> None:
-        if on == self._shows:
+    def swap_weights(self, averaged: bool) -> None:
+        if averaged == self._swapped:
             return
-        self._shows = on
-        if not on:
+        self._swapped = averaged
+        if not averaged:
             if self._saved is not None:
                 self._average.own.copy_(self._saved)
                 self._saved = None

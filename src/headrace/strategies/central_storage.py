@@ -209,10 +209,10 @@ class CentralStorageExchange(UpdatingExchange):
         super().update(round_)
         self._group.barrier()
 
-    def show_average(self, on: bool) -> None:
+    def swap_weights(self, averaged: bool) -> None:
         # Nobody may still read what is changed, nor read on before all of it is.
         self._group.barrier()
-        super().show_average(on)
+        super().swap_weights(averaged)
         self._group.barrier()
         self._storage.fetch()
 

@@ -260,9 +260,9 @@ class DownpourExchange(ServedExchange):
         self._local.load(settings)
         super().load(pieces, settings)
 
-    def show_average(self, on: bool) -> None:
+    def swap_weights(self, averaged: bool) -> None:
         self.client.forget()
-        super().show_average(on)
+        super().swap_weights(averaged)
 
     def _pour(self) -> None:
         """Pushes what has been accrued."""

@@ -247,8 +247,8 @@ class AveragingExchange(Exchange):
     def skip(self, round_: int) -> None:
         self._local.skip(round_)
 
-    def show_average(self, on: bool) -> None:
-        self._local.show_average(on)
+    def swap_weights(self, averaged: bool) -> None:
+        self._local.swap_weights(averaged)
 
     def state(self) -> tuple[StatePiece, ...]:
         return (*self._local.state(), *self._gathering.kept())

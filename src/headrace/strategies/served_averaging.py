@@ -316,8 +316,8 @@ class ServedAveragingExchange(ServedExchange):
             self._give_up()
         return replace(verdict, bad_losses=(self._group.rank,)) if verdict.bad_losses else verdict
 
-    def show_average(self, on: bool) -> None:
-        super().show_average(on)
+    def swap_weights(self, averaged: bool) -> None:
+        super().swap_weights(averaged)
         self._centre.take()
 
     def state(self) -> tuple[StatePiece, ...]:

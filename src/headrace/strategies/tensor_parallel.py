@@ -269,8 +269,8 @@ class SplitExchange(Exchange):
     def skip(self, round_: int) -> None:
         self._exchange.skip(round_)
 
-    def show_average(self, on: bool) -> None:
-        self._exchange.show_average(on)
+    def swap_weights(self, averaged: bool) -> None:
+        self._exchange.swap_weights(averaged)
 
     def state(self) -> tuple[StatePiece, ...]:
         return self._split.join(self._exchange.state())
@@ -309,8 +309,8 @@ class SplitMeetings(PeriodicSync):
     def end(self, done: int) -> SyncResult | None:
         return self._meetings.end(done)
 
-    def show(self, on: bool) -> None:
-        self._meetings.show(on)
+    def swap_weights(self, averaged: bool) -> None:
+        self._meetings.swap_weights(averaged)
 
     def own(self) -> tuple[StatePiece, ...]:
         return self._split.mark(self._meetings.own())

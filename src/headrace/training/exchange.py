@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 from headrace.training.clipping import StepDecision
 from headrace.training.compute import Compute
 from headrace.training.optimizer_state import StatePiece
-from headrace.training.synchronization import DataLeases, PeriodicSync
+from headrace.training.synchronization import DataLeases, PeriodicSync, SwappableWeights
 
 
-class Exchange(ABC):
+class Exchange(SwappableWeights):
     """Brings the workers' gradients together and moves the parameters."""
 
     @abstractmethod
@@ -38,13 +38,6 @@ class Exchange(ABC):
     @abstractmethod
     def skip(self, round_: int) -> None:
         """Ends a round without an update."""
-
-    @abstractmethod
-    def show_average(self, on: bool) -> None:
-        """Lets the moving averages stand where the parameters do, or the parameters again. Every rank calls it.
-
-        To ask for what is so already changes nothing.
-        """
 
     @abstractmethod
     def state(self) -> tuple[StatePiece, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.training.optimizer_state import StatePiece
@@ -31,7 +33,33 @@ class SyncResult:
     took_s: float = 0.0
 
 
-class PeriodicSync(ABC):
+class SwappableWeights(ABC):
+    """Weights that averaged ones can replace: moving averages, or the mean of workers that step on their own."""
+
+    @abstractmethod
+    def swap_weights(self, averaged: bool) -> None:
+        """Puts the averaged weights in the parameters' place, or the parameters back.
+
+        Every rank calls it. A call that asks for what is already there changes nothing. Training goes on from the
+        parameters as if they had never been replaced.
+        """
+
+    @contextmanager
+    def swapped_weights(self) -> Iterator[None]:
+        """Runs its body with the averaged weights in the parameters' place; every rank enters and leaves it.
+
+        If the body raises, the averaged weights stay, because other ranks may be gone, and the next entry takes over.
+        """
+        self.swap_weights(averaged=True)
+        yield
+        self.swap_weights(averaged=False)
+
+    def adopt_averaged_weights(self) -> None:
+        """Leaves the averaged weights in the parameters' place, at the end of a run; every rank calls it."""
+        self.swap_weights(averaged=True)
+
+
+class PeriodicSync(SwappableWeights):
     """One worker's part in the run's meetings; every worker calls the same verbs after the same rounds."""
 
     @abstractmethod
@@ -53,13 +81,6 @@ class PeriodicSync(ABC):
     @abstractmethod
     def end(self, done: int) -> SyncResult | None:
         """Meets a last time, where the trained model is not yet what this worker has; None where that is not needed."""
-
-    @abstractmethod
-    def show(self, on: bool) -> None:
-        """Lets the trained model stand where this worker's parameters do, or those again.
-
-        Training goes on from there as if nobody had looked. All call it; to ask for what is so already changes nothing.
-        """
 
     @abstractmethod
     def own(self) -> tuple[StatePiece, ...]:

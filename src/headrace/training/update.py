@@ -228,7 +228,7 @@ class Updater:
         self._scale = scale
         self._decay = options.ema_decay
         self._averages: dict[int, Tensor] = {}
-        self.shows_average = False
+        self.swapped = False
 
     def step(self, round_: int) -> None:
         """Applies the optimizer once."""
@@ -276,11 +276,11 @@ class Updater:
         """Ends a round without an update, or one whose updates were made piece by piece: the schedule counts rounds."""
         self._schedule.advance(round_)
 
-    def show_average(self, on: bool) -> None:
-        """Lets the moving averages stand where the parameters do, or the parameters again."""
-        if on == self.shows_average:
+    def swap_weights(self, averaged: bool) -> None:
+        """Puts the moving averages in the parameters' place, or the parameters back."""
+        if averaged == self.swapped:
             return
-        self.shows_average = on
+        self.swapped = averaged
         for index, average in self._averages.items():
             tensor = self._tensors[index]
             kept = tensor.clone()
@@ -365,8 +365,8 @@ class UpdatingExchange(Exchange):
     def skip(self, round_: int) -> None:
         self.updater.skip(round_)
 
-    def show_average(self, on: bool) -> None:
-        self.updater.show_average(on)
+    def swap_weights(self, averaged: bool) -> None:
+        self.updater.swap_weights(averaged)
 
     def state(self) -> tuple[StatePiece, ...]:
         return self.updater.state()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ class Evaluation:
         sums = [0.0] * (2 * len(measures) + 1)
         module = self._replica.compute.module
         training = module.training
-        with self._together(), self._averaged(weight):
+        meetings = self._replica.meetings
+        with meetings.swapped_weights() if meetings else nullcontext(), self._averaged(weight):
             module.eval()
             for share in self._loader(self._group.rank, self._group.world).sweep():
                 if share.examples:
@@ -72,28 +73,14 @@ class Evaluation:
         sums[-1] += share.examples
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Lets the trained model stand where workers that go on by themselves have other parameters each."""
-        meetings = self._replica.meetings
-        if meetings is None:
-            yield
-            return
-        meetings.show(True)
-        yield
-        meetings.show(False)
-
-    @contextmanager
     def _averaged(self, weight: float) -> Iterator[None]:
         buffers = averaged_buffers(self._replica.compute.module) if self._mates.world > 1 else []
         own = [buffer.clone() for buffer in buffers]
         average(buffers, self._mates, weight)
         averages = self._job.options.ema_decay is not None
         try:
-            if averages:
-                self._replica.exchange.show_average(True)
-            yield
-            if averages:
-                self._replica.exchange.show_average(False)
+            with self._replica.exchange.swapped_weights() if averages else nullcontext():
+                yield
         finally:
             # Where a worker is lost, all is done again.
             with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import datetime
 from typing import Any
 
@@ -65,13 +66,11 @@ class WorkerState:
         tensors = {**owned_pieces(exchange.state(), self._order.plan, rank), **random_states(self._device)}
         if meetings:
             tensors |= own_pieces(meetings.own())
-            meetings.show(True)
-        averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
-        average(list(averaged.values()), self._mates, weight)
-        leads = self._order.plan.leads(rank)
-        tensors |= model_tensors(self._replica.compute, leads, self._mates.world, averaged)
-        if meetings:
-            meetings.show(False)
+        with meetings.swapped_weights() if meetings else nullcontext():
+            averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
+            average(list(averaged.values()), self._mates, weight)
+            leads = self._order.plan.leads(rank)
+            tensors |= model_tensors(self._replica.compute, leads, self._mates.world, averaged)
         description = {
             **self._order.description,
             "epoch": done // self._rounds_per_epoch,

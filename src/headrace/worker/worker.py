@@ -309,9 +309,9 @@ class Worker:
         self._saver.wait()
         self._group.together(lambda: average(averaged_buffers(self.model), self._mates, self._weight))
         if self._apart:
-            self._apart.meetings.show(True)
+            self._apart.meetings.adopt_averaged_weights()
         if self._order.job.options.ema_decay is not None:
-            self._group.together(lambda: self._replica.exchange.show_average(True))
+            self._group.together(self._replica.exchange.adopt_averaged_weights)
 
     @property
     def _weight(self) -> float:

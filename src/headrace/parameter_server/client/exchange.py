@@ -65,11 +65,11 @@ class ServedExchange(Exchange):
     def skip(self, round_: int) -> None:
         """The servers have left it out."""
 
-    def show_average(self, on: bool) -> None:
+    def swap_weights(self, averaged: bool) -> None:
         self._group.barrier()
         if self._group.rank == 0:
             for server in range(len(self._forms)):
-                self.client.ask(server, Message(Kind.AVERAGE, flag=on))
+                self.client.ask(server, Message(Kind.AVERAGE, flag=averaged))
         self._group.barrier()
         self.client.pull()
 

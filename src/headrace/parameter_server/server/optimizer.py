@@ -213,7 +213,7 @@ class ShardOptimizer:
         # Optimizers that draw numbers go on with the same ones.
         tensors["random"] = torch.get_rng_state()
         return ShardOptimizerState(
-            self._round, tuple(self._done), self.state().decode(), self._updater.shows_average
+            self._round, tuple(self._done), self.state().decode(), self._updater.swapped
         ), tensors
 
     def become(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
@@ -240,11 +240,11 @@ class ShardOptimizer:
         torch.set_rng_state(like(tensors, "random", torch.get_rng_state()).clone())
         self._round, self._done = state.round, list(state.done)
         # The tensors are already as they stood.
-        self._updater.shows_average = state.shows_average
+        self._updater.swapped = state.shows_average
 
     def show_average(self, on: bool) -> None:
         """Lets the moving averages stand where the parameters do, or the parameters again."""
-        self._updater.show_average(on)
+        self._updater.swap_weights(on)
 
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""
