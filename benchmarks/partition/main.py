@@ -25,9 +25,8 @@ from harness import machine
 
 from headrace.models import char_lstm, cnn, fashion_cnn, mlp
 from headrace.pipeline.partition import Terms, split
-from headrace.pipeline.profile.layers import profile
-from headrace.pipeline.profile.sweep import Sweep
-from headrace.pipeline.stages.stage import cut
+from headrace.pipeline.profile import Sweep, profile
+from headrace.pipeline.stage import cut
 from headrace.pipeline.trace.tracing import Traced, trace
 from headrace.spec.model import ModelSpec
 from headrace.training.compute import describe

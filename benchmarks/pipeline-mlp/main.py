@@ -19,7 +19,7 @@ from harness import alternate, ratio, report, rival
 import headrace as hr
 from headrace.engine.local.engine import LocalEngine
 from headrace.pipeline.schedules import SCHEDULES, Action
-from headrace.pipeline.schedules.timing import timed
+from headrace.pipeline.schedules.schedule import timed
 from headrace.spec.events import PipelineStepTimed, Stepped
 
 WIDTH, LAYERS, BATCH, STAGES, WARM = 1024, 8, 256, 2, 10

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from headrace.models import mlp
 from headrace.pipeline.partition import Terms, costs, split
-from headrace.pipeline.profile.layers import profile
-from headrace.pipeline.profile.sweep import _saved
+from headrace.pipeline.profile import _saved, profile
 from headrace.training.compute import describe
 from headrace.training.whole_model import Objective
 from headrace.trees import map_tensors

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from headrace.pipeline.schedules import SCHEDULES, Action, Schedule
-from headrace.pipeline.schedules.timing import bubble, draw, in_flight, timed
+from headrace.pipeline.schedules.schedule import bubble, draw, in_flight, timed
 
 MODULES = {"gpipe": "gpipe", "1f1b": "one_forward_one_backward", "interleaved": "interleaved"}
 CASES = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.pipeline.stages.stage import OUTPUT, Stage, cut
+from headrace.pipeline.stage import OUTPUT, Stage, cut
 from headrace.pipeline.trace.tracing import Traced, trace
 from headrace.training.whole_model import call
 from headrace.trees import map_tensors

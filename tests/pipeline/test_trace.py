@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import JobError, UsageError
-from headrace.pipeline.stages.stage import OUTPUT, Value, cut, shared
+from headrace.pipeline.stage import OUTPUT, Value, cut, shared
 from headrace.pipeline.trace.tracing import trace
 from pipeline.zoo import ZOO, Gated, Normalised, Several, Tied, UNet, dense
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data import Loader, as_pipeline
+from headrace.pipeline.buffers import SavedBuffers
+from headrace.pipeline.memory import SavedBytes
 from headrace.pipeline.staged import StagedModel
-from headrace.pipeline.stages.buffers import SavedBuffers
-from headrace.pipeline.stages.saved_bytes import SavedBytes
 from headrace.training.exchange import Replica
 from strategies.contract_models import Case, images
 from strategies.contract_runs import distance, drive, step, with_replicas

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.pipeline.buffers import RunningStatistics, SavedBuffer
 from headrace.pipeline.channels import Channels
-from headrace.pipeline.out_of_memory import explain_out_of_memory
+from headrace.pipeline.memory import SavedBytes, explain_out_of_memory
 from headrace.pipeline.schedules import Action
-from headrace.pipeline.stages.batch_norm import RunningStatistics
-from headrace.pipeline.stages.buffers import SavedBuffer
-from headrace.pipeline.stages.saved_bytes import SavedBytes
-from headrace.pipeline.stages.stage import OUTPUT, Stage
+from headrace.pipeline.stage import OUTPUT, Stage
 from headrace.spec.events import StagePass
 
 RECOMPUTE = ("never", "except_last", "always")

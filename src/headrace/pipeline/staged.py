@@ -13,7 +13,7 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.metrics import Mean, weigh
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.runner import MicroBatch, Runner
-from headrace.pipeline.stages.module import StageModule
+from headrace.pipeline.stage_module import StageModule
 from headrace.pipeline.trace.tracing import Traced
 from headrace.policies.batch_split import bounds
 from headrace.spec.job import Share

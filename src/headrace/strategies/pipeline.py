@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.errors import UnknownName, UsageError
+from headrace.pipeline.buffers import RunningStatistics
 from headrace.pipeline.channels import Channels
-from headrace.pipeline.out_of_memory import explain_out_of_memory
+from headrace.pipeline.memory import explain_out_of_memory
 from headrace.pipeline.partition import COSTS, Terms, costs, read, split
 from headrace.pipeline.runner import RECOMPUTE, Runner
 from headrace.pipeline.schedules import SCHEDULES, Action
-from headrace.pipeline.schedules.timing import in_flight
+from headrace.pipeline.schedules.schedule import in_flight
+from headrace.pipeline.stage import cut
+from headrace.pipeline.stage_module import StageModule, ways
 from headrace.pipeline.staged import StagedModel
-from headrace.pipeline.stages.batch_norm import RunningStatistics
-from headrace.pipeline.stages.module import StageModule, ways
-from headrace.pipeline.stages.stage import cut
 from headrace.pipeline.trace.tracing import trace
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.spec.cluster import Cluster

@@ -16,9 +16,9 @@ from headrace.collectives.base import Collective
 from headrace.errors import UnknownName, UsageError
 from headrace.tensor_parallel.analysis import analyze_graph, splittable
 from headrace.tensor_parallel.attention import ParallelAttention
-from headrace.tensor_parallel.batch_parallel import BatchParallel
 from headrace.tensor_parallel.collectives import all_gather
 from headrace.tensor_parallel.layers import (
+    BatchParallel,
     ColumnParallel,
     GroupedConv,
     Length,

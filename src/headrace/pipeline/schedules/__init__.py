@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.pipeline.schedules.action import Action, Schedule
 from headrace.pipeline.schedules.gpipe import gpipe
 from headrace.pipeline.schedules.interleaved import interleaved
 from headrace.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
+from headrace.pipeline.schedules.schedule import Action, Schedule
 
 __all__ = ["SCHEDULES", "Action", "Schedule"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.pipeline.schedules.action import Action
+from headrace.pipeline.schedules.schedule import Action
 
 
 def gpipe(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:

@@ -10,20 +10,29 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import operator
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils import checkpoint
 
-from headrace.pipeline.trace.global_state import autocast, replaced, rng_state
-from headrace.pipeline.trace.recording import Recording, Untraceable, answer, execute, tensors
+from headrace.pipeline.trace.recording import (
+    Recording,
+    RecordingTracer,
+    Untraceable,
+    ValueProxy,
+    answer,
+    execute,
+    is_instance,
+    item_of,
+    tensors,
+    value_of,
+)
 from headrace.trees import map_leaves
 
 _LOOKED_INTO = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
@@ -38,11 +47,8 @@ _SHAPES = {getattr, len, "dim", "is_floating_point", "ndimension", "nelement", "
 _CHECKPOINTED = "_checkpoint_without_reentrant_generator"
 """What `torch.utils.checkpoint` does around a function, but for calling it."""
 
-_len, _isinstance = len, isinstance
-"""Not what stands in their places while a forward is recorded."""
-
-_SETTLED = (torch.dtype, torch.device, torch.layout, bool, type(None))
-"""What an attribute of a tensor may be that is the same for every batch."""
+_len = len
+"""The builtin itself, not what replaces it while a forward is recorded."""
 
 
 def record(
@@ -71,87 +77,7 @@ def record(
     return recorder.recording
 
 
-class _Proxy(fx.Proxy):
-    """Stands for a value in forward, and answers for it where forward asks."""
-
-    tracer: _Recorder
-
-    def __getattr__(self, name: str) -> Any:
-        held = getattr(_value(self), name)
-        if name == "requires_grad":
-            self.tracer.refuse("it asks whether a tensor requires a gradient")
-        if isinstance(held, _SETTLED):
-            return held
-        if callable(held) and not isinstance(held, Tensor):
-            return partial(self._call, name)
-        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([_item(self, index) for index in range(len(self))])
-
-    def __len__(self) -> int:
-        length = self.tracer.create_proxy("call_function", _len, (self,), {})
-        return int(self.tracer.settle(length))
-
-    def __bool__(self) -> bool:
-        return bool(self.tracer.settle(self))
-
-    def __index__(self) -> int:
-        return int(self.tracer.settle(self))
-
-    def __int__(self) -> int:
-        return int(self.tracer.settle(self))
-
-    def __float__(self) -> float:
-        return float(self.tracer.settle(self))
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.tracer.settle(self)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __format__(self, spec: str) -> str:
-        return format(_value(self), spec)
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self.tracer.create_proxy("call_method", name, (self, *args), kwargs)
-
-
-def _value(proxy: fx.Proxy) -> Any:
-    """Returns what a proxy stands for."""
-    return cast(_Recorder, proxy.tracer).recording.values[proxy.node]
-
-
-def _is_instance(value: Any, kinds: Any) -> bool:
-    """Says of a proxy what `isinstance` says of what it stands for.
-
-    A `__class__` of its own would tell torch's C++, too, which then takes the proxy's memory for a tensor's.
-    """
-    return _isinstance(value, kinds) or (type(value) is _Proxy and _isinstance(_value(value), kinds))
-
-
-def _item(proxy: fx.Proxy, key: Any) -> Any:
-    """Returns a part of what a proxy stands for."""
-    return proxy.tracer.create_proxy("call_function", operator.getitem, (proxy, key), {})
-
-
-def _in_place(name: str) -> None:
-    def write(self: _Proxy, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
-
-    setattr(_Proxy, f"__{name}__", write)
-
-
-for _name in ("iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"):
-    # torch.fx takes x += y for x = x + y, which those who share the memory of x would not see.
-    _in_place(_name)
-
-
-class _Recorder(fx.Tracer):
+class _Recorder(RecordingTracer):
     """Makes nodes of what is done to its proxies, and does it.
 
     Args:
@@ -168,8 +94,8 @@ class _Recorder(fx.Tracer):
         self._owners = [module]
         self._busy = False
         self._placed: Tensor | None = None
-        self._autocast = autocast()
-        self._dice = rng_state()
+        self._autocast = _autocast()
+        self._dice = _rng_state()
         self._names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._buffers = [(name, buffer) for name, buffer in module.named_buffers()]
         self._versions: list[tuple[fx.Node | str, Tensor, int]] = [(n, b, b._version) for n, b in self._buffers]
@@ -199,7 +125,7 @@ class _Recorder(fx.Tracer):
         def assign(module: nn.Module, name: str, value: Any) -> None:
             if self._busy:
                 setting(module, name, value)
-            elif not isinstance(value, fx.Proxy) or _value(value) is not module._buffers.get(name):
+            elif not isinstance(value, fx.Proxy) or value_of(value) is not module._buffers.get(name):
                 # What is written in place is assigned, too: self.calls += 1
                 self.refuse(f"it sets self.{name}")
 
@@ -212,12 +138,12 @@ class _Recorder(fx.Tracer):
             return function(*args)
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(builtins, "isinstance", _is_instance))
-            stack.enter_context(replaced(nn.Module, "training", property(training, flag)))
-            stack.enter_context(replaced(nn.Module, "__setattr__", assign))
-            stack.enter_context(replaced(torch.autograd.Function, "apply", classmethod(applied)))
+            stack.enter_context(_replaced(builtins, "isinstance", is_instance))
+            stack.enter_context(_replaced(nn.Module, "training", property(training, flag)))
+            stack.enter_context(_replaced(nn.Module, "__setattr__", assign))
+            stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(applied)))
             # Its own forward is recorded as if it were not there: a pipeline recomputes by itself.
-            stack.enter_context(replaced(checkpoint, _CHECKPOINTED, kept))
+            stack.enter_context(_replaced(checkpoint, _CHECKPOINTED, kept))
             stack.enter_context(torch.enable_grad())
             yield
 
@@ -229,7 +155,7 @@ class _Recorder(fx.Tracer):
 
     def settle(self, proxy: fx.Proxy) -> Any:
         """Returns what a proxy stands for, and must stand for in every run."""
-        value = _value(proxy)
+        value = value_of(proxy)
         if isinstance(value, Tensor) or proxy.node in self._data:
             self.refuse("what it does depends on the data: it asks for the value of a tensor")
         self.recording.guards[proxy.node] = value
@@ -324,9 +250,9 @@ class _Recorder(fx.Tracer):
             finally:
                 self._busy = False
         recording.values[node] = value
-        self._dice = rng_state()
+        self._dice = _rng_state()
         self._follow(node, value)
-        return _Proxy(node, self)
+        return ValueProxy(node, self)
 
     def _follow(self, node: fx.Node, value: Any) -> None:
         """Notes what a node has written to, and whether it tells the data."""
@@ -347,7 +273,7 @@ class _Recorder(fx.Tracer):
                 self._data.add(node)
 
     def _unpacked(self, proxy: fx.Proxy) -> Any:
-        value = _value(proxy)
+        value = value_of(proxy)
         if value is None:
             self.recording.guards[proxy.node] = None
             return None
@@ -358,7 +284,7 @@ class _Recorder(fx.Tracer):
         else:
             return proxy
         self.recording.guards[proxy.node] = answer(value)
-        items = [_item(proxy, key) for key in keys]
+        items = [item_of(proxy, key) for key in keys]
         if type(value) is dict:
             return dict(zip(keys, items, strict=True))
         make: Callable[[Any], Any] = getattr(type(value), "_make", type(value))
@@ -383,11 +309,36 @@ class _Recorder(fx.Tracer):
         return self.create_proxy("get_attr", f"{path}.training" if path else "training", (), {})
 
     def _check(self) -> None:
-        if autocast() != self._autocast:
+        if _autocast() != self._autocast:
             self.refuse("it switches autocast")
-        if rng_state() != self._dice:
+        if _rng_state() != self._dice:
             self.refuse("it draws random numbers that decide what it does, or that no input has a part in")
 
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Puts something in the place of an attribute of a class or a module, for all threads of the process."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _autocast() -> list[bool]:
+    """Returns whether autocast is on, by device."""
+    return [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+
+
+def _rng_state() -> tuple[Any, ...]:
+    """Returns the state of the random numbers of Python and of torch on the CPU."""
+    # As bytes, since tensors that are equal are not equal in one word.
+    return random.getstate(), torch.get_rng_state().numpy().tobytes()

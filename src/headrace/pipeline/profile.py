@@ -1,16 +1,22 @@
-"""A micro-batch through a model and back, layer by layer, in one process: how long each takes, what it keeps.
+"""What each layer of a model costs: its forward and backward, what autograd keeps, what crosses a cut behind it.
+
+Every layer is a stage of its own, and a micro-batch goes through all of them in one process:
 
     forward    x ─► layer 0 ─► detached ─► layer 1 ─► detached ─► ...
                      │ ▲                    │ ▲
     backward         └─┘                    └─┘ ones
 
 Each layer's backward follows its forward at once, from a gradient of ones, and its gradients are dropped before the
-next layer is run: so a model can be measured whose activations and gradients there is no room for.
+next layer runs: so a model can be measured whose activations and gradients do not fit into memory. The first sweep
+counts bytes. The others count seconds: of those that a layer computes the median, of those that it waits (for a file,
+say) the least.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter, thread_time
@@ -19,8 +25,166 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.pipeline.stages.stage import OUTPUT, Stage
-from headrace.trees import nbytes
+from headrace.data import Loader, as_pipeline
+from headrace.errors import UnfitMachine
+from headrace.memory import give_back
+from headrace.metrics import weigh
+from headrace.pipeline.memory import out_of_memory
+from headrace.pipeline.stage import OUTPUT, Stage, cut
+from headrace.pipeline.trace.tracing import Traced, trace, unchanged
+from headrace.spec.job import Job
+from headrace.spec.model import LayerSpec, ProfileRequest
+from headrace.training.whole_model import Objective, select_target
+from headrace.trees import map_tensors, nbytes
+
+_LEAST, _MOST = 5, 30
+"""Sweeps that count."""
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """A model's layers.
+
+    Attributes:
+        layers: in the order of forward.
+        sweeps: how many counted.
+        notices: modules that are one layer because they could not be looked into, for the user.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    sweeps: int
+    notices: tuple[str, ...]
+
+
+def profile(
+    module: nn.Module,
+    objective: Objective,
+    batch: Any,
+    *,
+    sample: Any = None,
+    seconds: float = 1.5,
+    threads: int | None = None,
+    autocast: torch.dtype | None = None,
+) -> MeasuredLayers:
+    """Measures a model's layers. The model and the random numbers are left as they were, its gradients empty.
+
+    Layers that cannot be parted are measured together, and the last of them is said to take it all.
+
+    Args:
+        module: on the device that it is measured on.
+        objective: its loss belongs to the last layer.
+        batch: a micro-batch, on the same device.
+        sample: a few examples to find the layers with, all of whose activations are held; None for `batch`.
+        seconds: how long to measure at least; at least 5 sweeps, and at most 30.
+        threads: of a worker; None for those that torch has now.
+        autocast: type of mixed precision; None for none.
+
+    Raises:
+        JobError: the model cannot be cut.
+    """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    context = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+    with unchanged(module), _threads(threads), context:
+        traced = trace(module, batch if sample is None else sample, objective.inputs)
+        groups = _groups(traced)
+        sweep = Sweep(module.train(), cut(traced, groups), traced.inputs(batch), _loss(objective, batch), device)
+        saved, crossing = sweep.count()
+        times: list[list[LayerTiming]] = []
+        until = perf_counter() + seconds
+        while len(times) < _LEAST or (perf_counter() < until and len(times) < _MOST):
+            times.append([each for layer in sweep.run() for each in layer])
+    figures = typical(times)
+    forward, backward = figures[::2], figures[1::2]
+    size = {name: nbytes(parameter) for name, parameter in module.named_parameters()}
+    last = {group[-1]: index for index, group in enumerate(groups)}
+    layers = tuple(
+        LayerSpec(
+            name=layer.name,
+            parameters=layer.parameters,
+            parameter_bytes=sum(size[name] for name in layer.parameters),
+            forward_s=forward[last[layer.name]] if layer.name in last else 0.0,
+            backward_s=backward[last[layer.name]] if layer.name in last else 0.0,
+            saved_bytes=saved[last[layer.name]] if layer.name in last else 0,
+            crossing_bytes=crossing[last[layer.name]] if layer.name in last else 0,
+            joined=bool(layer.joined),
+        )
+        for layer in traced.layers
+    )
+    return MeasuredLayers(layers, len(times), traced.notices)
+
+
+def _loss(objective: Objective, batch: Any) -> Callable[[Any], Tensor]:
+    def loss(output: Any) -> Tensor:
+        total, weight = weigh(objective.loss(output, select_target(batch, objective.target)), 1, "the loss")
+        return total / weight
+
+    return loss
+
+
+def _groups(traced: Traced) -> list[list[str]]:
+    """Returns the names of layers, those together that cannot be parted."""
+    groups: list[list[str]] = [[]]
+    for layer in traced.layers:
+        groups[-1].append(layer.name)
+        if not layer.joined:
+            groups.append([])
+    return [group for group in groups if group]
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+_SAMPLED = 2
+"""Examples with which the layers are found."""
+
+
+def measure(job: Job, module: nn.Module, objective: Objective, wish: ProfileRequest, device: str) -> MeasuredLayers:
+    """Measures the layers on the first examples of the job's data.
+
+    What memory that took is given back to the system.
+
+    Args:
+        job: what is trained.
+        module: its model, which is left as it is.
+        objective: its loss.
+        wish: the strategy's.
+        device: "cpu" or "cuda".
+
+    Raises:
+        JobError: the model cannot be cut.
+        UnfitMachine: there is not enough memory.
+    """
+    batch, sample = _first(job, wish.examples), _first(job, _SAMPLED)
+    if device != "cpu":
+        module = copy.deepcopy(module).to(device)
+        batch, sample = map_tensors(lambda tensor: tensor.to(device), (batch, sample))
+    autocast = torch.bfloat16 if job.options.precision == "bf16" else None
+    try:
+        return profile(module, objective, batch, sample=sample, threads=wish.threads or None, autocast=autocast)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UnfitMachine(
+            f"there was no memory to measure the layers of {type(module).__name__}, all of them, with a micro-batch of "
+            f"{wish.examples} examples: {error}; use more micro-batches, or a machine with more memory"
+        ) from error
+    finally:
+        # Else it would be kept, in a launcher that needs no more of it.
+        give_back()
+
+
+def _first(job: Job, examples: int) -> Any:
+    pipeline, _ = as_pipeline(job.data)
+    count = max(1, min(examples, len(pipeline)))
+    loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
+    return next(share.batch for share in loader.sweep(alone=True) if share.examples)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from headrace.errors import JobError, UsageError
-from headrace.pipeline.stages.accumulation import Accumulation
-from headrace.pipeline.stages.buffers import SavedBuffers
+from headrace.pipeline.backward import Accumulation
+from headrace.pipeline.buffers import SavedBuffers
 from headrace.pipeline.trace.recording import answer, execute
 from headrace.pipeline.trace.tracing import Traced
 from headrace.trees import map_leaves, nbytes

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headrace.errors import JobError, UsageError
 from headrace.pipeline.channels import Channels, Edge
-from headrace.pipeline.stages.stage import Stage
+from headrace.pipeline.stage import Stage
 
 
 class StageModule:

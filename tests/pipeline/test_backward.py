@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from headrace.pipeline.stages.accumulation import Accumulation
+from headrace.pipeline.backward import Accumulation
 
 WIDTH = 260
 

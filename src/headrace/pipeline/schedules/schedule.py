@@ -1,11 +1,28 @@
-"""What a schedule costs: when each action runs, how long ranks idle, how much they hold."""
+"""What schedules are made of, and what one costs: when each action runs, how long ranks idle, what they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.pipeline.schedules.action import Action, Schedule
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a rank of a pipeline does.
+
+    Attributes:
+        stage: of which stage; those of rank r are r, r + ranks, r + 2 ranks and so on.
+        micro_batch: for which piece of the batch.
+        backward: in which direction.
+    """
+
+    stage: int
+    micro_batch: int
+    backward: bool = False
+
+
+Schedule = Callable[[int, int, int, int], Iterator[Action]]
+"""From a rank, how many ranks, micro-batches and stages a rank there are, to what that rank does, in order."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.channels.mailbox import places
 from headrace.errors import UsageError
-from headrace.pipeline.message import pack, unpack
+from headrace.pipeline.channels import pack, unpack
 
 VALUES: dict[str, Any] = {
     "matrix": torch.arange(6.0).view(2, 3).requires_grad_(),

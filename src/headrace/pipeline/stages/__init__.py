@@ -1,1 +1,0 @@
-"""A stage: its modules, buffers, and gradients."""
