@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.jobfile import MODULE
-from headrace.report.model.references import References
-from headrace.report.model.summary import summarize
+from headrace.report.model.summary import References, summarize
 from headrace.spec.events import (
     Evaluated,
     Event,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from headrace.report import read_log, summarize
-from headrace.report.model.attempts import attempts, of_kind
+from headrace.report.model.events import attempts, of_kind
 from headrace.spec.events import (
     LAUNCHER,
     Evaluated,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.report.model.bottleneck import Bottleneck, bottleneck_of
-from headrace.report.model.inputs import InputSummary
-from headrace.report.model.training_clock import StepTimes
+from headrace.report.model.inputs import Bottleneck, InputSummary, bottleneck_of
+from headrace.report.model.training import StepTimes
 from headrace.spec.events import InputStageStats, InputStats
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.report import summarize
-from headrace.report.model.curves import curves_of
-from headrace.report.model.training_clock import TrainingClock
+from headrace.report.model.training import TrainingClock, curves_of
 from headrace.spec.events import Evaluated, Stepped
 
 

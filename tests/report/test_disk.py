@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.report.views import disk
-from headrace.report.views.disk import DiskMonitor
+from headrace.report.views.console import DiskMonitor
 
 
 def test_a_full_disk_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.report import References, comparison_table, run_table, summarize, write_page
 from headrace.report.model.inputs import InputSummary, blocked_s, busy_s, cost_s, inputs_of, occupancy
-from headrace.report.views.input_text import INPUT_HEADS, input_cells
+from headrace.report.views.subjects import INPUT_HEADS, input_cells
 from headrace.report.views.table import comparison_plain, run_plain, run_rows
 from headrace.spec.events import Event, InputStageStats, InputStats
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.errors import UsageError
 from headrace.report import References, summarize, write_page
 from headrace.report.views.drawing import Bar, Curve, Mark, draw_bars, draw_curves
-from headrace.report.views.palette import STAND_INS, colours_of
+from headrace.report.views.style import STAND_INS, colours_of
 from headrace.spec.events import LAUNCHER, Failed, Notice, RunEnded, Saved
 
 HOSTILE = "<script>alert('1')</script>$\\bad$ &amp; \x00 中 😀"

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.report import summarize, write_page
 from headrace.report.views.drawing import Histogram, draw_histograms
-from headrace.report.views.palette import colours_of
 from headrace.report.views.server_pictures import server_pictures
+from headrace.report.views.style import colours_of
 from headrace.spec.events import Failed, ServerStats, ShardStats
 
 XHTML = "{http://www.w3.org/1999/xhtml}"

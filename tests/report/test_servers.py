@@ -9,8 +9,7 @@ import pytest
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
 from headrace.report import run_plain, summarize
-from headrace.report.model.servers import imbalance, to_mean
-from headrace.report.model.staleness import ROUNDS
+from headrace.report.model.servers import ROUNDS, imbalance, to_mean
 from headrace.spec.events import LAUNCHER, RunEnded, ServerEnded, ServerStarted, ServerStats, ShardStats
 
 

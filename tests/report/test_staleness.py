@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.report.model.attempts import attempts
-from headrace.report.model.staleness import Staleness, staleness_over_time
-from headrace.report.model.training_clock import TrainingClock
+from headrace.report.model.events import attempts
+from headrace.report.model.servers import Staleness, staleness_over_time
+from headrace.report.model.training import TrainingClock
 from headrace.spec.events import LAUNCHER, Evaluated, RunStarted, ServerStats, Stepped
 
 COUNTS = st.dictionaries(st.integers(0, 300).map(str), st.integers(0, 50), max_size=12)

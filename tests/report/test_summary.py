@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import DataError
 from headrace.report import summarize
-from headrace.report.model.curves import CURVE_POINTS
+from headrace.report.model.training import CURVE_POINTS
 from headrace.spec.events import LAUNCHER, Evaluated, Failed, Notice, RunStarted, Stepped, WorkerEnded
 from headrace.spec.plain import from_plain, to_plain
 

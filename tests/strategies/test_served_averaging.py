@@ -20,8 +20,8 @@ from belongings import belongings, left_since
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep
 from headrace.data import Loader, as_pipeline
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.report.model.attempts import attempts
-from headrace.report.model.averaging import averaging_of
+from headrace.report.model.events import attempts
+from headrace.report.model.training import averaging_of
 from headrace.spec.events import ServerStats, Stepped
 from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import OPTIONS

@@ -12,8 +12,7 @@ from headrace.api.fit import fit
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import UnfitMachine, UsageError
-from headrace.report.model.references import References, verdict
-from headrace.report.model.summary import Summary
+from headrace.report.model.summary import References, Summary, verdict
 from headrace.report.views.page import write_page
 from headrace.report.views.table import comparison_plain, comparison_table
 from headrace.spec.events import Event

@@ -14,8 +14,7 @@ from headrace.api.fit import fit, launch
 from headrace.data.loading.loader import Loader
 from headrace.data.pipeline.replay import replayed
 from headrace.data.pipeline.torch_source import as_pipeline
-from headrace.report.model.bottleneck import Bottleneck
-from headrace.report.model.inputs import InputSummary
+from headrace.report.model.inputs import Bottleneck, InputSummary
 from headrace.report.model.summary import Summary
 from headrace.spec.events import InputStats
 from headrace.spec.job import Job

@@ -18,8 +18,7 @@ import typer
 
 from headrace.engine.termination import Terminated
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
-from headrace.report.model.references import References, verdict
-from headrace.report.model.summary import Summary, summarize
+from headrace.report.model.summary import References, Summary, summarize, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
 
 if TYPE_CHECKING:

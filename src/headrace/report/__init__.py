@@ -1,10 +1,9 @@
 """What the event files of a run say: summary, tables, one page, progress, TensorBoard. Reads files alone."""
 
 from headrace.report.model.events import EventLog, Tail, read_events, read_log
-from headrace.report.model.references import References, verdict
-from headrace.report.model.summary import Summary, summarize
+from headrace.report.model.summary import References, Summary, summarize, verdict
+from headrace.report.views.console import ProgressBar
 from headrace.report.views.page import write_page
-from headrace.report.views.progress import ProgressBar
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
 from headrace.report.views.tensorboard import TensorBoard
 

@@ -25,7 +25,7 @@ from headrace.cli.output import Answer, answering
 from headrace.cli.runs import job_name, own_engine, refuse_launcher
 from headrace.errors import UsageError
 from headrace.report.format import MISSING, clean, percent, short
-from headrace.report.views.input_text import bottleneck_plain, input_plain, readers
+from headrace.report.views.subjects import bottleneck_plain, input_plain, readers
 
 if TYPE_CHECKING:
     from headrace.api.profiling import Profile

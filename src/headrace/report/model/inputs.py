@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
-from headrace.report.model.attempts import Attempt, of_kind
+from headrace.report.format import percent, ratio
+from headrace.report.model.events import Attempt, of_kind
+from headrace.report.model.training import StepTimes
 from headrace.spec.events import InputStageStats, InputStats
 
 _COUNTS = ("seconds", "waited_s", "ready", "batches", "examples", "bytes", "skipped")
@@ -107,3 +110,154 @@ def _merged(some: Sequence[InputStageStats], more: Sequence[InputStageStats]) ->
         else:
             merged.append(stage)
     return tuple(merged)
+
+
+WORTH = 0.1
+"""The part of a step that a worker must lose to something for it to be what holds the run up."""
+
+_UNEVEN = 1.5
+"""A worker whose input costs above so many times the others' is on its own the cause."""
+
+_WAITS = 0.5
+"""A stage that does not compute for more than this part of its time waits."""
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """Attributes:
+    kind: "INPUT-BOUND", "STRAGGLER", "EXCHANGE-BOUND" or "COMPUTE-BOUND".
+    stage: of the input; None where that is not it.
+    rank: of the straggler; None where there is none.
+    share: the part of the mean step that is spent on it.
+    because: in words.
+    remedy: what to try next.
+    """
+
+    kind: str
+    stage: str | None
+    rank: int | None
+    share: float
+    because: str
+    remedy: str
+
+    @property
+    def line(self) -> str:
+        """All but the remedy, in one line."""
+        return f"{self.kind}: {self.because}"
+
+
+def bottleneck_of(times: Mapping[int, StepTimes], inputs: InputSummary) -> Bottleneck | None:
+    """Returns what holds a run up; None where no step has been measured.
+
+    Where workers go in step, whoever comes last is waited for in the exchange by all others. So the worker that waits
+    longest for data counts, and not the mean; and whether it is to blame alone is told by what its input costs, since
+    of equal ones, too, one comes last.
+
+    Args:
+        times: each worker's mean step.
+        inputs: how they were fed.
+    """
+    times = {rank: each for rank, each in times.items() if each.total_s > 0}
+    if not times:
+        return None
+    waits = {rank: each.wait_s / each.total_s for rank, each in times.items()}
+    thirsty = max(waits, key=waits.__getitem__)
+    slow, lag = _slowest(times)
+    if waits[thirsty] >= WORTH and waits[thirsty] >= lag and thirsty in inputs.by_rank:
+        return _input(thirsty, waits[thirsty], inputs)
+    if lag >= WORTH:
+        own = times[slow].compute_s / median(each.compute_s for rank, each in times.items() if rank != slow)
+        return Bottleneck(
+            kind="STRAGGLER",
+            stage=None,
+            rank=slow,
+            share=lag,
+            because=f"rank {slow} computes {ratio(own)} × as long as the others, who wait for it",
+            remedy="look at what else runs on its machine, or give it a smaller share of each batch",
+        )
+    exchange, total = (sum(getattr(each, part) for each in times.values()) for part in ("exchange_s", "total_s"))
+    # On a GPU, what is computed is waited for between two steps.
+    compute = sum(each.total_s - each.wait_s - each.exchange_s for each in times.values())
+    if exchange > compute:
+        return Bottleneck(
+            kind="EXCHANGE-BOUND",
+            stage=None,
+            rank=None,
+            share=exchange / total,
+            because=f"{percent(exchange / total)} of a step goes to the exchange, {_waits(waits[thirsty])}",
+            remedy="larger batches, so that each exchange is of more examples; or fewer workers",
+        )
+    return Bottleneck(
+        kind="COMPUTE-BOUND",
+        stage=None,
+        rank=None,
+        share=compute / total,
+        because=f"{percent(compute / total)} of a step computes, {_waits(waits[thirsty])}",
+        remedy="nothing of the input; a smaller or compiled model, a lower precision, or more workers",
+    )
+
+
+def _waits(share: float) -> str:
+    return f"{percent(share)} waits for data"
+
+
+def _slowest(times: Mapping[int, StepTimes]) -> tuple[int, float]:
+    """Returns who computes longest, and which part of its step that is beyond the others' median."""
+    slow = max(times, key=lambda rank: times[rank].compute_s)
+    others = [each.compute_s for rank, each in times.items() if rank != slow]
+    return slow, (times[slow].compute_s - median(others)) / times[slow].total_s if others else 0.0
+
+
+def _input(rank: int, share: float, inputs: InputSummary) -> Bottleneck:
+    own = inputs.by_rank[rank]
+    costs = {other: cost_s(each) for other, each in inputs.by_rank.items() if each.examples}
+    others = [cost for other, cost in costs.items() if other != rank]
+    if others and own.examples and cost_s(own) > _UNEVEN * median(others):
+        stage = _busiest(own.stages)
+        times = cost_s(own) / median(others) if median(others) > 0 else 0.0
+        return Bottleneck(
+            kind="STRAGGLER",
+            stage=stage.name,
+            rank=rank,
+            share=share,
+            because=f"rank {rank} waits for data {percent(share)} of its time; its input costs {ratio(times)} × the "
+            f"others', most of it {stage.name}",
+            remedy="look at its disk and at what else runs on its machine; else as for a slow input: "
+            + _remedy(stage, own),
+        )
+    stage = inputs.busiest
+    part = stage.busy_s / sum(each.busy_s for each in inputs.stages) if stage.busy_s else 0.0
+    return Bottleneck(
+        kind="INPUT-BOUND",
+        stage=stage.name,
+        rank=None,
+        share=share,
+        because=f"by {stage.name}, {percent(part)} of the input's cost; a worker waits for data {percent(share)} of "
+        "its time",
+        remedy=_remedy(stage, own),
+    )
+
+
+def _busiest(stages: tuple[InputStageStats, ...]) -> InputStageStats:
+    return max(stages, key=lambda stage: stage.busy_s)
+
+
+def _remedy(stage: InputStageStats, own: InputStats) -> str:
+    """Returns what to try, by where the time goes and how it is read already."""
+    waits = stage.waiting_s > _WAITS * stage.busy_s
+    if own.parallel == "inline" and stage.name != "batch":
+        return 'read while the model computes: parallel="threads"; then cache what does not change'
+    if stage.name == "source":
+        if waits:
+            return f'more readers than {own.readers}, since they wait; or .cache("memory"), .cache(folder)'
+        return 'read less or what is cheaper to read: .cache("memory"), .cache(folder)'
+    if stage.name == "batch":
+        return "smaller tensors (uint8, made float by the model), or a transform that writes into the batch"
+    if waits and own.parallel == "threads" and own.readers > 1:
+        return (
+            f"more readers than {own.readers} if it waits for something outside; if for Python's lock, batched=True or "
+            'parallel="processes"'
+        )
+    if waits:
+        return f"more readers than {own.readers}, since it waits more than it computes"
+    return ".cache(...) behind it if it draws no random numbers, batched=True, fewer pixels, or more cores"

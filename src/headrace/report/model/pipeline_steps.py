@@ -11,7 +11,7 @@ from typing import Any, cast
 from headrace.pipeline.schedules import Action
 from headrace.pipeline.schedules.schedule import ActionSpan, bubble, timed
 from headrace.report.format import percent, short
-from headrace.report.model.attempts import Attempt, of_kind
+from headrace.report.model.events import Attempt, of_kind
 from headrace.spec.events import PipelineStepTimed, StagePass
 
 

@@ -12,15 +12,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from headrace.report.format import clean, fixed, tick
-from headrace.report.views.palette import GRID, INK, PAPER, QUIET, STAND_INS
+from headrace.report.views.style import GRID, INK, PAPER, QUIET, STAND_INS
 
 if TYPE_CHECKING:
     # matplotlib takes half a second to import: only who draws pays.
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
-"""Lengths on and off, in line widths: solid, dashed, dotted, dash and dot."""
 
 _WIDTH_IN = 5.0
 _INCH = 72.0

@@ -9,14 +9,11 @@ from pathlib import Path
 
 from headrace.errors import UsageError
 from headrace.report.format import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
-from headrace.report.model.references import References, verdict
-from headrace.report.model.summary import Summary
-from headrace.report.model.training_clock import WARM_UP_STEPS
-from headrace.report.views.input_text import INPUT_HEADS, input_cells
-from headrace.report.views.palette import PARTS, STAND_INS, style_variables
+from headrace.report.model.summary import References, Summary, verdict
+from headrace.report.model.training import WARM_UP_STEPS
 from headrace.report.views.pictures import pictures
-from headrace.report.views.server_text import SERVER_HEADS, server_cells
-from headrace.report.views.style import Picture, RunStyle, looks
+from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles, style_variables
+from headrace.report.views.subjects import INPUT_HEADS, SERVER_HEADS, input_cells, server_cells
 from headrace.report.views.table import ending, first_metric, run_rows
 
 _PART_WORDS = {
@@ -160,7 +157,8 @@ def _table(summaries: Sequence[Summary], references: References) -> str:
     )
     fastest = max((each.examples_per_s or 0.0 for each in summaries if each.status == "ok"), default=0.0)
     rows = [
-        _row(each, look, references, metric, fastest) for each, look in zip(summaries, looks(summaries), strict=True)
+        _row(each, style, references, metric, fastest)
+        for each, style in zip(summaries, run_styles(summaries), strict=True)
     ]
     if references.one_device_examples_per_s and not any(each.strategy == "one_device" for each in summaries):
         cells = ["", "", short(references.one_device_examples_per_s), "1.00", *[""] * 7]
@@ -171,8 +169,8 @@ def _table(summaries: Sequence[Summary], references: References) -> str:
 def _servers(summaries: Sequence[Summary]) -> str:
     """Returns what the servers of a comparison's runs did, where there are some."""
     rows = [
-        _cells(f"{_swatch(look)}{_text(each.name)}", [_text(cell) for cell in server_cells(each.servers)])
-        for each, look in zip(summaries, looks(summaries), strict=True)
+        _cells(f"{_swatch(style)}{_text(each.name)}", [_text(cell) for cell in server_cells(each.servers)])
+        for each, style in zip(summaries, run_styles(summaries), strict=True)
         if each.servers is not None
     ]
     if not rows:
@@ -185,9 +183,9 @@ def _inputs(summaries: Sequence[Summary]) -> str:
     """Returns how the workers of a comparison's runs were fed, and what held each up."""
     rows = [
         _cells(
-            f"{_swatch(look)}{_text(each.name)}", [_text(cell) for cell in input_cells(each.inputs, each.bottleneck)]
+            f"{_swatch(style)}{_text(each.name)}", [_text(cell) for cell in input_cells(each.inputs, each.bottleneck)]
         )
-        for each, look in zip(summaries, looks(summaries), strict=True)
+        for each, style in zip(summaries, run_styles(summaries), strict=True)
         if each.inputs is not None
     ]
     if not rows:
@@ -230,7 +228,7 @@ def _scrolled(heads: Iterable[str], rows: Iterable[str], first: str = "run") -> 
     )
 
 
-def _row(summary: Summary, look: RunStyle, references: References, metric: str | None, fastest: float) -> str:
+def _row(summary: Summary, style: RunStyle, references: References, metric: str | None, fastest: float) -> str:
     times = summary.times
     rate = short(summary.examples_per_s)
     parts = ("compute_s", "exchange_s", "update_s", "wait_s")
@@ -245,7 +243,7 @@ def _row(summary: Summary, look: RunStyle, references: References, metric: str |
         byte_count(summary.cost.peak_memory_bytes),
     ]
     status = "" if summary.status == "ok" else f" ({_text(summary.status)})"
-    return _cells(f"{_swatch(look)}{_text(summary.name)}{status}", cells)
+    return _cells(f"{_swatch(style)}{_text(summary.name)}{status}", cells)
 
 
 def _cells(head: str, cells: Sequence[str], kind: str = "") -> str:
@@ -253,14 +251,14 @@ def _cells(head: str, cells: Sequence[str], kind: str = "") -> str:
     return f'<tr{of_kind}><th scope="row">{head}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
-def _swatch(look: RunStyle) -> str:
+def _swatch(style: RunStyle) -> str:
     """A piece of the run's line, as drawn in the pictures."""
-    dashes = " ".join(f"{length * look.width:g}" for length in look.dashes)
+    dashes = " ".join(f"{length * style.width:g}" for length in style.dashes)
     pattern = f' stroke-dasharray="{dashes}"' if dashes else ""
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" class="swatch" viewBox="0 0 26 10" aria-hidden="true">'
-        f'<line x1="0" y1="5" x2="26" y2="5" stroke-width="{look.width * 1.4:g}"{pattern} '
-        f'style="stroke: var(--{STAND_INS[look.colour]})"/></svg>'
+        f'<line x1="0" y1="5" x2="26" y2="5" stroke-width="{style.width * 1.4:g}"{pattern} '
+        f'style="stroke: var(--{STAND_INS[style.colour]})"/></svg>'
     )
 
 
@@ -282,7 +280,8 @@ def _runs_key(summaries: Sequence[Summary]) -> str:
     if len(summaries) == 1:
         return ""
     items = "".join(
-        f"<li>{_swatch(look)}{_text(each.name)}</li>" for each, look in zip(summaries, looks(summaries), strict=True)
+        f"<li>{_swatch(style)}{_text(each.name)}</li>"
+        for each, style in zip(summaries, run_styles(summaries), strict=True)
     )
     return f'<ul class="key">{items}</ul>\n'
 

@@ -1,20 +1,119 @@
-"""Which pictures runs give, and how each is read."""
+"""Which pictures the meetings of runs that average give, and how each is read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headrace.report.format import byte_count, fixed, ratio, short
-from headrace.report.model.curves import LossPoint
-from headrace.report.model.references import References
-from headrace.report.model.summary import Summary
-from headrace.report.model.training_clock import StepTimes
-from headrace.report.views.averaging_pictures import averaging_pictures
-from headrace.report.views.drawing import Bar, Curve, Mark, draw_bars, draw_curves
-from headrace.report.views.palette import PARTS
-from headrace.report.views.pipeline_pictures import passed_pictures
+from headrace.report.format import byte_count, fixed, percent, ratio, short
+from headrace.report.model.pipeline_steps import PipelineStep
+from headrace.report.model.summary import References, Summary
+from headrace.report.model.training import LossPoint, StepTimes
+from headrace.report.views.drawing import Bar, Curve, Lane, Mark, draw_bars, draw_curves, draw_lanes
 from headrace.report.views.server_pictures import server_pictures
-from headrace.report.views.style import Picture, looks
+from headrace.report.views.style import PARTS, Picture, run_styles
+from headrace.spec.events import ParametersAveraged
+
+_FEW = 60
+"""Up to so many meetings, each has a dot."""
+
+
+def averaging_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
+    """Returns the pictures of the runs whose workers met to average; none where none did."""
+    shown = [each.averaging.meetings for each in summaries if each.averaging is not None]
+    if not shown:
+        return ()
+    drift = _picture(
+        summaries,
+        "Drift when workers meet",
+        lambda meeting: meeting.drift,
+        "distance from the mean, relative",
+        "How far the worker that was furthest away was from the mean of all, over the norm of the mean. What grows "
+        "from meeting to meeting asks for a shorter period.",
+    )
+    if all(meeting.period == meetings[0].period for meetings in shown for meeting in meetings):
+        return (drift,)
+    period = _picture(
+        summaries,
+        "Rounds between meetings",
+        lambda meeting: meeting.rounds,
+        "rounds since the last meeting",
+        "How long workers went on by themselves. An automatic period grows until the exchange takes its share of the "
+        "time and no more, or until drift holds it.",
+    )
+    return (drift, period)
+
+
+def _picture(
+    summaries: Sequence[Summary], title: str, value: Callable[[ParametersAveraged], float], axis: str, reading: str
+) -> Picture:
+    curves = []
+    for each, style in zip(summaries, run_styles(summaries), strict=True):
+        meetings = each.averaging.meetings if each.averaging else ()
+        points = [(float(meeting.step), float(value(meeting))) for meeting in meetings]
+        if points:
+            curves.append(Curve(points, style.colour, style.dashes, style.width, dots=len(points) <= _FEW))
+    return Picture(title, draw_curves(title, curves, "rounds", axis), reading, "runs")
+
+
+_FORWARD, _BACKWARD, _WAIT = PARTS["compute_s"], PARTS["update_s"], PARTS["other_s"]
+
+
+def passed_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
+    """Returns a picture for each run of a pipeline that has told of a step."""
+    return tuple(
+        _step_picture(f"A step of {each.name}" if len(summaries) > 1 else "A step of the pipeline", each.passed)
+        for each in summaries
+        if each.passed is not None
+    )
+
+
+def _step_picture(title: str, passed: PipelineStep) -> Picture:
+    measured = [
+        Lane(
+            f"rank {rank}",
+            tuple(
+                piece
+                for each in passes
+                for piece in (
+                    (each.began_s - passed.began_s, each.waited_s, _WAIT, ""),
+                    (
+                        each.began_s + each.waited_s - passed.began_s,
+                        each.ended_s - each.began_s - each.waited_s,
+                        _BACKWARD if each.backward else _FORWARD,
+                        str(each.micro_batch),
+                    ),
+                )
+            ),
+        )
+        for rank, passes in passed.passes.items()
+    ]
+    scheduled = [
+        Lane(
+            f"rank {rank}",
+            tuple(
+                (
+                    span.start,
+                    span.stop - span.start,
+                    _BACKWARD if span.action.backward else _FORWARD,
+                    str(span.action.micro_batch),
+                )
+                for span in passed.scheduled
+                if span.rank == place
+            ),
+        )
+        for place, rank in enumerate(passed.passes)
+    ]
+    groups = (
+        (f"as measured in step {passed.step}: {percent(passed.bubble)} bubble", measured),
+        (f"by the schedule, were all stages alike: {percent(passed.scheduled_bubble)} bubble", scheduled),
+    )
+    reading = (
+        "Each box is a micro-batch in a stage: blue forward, violet backward, its number inside; grey is waiting for "
+        "another stage. The bubble is the part of the time in which ranks work on nothing. There is more of it than in "
+        "the schedule where stages take different times, where transfers take time, and where others want the cores."
+    )
+    return Picture(title, draw_lanes(title, groups, "milliseconds", 1e3), reading)
+
 
 _SMOOTH = 20
 """A loss curve is the mean over this part (1/20) of its points around each."""
@@ -78,12 +177,12 @@ def _losses(summaries: Sequence[Summary]) -> list[Picture]:
 
 def _loss_curves(summaries: Sequence[Summary], place: Callable[[LossPoint], float]) -> list[Curve]:
     curves = []
-    for each, look in zip(summaries, looks(summaries), strict=True):
+    for each, style in zip(summaries, run_styles(summaries), strict=True):
         points = [(place(point), point.loss) for point in each.curves.loss]
         if points:
             smooth = _smoothed(points)
             faint = points if smooth != points else ()
-            curves.append(Curve(smooth, look.colour, look.dashes, look.width, faint, dots=len(points) == 1))
+            curves.append(Curve(smooth, style.colour, style.dashes, style.width, faint, dots=len(points) == 1))
     return curves
 
 
@@ -99,14 +198,14 @@ def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _throughput(summaries: Sequence[Summary], references: References) -> Picture | None:
-    rated = [(each, look) for each, look in zip(summaries, looks(summaries), strict=True) if each.examples_per_s]
+    rated = [(each, style) for each, style in zip(summaries, run_styles(summaries), strict=True) if each.examples_per_s]
     if not rated:
         return None
     title = "Throughput"
     one = references.one_device_examples_per_s
     one_thread = references.one_thread_examples_per_s
     bars = []
-    for each, look in rated:
+    for each, style in rated:
         ceiling = references.ceiling_examples_per_s.get(each.workers)
         marks = [Mark(one, _DOTTED)] if one else []
         if ceiling and each.workers > 1:
@@ -116,7 +215,7 @@ def _throughput(summaries: Sequence[Summary], references: References) -> Picture
         against = references.to_one_device(each)
         note = f"{short(each.examples_per_s)}/s" + (f"  =  {ratio(against)} × one" if against else "")
         label = f"{each.name}, {each.workers} worker{'s' * (each.workers != 1)}"
-        bars.append(Bar(label, note, [(each.examples_per_s or 0.0, look.colour)], marks))
+        bars.append(Bar(label, note, [(each.examples_per_s or 0.0, style.colour)], marks))
     reading = ["Examples a second of all workers together, in steady state (warm-up and evaluations left out)."]
     if one:
         reading.append(f"Dotted: one process with all threads ({short(one)}), what you would have without us.")
@@ -161,10 +260,10 @@ def _metrics(summaries: Sequence[Summary]) -> list[Picture]:
     made = []
     for name in names[:_MOST_METRICS]:
         curves = []
-        for each, look in zip(summaries, looks(summaries), strict=True):
+        for each, style in zip(summaries, run_styles(summaries), strict=True):
             points = [(at.epochs, at.metrics[name]) for at in each.curves.evaluations if name in at.metrics]
             if points:
-                curves.append(Curve(points, look.colour, look.dashes, look.width, dots=True))
+                curves.append(Curve(points, style.colour, style.dashes, style.width, dots=True))
         title = f"Evaluation: {name}"
         picture = draw_curves(title, curves, "epochs", f"evaluation {name}", whole_x=True)
         reading = "Over the whole evaluation set, each example counted once. " + _reached(summaries, name)
@@ -178,19 +277,19 @@ def _reached(summaries: Sequence[Summary], name: str) -> str:
 
 
 def _memory(summaries: Sequence[Summary]) -> list[Picture | None]:
-    shown = list(zip(summaries, looks(summaries), strict=True))
+    shown = list(zip(summaries, run_styles(summaries), strict=True))
     peaks = [
-        Bar(each.name, byte_count(peak), [(peak * 1e-6, look.colour)])
-        for each, look in shown
+        Bar(each.name, byte_count(peak), [(peak * 1e-6, style.colour)])
+        for each, style in shown
         if (peak := each.cost.peak_memory_bytes) is not None
     ]
     held = [
         Bar(
             each.name,
             f"{byte_count(parameters)} + {byte_count(state)}",
-            [(parameters * 1e-6, look.colour), (state * 1e-6, PARTS["wait_s"])],
+            [(parameters * 1e-6, style.colour), (state * 1e-6, PARTS["wait_s"])],
         )
-        for each, look in shown
+        for each, style in shown
         if (parameters := each.cost.parameter_bytes) is not None and (state := each.cost.optimizer_bytes) is not None
     ]
     title, held_title = "Peak memory of the largest process", "Parameters and optimizer state"

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.report.format import byte_count, duration, fixed, percent, short
-from headrace.report.model.servers import UNEVEN, ServerSummary, Waiting
-from headrace.report.model.staleness import Staleness
+from headrace.report.model.servers import UNEVEN, ServerSummary, Staleness, Waiting
 from headrace.report.model.summary import Summary
-from headrace.report.views.drawing import DASHES, Bar, Curve, Histogram, Mark, draw_bars, draw_curves, draw_histograms
-from headrace.report.views.palette import PARTS
-from headrace.report.views.server_text import worker_name
-from headrace.report.views.style import Picture, RunStyle, looks
+from headrace.report.views.drawing import Bar, Curve, Histogram, Mark, draw_bars, draw_curves, draw_histograms
+from headrace.report.views.style import DASHES, PARTS, Picture, RunStyle, run_styles
+from headrace.report.views.subjects import worker_name
 from headrace.spec.events import ShardStats
 
 _MOST_WORKERS = 16
@@ -33,7 +31,7 @@ class _Shown:
     """
 
     prefix: str
-    look: RunStyle
+    style: RunStyle
     servers: ServerSummary
 
     @property
@@ -45,8 +43,8 @@ class _Shown:
 def server_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
     """Returns the pictures of the runs that have servers; none where none has."""
     shown = [
-        _Shown(f"{each.name}, " * (len(summaries) > 1), look, each.servers)
-        for each, look in zip(summaries, looks(summaries), strict=True)
+        _Shown(f"{each.name}, " * (len(summaries) > 1), style, each.servers)
+        for each, style in zip(summaries, run_styles(summaries), strict=True)
         if each.servers is not None
     ]
     if not shown:
@@ -70,7 +68,7 @@ def _histograms(shown: Sequence[_Shown]) -> Picture | None:
             f"mean {fixed(each.mean)}{f', 99 % at most {each.percentile(99)}' * run.alone}, largest {each.largest}",
             each.counts,
             each.mean,
-            run.look.colour,
+            run.style.colour,
         )
         for run in shown
         for label, each in _rows_of(run, len(shown) > 1)
@@ -103,10 +101,10 @@ def _over_time(shown: Sequence[_Shown]) -> Picture | None:
         points = run.servers.over_time
         if len(points) > 1:
             mean = [(point.seconds, point.staleness.mean) for point in points]
-            curves.append(Curve(mean, run.look.colour, run.look.dashes, run.look.width))
+            curves.append(Curve(mean, run.style.colour, run.style.dashes, run.style.width))
             if run.alone:
                 most = [(point.seconds, float(point.staleness.percentile(99))) for point in points]
-                curves.append(Curve(most, run.look.colour, DASHES[2], 1.2))
+                curves.append(Curve(most, run.style.colour, DASHES[2], 1.2))
     if not curves:
         return None
     title = "Staleness over time"
@@ -149,7 +147,7 @@ def _work(shown: Sequence[_Shown]) -> Picture:
     for run in shown:
         for rank, work in run.servers.by_rank.items():
             queue = f", queue mean {fixed(work.queue_mean)}, longest {work.queue_longest}" * run.alone
-            parts = [(work.apply_s, run.look.colour), (max(0.0, work.busy_s - work.apply_s), _SECOND)]
+            parts = [(work.apply_s, run.style.colour), (max(0.0, work.busy_s - work.apply_s), _SECOND)]
             bars.append(Bar(f"{run.prefix}server {rank}", f"busy {percent(work.busy_share)}{queue}", parts))
     title = "Work of servers"
     reading = (
@@ -164,7 +162,7 @@ def _traffic_of_servers(shown: Sequence[_Shown]) -> Picture:
     for run in shown:
         marks = _mean_mark([work.moved_bytes * 1e-6 for work in run.servers.by_rank.values()])
         for rank, work in run.servers.by_rank.items():
-            bars.append(Bar(f"{run.prefix}server {rank}", *_traffic(work.shards, run.look), marks))
+            bars.append(Bar(f"{run.prefix}server {rank}", *_traffic(work.shards, run.style), marks))
     title = "Traffic of servers"
     reading = (
         "Bytes that workers pushed to each server (in the run's colour, on the left) and pulled from it (grey, on the "
@@ -182,7 +180,7 @@ def _traffic_of_shards(shown: Sequence[_Shown]) -> Picture:
     for run in shown:
         marks = _mean_mark([traffic(shard) for _, shard in run.servers.shards])
         for rank, shard in _most(run, traffic, count):
-            bars.append(Bar(f"{run.prefix}{shard.name} on {rank}", *_traffic([shard], run.look), marks))
+            bars.append(Bar(f"{run.prefix}{shard.name} on {rank}", *_traffic([shard], run.style), marks))
     title = "Traffic of shards"
     reading = "The same for each shard; behind its name the rank of its server, and the line at the shards' mean."
     return Picture(title, draw_bars(title, bars, "MB"), reading + _left_out(shown, count))
@@ -198,17 +196,17 @@ def _apply_time(shown: Sequence[_Shown]) -> Picture:
         marks = _mean_mark([shard.apply_s for _, shard in run.servers.shards])
         for rank, shard in _most(run, apply_s, count):
             each = f"{short(shard.steps)} × {duration(shard.apply_s / shard.steps)}" if shard.steps else "no update"
-            bars.append(Bar(f"{run.prefix}{shard.name} on {rank}", each, [(shard.apply_s, run.look.colour)], marks))
+            bars.append(Bar(f"{run.prefix}{shard.name} on {rank}", each, [(shard.apply_s, run.style.colour)], marks))
     title = "Apply time of shards"
     reading = "Seconds that the updates of each shard took; on the right, how many there were and how long one took."
     return Picture(title, draw_bars(title, bars, "seconds"), reading + _left_out(shown, count))
 
 
-def _traffic(shards: Sequence[ShardStats], look: RunStyle) -> tuple[str, list[tuple[float, str]]]:
+def _traffic(shards: Sequence[ShardStats], style: RunStyle) -> tuple[str, list[tuple[float, str]]]:
     """Returns the note and the parts of a bar."""
     pushed, pulled = sum(shard.pushed_bytes for shard in shards), sum(shard.pulled_bytes for shard in shards)
     note = f"{byte_count(pushed)} pushed, {byte_count(pulled)} pulled"
-    return note, [(pushed * 1e-6, look.colour), (pulled * 1e-6, _SECOND)]
+    return note, [(pushed * 1e-6, style.colour), (pulled * 1e-6, _SECOND)]
 
 
 def _mean_mark(values: Sequence[float]) -> list[Mark]:

@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.report.format import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
-from headrace.report.model.averaging import averaging_line, averaging_plain, averaging_rows
 from headrace.report.model.pipeline_steps import passed_plain, passed_rows
-from headrace.report.model.references import References, verdict
-from headrace.report.model.summary import Summary
-from headrace.report.model.training_clock import StepTimes
-from headrace.report.views.input_text import bottleneck_plain, input_plain, input_rows
-from headrace.report.views.server_text import server_line, server_plain, server_rows
+from headrace.report.model.summary import References, Summary, verdict
+from headrace.report.model.training import StepTimes, averaging_line, averaging_plain, averaging_rows
+from headrace.report.views.subjects import (
+    bottleneck_plain,
+    input_plain,
+    input_rows,
+    server_line,
+    server_plain,
+    server_rows,
+)
 from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from headrace.report import References, comparison_table, run_table, summarize
-from headrace.report.views.server_text import SERVER_HEADS, server_cells, server_line
+from headrace.report.views.subjects import SERVER_HEADS, server_cells, server_line
 from headrace.report.views.table import run_rows
 
 

@@ -1,0 +1,332 @@
+"""Training time: which part of a run's wall time rates and step times are taken from."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
+from typing import Any
+
+from headrace.report.format import duration, short
+from headrace.report.model.events import Attempt, of_kind
+from headrace.spec.events import Evaluated, ParametersAveraged, Stepped
+from headrace.spec.plain import to_plain
+
+WARM_UP_STEPS = 5
+"""Steps of each worker that rates leave out: allocations, first touches of memory, caches."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where the mean step's time went, in the window of `Training.examples_per_s`.
+
+    Attributes:
+        wait_s, compute_s, exchange_s, update_s: as in `Stepped`; wait: for data.
+        other_s: what passed between the steps, evaluations left out.
+    """
+
+    wait_s: float
+    compute_s: float
+    exchange_s: float
+    update_s: float
+    other_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Wall time of the mean step."""
+        return self.wait_s + self.compute_s + self.exchange_s + self.update_s + self.other_s
+
+
+class TrainingClock:
+    """Training time: from the first step of an attempt to its last, evaluations cut out, all attempts together.
+
+    Args:
+        attempts: each attempt's steps, by rank.
+        evaluated: of all attempts, by time.
+    """
+
+    def __init__(self, attempts: Iterable[Mapping[int, Sequence[Stepped]]], evaluated: Sequence[Evaluated]) -> None:
+        self._windows = tuple(_Window(by_rank) for by_rank in attempts if by_rank)
+        self._spans = tuple(span for window in self._windows for span in _without(evaluated, window.begin, window.end))
+
+    def between(self, start: float, stop: float) -> float:
+        """Seconds of training from `start` to `stop`."""
+        overlaps = (min(end, stop) - max(begin, start) for begin, end in self._spans)
+        return math.fsum(overlap for overlap in overlaps if overlap > 0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training in all."""
+        return self.until(math.inf)
+
+    def until(self, time_s: float) -> float:
+        """Seconds of training before a time."""
+        return self.between(-math.inf, time_s)
+
+    def rate(self) -> float | None:
+        """Examples of all workers' steps that ended inside the windows, over their length; None without a step."""
+        seconds = sum(self.between(window.opens, window.end) for window in self._windows)
+        inside = [
+            step for window in self._windows for steps in window.by_rank.values() for step in window.inside(steps)
+        ]
+        return sum(step.examples for step in inside) / seconds if inside and seconds > 0 else None
+
+    def times(self, *ranks: int) -> StepTimes:
+        """Returns the mean step of these workers, each of which has done one."""
+        steps: list[Stepped] = []
+        wall = 0.0
+        for window in self._windows:
+            for rank in (rank for rank in ranks if rank in window.by_rank):
+                start, inside = window.measured(rank)
+                wall += self.between(start, inside[-1].time_s)
+                steps += inside
+        wait, compute, exchange, update = (
+            math.fsum(getattr(step, part) for step in steps) / len(steps)
+            for part in ("wait_s", "compute_s", "exchange_s", "update_s")
+        )
+        return StepTimes(
+            wait, compute, exchange, update, max(0.0, wall / len(steps) - wait - compute - exchange - update)
+        )
+
+
+class _Window:
+    """One attempt's steps; the window opens when the last worker is warm, and closes with the last step of all."""
+
+    def __init__(self, by_rank: Mapping[int, Sequence[Stepped]]) -> None:
+        self.by_rank = by_rank
+        self.begin = min(_began(steps[0]) for steps in by_rank.values())
+        self.end = max(steps[-1].time_s for steps in by_rank.values())
+        warm_up = min(WARM_UP_STEPS, *(len(steps) // 2 for steps in by_rank.values()))
+        self.opens = max(steps[warm_up - 1].time_s for steps in by_rank.values()) if warm_up else self.begin
+
+    def inside(self, steps: Iterable[Stepped]) -> list[Stepped]:
+        """Those of the steps that ended after the warm-up."""
+        return [step for step in steps if step.time_s > self.opens]
+
+    def measured(self, rank: int) -> tuple[float, Sequence[Stepped]]:
+        """Returns a worker's steps inside the window, its last if none is, and when the first of them began."""
+        steps = self.by_rank[rank]
+        inside = self.inside(steps) or steps[-1:]
+        before = len(steps) - len(inside)
+        return (steps[before - 1].time_s if before else _began(steps[0])), inside
+
+
+def _without(evaluated: Iterable[Evaluated], begin: float, end: float) -> list[tuple[float, float]]:
+    """Returns the pieces of the time from `begin` to `end` in which nothing was evaluated."""
+    pieces = []
+    for event in evaluated:
+        if begin < event.time_s and event.time_s - event.seconds < end:
+            pieces.append((begin, event.time_s - event.seconds))
+            begin = event.time_s
+    return [*pieces, (begin, end)]
+
+
+def _began(step: Stepped) -> float:
+    return step.time_s - (step.wait_s + step.compute_s + step.exchange_s + step.update_s)
+
+
+CURVE_POINTS = 400
+"""Most points of a loss curve."""
+
+
+@dataclass(frozen=True)
+class LossPoint:
+    """Attributes:
+    examples: seen by all workers so far.
+    seconds: trained so far, without evaluations.
+    loss: weighted mean over the workers, and over the consecutive steps that the point stands for.
+    """
+
+    examples: int
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class EvaluationPoint:
+    """Attributes:
+    step: steps done when it was made.
+    epochs: visits of the training set by then.
+    seconds: trained by then, without evaluations.
+    metrics: name to value.
+    took_s: how long it took.
+    """
+
+    step: int
+    epochs: float
+    seconds: float
+    metrics: Mapping[str, float]
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What changed over the run.
+
+    Attributes:
+        loss: at most `CURVE_POINTS` points; a step whose loss is not finite is left out.
+        evaluations: in the order in which they were made.
+    """
+
+    loss: tuple[LossPoint, ...]
+    evaluations: tuple[EvaluationPoint, ...]
+
+
+def curves_of(
+    steps: Iterable[Stepped], evaluated: Iterable[Evaluated], clock: TrainingClock, examples_per_epoch: int
+) -> Curves:
+    """Returns what the steps of all workers, and the evaluations, say over time."""
+    rounds: dict[int, _Round] = defaultdict(_Round)
+    for step in steps:
+        rounds[step.step].add(step)
+    order = sorted(rounds)
+    seen = list(accumulate((rounds[index].examples for index in order), initial=0))
+    # Workers that run ahead finish a later step before others an earlier one; the curve goes forward only.
+    times = list(accumulate((rounds[index].time_s for index in order), max))
+    width = max(1, math.ceil(len(order) / CURVE_POINTS))
+    loss = []
+    for start in range(0, len(order), width):
+        stop = min(start + width, len(order))
+        piece = [rounds[index] for index in order[start:stop]]
+        weight = math.fsum(each.weight for each in piece)
+        if weight > 0:
+            mean = math.fsum(each.loss for each in piece) / weight
+            loss.append(LossPoint(seen[stop], clock.until(times[stop - 1]), mean))
+    return Curves(
+        loss=tuple(loss),
+        evaluations=tuple(
+            EvaluationPoint(
+                step=event.step,
+                epochs=seen[bisect_left(order, event.step)] / examples_per_epoch if examples_per_epoch else 0.0,
+                seconds=clock.until(event.time_s),
+                metrics=event.metrics,
+                took_s=event.seconds,
+            )
+            for event in evaluated
+        ),
+    )
+
+
+@dataclass
+class _Round:
+    """The steps of one index, of all workers, added up."""
+
+    examples: int = 0
+    time_s: float = 0.0
+    loss: float = 0.0
+    weight: float = 0.0
+
+    def add(self, step: Stepped) -> None:
+        self.examples += step.examples
+        self.time_s = max(self.time_s, step.time_s)
+        if step.loss is not None and math.isfinite(step.loss):
+            self.loss += step.loss * step.weight
+            self.weight += step.weight
+
+
+@dataclass(frozen=True)
+class AveragingSummary:
+    """The meetings of a run; what a later attempt did again counts once.
+
+    Attributes:
+        meetings: at least one, in their order.
+    """
+
+    meetings: tuple[ParametersAveraged, ...]
+
+    @property
+    def mean_rounds(self) -> float:
+        """Rounds between two meetings, on the mean."""
+        return sum(each.rounds for each in self.meetings) / len(self.meetings)
+
+    @property
+    def mean_drift(self) -> float:
+        """Over all meetings."""
+        return sum(each.drift for each in self.meetings) / len(self.meetings)
+
+    @property
+    def furthest(self) -> ParametersAveraged:
+        """The meeting at which the workers had drifted furthest apart."""
+        return max(self.meetings, key=lambda each: each.drift)
+
+    @property
+    def left_out(self) -> Mapping[int, int]:
+        """Rank to how many of its copies were not finite, and left out."""
+        return Counter(rank for each in self.meetings for rank in each.left_out)
+
+
+def averaging_of(attempts: Sequence[Attempt]) -> AveragingSummary | None:
+    """Returns the meetings of a run; None where there were none."""
+    meetings: list[ParametersAveraged] = []
+    for attempt, then in zip_longest(attempts, attempts[1:]):
+        until = then.started.resumed_step if then else None
+        told = [each for each in of_kind(ParametersAveraged, attempt.events) if until is None or each.step <= until]
+        meetings += _merged(told)
+    return AveragingSummary(tuple(meetings)) if meetings else None
+
+
+def _merged(told: Sequence[ParametersAveraged]) -> list[ParametersAveraged]:
+    """Returns one event a meeting: where each worker tells of itself, that of whoever had drifted furthest."""
+    meetings: dict[int, list[ParametersAveraged]] = {}
+    for each in told:
+        # What one tells for all has no number.
+        meetings.setdefault(each.meeting or -1 - len(meetings), []).append(each)
+    merged = []
+    for every in meetings.values():
+        furthest = max(every, key=lambda each: each.drift)
+        exchange_s = sum(each.exchange_s for each in every) / len(every)
+        left_out = tuple(sorted({rank for each in every for rank in each.left_out}))
+        merged.append(replace(furthest, exchange_s=exchange_s, left_out=left_out))
+    return merged
+
+
+def averaging_line(averaging: AveragingSummary) -> str:
+    """Returns what stands below a comparison."""
+    last = averaging.meetings[-1]
+    return (
+        f"{_meetings(averaging)}, the last period {_rounds(last.period)} ({last.why}); drift mean "
+        f"{short(averaging.mean_drift)}, largest {short(averaging.furthest.drift)}"
+    )
+
+
+def averaging_rows(averaging: AveragingSummary) -> list[tuple[str, str]]:
+    """Returns what is worth saying of a run's meetings, as names and values in words."""
+    last, furthest = averaging.meetings[-1], averaging.furthest
+    mean_s = sum(each.exchange_s for each in averaging.meetings) / len(averaging.meetings)
+    rows = [
+        ("averaging", f"{_meetings(averaging)}, {duration(mean_s)} each; the last period is {_rounds(last.period)}"),
+        ("period because", last.why),
+        (
+            "drift",
+            f"mean {short(averaging.mean_drift)}, largest {short(furthest.drift)} of the parameters' norm, "
+            f"after {_rounds(furthest.step)}",
+        ),
+    ]
+    left_out = averaging.left_out
+    if left_out:
+        ranks = ", ".join(f"rank {rank} {count} ×" for rank, count in sorted(left_out.items()))
+        rows.append(("left out", f"{ranks}: parameters that were not finite; they went on from the others' mean"))
+    return rows
+
+
+def averaging_plain(averaging: AveragingSummary) -> dict[str, Any]:
+    """Returns the same and more as JSON values, with all digits."""
+    return {
+        "meetings": [to_plain(each) for each in averaging.meetings],
+        "mean_rounds": averaging.mean_rounds,
+        "mean_drift": averaging.mean_drift,
+        "largest_drift": averaging.furthest.drift,
+        "left_out": {str(rank): count for rank, count in sorted(averaging.left_out.items())},
+    }
+
+
+def _meetings(averaging: AveragingSummary) -> str:
+    count = len(averaging.meetings)
+    return f"{count} meeting{'s' * (count != 1)}, one in {short(averaging.mean_rounds)} rounds"
+
+
+def _rounds(count: int) -> str:
+    return f"{count} round{'s' * (count != 1)}"
