@@ -12,15 +12,22 @@ from torch import Tensor
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.metrics import Mean, weigh
 from headrace.pipeline.channels import Channels
+from headrace.pipeline.memory import explain_out_of_memory
 from headrace.pipeline.runner import MicroBatch, Runner
 from headrace.pipeline.stage_module import StageModule
 from headrace.pipeline.trace.tracing import Traced
 from headrace.policies.batch_split import bounds
 from headrace.spec.job import Share
+from headrace.spec.plan import Plan
+from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import GradientSink
+from headrace.training.optimizer_state import StatePiece
+from headrace.training.update import Updater, UpdatingExchange
 from headrace.training.whole_model import Objective, cut, select_target, widened
 from headrace.trees import map_tensors
+
+_FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, momentum one copy, Adam two"
 
 
 class StagedModel(Compute):
@@ -156,3 +163,44 @@ class StagedModel(Compute):
     def _hold(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self._trained, gradients, strict=True):
             parameter.grad = gradient
+
+
+class PipelineExchange(UpdatingExchange):
+    """Updates the parameters that this rank holds; there is nothing to exchange but the norm of all gradients."""
+
+    def __init__(self, plan: Plan, rank: int, compute: StagedModel, clipper: GradientClipper, updater: Updater) -> None:
+        self._rank = rank
+        self._part = plan.part_of(rank)
+        self._owners = {segment.parameter: segment.owner for segment in plan.segments}
+        self._trained = compute.trained
+        self._clipper = clipper
+        self.updater = updater
+        here = [parameter for parameter in compute.module.parameters() if not parameter.is_meta]
+        self.parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in here)
+
+    def update(self, round_: int) -> None:
+        """Raises:
+        UnfitMachine: there is not enough memory for what the optimizer keeps, which it makes in its first step.
+        """
+        with explain_out_of_memory(
+            f"{self._part} ran out of memory in the step of the optimizer", self._holds, _FEWER_COPIES
+        ):
+            super().update(round_)
+
+    def _holds(self) -> str:
+        """Returns what the parameters and the optimizer take."""
+        name = type(self.updater.optimizer).__name__
+        state = self.updater.state_bytes()
+        return f"of which {self.parameter_bytes:,} are its parameters and {state:,} what {name} keeps of them"
+
+    def begin(self, round_: int) -> None:
+        self.updater.optimizer.zero_grad()
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        held = {name: each.grad for name, each in self._trained.items() if each.grad is not None}
+        # What several ranks hold is measured by the first of them.
+        measured = [gradient for name, gradient in held.items() if self._owners[name] == self._rank]
+        return self._clipper.condition(measured, list(held.values()), finite)
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return tuple(piece for piece in super().state() if self._owners[piece.parameter] == self._rank)

@@ -43,7 +43,6 @@ from headrace.strategies.served_hybrid import (
     served_replica,
 )
 from headrace.strategies.strategy import (
-    ModelParallelGroup,
     ServerContext,
     Strategy,
     WorkerContext,
@@ -53,6 +52,7 @@ from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.training.compute import Compute
 from headrace.training.exchange import Replica
 from headrace.training.gradients import GradientSink
+from headrace.training.model_parallel import ModelParallelGroup
 from headrace.training.whole_model import WholeModel
 
 _ENOUGH_BYTES = 2**62

@@ -21,14 +21,13 @@ from dataclasses import dataclass, replace
 from headrace.errors import UnknownName, UsageError
 from headrace.pipeline.buffers import RunningStatistics
 from headrace.pipeline.channels import Channels
-from headrace.pipeline.memory import explain_out_of_memory
 from headrace.pipeline.partition import COSTS, Terms, costs, read, split
 from headrace.pipeline.runner import RECOMPUTE, Runner
 from headrace.pipeline.schedules import SCHEDULES, Action
 from headrace.pipeline.schedules.schedule import in_flight
 from headrace.pipeline.stage import cut
 from headrace.pipeline.stage_module import StageModule, ways
-from headrace.pipeline.staged import StagedModel
+from headrace.pipeline.staged import PipelineExchange, StagedModel
 from headrace.pipeline.trace.tracing import trace
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.spec.cluster import Cluster
@@ -43,18 +42,13 @@ from headrace.strategies.strategy import (
     describe_options,
     require_own_chance,
 )
-from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
-from headrace.training.optimizer_state import StatePiece
-from headrace.training.update import UpdatingExchange
 from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors
 
 _PIECES_A_STAGE = 4
 """From so many micro-batches a stage on, the bubble hardly matters (GPipe, section 2.3)."""
-
-_FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, momentum one copy, Adam two"
 
 _TRACING = threading.Lock()
 """To trace a model, torch's modules are changed for all threads of a process."""
@@ -166,7 +160,11 @@ class Pipeline(Strategy):
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         compute = self.compute(plan, context.group.rank, context)
-        return Replica(compute, PipelineExchange(plan, rank, context, compute))
+        # Over all parameters: groups and settings are those of the whole model, and what is not here has no gradient.
+        optimizer = build(context.optimizer, context.module.named_parameters())
+        owned = [(Segment(name, 0, each.numel(), rank), each) for name, each in compute.trained.items()]
+        updater = context.updater(optimizer, owned)
+        return Replica(compute, PipelineExchange(plan, rank, compute, context.conditioner(), updater))
 
     def compute(
         self,
@@ -233,57 +231,6 @@ class Pipeline(Strategy):
         # Micro-batches without examples are left out.
         whole = ranks * -(-count // ranks) if self.schedule == "interleaved" else count
         return SCHEDULES[self.schedule](place, ranks, whole, self._pieces(ranks) // ranks)
-
-
-class PipelineExchange(UpdatingExchange):
-    """Updates what this rank holds.
-
-    Args:
-        plan: the run's.
-        rank: of this worker.
-        context: of this worker.
-        compute: of this worker.
-    """
-
-    def __init__(self, plan: Plan, rank: int, context: WorkerContext, compute: StagedModel) -> None:
-        self._rank = rank
-        self._part = plan.part_of(rank)
-        self._owners = {segment.parameter: segment.owner for segment in plan.segments}
-        # Over all parameters: groups and settings are those of the whole model, and what is not here has no gradient.
-        optimizer = build(context.optimizer, context.module.named_parameters())
-        self._held = compute.trained
-        self._conditioner = context.conditioner()
-        owned = [(Segment(name, 0, each.numel(), rank), each) for name, each in self._held.items()]
-        self.updater = context.updater(optimizer, owned)
-        held = [parameter for parameter in context.module.parameters() if not parameter.is_meta]
-        self.parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in held)
-
-    def update(self, round_: int) -> None:
-        """Raises:
-        UnfitMachine: there is not enough memory for what the optimizer keeps, which it makes in its first step.
-        """
-        with explain_out_of_memory(
-            f"{self._part} ran out of memory in the step of the optimizer", self._holds, _FEWER_COPIES
-        ):
-            super().update(round_)
-
-    def _holds(self) -> str:
-        """Returns what the parameters and the optimizer take."""
-        name = type(self.updater.optimizer).__name__
-        state = self.updater.state_bytes()
-        return f"of which {self.parameter_bytes:,} are its parameters and {state:,} what {name} keeps of them"
-
-    def begin(self, round_: int) -> None:
-        self.updater.optimizer.zero_grad()
-
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        held = {name: each.grad for name, each in self._held.items() if each.grad is not None}
-        # What several ranks hold is measured by the first of them.
-        measured = [gradient for name, gradient in held.items() if self._owners[name] == self._rank]
-        return self._conditioner.condition(measured, list(held.values()), finite)
-
-    def state(self) -> tuple[StatePiece, ...]:
-        return tuple(piece for piece in super().state() if self._owners[piece.parameter] == self._rank)
 
 
 def _is_partition(value: object) -> bool:

@@ -15,27 +15,22 @@ where it is (Shoeybi et al., "Megatron-LM", 2019, section 3):
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UnknownName, UsageError
-from headrace.metrics import Mean
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
-from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import (
-    ModelParallelGroup,
     Strategy,
     WorkerContext,
     broadcast,
@@ -43,15 +38,11 @@ from headrace.strategies.strategy import (
     describe_options,
     require_own_chance,
 )
-from headrace.tensor_parallel import RULES, RewrittenModel
-from headrace.tensor_parallel.rewriting import split
-from headrace.training.clipping import StepDecision
-from headrace.training.compute import Compute, Computed, describe
-from headrace.training.exchange import Exchange, Replica
-from headrace.training.gradients import GradientSink
-from headrace.training.optimizer_state import StatePiece
-from headrace.training.synchronization import PeriodicSync, SyncResult
-from headrace.training.whole_model import WholeModel
+from headrace.tensor_parallel.replica import SlicedReplica
+from headrace.tensor_parallel.rewriting import RULES, split
+from headrace.training.compute import describe
+from headrace.training.exchange import Replica
+from headrace.training.model_parallel import ModelParallelGroup
 
 
 @dataclass(frozen=True)
@@ -131,7 +122,7 @@ class TensorParallel(Strategy):
         group.barrier()
         made = split(context.module, self.rules, context.wire or group)
         group.barrier()
-        return _Slice(made, group, everyone, mates, describe(context.module, context.model.sliceable))
+        return SlicedReplica(made, group, everyone, mates, describe(context.module, context.model.sliceable))
 
 
 def require_sliceable(strategy: str, model: ModelSpec) -> None:
@@ -145,172 +136,3 @@ def require_sliceable(strategy: str, model: ModelSpec) -> None:
             f"the job's optimizer looks at whole matrices, of which each device has a part under {strategy}; use one "
             "that treats every element alone (SGD, Adam), or mirrored"
         )
-
-
-class _Slice(ModelParallelGroup):
-    """One rank's slices of the layers of a replica.
-
-    Args:
-        split: what was split.
-        group: the ranks of the replica.
-        everyone: the ranks of all replicas.
-        mates: the ranks that hold the same slice.
-        model: what this rank holds.
-    """
-
-    def __init__(
-        self,
-        split: RewrittenModel,
-        group: ProcessGroup,
-        everyone: ProcessGroup,
-        mates: ProcessGroup,
-        model: ModelSpec,
-    ) -> None:
-        self.group = group
-        self.everyone = everyone
-        self.model = model
-        self._split = split
-        self._mates = mates
-        self.repeated = split.repeated
-
-    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
-        compute = SplitModel(whole, self._split, self._mates)
-        if self.everyone.rank == 0:
-            compute.notes = (str(self._split),)
-        return compute
-
-    def spread(self) -> None:
-        for name, parameter in self._split.module.named_parameters():
-            if name in self.repeated and parameter.requires_grad:
-                dense = parameter.data.contiguous()
-                self.group.broadcast(dense)
-                parameter.data.copy_(dense)
-
-    def finish(self, replica: Replica) -> Replica:
-        meetings = SplitMeetings(replica.meetings, self._split) if replica.meetings else None
-        return replace(replica, exchange=SplitExchange(replica.exchange, self._split), meetings=meetings)
-
-
-class SplitModel(Compute):
-    """Computes with slices of layers, together with the other ranks of the replica.
-
-    Args:
-        whole: computes, as if it had all.
-        split: what was split.
-        mates: the ranks that hold the same slice.
-    """
-
-    def __init__(self, whole: WholeModel, split: RewrittenModel, mates: ProcessGroup) -> None:
-        self.module = whole.module
-        self.counts = split.group.rank == 0
-        self.mates = mates
-        self._whole = whole
-        self._split = split
-        # Whatever runs the model first, a loop of the user's own, too.
-        self._first = whole.module.register_forward_pre_hook(self._align)
-
-    def run(self, share: Share) -> Computed:
-        return self._spoken(self._whole.run(share))
-
-    def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
-        return self._spoken(self._whole.backward(loss, share))
-
-    def predict(self, batch: Any) -> Any:
-        return self._whole.predict(batch)
-
-    def place(self, batch: Any) -> Any:
-        return self._whole.place(batch)
-
-    def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
-        if leads:
-            yield from self._split.whole_tensors()
-
-    def _spoken(self, computed: Computed) -> Computed:
-        """Leaves the loss to the rank that counts."""
-        return computed if self.counts else replace(computed, loss=None)
-
-    def _align(self, *_: object) -> None:
-        """Lets all ranks draw what the first one draws: whatever they compute alike must be alike."""
-        self._first.remove()
-        group, device = self._split.group, next(self.module.parameters()).device
-        if not isinstance(group, ThreadCollective):
-            torch.set_rng_state(_told(torch.get_rng_state(), group, device))
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(_told(torch.cuda.get_rng_state(device), group, device), device)
-
-
-def _told(state: Tensor, group: Collective, device: torch.device) -> Tensor:
-    told = state.to(device)
-    group.broadcast(told)
-    return told.cpu()
-
-
-class SplitExchange(Exchange):
-    """Exchanges parts, and saves and loads whole tensors.
-
-    Args:
-        exchange: of the parts.
-        split: what was split.
-    """
-
-    def __init__(self, exchange: Exchange, split: RewrittenModel) -> None:
-        self._exchange = exchange
-        self._split = split
-
-    def begin(self, round_: int) -> None:
-        self._exchange.begin(round_)
-
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        return self._exchange.synchronize(finite)
-
-    def update(self, round_: int) -> None:
-        self._exchange.update(round_)
-
-    def skip(self, round_: int) -> None:
-        self._exchange.skip(round_)
-
-    def swap_weights(self, averaged: bool) -> None:
-        self._exchange.swap_weights(averaged)
-
-    def state(self) -> tuple[StatePiece, ...]:
-        return self._split.join(self._exchange.state())
-
-    def settings(self) -> dict[str, Any]:
-        return self._exchange.settings()
-
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        self._exchange.load(self._split.divide(pieces), settings)
-
-    def memory(self) -> tuple[int, int]:
-        return self._exchange.memory()
-
-
-class SplitMeetings(PeriodicSync):
-    """Brings together those who hold the same slice.
-
-    Args:
-        meetings: of the slices.
-        split: what was split.
-    """
-
-    def __init__(self, meetings: PeriodicSync, split: RewrittenModel) -> None:
-        self._meetings = meetings
-        self._split = split
-
-    def coming(self, done: int) -> int:
-        return self._meetings.coming(done)
-
-    def weigh(self, weight: float) -> None:
-        self._meetings.weigh(weight)
-
-    def meet(self, done: int) -> SyncResult:
-        return self._meetings.meet(done)
-
-    def end(self, done: int) -> SyncResult | None:
-        return self._meetings.end(done)
-
-    def swap_weights(self, averaged: bool) -> None:
-        self._meetings.swap_weights(averaged)
-
-    def own(self) -> tuple[StatePiece, ...]:
-        return self._split.mark(self._meetings.own())

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from headrace.collectives.base import Collective
 from headrace.errors import UnknownName, UsageError
 from headrace.tensor_parallel.analysis import analyze_graph, splittable
 from headrace.tensor_parallel.attention import ParallelAttention
-from headrace.tensor_parallel.collectives import all_gather
 from headrace.tensor_parallel.layers import (
     BatchParallel,
     ColumnParallel,
@@ -28,132 +25,13 @@ from headrace.tensor_parallel.layers import (
     SharedInput,
     feature_dim,
 )
+from headrace.tensor_parallel.replica import RewrittenModel, ShardDim
 from headrace.tensor_parallel.rules import KINDS, Flow, Splittable, choose, follow
-from headrace.tensor_parallel.shard_dim import ShardDim
-from headrace.training.compute import parameters_and_buffers
-from headrace.training.optimizer_state import StatePiece
 
 RULES = ("column", "row", "channels", "heads", "batch", "replicate")
 """What may be said of a layer: see `TensorParallel`."""
 
-_SHOWN = 6
-"""Names of layers in a line for the user, of each rule."""
-
-_PART = "headrace.part-"
-"""What the keys of pieces begin with that are of a rank's part, and of no use to others."""
-
 Rules = str | Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class RewrittenModel:
-    """What was split.
-
-    Attributes:
-        module: of which this rank now holds a part.
-        group: the ranks.
-        cuts: of parameters, by name; those that are not there are whole on every rank.
-        shapes: of the whole tensors, by name.
-        kinds: rules, by name of the layer.
-    """
-
-    module: nn.Module
-    group: Collective
-    cuts: Mapping[str, ShardDim]
-    shapes: Mapping[str, tuple[int, ...]]
-    kinds: Mapping[str, str]
-
-    @property
-    def repeated(self) -> frozenset[str]:
-        """Names of the parameters that every rank holds."""
-        return frozenset(self.shapes.keys() - self.cuts.keys())
-
-    def __str__(self) -> str:
-        """Says what was split, and how much of the parameters this rank holds."""
-        world = self.group.world
-        if not self.kinds:
-            return f"nothing of the model can be divided evenly among {world} devices: each computes all of it"
-        said = [
-            f"{kind} {', '.join(names[:_SHOWN])}{' ...' * (len(names) > _SHOWN)}" for kind, names in self._by_kind()
-        ]
-        held = sum(parameter.numel() for parameter in self.module.parameters())
-        whole = sum(math.prod(shape) for shape in self.shapes.values())
-        return f"split over {world} devices: {'; '.join(said)}; each holds {held / max(1, whole):.0%} of the parameters"
-
-    def _by_kind(self) -> list[tuple[str, list[str]]]:
-        kinds = dict.fromkeys(self.kinds.values())
-        return [(kind, [name or "the model" for name, each in self.kinds.items() if each == kind]) for kind in kinds]
-
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every parameter and buffer whole, by checkpoint name, on the first rank; all ranks do it together."""
-        for name, tensor in parameters_and_buffers(self.module):
-            cut = self.cuts.get(name.partition("/")[2])
-            whole = tensor if cut is None else self._join(tensor, cut)
-            if self.group.rank == 0:
-                yield name, whole
-
-    def join(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
-        """Returns what `everywhere` does, on the first rank alone."""
-        joined = self.everywhere(pieces)
-        return joined if self.group.rank == 0 else ()
-
-    def everywhere(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
-        """Returns pieces of whole parameters, of all ranks' pieces of their parts.
-
-        All ranks have pieces of the same names and lengths, in the same order.
-
-        Raises:
-            UsageError: a piece is of a part of a part.
-        """
-        joined = []
-        for piece in pieces:
-            cut = self.cuts.get(piece.parameter)
-            if cut is None or piece.start < 0:
-                joined.append(piece)
-                continue
-            part = self.part_shape(piece.parameter)
-            if piece.start or piece.value.numel() != math.prod(part):
-                raise UsageError(
-                    f"{piece.key!r} of {piece.parameter!r} covers {piece.value.numel():,} elements from {piece.start} "
-                    f"on of the {math.prod(part):,} on this rank, and parts of parts cannot be joined; use an outer "
-                    "strategy whose workers update whole parameters: mirrored"
-                )
-            joined.append(replace(piece, value=self._join(piece.value.view(part), cut).flatten()))
-        return tuple(joined)
-
-    def mark(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
-        """Returns pieces that `divide` gives back to this rank as they are."""
-        return tuple(replace(piece, key=_PART + piece.key) for piece in pieces)
-
-    def divide(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
-        """Returns this rank's part of pieces of whole parameters, however these were cut before."""
-        found, own, wholes = [], [], dict[tuple[str, str], Tensor]()
-        for piece in pieces:
-            if piece.key.startswith(_PART):
-                own.append(replace(piece, key=piece.key.removeprefix(_PART)))
-                continue
-            if piece.parameter not in self.cuts or piece.start < 0:
-                found.append(piece)
-                continue
-            key = (piece.parameter, piece.key)
-            if key not in wholes:
-                wholes[key] = piece.value.new_zeros(self.shapes[piece.parameter])
-            piece.copy_to(wholes[key], 0)
-        for (name, kind), whole in wholes.items():
-            part = self.cuts[name].take(whole, self.group.rank, self.group.world)
-            found.append(StatePiece(name, kind, 0, part.flatten().clone()))
-        # Last, because it takes the place of what is everybody's.
-        return [*found, *own]
-
-    def part_shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of this rank's part of a parameter."""
-        shape = list(self.shapes[name])
-        shape[self.cuts[name].dim] //= self.group.world
-        return tuple(shape)
-
-    def _join(self, part: Tensor, cut: ShardDim) -> Tensor:
-        every = all_gather(part.detach().unsqueeze(0), 0, self.group)
-        return cut.join(every.unbind())
 
 
 def split(module: nn.Module, rules: Rules, group: Collective) -> RewrittenModel:

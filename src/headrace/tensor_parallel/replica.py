@@ -1,0 +1,341 @@
+"""One rank's part of a split model: of each tensor, and how it computes, saves and loads together with the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.threads import ThreadCollective
+from headrace.errors import UsageError
+from headrace.metrics import Mean
+from headrace.spec.job import Share
+from headrace.spec.model import ModelSpec
+from headrace.tensor_parallel.collectives import all_gather
+from headrace.training.clipping import StepDecision
+from headrace.training.compute import Compute, Computed, parameters_and_buffers
+from headrace.training.exchange import Exchange, Replica
+from headrace.training.gradients import GradientSink
+from headrace.training.model_parallel import ModelParallelGroup
+from headrace.training.optimizer_state import StatePiece
+from headrace.training.synchronization import PeriodicSync, SyncResult
+from headrace.training.whole_model import WholeModel
+
+_SHOWN = 6
+"""Names of layers in a line for the user, of each rule."""
+
+_PART = "headrace.part-"
+"""What the keys of pieces begin with that are of a rank's part, and of no use to others."""
+
+
+@dataclass(frozen=True)
+class ShardDim:
+    """Gives every rank an equal part along one dim.
+
+    Attributes:
+        dim: along which it is cut.
+        blocks: matrices that lie one behind the other along it, each cut by itself: the three of an attention's
+            `in_proj_weight`.
+    """
+
+    dim: int
+    blocks: int = 1
+
+    def take(self, whole: Tensor, rank: int, world: int) -> Tensor:
+        """Returns a rank's part of a whole tensor, a view where that is possible."""
+        each: Tensor = whole.unflatten(self.dim, (self.blocks, world, -1))
+        return each.select(self.dim + 1, rank).flatten(self.dim, self.dim + 1)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the whole tensor of all ranks' parts, in their order."""
+        blocks = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
+        return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
+
+    def whole_shape(self, part: Sequence[int], world: int) -> tuple[int, ...]:
+        """Returns the shape of the whole tensor from that of a part."""
+        return tuple(length * world if dim == self.dim else length for dim, length in enumerate(part))
+
+
+@dataclass(frozen=True)
+class RewrittenModel:
+    """What was split.
+
+    Attributes:
+        module: of which this rank now holds a part.
+        group: the ranks.
+        cuts: of parameters, by name; those that are not there are whole on every rank.
+        shapes: of the whole tensors, by name.
+        kinds: rules, by name of the layer.
+    """
+
+    module: nn.Module
+    group: Collective
+    cuts: Mapping[str, ShardDim]
+    shapes: Mapping[str, tuple[int, ...]]
+    kinds: Mapping[str, str]
+
+    @property
+    def repeated(self) -> frozenset[str]:
+        """Names of the parameters that every rank holds."""
+        return frozenset(self.shapes.keys() - self.cuts.keys())
+
+    def __str__(self) -> str:
+        """Says what was split, and how much of the parameters this rank holds."""
+        world = self.group.world
+        if not self.kinds:
+            return f"nothing of the model can be divided evenly among {world} devices: each computes all of it"
+        said = [
+            f"{kind} {', '.join(names[:_SHOWN])}{' ...' * (len(names) > _SHOWN)}" for kind, names in self._by_kind()
+        ]
+        held = sum(parameter.numel() for parameter in self.module.parameters())
+        whole = sum(math.prod(shape) for shape in self.shapes.values())
+        return f"split over {world} devices: {'; '.join(said)}; each holds {held / max(1, whole):.0%} of the parameters"
+
+    def _by_kind(self) -> list[tuple[str, list[str]]]:
+        kinds = dict.fromkeys(self.kinds.values())
+        return [(kind, [name or "the model" for name, each in self.kinds.items() if each == kind]) for kind in kinds]
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every parameter and buffer whole, by checkpoint name, on the first rank; all ranks do it together."""
+        for name, tensor in parameters_and_buffers(self.module):
+            cut = self.cuts.get(name.partition("/")[2])
+            whole = tensor if cut is None else self._join(tensor, cut)
+            if self.group.rank == 0:
+                yield name, whole
+
+    def join(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
+        """Returns what `everywhere` does, on the first rank alone."""
+        joined = self.everywhere(pieces)
+        return joined if self.group.rank == 0 else ()
+
+    def everywhere(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
+        """Returns pieces of whole parameters, of all ranks' pieces of their parts.
+
+        All ranks have pieces of the same names and lengths, in the same order.
+
+        Raises:
+            UsageError: a piece is of a part of a part.
+        """
+        joined = []
+        for piece in pieces:
+            cut = self.cuts.get(piece.parameter)
+            if cut is None or piece.start < 0:
+                joined.append(piece)
+                continue
+            part = self.part_shape(piece.parameter)
+            if piece.start or piece.value.numel() != math.prod(part):
+                raise UsageError(
+                    f"{piece.key!r} of {piece.parameter!r} covers {piece.value.numel():,} elements from {piece.start} "
+                    f"on of the {math.prod(part):,} on this rank, and parts of parts cannot be joined; use an outer "
+                    "strategy whose workers update whole parameters: mirrored"
+                )
+            joined.append(replace(piece, value=self._join(piece.value.view(part), cut).flatten()))
+        return tuple(joined)
+
+    def mark(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
+        """Returns pieces that `divide` gives back to this rank as they are."""
+        return tuple(replace(piece, key=_PART + piece.key) for piece in pieces)
+
+    def divide(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
+        """Returns this rank's part of pieces of whole parameters, however these were cut before."""
+        found, own, wholes = [], [], dict[tuple[str, str], Tensor]()
+        for piece in pieces:
+            if piece.key.startswith(_PART):
+                own.append(replace(piece, key=piece.key.removeprefix(_PART)))
+                continue
+            if piece.parameter not in self.cuts or piece.start < 0:
+                found.append(piece)
+                continue
+            key = (piece.parameter, piece.key)
+            if key not in wholes:
+                wholes[key] = piece.value.new_zeros(self.shapes[piece.parameter])
+            piece.copy_to(wholes[key], 0)
+        for (name, kind), whole in wholes.items():
+            part = self.cuts[name].take(whole, self.group.rank, self.group.world)
+            found.append(StatePiece(name, kind, 0, part.flatten().clone()))
+        # Last, because it takes the place of what is everybody's.
+        return [*found, *own]
+
+    def part_shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of this rank's part of a parameter."""
+        shape = list(self.shapes[name])
+        shape[self.cuts[name].dim] //= self.group.world
+        return tuple(shape)
+
+    def _join(self, part: Tensor, cut: ShardDim) -> Tensor:
+        every = all_gather(part.detach().unsqueeze(0), 0, self.group)
+        return cut.join(every.unbind())
+
+
+class SlicedReplica(ModelParallelGroup):
+    """One rank's slices of the layers of a replica.
+
+    Args:
+        split: what was split.
+        group: the ranks of the replica.
+        everyone: the ranks of all replicas.
+        mates: the ranks that hold the same slice.
+        model: what this rank holds.
+    """
+
+    def __init__(
+        self,
+        split: RewrittenModel,
+        group: ProcessGroup,
+        everyone: ProcessGroup,
+        mates: ProcessGroup,
+        model: ModelSpec,
+    ) -> None:
+        self.group = group
+        self.everyone = everyone
+        self.model = model
+        self._split = split
+        self._mates = mates
+        self.repeated = split.repeated
+
+    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
+        compute = SplitModel(whole, self._split, self._mates)
+        if self.everyone.rank == 0:
+            compute.notes = (str(self._split),)
+        return compute
+
+    def spread(self) -> None:
+        for name, parameter in self._split.module.named_parameters():
+            if name in self.repeated and parameter.requires_grad:
+                dense = parameter.data.contiguous()
+                self.group.broadcast(dense)
+                parameter.data.copy_(dense)
+
+    def finish(self, replica: Replica) -> Replica:
+        meetings = SplitPeriodicSync(replica.meetings, self._split) if replica.meetings else None
+        return replace(replica, exchange=SplitExchange(replica.exchange, self._split), meetings=meetings)
+
+
+class SplitModel(Compute):
+    """Computes with slices of layers, together with the other ranks of the replica.
+
+    Args:
+        whole: computes, as if it had all.
+        split: what was split.
+        mates: the ranks that hold the same slice.
+    """
+
+    def __init__(self, whole: WholeModel, split: RewrittenModel, mates: ProcessGroup) -> None:
+        self.module = whole.module
+        self.counts = split.group.rank == 0
+        self.mates = mates
+        self._whole = whole
+        self._split = split
+        # Whatever runs the model first, a loop of the user's own, too.
+        self._first = whole.module.register_forward_pre_hook(self._align)
+
+    def run(self, share: Share) -> Computed:
+        return self._spoken(self._whole.run(share))
+
+    def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
+        return self._spoken(self._whole.backward(loss, share))
+
+    def predict(self, batch: Any) -> Any:
+        return self._whole.predict(batch)
+
+    def place(self, batch: Any) -> Any:
+        return self._whole.place(batch)
+
+    def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
+        if leads:
+            yield from self._split.whole_tensors()
+
+    def _spoken(self, computed: Computed) -> Computed:
+        """Leaves the loss to the rank that counts."""
+        return computed if self.counts else replace(computed, loss=None)
+
+    def _align(self, *_: object) -> None:
+        """Lets all ranks draw what the first one draws: whatever they compute alike must be alike."""
+        self._first.remove()
+        group, device = self._split.group, next(self.module.parameters()).device
+        if not isinstance(group, ThreadCollective):
+            torch.set_rng_state(_broadcast_rng_state(torch.get_rng_state(), group, device))
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(_broadcast_rng_state(torch.cuda.get_rng_state(device), group, device), device)
+
+
+def _broadcast_rng_state(state: Tensor, group: Collective, device: torch.device) -> Tensor:
+    told = state.to(device)
+    group.broadcast(told)
+    return told.cpu()
+
+
+class SplitExchange(Exchange):
+    """Exchanges parts, and saves and loads whole tensors.
+
+    Args:
+        exchange: of the parts.
+        split: what was split.
+    """
+
+    def __init__(self, exchange: Exchange, split: RewrittenModel) -> None:
+        self._exchange = exchange
+        self._split = split
+
+    def begin(self, round_: int) -> None:
+        self._exchange.begin(round_)
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        return self._exchange.synchronize(finite)
+
+    def update(self, round_: int) -> None:
+        self._exchange.update(round_)
+
+    def skip(self, round_: int) -> None:
+        self._exchange.skip(round_)
+
+    def swap_weights(self, averaged: bool) -> None:
+        self._exchange.swap_weights(averaged)
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return self._split.join(self._exchange.state())
+
+    def settings(self) -> dict[str, Any]:
+        return self._exchange.settings()
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self._exchange.load(self._split.divide(pieces), settings)
+
+    def memory(self) -> tuple[int, int]:
+        return self._exchange.memory()
+
+
+class SplitPeriodicSync(PeriodicSync):
+    """Brings together those who hold the same slice.
+
+    Args:
+        meetings: of the slices.
+        split: what was split.
+    """
+
+    def __init__(self, meetings: PeriodicSync, split: RewrittenModel) -> None:
+        self._meetings = meetings
+        self._split = split
+
+    def coming(self, done: int) -> int:
+        return self._meetings.coming(done)
+
+    def weigh(self, weight: float) -> None:
+        self._meetings.weigh(weight)
+
+    def meet(self, done: int) -> SyncResult:
+        return self._meetings.meet(done)
+
+    def end(self, done: int) -> SyncResult | None:
+        return self._meetings.end(done)
+
+    def swap_weights(self, averaged: bool) -> None:
+        self._meetings.swap_weights(averaged)
+
+    def own(self) -> tuple[StatePiece, ...]:
+        return self._split.mark(self._meetings.own())
