@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from ps.counting import World, count
-
-from headrace.transport.faulty import Odds
+from parameter_server.counting import World, count
+from transport.faulty import Odds
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from ps.operations import BareBook, violations
-from ps.seeded import SEEDED, found, world
-from ps.virtual import Machines, run
-from ps.worlds import mutated
-
 from headrace.parameter_server.core import shard
+from parameter_server.operations import BareBook, violations
+from parameter_server.seeded import SEEDED, found, world
+from parameter_server.virtual import Machines, run
+from parameter_server.worlds import mutated
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

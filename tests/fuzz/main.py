@@ -34,18 +34,18 @@ READ += (
     "headrace.checkpoint.manifest",
     "headrace.checkpoint.header",
     "headrace.parameter_server.replication.log",
-    "headrace.parameter_server.server.state",
+    "headrace.parameter_server.server.snapshots",
 )
-READ += ("headrace.parameter_server.core.spans", "headrace.spec.plain")
+READ += ("headrace.parameter_server.core.leases", "headrace.spec.plain")
 
 READING = {
-    "headrace.transport.frames": ("sort_of", "expect", "Collector"),
+    "headrace.transport.frames": ("sort_of", "expect", "Reassembler"),
     "headrace.transport.base": ("fit", "_words"),
     "headrace.parameter_server.wire.messages": ("decode",),
     "headrace.parameter_server.wire.layout": ("difference", "_compare", "_words"),
     "headrace.parameter_server.replication.log": ("pushed_by", "parse_piece", "unpack"),
-    "headrace.parameter_server.server.state": ("unpack", "_refuse"),
-    "headrace.parameter_server.core.spans": ("numbers_in",),
+    "headrace.parameter_server.server.snapshots": ("unpack", "_refuse"),
+    "headrace.parameter_server.core.leases": ("numbers_in",),
     "headrace.spec.plain": ("_build", "_build_union", "_build_dataclass", "_expect"),
     "headrace.checkpoint.manifest": ("decode", "_record", "_in_order", "_integer", "_object", "_text", "rank"),
     "headrace.checkpoint.header": ("length", "parse", "_entry", "end"),

@@ -16,9 +16,9 @@ from safetensors import deserialize
 from fuzz.reference import Refused, read_letters, read_message
 from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import BYTES, NAMES
-from headrace.parameter_server.core.spans import numbers_in
+from headrace.parameter_server.core.leases import numbers_in
 from headrace.parameter_server.replication import log
-from headrace.parameter_server.server import state as snapshot
+from headrace.parameter_server.server import snapshots as snapshot
 from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
 from headrace.parameter_server.wire.messages import Kind, decode, encode
 from headrace.spec.plain import to_plain

@@ -14,14 +14,13 @@ from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import TensorEntry
 from headrace.checkpoint.manifest import FileRecord, Manifest
 from headrace.parameter_server.core.leases import LeaseTableState
-from headrace.parameter_server.core.membership import MembershipState
 from headrace.parameter_server.core.shard import ShardState
 from headrace.parameter_server.replication import log
 from headrace.parameter_server.replication.log import LogEntry, LogPayload
-from headrace.parameter_server.server import state as snapshot
-from headrace.parameter_server.server.coordinator import AskedState, CoordinatorState
+from headrace.parameter_server.server import snapshots as snapshot
+from headrace.parameter_server.server.coordinator import AskedState, CoordinatorState, MembershipState
 from headrace.parameter_server.server.optimizer import ShardOptimizerState
-from headrace.parameter_server.server.state import ServerState
+from headrace.parameter_server.server.snapshots import ServerState
 from headrace.parameter_server.wire.messages import Kind, Message, encode
 from headrace.transport import frames as pieces
 from headrace.transport.base import ReceivedMessage

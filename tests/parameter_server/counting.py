@@ -28,7 +28,7 @@ from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
 from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
 from headrace.parameter_server.wire.messages import Kind, Message
-from headrace.transport.faulty import Odds
+from transport.faulty import Odds
 from transport.ways import open_link
 
 __all__ = ["FAULTS", "Board", "Count", "World", "address_file", "count", "form_of"]

@@ -26,8 +26,8 @@ from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.spec.model import ParameterSpec
 from headrace.transport.base import ClientTransport
-from headrace.transport.faulty import Faults, FaultyLink, Odds
 from parameter_server.counting import FAULTS, Board, address_file, form_of
+from transport.faulty import Faults, FaultyLink, Odds
 from transport.ways import open_link, open_port
 
 

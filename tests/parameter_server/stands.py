@@ -20,11 +20,11 @@ from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
 from headrace.policies.staleness import Combination, EveryPush, Unbounded
 from headrace.spec.model import ParameterSpec
 from headrace.transport.base import ClientTransport, ServerTransport
-from headrace.transport.faulty import Faults, FaultyLink
 from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
 from headrace.transport.remote_client import RemoteClientTransport
 from headrace.transport.remote_server import RemoteServerTransport
+from transport.faulty import Faults, FaultyLink
 from transport.ways import SECRET
 
 __all__ = ["PATIENCE_S", "WIDTH", "Stand", "counted", "one_hot", "standing"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.server.state import ServerState, unpack
+from headrace.parameter_server.server.snapshots import ServerState, unpack
 from parameter_server.pairs import Group, until
 from parameter_server.twins import OPTIMIZERS, REGIMES, WORKERS, Recipe, Worker
 from transport.ways import WAYS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.transport.faulty import Odds
 from parameter_server.counting import World, count
+from transport.faulty import Odds
 from transport.ways import WAYS
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,12 @@ import torch
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.core import shard as module
 from headrace.parameter_server.core.events import Reason
-from headrace.transport.faulty import Faults, Odds
 from parameter_server.operations import BareBook, Operation, violations
 from parameter_server.seeded import MODERATE, SEEDED, found, world
 from parameter_server.stands import one_hot, standing
 from parameter_server.virtual import Machines, run
 from parameter_server.worlds import mutated
+from transport.faulty import Faults, Odds
 from transport.ways import WAYS
 
 

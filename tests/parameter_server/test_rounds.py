@@ -1,4 +1,4 @@
-"""Rounds of whoever is there, and rounds that somebody has waited for long enough."""
+"""Rounds of all members, rounds that are ended early, and the last rounds before a sync point."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from headrace.parameter_server.core.events import (
     Close,
     Event,
     Join,
+    LeasesAhead,
     Leave,
     Pull,
     Push,
     Reason,
     Refuse,
+    Renew,
     Reply,
+    Settle,
 )
 from headrace.parameter_server.core.shard import Shard
-from headrace.policies.staleness import AllMembers, Unbounded
+from headrace.policies.staleness import AllMembers, FirstPushes, Unbounded
 from parameter_server.test_shard import told, two
 
 
@@ -50,3 +53,19 @@ def test_who_has_kept_others_waiting_is_not_waited_for_before_it_comes(comes: Ev
         assert told(each, Push(0, 0, 3, 1), Push(1, 0, 4, 1))[2:3] == [ApplyStep((0, 1), 2.0, 0)]
         told(each, comes)
         assert told(each, Push(0, 0, 5, 2), Push(1, 0, 6, 2)) == [Accumulate(0), Accumulate(1)]
+
+
+def test_the_last_round_in_front_of_a_fence_may_be_short() -> None:
+    shard = two(combination=FirstPushes(2))
+    told(shard, LeasesAhead(3), Push(0, 0, 0, 0), Push(1, 0, 1, 0))
+    assert told(shard, Push(1, 0, 2, 1)) == [Accumulate(1), ApplyStep((1,), 1.0, 0), Ack(1, 2)]
+    told(shard, Settle(), Push(0, 0, 3, 2))
+    assert told(shard, LeasesAhead(1)) == [ApplyStep((0,), 1.0, 0), Ack(0, 3)]
+
+
+def test_a_pull_may_ask_for_a_version_that_is_still_to_come() -> None:
+    shard = two()
+    assert told(shard, Pull(0, least=1)) == []
+    assert told(shard, Push(1, 0, 0, 0)) == [ApplyStep((1,), 1.0, 0), Ack(1, 0), Reply(0, 1)]
+    assert told(shard, Pull(0, least=2), Renew()) == [Reply(0, 2)]
+    assert told(shard, Settle(version=9), Settle(version=5), Pull(0)) == [Reply(0, 9)]

@@ -160,22 +160,6 @@ def test_what_a_worker_gave_to_an_open_round_goes_with_it() -> None:
     assert told(shard, Join(0, 1), Push(1, 0, 3, 1), Push(0, 1, 0, 1), Leave(2))[2:3] == [ApplyStep((0, 1), 2.0, 0)]
 
 
-def test_the_last_round_in_front_of_a_fence_may_be_short() -> None:
-    shard = two(combination=FirstPushes(2))
-    told(shard, LeasesAhead(3), Push(0, 0, 0, 0), Push(1, 0, 1, 0))
-    assert told(shard, Push(1, 0, 2, 1)) == [Accumulate(1), ApplyStep((1,), 1.0, 0), Ack(1, 2)]
-    told(shard, Settle(), Push(0, 0, 3, 2))
-    assert told(shard, LeasesAhead(1)) == [ApplyStep((0,), 1.0, 0), Ack(0, 3)]
-
-
-def test_a_pull_may_ask_for_a_version_that_is_still_to_come() -> None:
-    shard = two()
-    assert told(shard, Pull(0, least=1)) == []
-    assert told(shard, Push(1, 0, 0, 0)) == [ApplyStep((1,), 1.0, 0), Ack(1, 0), Reply(0, 1)]
-    assert told(shard, Pull(0, least=2), Renew()) == [Reply(0, 2)]
-    assert told(shard, Settle(version=9), Settle(version=5), Pull(0)) == [Reply(0, 9)]
-
-
 # Histories: 17 regimes x 10 x 20 = 3,400 here, 17,000 more in the slow tests, and as many as one likes.
 
 MANY = int(os.environ.get("HEADRACE_HISTORIES", "1000"))

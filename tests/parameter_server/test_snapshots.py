@@ -16,9 +16,8 @@ from headrace.errors import CorruptCheckpoint, PeerLost
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
 from headrace.parameter_server.core.events import Reason
-from headrace.parameter_server.core.leases import LeaseTable
+from headrace.parameter_server.core.leases import LeaseTable, numbers_in
 from headrace.parameter_server.core.shard import Shard
-from headrace.parameter_server.core.spans import numbers_in
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.server.snapshots import Snapshots, newest, read

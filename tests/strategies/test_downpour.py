@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import headrace as hr
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UsageError
-from headrace.parameter_server.client.background import Background
+from headrace.parameter_server.client.downpour import Background
 from headrace.spec.events import NonFinite, ServerStats
 from strategies.contract_models import BATCH, COUNTS, MODELS, VARIANTS, verb_by_verb
 from strategies.contract_options import OPTIONS

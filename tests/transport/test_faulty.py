@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.transport.base import ClientTransport
-from headrace.transport.faulty import Faults, FaultyLink, Odds
+from transport.faulty import Faults, FaultyLink, Odds
 
 NOTHING = memoryview(b"")
 

@@ -7,7 +7,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from headrace.transport.accept_limit import AcceptLimiter
+from headrace.transport.connections import AcceptLimiter
 
 DEADLINE_S = 60.0
 

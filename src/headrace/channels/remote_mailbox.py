@@ -19,7 +19,7 @@ from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
 from headrace.channels.mailbox import Inbox, Outbox, places
-from headrace.transport.accept_limit import AcceptLimiter
+from headrace.transport.connections import AcceptLimiter
 from headrace.transport.frames import PART_BYTES
 from headrace.transport.zeromq import connect, listen, make_socket, waits, watch
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.client.session import ServerConnection
+from headrace.parameter_server.replication.transport import ReplicatedTransport
+from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
+from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.policies import PLACEMENTS
 from headrace.policies.placement import place
 from headrace.policies.roles import require_memory, worker_and_server_roles
@@ -13,7 +24,10 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Role, Segment
+from headrace.transport.base import ClientTransport, ServerTransport, Slots
 from headrace.transport.codec import CODECS
+from headrace.transport.local_client import LocalClientTransport
+from headrace.transport.local_server import LocalServerTransport
 
 _PIECES = {"shared_memory": "max_size:4MB", "tcp": "max_size:1MB"}
 """How parameters are cut if nobody says how: while a server works on a piece, the next one is on its way. Over TCP a
@@ -131,3 +145,156 @@ def shards(
             "use sharding='whole'"
         )
     return place(parse_sharding(sharding)(model.parameters), servers, PLACEMENTS[placement])
+
+
+if TYPE_CHECKING:
+    from headrace.spec.model import ModelSpec, ParameterSpec
+    from headrace.spec.plan import Plan, Role
+    from headrace.training.optimizer_state import MeanState
+
+_HELLO_S = 30.0
+_AGAIN_S = 2.0
+"""How long a server may take to greet a new link, and one that it has known: it may be the wrong one to wait for."""
+_PATIENCE_S = 10.0
+"""How long a link is tried that somebody may still be found for."""
+_SLICE_S = 0.05
+
+
+def form_of(plan: Plan, model: ModelSpec, rank: int, state: MeanState | None = None) -> ShardLayout:
+    """Returns the shards that a server holds: pieces of parameters, then those of an optimizer's state beside them."""
+    known = {parameter.name: parameter for parameter in model.parameters}
+    pieces = []
+    for segment in plan.segments:
+        if segment.owner != rank:
+            continue
+        parameter, length = known[segment.parameter], segment.stop - segment.start
+        # Rows stay rows, for optimizers that look at them; whatever cuts through a row is flat.
+        rows, rest = (parameter.shape[:1], parameter.shape[1:]) if parameter.shape else ((1,), ())
+        width = parameter.elements // rows[0] if rows[0] else 1
+        shape = parameter.shape if length == parameter.elements else (length,)
+        if width and length != parameter.elements and not length % width and not segment.start % width:
+            shape = (length // width, *rest)
+        pieces.append(ShardSpec(segment.parameter, segment.start, shape, parameter.dtype))
+    pieces += _beside(pieces, known, state) if state else ()
+    # Where there is one name for both, what is pulled travels as it is: it is nobody's difference to anything.
+    push = plan.options.get("push_codec", plan.options.get("codec", "plain"))
+    pull = plan.options.get("pull_codec", "plain")
+    return ShardLayout(pieces, str(push), str(pull))
+
+
+def _beside(pieces: Sequence[ShardSpec], known: Mapping[str, ParameterSpec], state: MeanState) -> list[ShardSpec]:
+    beside = []
+    for like, spec in zip(state.likes, state.specs, strict=True):
+        for piece in (piece for piece in pieces if piece.parameter == like.name):
+            if spec.shape == known[like.name].shape:
+                beside.append(ShardSpec(spec.name, piece.start, piece.shape, spec.dtype, exact=True))
+            elif not piece.start:
+                # What is of the whole parameter goes with its first piece.
+                beside.append(ShardSpec(spec.name, 0, spec.shape, spec.dtype, exact=True))
+    return beside
+
+
+def places_of(form: ShardLayout, module: nn.Module, beside: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    """Returns where the shards lie in a module's parameters, which become contiguous, or in what is beside them."""
+    named = {**dict(module.named_parameters()), **(beside or {})}
+    places = []
+    for piece in form.pieces:
+        parameter = named[piece.parameter]
+        if not parameter.data.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+        places.append(parameter.data.view(-1)[piece.start : piece.start + piece.elements])
+    return places
+
+
+def open_port(form: ShardLayout, transport: str) -> ServerTransport:
+    """Opens a server's end: "shared_memory" for links of this host, "tcp" for others, encrypted."""
+    if transport == "shared_memory":
+        return LocalServerTransport(form.slots, form.push_slots, form.reply_slots)
+    from headrace.transport.remote_server import RemoteServerTransport
+
+    port = RemoteServerTransport(form.slots, form.push_slots, form.reply_slots)
+    # It is told to this run's own processes alone, through memory that no other user sees.
+    port.address += f"#{port.secret.hex()}"
+    return port
+
+
+def pair(port: ServerTransport, form: ShardLayout, process: int) -> ReplicatedTransport:
+    """Returns what lets a server have a backup, or be one; `process` is its number, which no other process ever has."""
+
+    def call(address: str) -> ClientTransport:
+        return _link(address, form, Slots(()), _AGAIN_S)
+
+    return ReplicatedTransport(port, form.push_slots, form.reply_slots, process, call)
+
+
+def leads(client: Client, rank: int) -> bool:
+    """Returns whether a worker has to bring the parameters to begin with: rank 0 does, if nobody has."""
+    return rank == 0 and bool(client.versions) and not client.ask(0, Message(Kind.BEGIN))
+
+
+def connect(
+    addresses: Sequence[str],
+    forms: Sequence[ShardLayout],
+    places: Sequence[Sequence[Tensor]],
+    worker: tuple[int, int],
+    check: Callable[[], None],
+    servers: Sequence[Role],
+    closing: ExitStack,
+    *,
+    together: bool = False,
+    observes: bool = False,
+    in_turn: bool = False,
+    find: Callable[[int], str] | None = None,
+) -> Client:
+    """Returns a client of the servers at some addresses; `closing` ends its links.
+
+    Args:
+        worker: its number and incarnation.
+        together, observes, in_turn: see `Client`.
+        find: says where a server is now, by its place in `addresses`, when the link to it has ended; raises
+            ConnectionError if it is nowhere. None for where it was.
+    """
+
+    def open_link(server: int, address: str, hello_s: float) -> ClientTransport:
+        form = forms[server]
+        return _link(address, form, Slots(()) if observes else form.push_slots, hello_s)
+
+    connections = []
+    for index, (address, form, own, server) in enumerate(zip(addresses, forms, places, servers, strict=True)):
+
+        def reopen(index: int = index, address: str = address) -> ClientTransport:
+            return open_link(index, find(index) if find else address, _AGAIN_S)
+
+        link = _opened(functools.partial(open_link, index, address, _HELLO_S), reopen if find else None, check)
+        closing.callback(link.close)
+        connections.append(ServerConnection(link, form, own, server.rank, server.host, reopen))
+    client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)
+    closing.callback(client.close)
+    return client
+
+
+def _opened(
+    first: Callable[[], ClientTransport], again: Callable[[], ClientTransport] | None, check: Callable[[], None]
+) -> ClientTransport:
+    """Opens a link; where the first way leads nowhere, since a server has died meanwhile, by the other one."""
+    deadline = monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return first()
+        except (ConnectionError, TimeoutError):
+            if again is None or monotonic() > deadline:
+                raise
+            first = again
+        check()
+        sleep(_SLICE_S)
+
+
+def _link(address: str, form: ShardLayout, pushes: Slots, hello_s: float) -> ClientTransport:
+    if address.startswith("local:"):
+        return LocalClientTransport(address, form.slots, pushes, form.reply_slots, hello_s=hello_s)
+    from headrace.transport.remote_client import RemoteClientTransport
+
+    where, _, secret = address.partition("#")
+    return RemoteClientTransport(
+        where, form.slots, pushes, form.reply_slots, secret=bytes.fromhex(secret), hello_s=hello_s
+    )

@@ -25,16 +25,25 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
-from headrace.parameter_server.assembly import connect, form_of, leads, open_port, pair, places_of
-from headrace.parameter_server.client.background import Background
 from headrace.parameter_server.client.data_leases import ServerDataLeases, blocks, steady
+from headrace.parameter_server.client.downpour import Background, ServerLinks
 from headrace.parameter_server.client.exchange import ServedExchange
-from headrace.parameter_server.client.gradients import GradientAccumulator, GradientBuffer
-from headrace.parameter_server.client.links import ServerLinks
-from headrace.parameter_server.client.replica_group import LeaderClient, ReplicaGroup
+from headrace.parameter_server.client.gradients import GradientAccumulator, GradientBuffer, LeaderClient, ReplicaGroup
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.shard import Shard
-from headrace.parameter_server.planning import check_backups, check_seats, check_served, check_whole, seats
+from headrace.parameter_server.planning import (
+    check_backups,
+    check_seats,
+    check_served,
+    check_whole,
+    connect,
+    form_of,
+    leads,
+    open_port,
+    pair,
+    places_of,
+    seats,
+)
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire.layout import ShardLayout

@@ -19,16 +19,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.parameter_server.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.exchange import ServedExchange
-from headrace.parameter_server.client.gradients import GradientBuffer
-from headrace.parameter_server.client.replica_group import LeaderClient, ReplicaGroup
+from headrace.parameter_server.client.gradients import GradientBuffer, LeaderClient, ReplicaGroup
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.shard import Shard
-from headrace.parameter_server.planning import check_backups, check_seats, check_served, check_whole, seats
+from headrace.parameter_server.planning import (
+    check_backups,
+    check_seats,
+    check_served,
+    check_whole,
+    connect,
+    form_of,
+    leads,
+    open_port,
+    pair,
+    places_of,
+    seats,
+)
 from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire.layout import ShardLayout

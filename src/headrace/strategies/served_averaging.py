@@ -31,7 +31,6 @@ from headrace.averaging.outer_steps import Elastic, MeanStep, OuterStep
 from headrace.averaging.period import AutoPeriod, Seen, first_stretch
 from headrace.averaging.period_controller import PeriodController
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.parameter_server.assembly import connect, form_of, leads, open_port, pair, places_of
 from headrace.parameter_server.client.center import CenterVariable, OptimizerMirror
 from headrace.parameter_server.client.data_leases import ServerDataLeases, blocks
 from headrace.parameter_server.client.exchange import ServedExchange
@@ -39,7 +38,17 @@ from headrace.parameter_server.client.gradients import GradientBuffer
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.shard import Shard
-from headrace.parameter_server.planning import check_backups, check_seats, seats
+from headrace.parameter_server.planning import (
+    check_backups,
+    check_seats,
+    connect,
+    form_of,
+    leads,
+    open_port,
+    pair,
+    places_of,
+    seats,
+)
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire.layout import ShardLayout
@@ -117,11 +126,7 @@ class ServedAveragingConfig:
     def plan(
         self, strategy: str, options: Mapping[str, object], workers: int | None, model: ModelSpec, cluster: Cluster
     ) -> Plan:
-        """Decides who works and who serves.
-
-        Raises:
-            InfeasiblePlan: the cluster cannot hold it, or the average would wait for more workers than there are.
-        """
+        """Decides who works and who serves; raises InfeasiblePlan if the average would wait for too many workers."""
         # The outer step treats every element alone, whatever the job's optimizer does.
         cut = replace(model, sliceable=True)
         # Beside its parameters and gradients, a worker has a copy of the average, and what lies on its way.
@@ -168,13 +173,7 @@ class ServedAveragingConfig:
         return Replica(context.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
 
     def server(self, plan: Plan, rank: int, context: ServerContext, by_share: bool = False) -> Server:
-        """Builds what a server runs.
-
-        Args:
-            plan, rank, parts: as of a strategy.
-            by_share: move the average by the share of its rounds that the workers had, so that what an example moves is
-                the same however many have contributed.
-        """
+        """Builds what a server runs; `by_share` moves the average by the share of its rounds that contributed."""
         rank = plan.server_of(rank)
         state = _state_of(context) if self.average_state else None
         form = form_of(plan, context.model, rank, state)

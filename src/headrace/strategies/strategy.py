@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
-from headrace.parameter_server.client.replica_group import ReplicaGroup
+from headrace.parameter_server.client.gradients import ReplicaGroup
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest

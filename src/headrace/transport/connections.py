@@ -13,6 +13,7 @@ because the port's own may be in the middle of a step.
 from __future__ import annotations
 
 import array
+import ctypes
 import fcntl
 import os
 import select
@@ -27,8 +28,74 @@ from time import monotonic
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from headrace.transport.accept_limit import AcceptLimiter
 from headrace.transport.zeromq import Keys, waits, watch
+
+_ATTACH, _DETACH = 26, 27
+"""SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux."""
+
+_LOAD_BYTE, _AND, _IF_EQUAL, _RETURN = 0x30, 0x54, 0x15, 0x06
+_FLAGS_AT = 13
+_SYN, _ACK = 0x02, 0x10
+_DROP_SYN = (
+    # A socket that listens sees a packet from its TCP header on.
+    (_LOAD_BYTE, 0, 0, _FLAGS_AT),
+    (_AND, 0, 0, _SYN | _ACK),
+    (_IF_EQUAL, 0, 1, _SYN),
+    (_RETURN, 0, 0, 0),
+    (_RETURN, 0, 0, 0xFFFFFFFF),
+)
+
+
+class AcceptLimiter:
+    """Belongs to one thread.
+
+    Args:
+        descriptor: of a socket that listens.
+        a_second: connections that may come.
+        at_once: that may come at a time.
+
+    Attributes:
+        closed: whether nobody is let in now.
+    """
+
+    def __init__(self, descriptor: int, a_second: float, at_once: float) -> None:
+        self.closed = False
+        self._descriptor = descriptor
+        self._a_second = a_second
+        self._at_once = at_once
+        self._left = at_once
+        self._looked = monotonic()
+
+    def came(self) -> None:
+        """Is told of a connection that has come."""
+        self._left -= 1
+
+    def look(self) -> None:
+        """Opens or closes; to be called now and then, and soon after connections have come."""
+        now = monotonic()
+        self._left = min(self._at_once, self._left + (now - self._looked) * self._a_second)
+        self._looked = now
+        if self._left < 0 and not self.closed:
+            self._set(True)
+        elif self._left >= self._at_once / 4 and self.closed:
+            self._set(False)
+
+    def _set(self, closed: bool) -> None:
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self._descriptor)
+        try:
+            if closed:
+                program = b"".join(struct.pack("HBBI", *each) for each in _DROP_SYN)
+                place = ctypes.create_string_buffer(program)
+                listening.setsockopt(
+                    socket.SOL_SOCKET, _ATTACH, struct.pack("HL", len(_DROP_SYN), ctypes.addressof(place))
+                )
+            else:
+                listening.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
+            self.closed = closed
+        finally:
+            # It stays in the hands of whoever listens.
+            listening.detach()
+
 
 _ZAP = "inproc://zeromq.zap.01"
 _WATCHED = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED

@@ -29,7 +29,7 @@ from headrace.shared_memory import futex
 from headrace.shared_memory.futex import Spin, look
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
-from headrace.transport.local_wire import NOTHING, SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
+from headrace.transport.local_client import NOTHING, SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
 
 _OWED_BYTES = 1 << 26
 """Messages and blobs that a link may leave unread, besides what the kernel holds."""

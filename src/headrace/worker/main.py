@@ -23,7 +23,7 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import CpuBudget, Loader, as_pipeline
 from headrace.errors import HeadraceError, PeerLost
 from headrace.machine import cores
-from headrace.parameter_server.failover import primary_address
+from headrace.parameter_server.replication.failover import primary_address
 from headrace.policies.threads import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted

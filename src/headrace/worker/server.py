@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from headrace.data import as_pipeline
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
-from headrace.parameter_server.failover import process_number
+from headrace.parameter_server.replication.failover import process_number
 from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server

@@ -74,7 +74,7 @@ class Monitor:
         progress: Callable[[RunProgress], None],
     ) -> None:
         # Not before, because they import torch.
-        from headrace.parameter_server.failover import FailoverController
+        from headrace.parameter_server.replication.failover import FailoverController
         from headrace.worker.events import EventWriter
 
         self._order = order

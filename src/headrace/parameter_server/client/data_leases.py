@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.client.replica_group import LeaderClient
+from headrace.parameter_server.client.gradients import LeaderClient
 from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.client.gradients import GradientBuffer
-from headrace.parameter_server.client.replica_group import ReplicaGroup
+from headrace.parameter_server.client.gradients import GradientBuffer, ReplicaGroup
 from headrace.parameter_server.wire.layout import ShardLayout
 from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.training.clipping import StepDecision

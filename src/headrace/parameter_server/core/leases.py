@@ -15,10 +15,34 @@ Who comes later waits for the fence to be left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from headrace.parameter_server.core.spans import numbers_in, spans_of
+_MOST = 1 << 24
+
+
+def spans_of(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Returns where runs of numbers begin, and before which number each ends."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] == number:
+            spans[-1][1] += 1
+        else:
+            spans.append([number, number + 1])
+    return tuple((first, stop) for first, stop in spans)
+
+
+def numbers_in(spans: Sequence[Sequence[int]]) -> set[int]:
+    """Returns the numbers in some spans.
+
+    Raises:
+        ValueError: these are none, or there are too many.
+    """
+    pairs = [(first, stop) for first, stop in spans]
+    count = sum(stop - first for first, stop in pairs)
+    if any(first >= stop for first, stop in pairs) or count > _MOST:
+        raise ValueError(f"{len(pairs)} spans hold {count:,} numbers; at most {_MOST:,} can be held")
+    return {number for first, stop in pairs for number in range(first, stop)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from headrace.parameter_server.core.events import (
     Reply,
     Settle,
 )
-from headrace.parameter_server.core.spans import numbers_in, spans_of
+from headrace.parameter_server.core.leases import numbers_in, spans_of
 from headrace.policies.staleness import Admission, Combination, DecidedElsewhere
 
 _EXACTLY = 1e-9

@@ -19,9 +19,9 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
-from headrace.parameter_server.replication.backup_link import BackupLink
 from headrace.parameter_server.replication.log import (
     LONGEST,
+    BackupLink,
     LogEntry,
     LogLinks,
     LogPayload,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from time import monotonic
 
+from headrace.errors import Replaced
 from headrace.parameter_server.core.leases import (
     Advance,
     Answer,
@@ -18,8 +21,143 @@ from headrace.parameter_server.core.leases import (
     Return,
     WorkerLost,
 )
-from headrace.parameter_server.core.membership import Member
 from headrace.parameter_server.wire.messages import Kind, Message, encode
+from headrace.transport.base import ReceivedMessage
+
+
+@dataclass
+class Member:
+    """One of a worker's clients.
+
+    Attributes:
+        worker, incarnation: whose.
+        session: the client's own number, drawn by chance.
+        observes: whether it only looks, and is no member of the shards.
+        peer: its link, or the last one that it had.
+        away: whether that link has ended, so that it may come over another.
+        heard: number of the last message that came over this link. What comes twice has one that is not greater.
+        done: number of the last thing that was done for it and must not be done twice.
+    """
+
+    worker: int
+    incarnation: int
+    session: int
+    observes: bool
+    peer: int
+    away: bool = False
+    heard: int = 0
+    done: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipState:
+    """All that is known of clients, as JSON takes it.
+
+    Attributes:
+        known: all that may come again.
+        linked: those that have links.
+        newest: worker and its newest incarnation.
+    """
+
+    known: tuple[Member, ...]
+    linked: tuple[Member, ...]
+    newest: tuple[tuple[int, ...], ...]
+
+
+class Membership:
+    """What is known of a client is kept when its link ends: if it comes again, it goes on where it was."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, Member] = {}
+        self._known: dict[int, Member] = {}
+        self._newest: dict[int, int] = {}
+
+    def at(self, peer: int) -> Member | None:
+        """Returns who is at the other end of a link."""
+        return self._at.get(peer)
+
+    def join(self, peer: int, worker: int, incarnation: int, session: int, observes: bool) -> tuple[Member, int]:
+        """Notes that a client speaks over this link from now on; returns it, and the link that it had before, or -1.
+
+        Raises:
+            Replaced: the worker has come in a newer incarnation.
+            ValueError: it is not who it was.
+        """
+        newest = self._newest.setdefault(worker, incarnation)
+        if incarnation < newest:
+            raise Replaced(worker, newest)
+        if incarnation > newest:
+            self._newest[worker] = incarnation
+            self._known = {number: each for number, each in self._known.items() if each.worker != worker}
+        member = self._known.setdefault(session, Member(worker, incarnation, session, observes, peer))
+        if (member.worker, member.incarnation, member.observes) != (worker, incarnation, observes):
+            raise ValueError(f"worker {worker} comes as one that was worker {member.worker}")
+        before = member.peer if self._at.pop(member.peer, None) else -1
+        member.peer, member.away, member.heard = peer, False, 0
+        self._at[peer] = member
+        return member, before
+
+    def superseded(self, member: Member) -> list[Member]:
+        """Returns who must go because this one has come: earlier incarnations, and who has pushed in its place."""
+        return [
+            each
+            for each in self._at.values()
+            if each.worker == member.worker
+            and (each.incarnation < member.incarnation or (each is not member and not each.observes | member.observes))
+        ]
+
+    def clients(self, worker: int) -> list[Member]:
+        """Returns all clients of a worker that have links."""
+        return [each for each in self._at.values() if each.worker == worker]
+
+    def state(self) -> MembershipState:
+        """Returns all that is known."""
+        return MembershipState(tuple(self._known.values()), tuple(self._at.values()), tuple(self._newest.items()))
+
+    def load(self, state: MembershipState) -> dict[int, Member]:
+        """Knows what another one has known; returns the members by session.
+
+        Raises:
+            ValueError: nobody ever has known that.
+        """
+        self._newest = {worker: incarnation for worker, incarnation in state.newest}
+        self._known = {member.session: member for member in state.known}
+        every = {member.session: member for member in state.linked} | self._known
+        self._at = {member.peer: every[member.session] for member in state.linked}
+        return every
+
+    def leave(self, peer: int, for_good: bool = False) -> Member | None:
+        """Notes that nobody speaks over this link any more, and perhaps never comes again; returns who did."""
+        member = self._at.pop(peer, None)
+        if member is not None and for_good:
+            self._known.pop(member.session, None)
+        return member
+
+
+class Grace:
+    """Tells the end of every link a second time, later, so that whoever has come again by then was never gone.
+
+    So what a server does depends on its mail alone, and not on a clock.
+
+    Args:
+        seconds: how much later.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ends: deque[tuple[float, ReceivedMessage]] = deque()
+
+    def over(self, mail: Sequence[ReceivedMessage]) -> list[ReceivedMessage]:
+        """Takes note of the ends in some mail; returns those that are to be told again now."""
+        ends = [each for each in mail if not each.message]
+        if not ends and not self._ends:
+            return ends
+        now = monotonic()
+        self._ends.extend((now + self._seconds, each) for each in ends)
+        over = []
+        while self._ends and self._ends[0][0] <= now:
+            over.append(self._ends.popleft()[1])
+        return over
 
 
 @dataclass(frozen=True, slots=True)

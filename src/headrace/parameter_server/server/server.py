@@ -17,14 +17,13 @@ from torch import Tensor
 from headrace.errors import Replaced
 from headrace.parameter_server.core.events import Among, Close, Join, Leave, Settle
 from headrace.parameter_server.core.leases import LeaseTable
-from headrace.parameter_server.core.membership import Grace, Member, Membership
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.replication.transport import ReplicatedTransport
-from headrace.parameter_server.server.coordinator import Coordinator
+from headrace.parameter_server.server.coordinator import Coordinator, Grace, Member, Membership
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.requests import Requests, StepFailed
-from headrace.parameter_server.server.state import ServerState, pack, unpack
+from headrace.parameter_server.server.snapshots import ServerState, pack, unpack
 from headrace.parameter_server.wire.layout import ShardLayout
 from headrace.parameter_server.wire.messages import Kind, Message, decode, encode
 from headrace.shared_memory.segment import SharedSegment

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.parameter_server.wire.tensors import like
 from headrace.transport.base import Slots
 from headrace.transport.codec import Codec, Plain, codec_for
 
@@ -190,3 +189,21 @@ def _words(piece: object) -> str:
     if isinstance(piece, list) and len(piece) == 4:
         return f"{piece[0]!s:.60}[{piece[1]!s:.20}:] of shape {piece[2]!s:.40} and type {piece[3]!s:.20}"
     return f"{piece!r:.80}"
+
+
+def like(tensors: Mapping[str, Tensor], name: str, known: Tensor) -> Tensor:
+    """Returns the tensor of this name.
+
+    Args:
+        tensors: by name.
+        name: which.
+        known: what it must be like.
+
+    Raises:
+        ValueError: there is none, or it is of another shape or type.
+    """
+    found = tensors.get(name)
+    if found is None or found.shape != known.shape or found.dtype != known.dtype:
+        words = "missing" if found is None else f"{tuple(found.shape)} of {found.dtype}"
+        raise ValueError(f"the tensor {name!r} is {words}, and {tuple(known.shape)} of {known.dtype} is needed")
+    return found
