@@ -213,6 +213,17 @@ def purity(modules: Modules) -> list[str]:
     ]
 
 
+def numbered_fields(modules: Modules) -> list[str]:
+    """Fields of shared memory have names (`ctypes.Structure`): nobody reads them from a memoryview by index."""
+    return [
+        complaint(module, node.lineno, "a cast memoryview has numbered fields; name them in a ctypes.Structure")
+        for module in modules.values()
+        if room(module.name) in ("shared_memory", "channels")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr == "cast"
+    ]
+
+
 def asking(modules: Modules) -> list[str]:
     """No `hasattr`: a seam is declared, not guessed."""
     return [
@@ -241,7 +252,7 @@ def hiding(modules: Modules) -> list[str]:
 
 RULES: tuple[Rule, ...] = (
     *(directions, circles, names, exports, folders, meanings, budgets, environment),
-    *(pickling, finals, light, purity, asking, hiding),
+    *(pickling, finals, light, purity, numbered_fields, asking, hiding),
 )
 """All of them."""
 

@@ -163,6 +163,7 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     ),
     (rules.purity, {"policies/a.py": "def f():\n    import torch"}, "torch is not"),
     (rules.purity, {"policies/a.py": "from time import monotonic"}, "time is not"),
+    (rules.numbered_fields, {"shared_memory/a.py": "fields = memoryview(bytearray(8)).cast('q')"}, "numbered"),
     (rules.asking, {"collectives/a.py": "print(hasattr(1, 'x'))"}, "hasattr"),
     (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept:\n    raise"}, "a:3"),
     (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "a:3"),

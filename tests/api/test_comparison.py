@@ -13,9 +13,9 @@ import pytest
 import headrace as hr
 from engine.victims import Faulty, fail, long_job, make_job
 from headrace.api import comparison
+from headrace.engine.base import Engine
 from headrace.errors import UsageError, WorkerFailed
 from headrace.spec.events import Event
-from headrace.worker.run_spec import Engine
 
 THREADS = hr.ThreadEngine()
 

@@ -111,7 +111,7 @@ def wait_for_mail(host: SharedMemoryGroup, page: ControlPage, store: str, how: s
     said, took = "", 0.0
     if host.rank == 2:
         if how == "ended":
-            page.ends[2][0] = 4
+            page.ranks[2].heartbeat.finished = 4
         elif how == "lost":
             page.abort = 3
         elif how == "gone":

@@ -286,7 +286,7 @@ def part_between_hosts(host: SharedMemoryGroup, page: ControlPage, store: str, h
     wire.barrier()
     if host.rank == 1:
         if how == "ended":
-            page.ends[1][0] = 4
+            page.ranks[1].heartbeat.finished = 4
         elif how == "lost":
             page.abort = 2
         while how != "gone" and not page.stop:

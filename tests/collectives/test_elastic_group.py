@@ -32,8 +32,7 @@ class Mortal(ElasticGroup):
         if self._meetings == self._dies_in:
             if self._late:
                 # It has come, and sees nothing any more.
-                counter = self._page.counters[self._place]
-                counter[1] = counter[1] + 1
+                self._page.ranks[self._place].elastic_counter += 1
             raise Gone
         super().barrier()
 
@@ -63,7 +62,7 @@ def lives(seed: int) -> list[list[tuple[float, ...]]]:
             for _ in range(ACTS):
                 own.append(group.together(act))
         except Gone:
-            page.fates[place][0] = 1
+            page.ranks[place].restarts = 1
             return
         seen[place] = own
 
@@ -94,7 +93,7 @@ def pair() -> tuple[ControlPage, ElasticGroup]:
 
 def test_a_member_that_never_comes_is_named() -> None:
     page, group = pair()
-    page.fates[1][0] = 1
+    page.ranks[1].restarts = 1
     with pytest.raises(MemberLost) as caught:
         group.barrier()
     assert caught.value.rank == 1
@@ -102,8 +101,8 @@ def test_a_member_that_never_comes_is_named() -> None:
 
 def test_a_member_that_was_lost_after_it_had_come_is_met() -> None:
     page, group = pair()
-    page.counters[1][1] = 1
-    page.fates[1][0] = 1
+    page.ranks[1].elastic_counter = 1
+    page.ranks[1].restarts = 1
     group.barrier()
     assert group.members == [0, 1]
     assert group.together(lambda: group.sum([1.0])) == [1.0]
@@ -112,7 +111,7 @@ def test_a_member_that_was_lost_after_it_had_come_is_met() -> None:
 
 def test_another_one_in_the_same_place_is_no_member_before_the_next_meeting() -> None:
     page, group = pair()
-    page.fates[1][0] = 1
+    page.ranks[1].restarts = 1
     assert group.is_gone(1)
     group.regroup([(0, 0), (1, 1)], meeting=1)
     assert not group.is_gone(1)
@@ -121,6 +120,6 @@ def test_another_one_in_the_same_place_is_no_member_before_the_next_meeting() ->
 
 def test_a_member_whose_loop_has_ended_is_an_error() -> None:
     page, group = pair()
-    page.ends[1][0] = 8
+    page.ranks[1].heartbeat.finished = 8
     with pytest.raises(UsageError, match="the loop on rank 1 ended after 7 rounds"):
         group.barrier()

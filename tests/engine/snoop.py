@@ -33,7 +33,7 @@ class Snooping(Faulty):
         except FileExistsError:
             return
         (page,) = [each for each in gc.get_objects() if isinstance(each, ControlPage)]
-        secrets = [told.read().partition("#")[2] for told in page.addresses if told.read()]
+        secrets = [told.partition("#")[2] for record in page.ranks if (told := record.address.read())]
         (folder / FOUND).write_text("\n".join(open_to_others([bytes.fromhex(each) for each in secrets])))
         part = folder / f"{SECRET}.part"
         part.write_text("\n".join(secrets))

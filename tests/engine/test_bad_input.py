@@ -15,6 +15,7 @@ from torch import nn
 
 import headrace as hr
 from engine.victims import EXAMPLES, INPUTS, TARGETS, make_job
+from headrace.engine.base import Engine, RunProgress
 from headrace.errors import (
     DataError,
     HeadraceError,
@@ -25,7 +26,7 @@ from headrace.errors import (
     UsageError,
 )
 from headrace.shared_memory import segment
-from headrace.worker.run_spec import Engine, RunProgress, RunSpec
+from headrace.worker.run_spec import RunSpec
 
 PAIR = hr.Mirrored(2)
 

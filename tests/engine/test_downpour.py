@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import headrace as hr
 from belongings import belongings, left_since
 from engine.lasting import lasting_job
+from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import WorkerFailed
 from headrace.parameter_server.client.client import Client
 from headrace.spec.events import Evaluated, Saved, Stepped
-from headrace.worker.run_spec import Engine
 from strategies.contract_models import COUNTS, MODELS
 from strategies.contract_runs import train
 

@@ -13,12 +13,12 @@ import torch
 import headrace as hr
 from engine.conftest import until
 from engine.victims import EXAMPLES, INPUTS, TARGETS, long_job, make_job
+from headrace.engine.base import Engine
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.local.engine import LocalEngine
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Event
-from headrace.worker.run_spec import Engine
 
 ENGINES = ["processes", "threads"]
 

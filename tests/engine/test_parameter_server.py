@@ -21,10 +21,10 @@ from engine.conftest import below, zygotes
 from engine.lasting import EXAMPLES, ROUNDS, lasting_job, left_by
 from engine.victims import NOTICED_S, long_job, make_job, planted_at
 from headrace.checkpoint import CheckpointFolder
+from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 from headrace.spec.events import Evaluated, Event, Saved, ServerStarted, Stepped, WorkerStarted
-from headrace.worker.run_spec import Engine
 
 TIMEOUT_S = 1.0
 PAIR = hr.ParameterServer(2, staleness_bound=0)

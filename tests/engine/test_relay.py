@@ -66,22 +66,27 @@ def soon(condition: Callable[[], bool]) -> None:
 @pytest.mark.slow
 def test_what_one_writes_the_other_sees(pages: Pages, relays: list[HeartbeatRelay]) -> None:
     here, there = pages
-    here.digests[0][:] = bytes(range(32))
-    here.losses[0][0] = 0.25
-    here.beats[0][1], here.beats[0][2] = 5, 2**40
-    here.counters[0][0] = 2**31 - 1
-    here.saves[0][1], here.saves[0][2] = 12, -1
-    here.saves[0][0] = 9
-    soon(lambda: there.saves[0][0] == 9)
-    assert list(there.saves[0]) == [9, 12, -1]
-    assert bytes(there.digests[0]) == bytes(range(32))
-    assert there.losses[0][0] == 0.25
-    assert list(there.beats[0][1:3]) == [5, 2**40]
-    assert there.counters[0][0] == 2**31 - 1
-    there.ends[1][0] = 6
-    soon(lambda: here.ends[1][0] == 6)
+    here.ranks[0].saved.digest[:] = list(range(32))
+    here.ranks[0].heartbeat.loss = 0.25
+    here.ranks[0].heartbeat.step, here.ranks[0].heartbeat.examples = 5, 2**40
+    here.ranks[0].barrier_counter = 2**31 - 1
+    here.ranks[0].saved.nbytes, here.ranks[0].saved.error = 12, -1
+    here.ranks[0].saved.step_plus_1 = 9
+    soon(lambda: there.ranks[0].saved.step_plus_1 == 9)
+    heard, saved = there.ranks[0], there.ranks[0].saved
+    assert (saved.step_plus_1, saved.nbytes, saved.error) == (9, 12, -1)
+    assert bytes(saved.digest) == bytes(range(32))
+    assert heard.heartbeat.loss == 0.25
+    assert (heard.heartbeat.step, heard.heartbeat.examples) == (5, 2**40)
+    assert heard.barrier_counter == 2**31 - 1
+    there.ranks[1].heartbeat.finished = 6
+    soon(lambda: here.ranks[1].heartbeat.finished == 6)
     # Nobody has written what is the other's.
-    assert (here.ends[0][0], there.ends[0][0], there.saves[1][0]) == (0, 0, 0)
+    assert (here.ranks[0].heartbeat.finished, there.ranks[0].heartbeat.finished, there.ranks[1].saved.step_plus_1) == (
+        0,
+        0,
+        0,
+    )
 
 
 @pytest.mark.slow
@@ -98,8 +103,8 @@ def test_a_wish_to_stop_and_the_first_loss_are_everybodys(pages: Pages, relays: 
 def test_beats_go_on_and_a_store_that_is_gone_is_told(
     pages: Pages, stores: list[BreakingStore], relays: list[HeartbeatRelay]
 ) -> None:
-    seen = pages[1].beats[0][0]
-    soon(lambda: pages[1].beats[0][0] > seen + 1)
+    seen = pages[1].ranks[0].heartbeat.count
+    soon(lambda: pages[1].ranks[0].heartbeat.count > seen + 1)
     stores[0].gone = True
     soon(lambda: relays[0].broken == "connection reset")
     assert relays[1].broken == ""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import torch
 from belongings import descriptors
 from headrace.errors import UnfitMachine
 from headrace.shared_memory import segment as module
-from headrace.shared_memory.control_page import NUMBERS, ControlPage
+from headrace.shared_memory.control_page import ControlPage, RankRecord
 from headrace.shared_memory.segment import SharedSegment, available_bytes
 
 NOBODY = 65534
@@ -105,41 +108,65 @@ def test_a_machine_says_how_much_it_has_left() -> None:
     assert 0 < available_bytes() <= total
 
 
+def pages(ranks: int) -> tuple[ControlPage, ControlPage]:
+    """Returns two processes' views of one page."""
+    segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
+    opened = SharedSegment.open(os.getpid(), segment.descriptor, segment.nbytes)
+    return ControlPage(segment, ranks), ControlPage(opened, ranks)
+
+
+def fill(record: Any, values: Iterator[int]) -> None:
+    """Gives every number in a record, also in the records and arrays in it, the next value."""
+    array = isinstance(record, ctypes.Array)
+    names: Any = range(len(record)) if array else [field[0] for field in record._fields_]
+    get, put = (type(record).__getitem__, type(record).__setitem__) if array else (getattr, setattr)
+    for name in names:
+        value = get(record, name)
+        if isinstance(value, int | float):
+            put(record, name, next(values))
+        elif not isinstance(value, bytes):
+            fill(value, values)
+
+
+def read(record: object) -> object:
+    if isinstance(record, ctypes.Array):
+        return [read(value) for value in record]
+    if isinstance(record, ctypes.Structure):
+        return {field[0]: read(getattr(record, field[0])) for field in record._fields_}
+    return record
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_fields_of_a_control_page_do_not_overlap(ranks: int) -> None:
-    segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
-    page, other = (
-        ControlPage(segment, ranks),
-        ControlPage(SharedSegment.open(os.getpid(), segment.descriptor, segment.nbytes), ranks),
-    )
-    fields = [
-        (view, index)
-        for views in (page.counters, page.beats, page.losses, page.ends, page.offers, page.saves)
-        for view in views
-        for index in range(len(view))
-    ]
-    fields += [(view, index) for views in page.numbers for view in views for index in range(NUMBERS)]
+    page, other = pages(ranks)
     page.abort, page.stop, page.stop_after, page.save_after = 901, 902, 903, 904
-    for rank, digest in enumerate(page.digests):
-        digest[:] = bytes([100 + rank]) * 32
-    for value, (view, index) in enumerate(fields):
-        view[index] = value
-    assert [view[index] for view, index in fields] == list(range(len(fields)))
+    for record in page.ranks:
+        fill(record, itertools.cycle(range(1, 252)))
+    for record in other.ranks:
+        expected = RankRecord()
+        fill(expected, itertools.cycle(range(1, 252)))
+        assert read(record) == read(expected)
     assert (other.abort, other.stop, other.stop_after, other.save_after) == (901, 902, 903, 904)
-    assert [bytes(digest) for digest in other.digests] == [bytes([100 + rank]) * 32 for rank in range(ranks)]
-    assert [list(view) for view in other.saves] == [list(view) for view in page.saves]
-    assert [list(view) for view in other.beats] == [list(view) for view in page.beats]
-    assert [list(view) for pair in other.numbers for view in pair] == [
-        list(view) for pair in page.numbers for view in pair
-    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_counter_has_a_cache_line_and_its_address(ranks: int) -> None:
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(ranks), "control"), ranks)
-    addresses = [page.counter_address(rank) for rank in range(ranks)]
+    page, _ = pages(ranks)
+    addresses = [record.barrier_address for record in page.ranks]
     assert len({address // 64 for address in addresses}) == ranks
     assert all(address % 4 == 0 for address in addresses)
-    for rank, counter in enumerate(page.counters):
-        counter[0] = rank + 1
+    for rank, record in enumerate(page.ranks):
+        record.barrier_counter, record.elastic_counter = rank + 1, rank + 101
         assert ctypes.c_int32.from_address(addresses[rank]).value == rank + 1
+        assert ctypes.c_int32.from_address(record.elastic_address).value == rank + 101
+
+
+def test_what_different_processes_write_lies_on_different_cache_lines() -> None:
+    page, _ = pages(2)
+    starts = [
+        ctypes.addressof(record) + getattr(RankRecord, name).offset
+        for record in page.ranks
+        for name in ("barrier_counter", "heartbeat", "segment_offer", "saved", "restarts", "address", "numbers")
+    ]
+    assert all(start % 64 == 0 for start in starts)
+    assert len(set(starts)) == len(starts)

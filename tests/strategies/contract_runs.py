@@ -22,6 +22,7 @@ from collectives.seats import together
 from headrace.api.preparation import inspect_job
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
+from headrace.engine.base import Engine
 from headrace.pipeline.trace.tracing import Traced, trace
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Stepped
@@ -34,7 +35,6 @@ from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer_state import StatePiece
 from headrace.training.whole_model import Objective
-from headrace.worker.run_spec import Engine
 
 __all__ = [
     "CLUSTER",

@@ -17,12 +17,12 @@ import torch
 import headrace as hr
 from belongings import belongings, left_since
 from headrace.data import Loader, as_pipeline
+from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, UsageError, WorkerFailed
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.plan import EVERY_WORKER
 from headrace.strategies import STRATEGIES, Strategy
-from headrace.worker.run_spec import Engine
 from strategies.contract_models import (
     ADAM,
     BATCH,

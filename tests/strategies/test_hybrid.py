@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import headrace as hr
+from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.spec.cluster import Cluster, Host
 from headrace.strategies import resolve
-from headrace.worker.run_spec import Engine
 from strategies.contract_models import MODELS, VARIANTS
 from strategies.contract_runs import GIGABYTE, MODEL, distance, train
 

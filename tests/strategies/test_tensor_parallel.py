@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import headrace as hr
+from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.events import Notice
-from headrace.worker.run_spec import Engine
 from strategies.contract_runs import Outcome, distance, train
 
 TWO = hr.TensorParallel(devices=2)

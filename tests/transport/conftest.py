@@ -35,8 +35,8 @@ def play(nursery: ForkServer, tmp_path: Path) -> Play:
     def play(scenario: str, world: int, counter: int = 0, **arguments: object) -> list[Any]:
         segment = SharedSegment.create(ControlPage.nbytes(world), "control")
         page = ControlPage(segment, world)
-        for own in page.counters:
-            own[0] = counter
+        for record in page.ranks:
+            record.barrier_counter = counter
         held, lifeline = os.pipe()
         results = [tmp_path / f"{scenario}-{rank}.json" for rank in range(world)]
         logs = [tmp_path / f"{scenario}-{rank}.log" for rank in range(world)]

@@ -18,9 +18,9 @@ from torch import nn
 
 import headrace as hr
 from engine.victims import NOTICED_S
+from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import HeadraceError
-from headrace.worker.run_spec import Engine
 
 
 @pytest.fixture(params=["threads", "processes"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.api.fit import fit
 from headrace.api.run import Run, TemporaryRunDir
+from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import UnfitMachine, UsageError
 from headrace.report.model.summary import References, Summary, verdict
@@ -18,7 +19,6 @@ from headrace.report.views.table import comparison_plain, comparison_table
 from headrace.spec.events import Event
 from headrace.spec.job import Job
 from headrace.strategies import OneDevice, Strategy, Unconnected, resolve
-from headrace.worker.run_spec import Engine
 
 _MEASURE_S = 8.0
 

@@ -15,6 +15,7 @@ from headrace.api.resumption import describe_run
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import OnEvent, supervise
 from headrace.data import as_pipeline
+from headrace.engine.base import Engine
 from headrace.engine.interrupts import TERMINATED
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.termination import Terminated
@@ -30,7 +31,7 @@ from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.worker.main import objective_of
-from headrace.worker.run_spec import Engine, RunSpec
+from headrace.worker.run_spec import RunSpec
 from headrace.worker.worker import Worker
 
 # A process shows itself four times a second.

@@ -14,13 +14,13 @@ from headrace.api.fit import fit, launch
 from headrace.data.loading.loader import Loader
 from headrace.data.pipeline.replay import replayed
 from headrace.data.pipeline.torch_source import as_pipeline
+from headrace.engine.base import Engine
 from headrace.report.model.inputs import Bottleneck, InputSummary
 from headrace.report.model.summary import Summary
 from headrace.spec.events import InputStats
 from headrace.spec.job import Job
 from headrace.strategies import OneDevice, Strategy
 from headrace.trees import map_tensors, nbytes
-from headrace.worker.run_spec import Engine
 from headrace.worker.worker import Worker
 
 _ENDLESS = 10**9

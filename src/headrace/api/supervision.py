@@ -17,6 +17,7 @@ from typing import Any
 from headrace.api.attempt import ResumeRequest, begin_attempt
 from headrace.api.preparation import JobInfo
 from headrace.checkpoint import CheckpointFolder
+from headrace.engine.base import Engine, RunProgress
 from headrace.engine.interrupts import TERMINATED
 from headrace.engine.local.process import LAST_WORDS, log_path
 from headrace.engine.torchrun.engine import LaunchedEngine
@@ -31,7 +32,7 @@ from headrace.report.views.subjects import replica_lines, stage_lines
 from headrace.spec.events import LAUNCHER, Event, Notice, RunEnded, RunStarted, ServerStats
 from headrace.spec.plain import from_plain, to_plain
 from headrace.worker.events import EventWriter
-from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, Engine, ResumePoint, RunProgress, RunSpec
+from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
 
 OnEvent = Callable[[Event], None]
 """Is called with every event of a run."""

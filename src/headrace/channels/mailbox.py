@@ -11,10 +11,10 @@ before; the receiver finds it through what the slot's head says.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from ctypes import Structure, c_int32, c_int64
 from time import perf_counter
 from typing import TypeVar
 
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from headrace.shared_memory import futex
+from headrace.shared_memory.control_page import SegmentOffer
 from headrace.shared_memory.futex import Spin
 from headrace.shared_memory.segment import SharedSegment
 
 T = TypeVar("T")
 
-_HEAD = 64
+_HEAD_BYTES = 64
 _LINE = 64
 _SPIN_S = 50e-6
 _SLICE_S = 0.05
@@ -85,7 +86,7 @@ class Inbox(ABC):
 
 def head_bytes(slots: int) -> int:
     """Returns the length of the shared region that sender and receiver find each other by."""
-    return _HEAD * slots
+    return _HEAD_BYTES * slots
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -97,17 +98,34 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
     return begins, end
 
 
-class _Slot:
-    """One slot's head: [full, pid, descriptor, bytes of the memory, which memory, bytes of the note, of the rest]."""
+class _Head(Structure):
+    """What the two ends tell each other of a slot.
 
+    Attributes:
+        state: `_EMPTY` or `_FULL`.
+        offer: the segment that holds the message.
+        generation: grows with each segment that is offered.
+        note_bytes, nbytes: of the message in it.
+    """
+
+    state: int
+    offer: SegmentOffer
+    generation: int
+    note_bytes: int
+    nbytes: int
+    _fields_ = [
+        ("state", c_int32),
+        ("offer", SegmentOffer),
+        *((name, c_int64) for name in ("generation", "note_bytes", "nbytes")),
+    ]
+
+
+class _Slot:
     def __init__(self, heads: Tensor, index: int) -> None:
-        head = heads[index * _HEAD : (index + 1) * _HEAD]
-        self.address = head.data_ptr()
-        # Not through numpy, so that nothing else counts on how torch lends its memory.
-        memory = memoryview((ctypes.c_char * _HEAD).from_address(self.address)).cast("B")
-        self._kept = head
-        self.full = memory[:4].cast("i")
-        self.numbers = memory[8:].cast("q")
+        # The head lies in the tensor's memory and does not keep it alive.
+        self._kept = heads[index * _HEAD_BYTES : (index + 1) * _HEAD_BYTES]
+        self.address = self._kept.data_ptr()
+        self.head = _Head.from_address(self.address)
         self.segment: SharedSegment | None = None
         self.content = _NOTHING
 
@@ -125,7 +143,7 @@ class _Slot:
     def give(self, state: int) -> None:
         """Leaves the slot to the other end."""
         futex.fence()
-        self.full[0] = state
+        self.head.state = state
         futex.wake(self.address)
 
     def close(self) -> None:
@@ -147,7 +165,7 @@ class _Ring:
     """
 
     def __init__(self, heads: Tensor, check: Check) -> None:
-        self._slots = [_Slot(heads, index) for index in range(len(heads) // _HEAD)]
+        self._slots = [_Slot(heads, index) for index in range(len(heads) // _HEAD_BYTES)]
         self._check = check
         self._spin = Spin(_SPIN_S)
         self.turn = 0
@@ -163,7 +181,7 @@ class _Ring:
         self.turn = (self.turn + 1) % len(self._slots)
         began = perf_counter()
         give_up = began + self._spin.seconds
-        while slot.full[0] != wanted:
+        while slot.head.state != wanted:
             if perf_counter() > give_up:
                 self._sleep(slot, wanted, began)
                 break
@@ -173,10 +191,10 @@ class _Ring:
         return slot
 
     def _sleep(self, slot: _Slot, wanted: int, began: float) -> None:
-        while slot.full[0] != wanted:
+        while slot.head.state != wanted:
             futex.wait(slot.address, 1 - wanted, _SLICE_S)
-            if slot.full[0] != wanted and perf_counter() - began > _SLICE_S:
-                self._check(lambda: slot.full[0] == wanted)
+            if slot.head.state != wanted and perf_counter() - began > _SLICE_S:
+                self._check(lambda: slot.head.state == wanted)
         self._spin.slept(perf_counter() - began)
 
 
@@ -201,14 +219,13 @@ class Sender(Outbox):
             # Whoever receives has opened the old one, for the slot is empty. A quarter more, because the next message
             # may be a little longer.
             slot.hold(SharedSegment.create(max(_LINE, end + end // 4), "mailbox"))
-            slot.numbers[3] += 1
-            slot.numbers[0], slot.numbers[1] = os.getpid(), slot.memory.descriptor
-            slot.numbers[2] = slot.memory.nbytes
+            slot.head.generation += 1
+            slot.head.offer.publish(os.getpid(), slot.memory.descriptor, slot.memory.nbytes)
         slot.memory.memory[: len(note)] = note
         for begin, size, tensor in zip(begins[1:], sizes[1:], tensors, strict=True):
             if size:
                 slot.content[begin : begin + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        slot.numbers[4], slot.numbers[5] = len(note), end
+        slot.head.note_bytes, slot.head.nbytes = len(note), end
         self.moved_bytes += end
         slot.give(_FULL)
 
@@ -225,16 +242,16 @@ class Receiver(Inbox):
 
     def __init__(self, heads: Tensor, check: Check) -> None:
         self._ring = _Ring(heads, check)
-        self._seen = [0] * (len(heads) // _HEAD)
+        self._seen = [0] * (len(heads) // _HEAD_BYTES)
         self.moved_bytes = 0
 
     def receive(self, read: Callable[[bytes, Tensor], T]) -> T:
         index = self._ring.turn
         slot = self._ring.next(_FULL)
-        pid, descriptor, nbytes, generation, note_bytes, end = slot.numbers[:6]
-        if generation != self._seen[index]:
-            self._seen[index] = generation
-            slot.hold(SharedSegment.open(pid, descriptor, nbytes))
+        note_bytes, end = slot.head.note_bytes, slot.head.nbytes
+        if slot.head.generation != self._seen[index]:
+            self._seen[index] = slot.head.generation
+            slot.hold(slot.head.offer.open())
         (_, begin), _ = places([note_bytes, 0])
         result = read(bytes(slot.memory.memory[:note_bytes]), slot.content[begin:end])
         self.moved_bytes += end

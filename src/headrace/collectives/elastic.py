@@ -62,8 +62,10 @@ class ElasticGroup(ProcessGroup):
         self._page = page
         self._place = place
         self._check = check
-        self.ends = FinishedRanks(page.ends)
-        self._numbers = [[torch.frombuffer(half, dtype=torch.float64) for half in halves] for halves in page.numbers]
+        self.ends = FinishedRanks([record.heartbeat for record in page.ranks])
+        self._numbers = [
+            [torch.frombuffer(half, dtype=torch.float64) for half in record.numbers] for record in page.ranks
+        ]
         self.regroup(members, 0)
 
     def regroup(self, members: Sequence[tuple[int, int]], meeting: int) -> None:
@@ -72,7 +74,7 @@ class ElasticGroup(ProcessGroup):
         if meeting:
             # Everybody counts from the same number on. Not earlier: somebody may still have to see how far whoever had
             # this place before has come.
-            self._page.counters[self._place][1] = (meeting * _MEETINGS) & 0x7FFFFFFF
+            self._page.ranks[self._place].elastic_counter = (meeting * _MEETINGS) & 0x7FFFFFFF
         self._turn = 0
         self._seat()
 
@@ -90,7 +92,7 @@ class ElasticGroup(ProcessGroup):
 
     def is_gone(self, member: int) -> bool:
         # Whose loss the launcher tells has written its last.
-        return self._page.fates[member][0] > self._incarnations[member]
+        return self._page.ranks[member].restarts > self._incarnations[member]
 
     def barrier(self) -> None:
         """Raises:
@@ -99,10 +101,10 @@ class ElasticGroup(ProcessGroup):
         if self.world == 1:
             return
         futex.fence()
-        own = self._page.counters[self._place]
-        target = (own[1] + 1) & 0x7FFFFFFF
-        own[1] = target
-        futex.wake(self._page.counter_address(self._place, 1))
+        own = self._page.ranks[self._place]
+        target = (own.elastic_counter + 1) & 0x7FFFFFFF
+        own.elastic_counter = target
+        futex.wake(own.elastic_address)
         lost = [member for member in self._members if member != self._place and not self._comes(member, target)]
         futex.fence()
         if lost:
@@ -145,11 +147,12 @@ class ElasticGroup(ProcessGroup):
 
     def _comes(self, member: int, target: int) -> bool:
         """Waits until a member has come as far, or never will; returns whether it has."""
-        counter, address = self._page.counters[member], self._page.counter_address(member, 1)
-        while not reached(seen := counter[1], target):
-            if self.is_gone(member) and not reached(counter[1], target):
+        record = self._page.ranks[member]
+        address = record.elastic_address
+        while not reached(seen := record.elastic_counter, target):
+            if self.is_gone(member) and not reached(record.elastic_counter, target):
                 return False
             futex.wait(address, seen, _SLICE_S)
             self._check()
-            self.ends.check(member, self._place, lambda: reached(counter[1], target))
+            self.ends.check(member, self._place, lambda: reached(record.elastic_counter, target))
         return True

@@ -89,7 +89,7 @@ class MultiHostGroup(ProcessGroup):
         seats: Sequence[int] | None = None,
         ends: FinishedRanks | None = None,
     ) -> None:
-        self._seats = range(page.ranks) if seats is None else seats
+        self._seats = range(len(page.ranks)) if seats is None else seats
         self._whole = seats is None
         self._seat = rank
         self.rank = self._seats.index(rank)
@@ -99,7 +99,7 @@ class MultiHostGroup(ProcessGroup):
         self._page = page
         self._check = check
         self._accuse = accuse
-        self.ends = ends or FinishedRanks(page.ends)
+        self.ends = ends or FinishedRanks([record.heartbeat for record in page.ranks])
         self._peers = [peer for peer in range(self.world) if peer != self.rank]
         self._unfinished = 0
         self._grow = grow
@@ -185,10 +185,10 @@ class MultiHostGroup(ProcessGroup):
 
     def _begin(self, act: Callable[[Any], Work]) -> Callable[[], None]:
         assert self._group is not None
-        counter = self._page.counters[self._seat]
+        own = self._page.ranks[self._seat]
         if self._whole:
-            counter[0] = (counter[0] + 1) & 0x7FFFFFFF
-        target = counter[0]
+            own.barrier_counter = (own.barrier_counter + 1) & 0x7FFFFFFF
+        target = own.barrier_counter
         self._unfinished += 1
         return partial(self._finish, act(self._group), target)
 
@@ -211,4 +211,4 @@ class MultiHostGroup(ProcessGroup):
         if not self._whole:
             # Its counter is of all ranks' meetings. What it sent before its loop ended may still be on the way.
             return monotonic() - self._seen_ended_s.setdefault(peer, monotonic()) < _ON_THE_WAY_S
-        return reached(self._page.counters[self._seats[peer]][0], target)
+        return reached(self._page.ranks[self._seats[peer]].barrier_counter, target)

@@ -48,10 +48,10 @@ class SharedMemoryGroup(ProcessGroup):
         self, page: ControlPage, rank: int, check: Callable[[], None], ends: FinishedRanks | None = None
     ) -> None:
         self.rank = rank
-        self.world = page.ranks
+        self.world = len(page.ranks)
         self.moved_bytes = 0
         self._page = page
-        self.ends = ends or FinishedRanks(page.ends)
+        self.ends = ends or FinishedRanks([record.heartbeat for record in page.ranks])
         self._barrier = Barrier(page, rank, check, self.ends)
         self._check = check
         self._segments: list[SharedSegment] = []
@@ -61,13 +61,12 @@ class SharedMemoryGroup(ProcessGroup):
         self.groups: list[SharedMemoryGroup] = []
 
     def subgroup(self, members: Sequence[int]) -> SharedMemoryGroup:
-        offer, nbytes = self._page.offers[self.rank], ControlPage.nbytes(len(members))
+        nbytes = ControlPage.nbytes(len(members))
         own = SharedSegment.create(nbytes, "group") if self.rank == members[0] else None
         if own:
-            offer[0], offer[1], offer[2] = os.getpid(), own.descriptor, nbytes
+            self._page.ranks[self.rank].segment_offer.publish(os.getpid(), own.descriptor, nbytes)
         self.barrier()
-        first = self._page.offers[members[0]]
-        segment = own or SharedSegment.open(first[0], first[1], first[2])
+        segment = own or self._page.ranks[members[0]].segment_offer.open()
         self.barrier()
         self._segments.append(segment)
         page = ControlPage(segment, len(members))
@@ -86,24 +85,24 @@ class SharedMemoryGroup(ProcessGroup):
         if len(values) > NUMBERS:
             return [*self.sum(values[:NUMBERS]), *self.sum(values[NUMBERS:])]
         self._turn ^= 1
-        own = self._page.numbers[self.rank][self._turn]
+        own = self._page.ranks[self.rank].numbers[self._turn]
         for index, value in enumerate(values):
             own[index] = value
         self.barrier()
-        every = [numbers[self._turn] for numbers in self._page.numbers]
+        every = [record.numbers[self._turn] for record in self._page.ranks]
         return [sum(numbers[index] for numbers in every) for index in range(len(values))]
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         own = SharedSegment.create(nbytes, f"rank-{self.rank}") if nbytes else None
-        offer = self._page.offers[self.rank]
-        offer[0], offer[1], offer[2] = os.getpid(), own.descriptor if own else -1, nbytes
+        descriptor = own.descriptor if own else -1
+        self._page.ranks[self.rank].segment_offer.publish(os.getpid(), descriptor, nbytes)
         self.barrier()
         regions = []
-        for rank, (pid, descriptor, length) in enumerate(self._page.offers):
-            if not length:
+        for rank, record in enumerate(self._page.ranks):
+            if not record.segment_offer.nbytes:
                 regions.append(torch.empty(0, dtype=torch.uint8))
                 continue
-            segment = own if rank == self.rank and own else SharedSegment.open(pid, descriptor, length)
+            segment = own if rank == self.rank and own else record.segment_offer.open()
             self._segments.append(segment)
             regions.append(segment.tensor())
         self.barrier()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import PeerLost
+from headrace.shared_memory.control_page import Heartbeat
 from headrace.shared_memory.finished_ranks import FinishedRanks
 
 
@@ -23,7 +24,7 @@ class ThreadGroup:
 
     def __init__(self, world: int, ends: FinishedRanks | None = None) -> None:
         self.world = world
-        self.ends = ends or FinishedRanks([(0,)] * world)
+        self.ends = ends or FinishedRanks([Heartbeat()] * world)
         self.offers: list[object] = [None] * world
         self.barrier = threading.Barrier(world)
         self.lost = -1

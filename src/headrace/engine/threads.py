@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.engine.base import Engine, RunProgress
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 from headrace.shared_memory.control_page import ControlPage
@@ -15,7 +16,7 @@ from headrace.shared_memory.finished_ranks import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 from headrace.worker.loaded_checkpoint import random_states, restore_random_states
 from headrace.worker.main import work
-from headrace.worker.run_spec import Engine, RunProgress, RunSpec, first_loss
+from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import serve
 
 _LOOK_EVERY_S = 0.05
@@ -33,7 +34,7 @@ class ThreadEngine(Engine):
         segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
         workers = order.plan.workers
-        meeting = ThreadGroup(workers, FinishedRanks(page.ends[:workers]))
+        meeting = ThreadGroup(workers, FinishedRanks([record.heartbeat for record in page.ranks[:workers]]))
         errors: dict[int, BaseException] = {}
         building = threading.Lock()
 
@@ -57,9 +58,7 @@ class ThreadEngine(Engine):
                     for thread in threads:
                         thread.join(_LOOK_EVERY_S / ranks)
                     meeting.check_parted()
-                    progress(
-                        RunProgress(page.beats[0][1], first_loss(page.losses), sum(beat[2] for beat in page.beats))
-                    )
+                    progress(RunProgress.read(page))
             except BaseException:
                 # Nobody can end a thread; it ends itself, after the step that it is in or at the next meeting.
                 page.stop = 1

@@ -29,32 +29,31 @@ class Barrier:
     def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], ends: FinishedRanks) -> None:
         self._rank = rank
         self._ends = ends
-        self._counters = page.counters
-        self._own = self._counters[rank]
-        self._addresses = [page.counter_address(peer) for peer in range(page.ranks)]
+        self._records = page.ranks
+        self._own = page.ranks[rank]
+        self._addresses = [record.barrier_address for record in page.ranks]
         self._own_address = self._addresses[rank]
-        self._peers = [peer for peer in range(page.ranks) if peer != rank]
+        self._peers = [peer for peer in range(len(page.ranks)) if peer != rank]
         self._check = check
         self._spin = Spin(_SPIN_S)
 
     def meet(self) -> None:
         """Returns when every rank has come."""
         futex.fence()
-        target = (self._own[0] + 1) & 0x7FFFFFFF
-        self._own[0] = target
+        target = (self._own.barrier_counter + 1) & 0x7FFFFFFF
+        self._own.barrier_counter = target
         futex.wake(self._own_address)
         for peer in self._peers:
-            counter = self._counters[peer]
-            if not reached(counter[0], target):
+            if not reached(self._records[peer].barrier_counter, target):
                 self._await(peer, target)
         futex.fence()
 
     def _await(self, peer: int, target: int) -> None:
-        counter, address = self._counters[peer], self._addresses[peer]
+        record, address = self._records[peer], self._addresses[peer]
         began = perf_counter()
         give_up = began + self._spin.seconds
         while True:
-            seen = counter[0]
+            seen = record.barrier_counter
             if reached(seen, target):
                 self._spin.met()
                 return
@@ -62,10 +61,10 @@ class Barrier:
                 break
         while not reached(seen, target):
             futex.wait(address, seen, _SLICE_S)
-            seen = counter[0]
+            seen = record.barrier_counter
             if not reached(seen, target) and perf_counter() - began > _SLICE_S:
                 self._check()
-                self._ends.check(peer, self._rank, lambda: reached(counter[0], target))
+                self._ends.check(peer, self._rank, lambda: reached(record.barrier_counter, target))
         self._spin.slept(perf_counter() - began)
 
 

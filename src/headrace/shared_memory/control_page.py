@@ -1,24 +1,22 @@
-"""The page that the processes of a run on one host share: counters, signs of life, a few numbers.
+"""The page that the processes of a run on one host share: barrier counters, heartbeats, and a few numbers a rank.
 
-┌──────────────────────────────┐
-│ abort │ stop │ stop, save    │  the run's
-│              │ after a round │
-├──────────────────────────────┤
-│ counter, counter of workers  │  a rank's: barrier counters, on a cache line of their own
-│ beat, step, examples, pid    │           what the launcher watches,
-│ loss, end                    │           written by the rank
-│ pid, descriptor, nbytes      │           a segment that it offers to the others
-│ saved, bytes, error, digest  │           its part of a checkpoint
-│ lost, wanted away, ready     │           how many of its processes were lost, says the launcher; backups
-│ epoch, primary, backup       │           which processes are a server's, says the launcher
-│ address                      │           where a server can be reached
-│ 2 x 4096 numbers              │           for sums, by turns
-└──────────────────────────────┘  x ranks
+┌───────────────────────────────┐
+│ abort, stop, stop after, save │  the run's
+├───────────────────────────────┤
+│ barrier counters              │  a rank's, each line below on cache lines of its own
+│ heartbeat                     │  written by the rank, watched by the launcher
+│ segment offer                 │  a segment that the others of the rank's group may open
+│ saved part                    │  the rank's part of the last checkpoint
+│ restarts, leave, server view  │  written by the launcher
+│ address                       │  where a server can be reached
+│ 2 x 4096 numbers              │  for sums, in alternation
+└───────────────────────────────┘  x ranks
 """
 
 from __future__ import annotations
 
 import ctypes
+from ctypes import Array, Structure, c_char, c_double, c_int32, c_int64, c_uint8, sizeof
 
 from headrace.shared_memory import futex
 from headrace.shared_memory.segment import SharedSegment
@@ -27,157 +25,235 @@ NUMBERS = 4096
 """How many numbers one sum may hold."""
 
 _LINE = 64
-_WATCHED = _LINE
-_OFFERED = 2 * _LINE
-_SAVED = 3 * _LINE
-_FATE = 4 * _LINE
-_ADDRESS = 5 * _LINE
-_NUMBERS = 8 * _LINE
-_BLOCK = _NUMBERS + 2 * NUMBERS * 8
 
 
-class Address:
-    """A text that one process writes once and others wait for.
+class _RunSignals(Structure):
+    abort: int
+    stop: int
+    stop_after: int
+    save_after: int
+    _fields_ = [(name, c_int64) for name in ("abort", "stop", "stop_after", "save_after")]
 
-    Args:
-        place: a byte for its length, then the text.
+
+class Heartbeat(Structure):
+    """What a rank tells the launcher and the other ranks.
+
+    Attributes:
+        count: grows a few times a second while the process runs.
+        step: rounds done.
+        examples: done by all processes that the rank has had.
+        pid: 0 before the process has begun.
+        finished: 1 + the rounds done, once the rank's training loop has ended; 0 before.
+        promotable_epoch: of a server: the epoch whose backup can be promoted.
+        loss: the last one read.
     """
 
-    def __init__(self, place: memoryview) -> None:
-        self._place = place
-
-    def tell(self, text: str) -> None:
-        """Writes it."""
-        encoded = text.encode()
-        self._place[1 : 1 + len(encoded)] = encoded
-        # Last, because it says that the rest is there.
-        self._place[0] = len(encoded)
-
-    def clear(self) -> None:
-        """Lets it be not there, before another process writes it."""
-        self._place[0] = 0
-
-    def read(self) -> str:
-        """Returns it; "" before it is there."""
-        return bytes(self._place[1 : 1 + self._place[0]]).decode()
+    count: int
+    step: int
+    examples: int
+    pid: int
+    finished: int
+    promotable_epoch: int
+    loss: float
+    _fields_ = [
+        *((name, c_int64) for name in ("count", "step", "examples", "pid", "finished", "promotable_epoch")),
+        ("loss", c_double),
+    ]
 
 
-class ServerView:
-    """Who is what of a server: written by one process, and read whole by others.
+class SegmentOffer(Structure):
+    """A segment that another process can open through /proc; its descriptor is -1 where there is none."""
 
-    Args:
-        place: three int64.
+    pid: int
+    descriptor: int
+    nbytes: int
+    _fields_ = [(name, c_int64) for name in ("pid", "descriptor", "nbytes")]
+
+    def publish(self, pid: int, descriptor: int, nbytes: int) -> None:
+        """Writes the offer; a barrier must follow before others read it."""
+        self.pid, self.descriptor, self.nbytes = pid, descriptor, nbytes
+
+    def open(self) -> SharedSegment:
+        """Maps the segment that is offered.
+
+        Raises:
+            UnfitMachine: it cannot be opened from here.
+        """
+        return SharedSegment.open(self.pid, self.descriptor, self.nbytes)
+
+
+class SavedPart(Structure):
+    """The part of a checkpoint that a rank wrote last.
+
+    Attributes:
+        step_plus_1: 1 + the rounds that it was written after; written last, because it says that the rest is there.
+        nbytes: its length.
+        error: 0, or the system's error number.
+        digest: SHA-256.
     """
 
-    def __init__(self, place: memoryview) -> None:
-        self._place = place
+    step_plus_1: int
+    nbytes: int
+    error: int
+    digest: Array[c_uint8]
+    _fields_ = [*((name, c_int64) for name in ("step_plus_1", "nbytes", "error")), ("digest", c_uint8 * 32)]
 
-    def tell(self, epoch: int, primary: int, backup: int) -> None:
-        """Writes it; epochs are greater than 0 and only grow."""
-        place = self._place
-        place[0] = 0
+
+class ServerView(Structure):
+    """Which processes are the primary and the backup of a server: one process writes it, others read it whole."""
+
+    epoch: int
+    primary: int
+    backup: int
+    _fields_ = [(name, c_int64) for name in ("epoch", "primary", "backup")]
+
+    def publish(self, epoch: int, primary: int, backup: int) -> None:
+        """Writes the view; epochs are greater than 0 and only grow."""
+        self.epoch = 0
         futex.fence()
-        place[1], place[2] = primary, backup
+        self.primary, self.backup = primary, backup
         futex.fence()
-        place[0] = epoch
+        self.epoch = epoch
 
     def read(self) -> tuple[int, int, int]:
         """Returns epoch, primary and backup; all 0 before they are there, or while they are written."""
-        place = self._place
-        epoch: int = place[0]
+        epoch = self.epoch
         futex.fence()
-        primary, backup = place[1], place[2]
+        primary, backup = self.primary, self.backup
         futex.fence()
-        return (epoch, primary, backup) if epoch and place[0] == epoch else (0, 0, 0)
+        return (epoch, primary, backup) if epoch and self.epoch == epoch else (0, 0, 0)
+
+
+class Address(Structure):
+    """A text of at most 191 bytes that one process writes and others wait for."""
+
+    length: int
+    text: Array[c_uint8]
+    _fields_ = [("length", c_uint8), ("text", c_uint8 * (3 * _LINE - 1))]
+
+    def publish(self, text: str) -> None:
+        """Writes the text."""
+        encoded = text.encode()
+        self.text[: len(encoded)] = list(encoded)
+        # Last, because it says that the rest is there.
+        self.length = len(encoded)
+
+    def clear(self) -> None:
+        """Removes the text, before another process writes its own."""
+        self.length = 0
+
+    def read(self) -> str:
+        """Returns the text; "" before it is there."""
+        return bytes(self.text[: self.length]).decode()
+
+
+def _on_lines(*groups: list[tuple[str, type]]) -> list[tuple[str, type]]:
+    """Returns the fields, with padding so that each group begins on a cache line of its own."""
+    fields = []
+    for number, group in enumerate(groups):
+        size = sum(sizeof(kind) for _, kind in group)
+        fields += [*group, (f"_unused_{number}", c_char * (-size % _LINE))]
+    return fields
+
+
+class RankRecord(Structure):
+    """What is told about one rank; every field has one writer.
+
+    Attributes:
+        barrier_counter: how many barriers of all ranks this one has come to, modulo 2**31.
+        elastic_counter: the same for the barriers of an elastic group.
+        heartbeat, segment_offer, saved, address: by the rank.
+        restarts: how many processes the rank has had before its present one, by the launcher.
+        leave: 1 if the rank is to leave the run, by the launcher.
+        server_view: by the launcher.
+        numbers: two arrays of `NUMBERS` float64, for sums.
+    """
+
+    barrier_counter: int
+    elastic_counter: int
+    heartbeat: Heartbeat
+    segment_offer: SegmentOffer
+    saved: SavedPart
+    restarts: int
+    leave: int
+    server_view: ServerView
+    address: Address
+    numbers: Array[Array[c_double]]
+    _fields_ = _on_lines(
+        [("barrier_counter", c_int32), ("elastic_counter", c_int32)],
+        [("heartbeat", Heartbeat)],
+        [("segment_offer", SegmentOffer)],
+        [("saved", SavedPart)],
+        [("restarts", c_int64), ("leave", c_int64), ("server_view", ServerView)],
+        [("address", Address)],
+        [("numbers", c_double * NUMBERS * 2)],
+    )
+
+    @property
+    def barrier_address(self) -> int:
+        """Where in this process `barrier_counter` lies, for `futex`."""
+        return ctypes.addressof(self) + RankRecord.barrier_counter.offset  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def elastic_address(self) -> int:
+        """Where in this process `elastic_counter` lies, for `futex`."""
+        return ctypes.addressof(self) + RankRecord.elastic_counter.offset  # type: ignore[attr-defined, no-any-return]
 
 
 class ControlPage:
-    """Views of one segment; every field is written by one process.
+    """Named fields in one segment.
 
     Args:
         segment: at least `ControlPage.nbytes(ranks)` long.
         ranks: how many processes work together.
 
     Attributes:
-        counters: by rank, an int32 view of length 2: of all ranks' barrier, and of the one of those who meet.
-        beats: by rank; [beat, step, examples, pid] as int64.
-        losses: by rank, a float64 view of length 1.
-        ends: by rank, an int64 view of length 1: 1 + the rounds that a loop which has ended did; 0 before.
-        offers: by rank; [pid, descriptor, nbytes] as int64.
-        saves: by rank; [1 + rounds, bytes, error] as int64 of the last part of a checkpoint that it has written;
-            error is 0, or the system's number.
-        digests: by rank, 32 bytes: the SHA-256 of that part.
-        fates: by rank; [how many of its processes were lost so far, 1 if it is to leave] as int64, by the launcher;
-            then the epoch whose backup can be promoted, by a server.
-        views: by rank of a server, its primary and its backup, by the launcher.
-        addresses: by rank, where this server can be reached.
-        numbers: by rank, two float64 views of length `NUMBERS`.
+        ranks: a record for each of them.
     """
 
     def __init__(self, segment: SharedSegment, ranks: int) -> None:
         self.segment = segment
-        self.ranks = ranks
-        memory = segment.memory
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._run = memory[:_LINE].cast("q")
-        blocks = [_LINE + rank * _BLOCK for rank in range(ranks)]
-        self.counters = [memory[block : block + 8].cast("i") for block in blocks]
-        self.beats = [memory[block + _WATCHED : block + _WATCHED + 32].cast("q") for block in blocks]
-        self.losses = [memory[block + _WATCHED + 32 : block + _WATCHED + 40].cast("d") for block in blocks]
-        self.ends = [memory[block + _WATCHED + 40 : block + _WATCHED + 48].cast("q") for block in blocks]
-        self.offers = [memory[block + _OFFERED : block + _OFFERED + 24].cast("q") for block in blocks]
-        self.saves = [memory[block + _SAVED : block + _SAVED + 24].cast("q") for block in blocks]
-        self.digests = [memory[block + _SAVED + 24 : block + _SAVED + 56] for block in blocks]
-        self.fates = [memory[block + _FATE : block + _FATE + 24].cast("q") for block in blocks]
-        self.views = [ServerView(memory[block + _FATE + 24 : block + _FATE + 48].cast("q")) for block in blocks]
-        self.addresses = [Address(memory[block + _ADDRESS : block + _NUMBERS]) for block in blocks]
-        half = NUMBERS * 8
-        self.numbers = [
-            tuple(memory[block + _NUMBERS + i * half : block + _NUMBERS + (i + 1) * half].cast("d") for i in (0, 1))
-            for block in blocks
-        ]
+        self._run = _RunSignals.from_buffer(segment.memory)
+        starts = range(_LINE, self.nbytes(ranks), sizeof(RankRecord))
+        self.ranks = [RankRecord.from_buffer(segment.memory, start) for start in starts]
 
     @staticmethod
     def nbytes(ranks: int) -> int:
         """Returns the length that a page for `ranks` needs."""
-        return _LINE + ranks * _BLOCK
-
-    def counter_address(self, rank: int, which: int = 0) -> int:
-        """Returns where in this process one of the rank's counters lies, for `futex`."""
-        return self._base + _LINE + rank * _BLOCK + 4 * which
+        return _LINE + ranks * sizeof(RankRecord)
 
     @property
     def abort(self) -> int:
         """1 + the rank that was lost first, 0 while all is well. Written by the launcher."""
-        return self._run[0]
+        return self._run.abort
 
     @abort.setter
     def abort(self, value: int) -> None:
-        self._run[0] = value
+        self._run.abort = value
 
     @property
     def stop(self) -> int:
         """1 if the launcher wants the run to end soon, in order."""
-        return self._run[1]
+        return self._run.stop
 
     @stop.setter
     def stop(self, value: int) -> None:
-        self._run[1] = value
+        self._run.stop = value
 
     @property
     def stop_after(self) -> int:
         """1 + the last round to do, 0 if there is none; written by rank 0 in that round, before its barrier."""
-        return self._run[2]
+        return self._run.stop_after
 
     @stop_after.setter
     def stop_after(self, value: int) -> None:
-        self._run[2] = value
+        self._run.stop_after = value
 
     @property
     def save_after(self) -> int:
         """1 + the last round to save after; written by rank 0 in that round, before its barrier."""
-        return self._run[3]
+        return self._run.save_after
 
     @save_after.setter
     def save_after(self, value: int) -> None:
-        self._run[3] = value
+        self._run.save_after = value

@@ -65,5 +65,5 @@ class LossReader:
         if number is not None:
             if not math.isfinite(number):
                 raise NonFiniteLoss(self._rank, step, number)
-            self._page.losses[self._rank][0] = number
+            self._page.ranks[self._rank].heartbeat.loss = number
         self._journal.stepped(step, epoch, examples, number, weight, lease, *times_s)

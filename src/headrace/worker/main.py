@@ -69,7 +69,7 @@ def work(
     worker: Worker | None = None
     closing = ExitStack()
     try:
-        role, incarnation = order.plan.role(rank), page.fates[rank][0]
+        role, incarnation = order.plan.role(rank), page.ranks[rank].restarts
         stored = _stored(order.resume) if order.resume else None
         with building or nullcontext():
             module = build_module(order.job)
@@ -161,9 +161,9 @@ def _part(replica: Replica, group: ProcessGroup) -> None:
 
 def _end_together(page: ControlPage, rank: int, worker: Worker, group: ProcessGroup) -> None:
     """Waits until every rank's loop has ended: what follows are meetings of those who have nothing else to do."""
-    page.ends[rank][0] = worker.round + 2
+    page.ranks[rank].heartbeat.finished = worker.round + 2
     for member in group.members:
-        while not (page.ends[member][0] or group.is_gone(member)):
+        while not (page.ranks[member].heartbeat.finished or group.is_gone(member)):
             group.check()
             time.sleep(_LOOK_EVERY_S)
     worker.finish()
@@ -235,7 +235,7 @@ def _parts(
             worker=role.rank,
             addresses=lambda: tuple(_address(page, order.plan, server, group) for server in order.plan.servers),
             find=lambda index: _find(page, order.plan, index),
-            incarnation=page.fates[role.rank][0],
+            incarnation=page.ranks[role.rank].restarts,
         ),
         sample=lambda: _sample(order.job),
     )

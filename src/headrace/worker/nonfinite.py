@@ -84,7 +84,7 @@ class NonFiniteHandler:
                 # One error is enough; the others end with its rank.
                 self._group.barrier()
             if verdict.bad_losses:
-                raise NonFiniteLoss(speaker, step, self._page.losses[speaker][0], self._row)
+                raise NonFiniteLoss(speaker, step, self._page.ranks[speaker].heartbeat.loss, self._row)
             raise NonFiniteGradient(step, self._row)
         with torch.no_grad():
             for buffer, kept in zip(self._buffers, self._kept, strict=True):
@@ -95,4 +95,4 @@ class NonFiniteHandler:
     def tell(self, rank: int, loss: float) -> None:
         """Lets the others know a loss that is not finite, before they ask who it was."""
         if not math.isfinite(loss):
-            self._page.losses[rank][0] = loss
+            self._page.ranks[rank].heartbeat.loss = loss

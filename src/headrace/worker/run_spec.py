@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -114,48 +113,3 @@ class RunSpec:
         """Seconds between two snapshots of a server; None where there are none: a backup has all that they would."""
         served = self.plan.servers and not self.plan.backups
         return self.checkpoints.snapshots_every_s if served and self.checkpoints else None
-
-
-@dataclass(frozen=True)
-class RunProgress:
-    """How far a run is.
-
-    Attributes:
-        step: rounds that rank 0 has done.
-        loss: the last of the first rank that has one.
-        examples: of all workers so far.
-    """
-
-    step: int
-    loss: float
-    examples: int
-
-
-def first_loss(losses: Iterable[memoryview[float]]) -> float:
-    """Returns the last loss of the first rank that has one: of a replica on several ranks one alone has; 0 before.
-
-    Args:
-        losses: of the control page.
-    """
-    return next((loss[0] for loss in losses if loss[0]), 0.0)
-
-
-class Engine(ABC):
-    """Starts the processes of a run and watches them."""
-
-    @abstractmethod
-    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
-        """Runs to the end; returns "ok" or "interrupted".
-
-        Args:
-            order: what to run.
-            progress: called a few times a second in the caller's thread.
-
-        Raises:
-            WorkerFailed: a worker raised; the first that did.
-            PeerLost: a worker was killed, or froze.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends every process of this engine."""

@@ -187,17 +187,17 @@ class Saver:
             self._failure = failure
 
     def _write_part(self, part: _Part, tensors: Mapping[str, Tensor]) -> None:
-        saves, digest = self._page.saves[part.place], self._page.digests[part.place]
+        saved = self._page.ranks[part.place].saved
         error = 0
         try:
             record = self.folder.write(part.done, part.rank, tensors)
-            digest[:] = bytes.fromhex(record.sha256)
-            saves[1] = record.bytes
+            saved.digest[:] = list(bytes.fromhex(record.sha256))
+            saved.nbytes = record.bytes
         except OSError as failure:
             error = failure.errno or -1
-        saves[2] = error
+        saved.error = error
         # Last, because it says that the rest is there.
-        saves[0] = part.done + 1
+        saved.step_plus_1 = part.done + 1
 
     def _commit(
         self, done: int, members: Sequence[int], description: Mapping[str, Any], stall_s: float, began: float
@@ -207,16 +207,13 @@ class Saver:
             self.folder.abandon(done)
             self._news.append(self._warning(done, f"rank {lost} was lost while it wrote its part"))
             return
-        saves = [self._page.saves[member] for member in members]
-        errors = [save[2] for save in saves if save[2]]
+        parts = [self._page.ranks[member].saved for member in members]
+        errors = [part.error for part in parts if part.error]
         if errors:
             self.folder.abandon(done)
             self._news.append(self._warning(done, os.strerror(errors[0])))
             return
-        files = [
-            FileRecord(file_name(rank), save[1], bytes(self._page.digests[member]).hex())
-            for rank, (member, save) in enumerate(zip(members, saves, strict=True))
-        ]
+        files = [FileRecord(file_name(rank), part.nbytes, bytes(part.digest).hex()) for rank, part in enumerate(parts)]
         assert self._wish is not None
         try:
             self.folder.commit(done, files, description, self._wish.keep)
@@ -233,10 +230,11 @@ class Saver:
     def _await(self, done: int, members: Sequence[int]) -> int | None:
         """Waits until all have written their parts; returns who never will, if somebody was lost."""
         for member in members:
-            while self._page.saves[member][0] != done + 1:
+            saved = self._page.ranks[member].saved
+            while saved.step_plus_1 != done + 1:
                 # Asked first: what a lost worker has written it has written before.
                 gone = self._group.is_gone(member)
-                if gone and self._page.saves[member][0] != done + 1:
+                if gone and saved.step_plus_1 != done + 1:
                     return member
                 self._group.check()
                 time.sleep(_LOOK_EVERY_S)

@@ -53,7 +53,7 @@ def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None
         if order.snapshots_every_s is not None:
             taking = Snapshots(order.run_dir / SNAPSHOTS, place, order.snapshots_every_s)
             snapshots = _Snapshotting(taking, server, journal, rank)
-        page.addresses[rank].tell(server.address)
+        page.ranks[rank].address.publish(server.address)
         parameter_bytes, _ = server.memory()
         shards = sum(segment.owner == owner for segment in order.plan.segments)
         journal.write(
@@ -68,7 +68,7 @@ def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None
                 snapshots.look()
             if server.pairing:
                 _follow_view(server.pairing, page, owner, process)
-                page.fates[rank][2] = server.pairing.ready
+                page.ranks[rank].heartbeat.promotable_epoch = server.pairing.ready
             if monotonic() - told > _TELL_EVERY_S:
                 told = monotonic()
                 journal.write(_by_rank(server.tally.event(rank, journal.now()), order.plan))
@@ -146,8 +146,8 @@ def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) 
 
 
 def _follow_view(pairing: ReplicatedTransport, page: ControlPage, server: int, process: int) -> None:
-    epoch, primary, backup = page.views[server].read()
-    address = page.addresses[primary % page.ranks].read() if epoch else ""
+    epoch, primary, backup = page.ranks[server].server_view.read()
+    address = page.ranks[primary % len(page.ranks)].address.read() if epoch else ""
     # Whoever is to follow a primary must find it.
     if epoch and (process != backup or address):
         pairing.view(View(epoch, primary, None if backup < 0 else backup), address)

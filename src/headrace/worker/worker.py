@@ -99,10 +99,10 @@ class Worker:
         self._over_before = at_home and self.round + 1 >= self.rounds
         self._stopper = EarlyStopper(options.early_stopping)
         self._state = WorkerState(order, rank, replica, group, self._stopper, loader.rounds_per_epoch)
-        fate = page.fates[rank]
-        self._leased = LeasedLoop(order, replica.portions, loader, group, fate, journal) if replica.portions else None
+        record = page.ranks[rank]
+        self._leased = LeasedLoop(order, replica.portions, loader, group, record, journal) if replica.portions else None
         self._apart = PeriodicLoop(replica.meetings, rank, journal) if replica.meetings else None
-        self._replaces = page.fates[rank][0] > 0
+        self._replaces = record.restarts > 0
         self._alone = self._leased is not None or self._apart is not None
         place = order.plan.role(rank).stage if self._alone else None
         self._recovery = NonFiniteHandler(
@@ -164,7 +164,7 @@ class Worker:
                     return
         except GeneratorExit:
             # A loop that leaves a batch undone has it again when it goes on.
-            self.round -= self._page.beats[self.rank][1] <= self.round
+            self.round -= self._page.ranks[self.rank].heartbeat.step <= self.round
             raise
         finally:
             shares.close()
@@ -342,7 +342,7 @@ class Worker:
     def _require_step(self) -> None:
         # Who leaves out a round does not meet the others in it, and would take their next meeting for another.
         meets = self._order.strategy.synchronous or self._apart
-        if self.world > 1 and meets and self._page.beats[self.rank][1] != self.round + 1:
+        if self.world > 1 and meets and self._page.ranks[self.rank].heartbeat.step != self.round + 1:
             raise UsageError(
                 f"the loop on rank {self.rank} went on without worker.step() or worker.update() in round {self.round}; "
                 "every worker steps every batch, so that all meet in every round"
@@ -387,10 +387,10 @@ class Worker:
 
     def _record(self, computed: Computed, loss: float | None) -> float | None:
         self._examples += self._share.examples
-        beat = self._page.beats[self.rank]
-        beat[1] = self.round + 1
+        heartbeat = self._page.ranks[self.rank].heartbeat
+        heartbeat.step = self.round + 1
         # Whoever had this place before has counted, too.
-        beat[2] += self._share.examples * self._counts
+        heartbeat.examples += self._share.examples * self._counts
         lease = self._leased.lease if self._leased and self._share.examples else -1
         head = (self.round, self._share.epoch, self._share.examples * self._counts, computed.weight, lease)
         self._losses.note(head, computed.loss, loss, self._times)

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from contextlib import closing
 from types import TracebackType
 
+from headrace.engine.base import Engine, RunProgress
 from headrace.engine.local.fork_server import ForkServer
 from headrace.engine.local.fork_server_start import fork_fork_server, start_fork_server
 from headrace.engine.local.launcher import ProcessLauncher
 from headrace.engine.local.monitor import Monitor
 from headrace.errors import UsageError
-from headrace.worker.run_spec import Engine, RunProgress, RunSpec
+from headrace.worker.run_spec import RunSpec
 
 _SPARE = 16
 """So many workers may join a run."""

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from headrace.engine.base import RunProgress
 from headrace.engine.liveness import LivenessProbe
 from headrace.engine.local.fork_server import ForkServer
 from headrace.engine.local.scaling import ScaleRequests
 from headrace.errors import PeerLost, UsageError, WorkerFailed
 from headrace.spec.events import LAUNCHER, Failed, Lost, Notice, decode
-from headrace.worker.run_spec import RunProgress, RunSpec, first_loss
+from headrace.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
     # For the types alone: they import torch.
@@ -118,16 +119,14 @@ class Monitor:
                 self._note_end(rank)
             if rank in self._seats and self._is_late(rank):
                 # If it is one of those who meet after all, the others need not wait for it.
-                self._page.fates[rank][0] += 1
+                self._page.ranks[rank].restarts += 1
                 continue
             if code < 0 and rank in self._seats:
                 self._lose(rank, self._seats[rank].cause or _killed_by(code))
             elif code != 0 or not self._said_goodbye(rank):
                 self._fail(rank, ended)
         self._nursery.check(self._order.timeout_s)
-        page = self._page
-        examples = sum(beat[2] for beat in page.beats)
-        self._progress(RunProgress(max(beat[1] for beat in page.beats), first_loss(page.losses), examples))
+        self._progress(RunProgress.read(self._page))
         for rank in self._succession.look():
             self._seats[rank].in_vain = 0
         for rank in self._running:
@@ -136,12 +135,12 @@ class Monitor:
         self._end_late()
 
     def _check_frozen(self, rank: int) -> None:
-        beat = self._page.beats[rank]
+        heartbeat = self._page.ranks[rank].heartbeat
         vitals = self._vitals.get(rank)
-        if vitals is None or vitals.pid != beat[3]:
+        if vitals is None or vitals.pid != heartbeat.pid:
             # Until it has begun its id is 0, and then it must begin within the same time.
-            vitals = self._vitals[rank] = LivenessProbe(beat[3])
-        silent_s = vitals.silent_s(beat[0])
+            vitals = self._vitals[rank] = LivenessProbe(heartbeat.pid)
+        silent_s = vitals.silent_s(heartbeat.count)
         if silent_s <= self._order.timeout_s:
             return
         cause = f"gave no sign of life for {silent_s:.1f} s (stopped, or its disk hangs)"
@@ -155,20 +154,19 @@ class Monitor:
 
     def _lose(self, rank: int, cause: str) -> None:
         """Lets the others know that a process is gone for good, and starts another one in its place."""
-        page, seat = self._page, self._seats[rank]
+        record, seat = self._page.ranks[rank], self._seats[rank]
         # Also when all is done but that the servers are told so.
         if rank in self._succession and self._order.plan.server_of(rank) in self._left:
             self._succeed(rank, cause)
-        examples = page.beats[rank][2]
+        examples = record.heartbeat.examples
         seat.in_vain = 0 if examples > seat.examples else seat.in_vain + 1
         seat.examples, seat.cause = examples, ""
         # First who it was, because the others look for that.
-        page.fates[rank][0] += 1
-        page.beats[rank][3] = 0
-        page.addresses[rank].clear()
-        replaced = not self._is_over() and not page.fates[rank][1]
-        incarnation = page.fates[rank][0]
-        self._journal.write(Lost(LAUNCHER, self._journal.now(), rank, incarnation - 1, cause, replaced))
+        record.restarts += 1
+        record.heartbeat.pid = 0
+        record.address.clear()
+        replaced = not self._is_over() and not record.leave
+        self._journal.write(Lost(LAUNCHER, self._journal.now(), rank, record.restarts - 1, cause, replaced))
         if seat.in_vain == _IN_VAIN:
             self._abort(rank)
             raise self._lost(rank, f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
@@ -187,16 +185,16 @@ class Monitor:
         Raises:
             UsageError: that cannot be.
         """
-        fates = self._page.fates
+        records = self._page.ranks
         if not self._order.strategy.elastic or self._is_over():
             what = "comes to its end" if self._is_over() else f"is of {self._order.plan.strategy} as it was asked for"
             raise UsageError(
                 f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
                 "parameter_server without a bound, or downpour"
             )
-        there = sorted(rank for rank in self._workers & self._running if not fates[rank][1])
+        there = sorted(rank for rank in self._workers & self._running if not records[rank].leave)
         taken = {role.rank for role in self._order.plan.roles} - self._workers
-        free = [rank for rank in range(self._page.ranks) if rank not in taken and rank not in self._running]
+        free = [rank for rank in range(len(records)) if rank not in taken and rank not in self._running]
         if count > len(free) or len(there) + count < 1:
             raise UsageError(
                 f"{len(there)} workers and {count:+d} are {len(there) + count}; a run has 1 to {len(there) + len(free)}"
@@ -204,7 +202,7 @@ class Monitor:
         for rank in free[:count] if count > 0 else ():
             self._hire(rank)
         for rank in there[count:] if count < 0 else ():
-            fates[rank][1] = 1
+            records[rank].leave = 1
         changed = f"{count} more begin" if count > 0 else f"{-count} leave when their portions are done"
         total = len(there) + count
         text = f"{total} worker{'s' * (total > 1)} from now on: {changed}"
@@ -212,11 +210,11 @@ class Monitor:
         return text
 
     def _hire(self, rank: int) -> None:
-        fates, beat = self._page.fates[rank], self._page.beats[rank]
+        record = self._page.ranks[rank]
         # Not the first one, because those begin together.
-        fates[0] += 1
-        fates[1] = beat[3] = 0
-        self._seats[rank] = _Seat(examples=beat[2])
+        record.restarts += 1
+        record.leave = record.heartbeat.pid = 0
+        self._seats[rank] = _Seat(examples=record.heartbeat.examples)
         self._workers.add(rank)
         self._running.add(rank)
         self._crew.start(self._order.plan.role(rank))
@@ -230,13 +228,14 @@ class Monitor:
 
     def _is_over(self) -> bool:
         """Whether a worker's loop has ended: then all have met for the last time, and nobody else is needed."""
-        return any(self._page.ends[rank][0] for rank in self._workers)
+        return any(self._page.ranks[rank].heartbeat.finished for rank in self._workers)
 
     def _is_late(self, rank: int) -> bool:
         """Whether a process has no part any more in what is left to do."""
         if rank in self._workers:
             # Of those who began the run each has a part in its end.
-            return self._is_over() and not self._page.ends[rank][0] and self._page.fates[rank][0] > 0
+            record = self._page.ranks[rank]
+            return self._is_over() and not record.heartbeat.finished and record.restarts > 0
         return not self._running.intersection(self._workers) and self._is_over()
 
     def _end_late(self) -> None:

@@ -90,7 +90,7 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
         return 0
     if plan.replaces:
         # Whoever comes in another's place is alone until the next meeting.
-        incarnation = page.fates[rank][0]
+        incarnation = page.ranks[rank].restarts
         members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
         work(assignment, rank, ElasticGroup(page, rank, members, check), page)
         return 0
@@ -154,14 +154,14 @@ def _checker(page: ControlPage, order: RunSpec) -> Callable[[], None]:
 
 
 def _start_beating(page: ControlPage, rank: int, lifeline: int) -> None:
-    beat = page.beats[rank]
-    beat[3] = os.getpid()
+    heartbeat = page.ranks[rank].heartbeat
+    heartbeat.pid = os.getpid()
     zygote = os.getppid()
 
     def follow() -> None:
         while not select([lifeline], [], [], _BEAT_EVERY_S)[0]:
-            beat[0] += 1
-        _end(zygote, [peer[3] for peer in page.beats if peer[3] not in (0, os.getpid())])
+            heartbeat.count += 1
+        _end(zygote, [pid for record in page.ranks if (pid := record.heartbeat.pid) not in (0, os.getpid())])
 
     threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
 

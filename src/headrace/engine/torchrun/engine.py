@@ -18,6 +18,7 @@ import torch
 from headrace.collectives.base import HostMap, ProcessGroup
 from headrace.collectives.elastic import ElasticGroup
 from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.engine.base import Engine, RunProgress
 from headrace.engine.interrupts import orderly_interrupts
 from headrace.engine.liveness import LivenessProbe
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
@@ -28,7 +29,7 @@ from headrace.policies.threads import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.worker.main import work
-from headrace.worker.run_spec import Engine, RunProgress, RunSpec, first_loss
+from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import serve
 
 _BEAT_EVERY_S = 0.25
@@ -70,7 +71,7 @@ class LaunchedGroup:
         alone = self.world == 1 or not one
         self._segment = SharedSegment.create(ControlPage.nbytes(self.world), "control") if alone else self._meet()
         self.page = ControlPage(self._segment, self.world)
-        self.page.beats[self.rank][3] = os.getpid()
+        self.page.ranks[self.rank].heartbeat.pid = os.getpid()
         self.host = self._together() if one else self._apart()
         try:
             self.host.barrier()
@@ -144,11 +145,11 @@ class LaunchedGroup:
         return own or SharedSegment.open(*json.loads(places[0]))
 
     def _together(self) -> ProcessGroup:
-        beat = self.page.beats[self.rank]
+        heartbeat = self.page.ranks[self.rank].heartbeat
 
         def follow() -> None:
             while not self._over.wait(_BEAT_EVERY_S):
-                beat[0] += 1
+                heartbeat.count += 1
 
         threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
         return SharedMemoryGroup(self.page, self.rank, self._check)
@@ -203,17 +204,17 @@ class LaunchedGroup:
 
     def _look_at(self, rank: int) -> float:
         """Returns for how long a rank has given no sign of life."""
-        beat = self.page.beats[rank]
-        if beat[3] == 0:
+        heartbeat = self.page.ranks[rank].heartbeat
+        if heartbeat.pid == 0:
             if monotonic() > self._deadline:
                 raise PeerLost(rank, self.hosts[rank], f"had not begun after {MEET_S:.0f} s")
             return 0.0
         here = self.hosts[rank] == self.hosts[self.rank]
         # Of a process on another host there is its beat alone.
-        vitals = self._vitals.setdefault(rank, LivenessProbe(beat[3] if here else 0))
+        vitals = self._vitals.setdefault(rank, LivenessProbe(heartbeat.pid if here else 0))
         if here and vitals.is_gone():
-            raise PeerLost(rank, self.hosts[rank], f"process {beat[3]} has ended")
-        return vitals.silent_s(beat[0])
+            raise PeerLost(rank, self.hosts[rank], f"process {heartbeat.pid} has ended")
+        return vitals.silent_s(heartbeat.count)
 
 
 class LaunchedEngine(Engine):
@@ -258,8 +259,7 @@ class LaunchedEngine(Engine):
                 if isinstance(error, PeerLost) and (part := order.plan.part_of(error.rank)):
                     raise PeerLost(error.rank, error.host, error.cause, part) from error.__cause__
                 raise
-        examples = sum(beat[2] for beat in page.beats)
-        progress(RunProgress(page.beats[group.rank][1], first_loss(page.losses), examples))
+        progress(RunProgress.read(page))
         return interrupts.status(page)
 
     def close(self) -> None:

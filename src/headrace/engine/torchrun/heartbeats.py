@@ -17,8 +17,9 @@ from headrace.shared_memory.control_page import ControlPage
 _EVERY_S = 0.25
 _LINGER_S = 2.0
 
-_MARKS = struct.Struct("<? 2q i 4q d q 3q 32s")
-"""left, abort, stop, counter, beats, loss, end, saves, digest."""
+_MARKS = struct.Struct("<? 2q i 7q d q 32s")
+"""left, abort, stop, barrier counter; count, step, examples, pid, finished, saved bytes and error; loss; saved step,
+digest."""
 
 
 class HeartbeatRelay:
@@ -39,7 +40,7 @@ class HeartbeatRelay:
         self.told_s = monotonic()
         self.broken = ""
         self._store = store
-        self._keys = [f"{words}/marks/{each}" for each in range(page.ranks)]
+        self._keys = [f"{words}/marks/{each}" for each in range(len(page.ranks))]
         self._page = page
         self._rank = rank
         self._left: set[int] = set()
@@ -69,12 +70,12 @@ class HeartbeatRelay:
         pause = threading.Event()
         give_up = monotonic() + _LINGER_S
         lost = {0, self._page.abort - 1}
-        while self._page.abort and monotonic() < give_up and self._left | lost != set(range(self._page.ranks)):
+        while self._page.abort and monotonic() < give_up and self._left | lost != set(range(len(self._page.ranks))):
             pause.wait(_EVERY_S)
             self._pass()
 
     def _pass(self) -> None:
-        self._page.beats[self._rank][0] += 1
+        self._page.ranks[self._rank].heartbeat.count += 1
         self._store.set(self._keys[self._rank], self._tell())
         for rank, marks in enumerate(self._store.multi_get(self._keys)):
             if rank != self._rank:
@@ -82,36 +83,33 @@ class HeartbeatRelay:
         self.told_s = monotonic()
 
     def _tell(self) -> bytes:
-        page, rank = self._page, self._rank
+        record = self._page.ranks[self._rank]
+        heartbeat, saved = record.heartbeat, record.saved
         # First what says that the rest is there.
-        end, saves = page.ends[rank][0], tuple(page.saves[rank])
+        finished, saved_step = heartbeat.finished, saved.step_plus_1
         return _MARKS.pack(
-            self._over.is_set(),
-            page.abort,
-            page.stop,
-            page.counters[rank][0],
-            *page.beats[rank],
-            page.losses[rank][0],
-            end,
-            *saves,
-            bytes(page.digests[rank]),
+            *(self._over.is_set(), self._page.abort, self._page.stop, record.barrier_counter),
+            *(heartbeat.count, heartbeat.step, heartbeat.examples, heartbeat.pid, finished, saved.nbytes, saved.error),
+            *(heartbeat.loss, saved_step, bytes(saved.digest)),
         )
 
     def _hear(self, rank: int, marks: bytes) -> None:
         page = self._page
-        left, abort, stop, counter, *beats, loss, end, saved, size, error, digest = _MARKS.unpack(marks)
+        record = page.ranks[rank]
+        heartbeat, saved = record.heartbeat, record.saved
+        left, abort, stop, counter, *numbers, loss, saved_step, digest = _MARKS.unpack(marks)
         # Each of them only if it is so: this process may mark it at the same time.
         if abort and not page.abort:
             page.abort = abort
         if stop:
             page.stop = stop
-        page.counters[rank][0] = counter
-        for index, value in enumerate(beats):
-            page.beats[rank][index] = value
-        page.losses[rank][0] = loss
-        page.digests[rank][:] = digest
-        page.saves[rank][1], page.saves[rank][2] = size, error
+        record.barrier_counter = counter
+        heartbeat.count, heartbeat.step, heartbeat.examples, heartbeat.pid, finished, saved.nbytes, saved.error = (
+            numbers
+        )
+        heartbeat.loss = loss
+        saved.digest[:] = list(digest)
         # Last, because they say that the rest is there.
-        page.saves[rank][0], page.ends[rank][0] = saved, end
+        saved.step_plus_1, heartbeat.finished = saved_step, finished
         if left:
             self._left.add(rank)

@@ -10,7 +10,7 @@ from headrace.spec.plan import Plan
 
 def process_number(page: ControlPage, rank: int) -> int:
     """Returns the number of the process that is at a rank now; no other of the run ever has it."""
-    return page.fates[rank][0] * page.ranks + rank
+    return page.ranks[rank].restarts * len(page.ranks) + rank
 
 
 def primary_address(page: ControlPage, plan: Plan, server: int) -> str:
@@ -22,9 +22,9 @@ def primary_address(page: ControlPage, plan: Plan, server: int) -> str:
         server: its rank, of which its backup goes on with what was there.
     """
     if not plan.backups:
-        return page.addresses[server].read()
-    epoch, primary, _ = page.views[server].read()
-    return page.addresses[primary % page.ranks].read() if epoch else ""
+        return page.ranks[server].address.read()
+    epoch, primary, _ = page.ranks[server].server_view.read()
+    return page.ranks[primary % len(page.ranks)].address.read() if epoch else ""
 
 
 class FailoverController:
@@ -67,10 +67,10 @@ class FailoverController:
             view = authority.view
             if view is None or authority.ready or view.backup is None:
                 continue
-            seats = (view.primary % self._page.ranks, view.backup % self._page.ranks)
-            if any(self._page.fates[seat][2] == view.epoch for seat in seats):
+            seats = (view.primary % len(self._page.ranks), view.backup % len(self._page.ranks))
+            if any(self._page.ranks[seat].heartbeat.promotable_epoch == view.epoch for seat in seats):
                 authority.handle(Ready(view.epoch))
-                ready.append(view.backup % self._page.ranks)
+                ready.append(view.backup % len(self._page.ranks))
         return ready
 
     def _tell(self, rank: int, news: News) -> None:
@@ -78,4 +78,4 @@ class FailoverController:
         view = self._authorities[server].handle(news)
         if view is not None:
             backup = -1 if view.backup is None else view.backup
-            self._page.views[server].tell(view.epoch, view.primary, backup)
+            self._page.ranks[server].server_view.publish(view.epoch, view.primary, backup)

@@ -7,6 +7,7 @@ import sys
 from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
 from headrace.errors import UsageError
+from headrace.shared_memory.control_page import RankRecord
 from headrace.spec.job import Share
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 from headrace.worker.events import EventWriter
@@ -39,7 +40,7 @@ class LeasedLoop:
     portions: its leases.
     loader: of the training data.
     group: the workers.
-    fate: this worker's, of the control page.
+    record: this worker's, of the control page.
     journal: of this process.
 
     Attributes:
@@ -54,13 +55,13 @@ class LeasedLoop:
         portions: DataLeases,
         loader: Loader,
         group: ProcessGroup,
-        fate: memoryview,
+        record: RankRecord,
         journal: EventWriter,
     ) -> None:
         self.fence = -1
         self.wanted_away = False
         self.lease = -1
-        self._fate = fate
+        self._record = record
         self._order = order
         self._portions = portions
         self._loader = loader
@@ -169,7 +170,7 @@ class LeasedLoop:
     def _ask(self) -> None:
         if self._asked or self.fence >= 0:
             return
-        if self._fate[1]:
+        if self._record.leave:
             self.wanted_away = True
             return
         self._portions.ask()
