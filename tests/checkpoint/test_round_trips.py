@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from checkpoint.states import DTYPES, equal, odd_tensors
 from headrace.checkpoint import CheckpointFolder, FileRecord, Manifest, header
-from headrace.checkpoint.digest import CHUNK
 from headrace.checkpoint.manifest import decode, encode
+from headrace.checkpoint.storage import CHUNK
 from headrace.errors import UsageError
 
 

@@ -19,8 +19,7 @@ import torch
 
 from headrace.data import InputPipeline, Loader, Source, from_arrays
 from headrace.data.loading import batch_reader as running
-from headrace.data.loading.memory_budget import MemoryBudget
-from headrace.data.loading.prefetcher import Prefetcher
+from headrace.data.loading.prefetcher import MemoryBudget, Prefetcher
 from headrace.data.loading.reader import ReadResult
 from headrace.data.pipeline.source import Epoch
 from headrace.errors import DataError

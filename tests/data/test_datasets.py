@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data import digits, fashion_mnist, fashion_mnist_or_digits
-from headrace.data.loading import fetching
+from headrace.data import datasets, digits, fashion_mnist, fashion_mnist_or_digits
 from headrace.errors import DataError, UnfitMachine
 
 
@@ -65,7 +64,7 @@ def test_files_become_images_and_labels(tmp_path: Path) -> None:
 
 def test_the_first_place_that_has_the_files_is_asked_once_and_then_the_cache(tmp_path: Path) -> None:
     shop, unused = Shop(), Shop()
-    fetchers: list[tuple[str, fetching.Fetcher]] = [("nobody", closed), ("the shop", shop), ("another", unused)]
+    fetchers: list[tuple[str, datasets.Fetcher]] = [("nobody", closed), ("the shop", shop), ("another", unused)]
     for _ in range(2):
         fashion_mnist(tmp_path, fetchers=fetchers, digests=DIGESTS)
     assert shop.asked == [list(FILES)]
@@ -106,7 +105,7 @@ def test_a_damaged_cache_is_not_used(tmp_path: Path) -> None:
 def test_where_nothing_is_reachable_one_line_says_so_and_digits_take_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fetchers: list[tuple[str, fetching.Fetcher]] = [("Debian's package", closed), ("the original address", closed)]
+    fetchers: list[tuple[str, datasets.Fetcher]] = [("Debian's package", closed), ("the original address", closed)]
     with pytest.raises(UnfitMachine, match=r"from nowhere \(Debian's package: closed today; the original"):
         fashion_mnist(tmp_path, fetchers=fetchers)
     lines: list[str] = []
@@ -138,12 +137,12 @@ def test_digits_have_a_fixed_split_without_overlap() -> None:
 
 
 def test_the_default_places_are_debian_and_the_authors() -> None:
-    assert [fetch for _, fetch in fetching.FETCHERS] == [
-        fetching.from_installed,
-        fetching.from_debian,
-        fetching.from_origin,
+    assert [fetch for _, fetch in datasets.FETCHERS] == [
+        datasets.from_installed,
+        datasets.from_debian,
+        datasets.from_origin,
     ]
-    assert fetching.DIGESTS.keys() == FILES.keys()
+    assert datasets.DIGESTS.keys() == FILES.keys()
 
 
 @pytest.fixture
@@ -170,12 +169,12 @@ def server(tmp_path: Path) -> Iterator[str]:
 def test_the_original_address_gives_files_or_a_reason(server: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("fetched")
     names = list(FILES)
-    fetching.from_origin(folder, names[:2], server)
+    datasets.from_origin(folder, names[:2], server)
     assert gzip.decompress((folder / f"{names[1]}.gz").read_bytes()) == FILES[names[1]]
     with pytest.raises(UnfitMachine, match=rf"{names[2]}.gz: File not found"):
-        fetching.from_origin(folder, names[2:], server)
+        datasets.from_origin(folder, names[2:], server)
     with pytest.raises(UnfitMachine, match="Connection refused"):
-        fetching.from_origin(folder, names[:1], "http://127.0.0.1:9")
+        datasets.from_origin(folder, names[:1], "http://127.0.0.1:9")
 
 
 def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str]) -> Path:
@@ -204,8 +203,8 @@ def test_debian_gives_the_files_without_root(tmp_path: Path, monkeypatch: pytest
             "dpkg-deb": f"mkdir -p {where} && echo content > {where}/a.gz",
         },
     )
-    monkeypatch.setattr(fetching, "_LISTS", tmp_path)
-    fetching.from_debian(work, ["a"])
+    monkeypatch.setattr(datasets, "_LISTS", tmp_path)
+    datasets.from_debian(work, ["a"])
     assert (work / "a.gz").read_text() == "content\n"
     called = [line.split()[0] + " " + line.split()[-1] for line in calls.read_text().splitlines()]
     assert called[:3] == [
@@ -213,27 +212,27 @@ def test_debian_gives_the_files_without_root(tmp_path: Path, monkeypatch: pytest
         "apt-get update",
         "apt-get dataset-fashion-mnist",
     ]
-    monkeypatch.setattr(fetching, "_LISTS", tmp_path / "not-there")
+    monkeypatch.setattr(datasets, "_LISTS", tmp_path / "not-there")
     calls.write_text("")
-    fetching.from_debian(work, ["a"])
+    datasets.from_debian(work, ["a"])
     assert "update" not in calls.read_text(), "without the right to write its lists"
 
 
 def test_debian_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_LISTS", tmp_path / "not-there")
+    monkeypatch.setattr(datasets, "_LISTS", tmp_path / "not-there")
     commands(
         tmp_path, monkeypatch, {"apt-get": "echo W: hm >&2; echo E: no such package >&2; exit 100", "dpkg-deb": ""}
     )
     with pytest.raises(UnfitMachine, match=r"^apt-get: E: no such package$"):
-        fetching.from_debian(tmp_path, ["a"])
+        datasets.from_debian(tmp_path, ["a"])
     commands(tmp_path, monkeypatch, {"apt-get": ""})
     with pytest.raises(UnfitMachine, match="apt-get left no package"):
-        fetching.from_debian(tmp_path, ["a"])
+        datasets.from_debian(tmp_path, ["a"])
     commands(tmp_path, monkeypatch, {"apt-get": "exec sleep 60"})
-    monkeypatch.setattr(fetching, "_DOWNLOAD_S", 0.05)
+    monkeypatch.setattr(datasets, "_DOWNLOAD_S", 0.05)
     with pytest.raises(UnfitMachine, match=r"timed out after 0.05 seconds") as caught:
-        fetching.from_debian(tmp_path, ["a"])
+        datasets.from_debian(tmp_path, ["a"])
     assert isinstance(caught.value.__cause__, subprocess.TimeoutExpired)
     monkeypatch.setenv("PATH", str(tmp_path / "not-there"))
     with pytest.raises(UnfitMachine, match="no apt-get on this machine"):
-        fetching.from_debian(tmp_path, ["a"])
+        datasets.from_debian(tmp_path, ["a"])

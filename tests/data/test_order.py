@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.data.pipeline.buckets import Bucketed
-from headrace.data.pipeline.order import ExampleOrder, _Scatter, generator, permutation
+from headrace.data.pipeline.order import Bucketed, ExampleOrder, _Scatter, generator, permutation
 
 ORDER_0_0 = [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
 ORDER_7_3 = [2, 8, 9, 4, 0, 6, 7, 5, 1, 3]

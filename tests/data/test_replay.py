@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.data import Loader
-from headrace.data.pipeline.replay import replayed
+from headrace.data.pipeline.combined import replayed
 from headrace.errors import DataError
 
 

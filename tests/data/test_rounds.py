@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.data import Hosts, InputPipeline, Loader, from_arrays, local
-from headrace.data.pipeline.rounds import Rounds
+from headrace.data.pipeline.order import Rounds
 from headrace.spec.job import Share
 
 COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=4)
@@ -55,7 +55,7 @@ def test_all_know_how_many_a_round_has(counts: list[int], batch: int, workers: i
 
 @given(counts=COUNTS, batch=BATCHES)
 def test_every_host_takes_in_proportion_to_what_it_has(counts: list[int], batch: int) -> None:
-    rounds = [Rounds(pipeline, batch) for pipeline in on_hosts(counts)]
+    rounds = [Rounds(len(pipeline), pipeline.hosts, batch) for pipeline in on_hosts(counts)]
     for index in range(len(rounds[0])):
         for count, each in zip(counts, rounds, strict=True):
             start, stop, _ = each.span(index)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
-from headrace.data.loading import input_counters as stages_module
-from headrace.data.loading.input_counters import InputCounters
+from headrace.data.loading import loader as stages_module
+from headrace.data.loading.loader import InputCounters
 from headrace.data.loading.reader import ReadResult
 from headrace.errors import DataError
 from headrace.spec.events import InputStageStats, InputStats

@@ -14,7 +14,7 @@ from torch import Tensor
 import headrace as hr
 from headrace.data import InputPipeline, from_arrays
 from headrace.data.loading.loader import Loader
-from headrace.data.loading.padding import padded
+from headrace.data.pipeline.source import padded
 from headrace.errors import DataError, UsageError
 
 

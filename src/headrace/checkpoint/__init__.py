@@ -15,9 +15,8 @@ Written aside, synced, renamed, the folder synced, only then are old ones delete
 Nothing here imports torch before a tensor is written or read.
 """
 
-from headrace.checkpoint.folder import CheckpointFolder
+from headrace.checkpoint.folder import Checkpoint, CheckpointFolder
 from headrace.checkpoint.manifest import FileRecord, Manifest
-from headrace.checkpoint.saved import Checkpoint
 from headrace.checkpoint.storage import File, LocalStorage, Storage
 
 __all__ = ["Checkpoint", "CheckpointFolder", "File", "FileRecord", "LocalStorage", "Manifest", "Storage"]

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headrace.checkpoint.digest import CHUNK, Digest
 from headrace.checkpoint.header import NAMES, TensorEntry, encode
 from headrace.checkpoint.manifest import FileRecord
-from headrace.checkpoint.storage import File
+from headrace.checkpoint.storage import CHUNK, Digest, File
 from headrace.errors import UsageError
 
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in NAMES.items()}

@@ -8,14 +8,13 @@ decides what comes when, so that an epoch visits every example exactly once for 
 
 from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
 from headrace.data.loading.batch_reader import CpuBudget
-from headrace.data.loading.iteration import batches
-from headrace.data.loading.loader import Loader
-from headrace.data.loading.transfer import delivered
+from headrace.data.loading.loader import Loader, batches
+from headrace.data.loading.prefetcher import delivered
+from headrace.data.loading.torch_data import as_pipeline, from_torch
 from headrace.data.pipeline.combined import interleave, mix
-from headrace.data.pipeline.pipeline import Hosts, InputPipeline, from_arrays
-from headrace.data.pipeline.rounds import local
+from headrace.data.pipeline.order import Hosts
+from headrace.data.pipeline.pipeline import InputPipeline, from_arrays, local
 from headrace.data.pipeline.source import Source
-from headrace.data.pipeline.torch_source import as_pipeline, from_torch
 from headrace.data.sources import (
     from_array_record,
     from_csv,
@@ -26,8 +25,7 @@ from headrace.data.sources import (
     from_tfrecord,
     from_webdataset,
 )
-from headrace.data.transforms.images import DecodeImage
-from headrace.data.transforms.parse_example import ParseExample
+from headrace.data.transforms import DecodeImage, ParseExample
 
 __all__ = [
     "CpuBudget",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.data.loading.input_counters import InputCounters
+from headrace.data.loading.loader import InputCounters
 from headrace.spec.events import Notice
 from headrace.worker.events import EventWriter
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.data.cache.opened import store_of
 from headrace.data.cache.record import pack
-from headrace.data.cache.store import Store
+from headrace.data.cache.store import Store, store_of
 from headrace.data.pipeline.steps import Cache
 
 __all__ = ["Campaign", "campaign"]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from headrace.data.cache.files import AppendFile, FileShards, created, repair
 from headrace.data.cache.record import Absent
+from headrace.data.cache.shards import AppendFile, FileShards, created, repair
 from headrace.data.cache.store import Store
 from headrace.errors import DataError
 

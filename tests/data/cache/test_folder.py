@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from belongings import descriptors
-from headrace.data.cache.files import FileShards
 from headrace.data.cache.folder import FORMAT, claim
 from headrace.data.cache.record import Absent
+from headrace.data.cache.shards import FileShards
 from headrace.data.cache.store import Store
 from headrace.errors import UnfitMachine, UsageError
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data.cache.files import FileShards
 from headrace.data.cache.record import Absent
-from headrace.data.cache.shards import MemoryShards, Shards
+from headrace.data.cache.shards import FileShards, MemoryShards, Shards
 from headrace.data.cache.store import Store
 
 LIMIT = 1 << 20

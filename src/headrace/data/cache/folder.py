@@ -9,7 +9,7 @@ import time
 import weakref
 from pathlib import Path
 
-from headrace.data.cache.files import ENTRIES, RECORDS, repair
+from headrace.data.cache.shards import ENTRIES, RECORDS, repair
 from headrace.errors import UnfitMachine, UsageError
 
 FORMAT = 1

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import secrets
+import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headrace.data.cache.record import front_at, front_of, is_sound
+from headrace.errors import DataError
 
 _CHUNK = 64 << 20
 _REMEMBERED = 16
@@ -85,3 +95,214 @@ class MemoryShards(Shards):
     @property
     def nbytes(self) -> int:
         return self._full + self._used + self._count * _REMEMBERED
+
+
+RECORDS = ".records"
+ENTRIES = ".entries"
+
+
+class AppendFile(ABC):
+    """A file that grows at its end. Every method raises OSError where the disk does not do it."""
+
+    @abstractmethod
+    def append(self, data: Sequence[NDArray[np.uint8]]) -> None:
+        """Returns when all of it is written."""
+
+
+class _LocalFile(AppendFile):
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def append(self, data: Sequence[NDArray[np.uint8]]) -> None:
+        for piece in data:
+            left = piece.data
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+
+
+def created(path: Path) -> AppendFile:
+    """Makes a file that does not exist.
+
+    Raises:
+        OSError: the disk does not do it.
+    """
+    return _LocalFile(path)
+
+
+class _Shard:
+    """One file of records, and the file of its entries.
+
+    Args:
+        path: of the records.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries_path = path.with_suffix(ENTRIES)
+        self.bytes = np.empty(0, dtype=np.uint8)
+        self._read = 0
+        self._seen = False
+
+    def map(self, length: int | None = None) -> NDArray[np.uint8]:
+        """Returns the file's bytes as it is now, or its first `length`."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size if length is None else length
+            # What is mapped already stays where it is as long as anybody uses it. Two threads may map at the same time.
+            held = self.bytes
+            if size > len(held):
+                held = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+                if len(held) > len(self.bytes):
+                    self.bytes = held
+        finally:
+            os.close(descriptor)
+        return held
+
+    def listed(self) -> NDArray[np.void]:
+        """Returns the entries that have been added, up to the first that is not sound."""
+        try:
+            with open(self.entries_path, "rb", buffering=0) as file:
+                file.seek(self._read)
+                content = file.readall()
+        except FileNotFoundError:
+            content = b""
+        entries = np.frombuffer(content, dtype=ENTRY, count=len(content) // ENTRY.itemsize)
+        wrong = np.flatnonzero(entries["checksum"] != _checksums(entries))
+        entries = entries[: wrong[0]] if len(wrong) else entries
+        self._read += len(entries) * ENTRY.itemsize
+        return entries
+
+    def unlisted(self, last: int) -> NDArray[np.void]:
+        """Returns entries of the whole records behind the one at `last`; -1 for all."""
+        buffer, begin = self.map(), 0
+        if last >= 0:
+            front = front_at(buffer, last)
+            begin = len(buffer) if front is None else last + front.record_bytes
+        found = []
+        while (front := front_at(buffer, begin)) is not None and begin + front.record_bytes <= len(buffer):
+            if not is_sound(buffer[begin : begin + front.record_bytes]):
+                break
+            found.append((front.index, begin, front.generation, 0))
+            begin += front.record_bytes
+        return _signed(np.array(found, dtype=ENTRY))
+
+    def news(self) -> NDArray[np.void]:
+        """Returns the entries that have been added; the first time, those of records that have none, too."""
+        entries = self.listed()
+        if self._seen:
+            return entries
+        self._seen = True
+        return np.concatenate([entries, self.unlisted(int(entries["offset"][-1]) if len(entries) else -1)])
+
+
+class FileShards(Shards):
+    """Args:
+    folder: of the cache; it exists.
+    create: makes a file that does not exist, to append to.
+    claim: what keeps the folder from being made anew, for as long as these are used.
+    """
+
+    def __init__(
+        self, folder: Path, create: Callable[[Path], AppendFile] = created, claim: object | None = None
+    ) -> None:
+        self._folder = folder
+        self._claim = claim
+        self._create = create
+        self._shards: list[_Shard] = []
+        self._known: set[str] = set()
+        self._own = -1
+        self._files: tuple[AppendFile, AppendFile] | None = None
+        self._end = 0
+
+    def append(self, records: Sequence[NDArray[np.uint8]]) -> list[tuple[int, int]]:
+        if self._files is None:
+            path = self._folder / f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(4)}{RECORDS}"
+            self._files = self._create(path), self._create(path.with_suffix(ENTRIES))
+            self._known.add(path.name)
+            self._shards.append(_Shard(path))
+            self._own = len(self._shards) - 1
+        entries = np.zeros(len(records), dtype=ENTRY)
+        end = self._end
+        for entry, record in zip(entries, records, strict=True):
+            front = front_of(record)
+            entry["index"], entry["offset"], entry["generation"] = front.index, end, front.generation
+            end += len(record)
+        self._files[0].append(records)
+        self._end = end
+        self._files[1].append([_signed(entries).view(np.uint8)])
+        return [(self._own, int(offset)) for offset in entries["offset"]]
+
+    def news(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+        with _readable(self._folder):
+            for name in sorted(os.listdir(self._folder)):
+                if name.endswith(RECORDS) and name not in self._known:
+                    self._known.add(name)
+                    self._shards.append(_Shard(self._folder / name))
+            for number, shard in enumerate(self._shards):
+                if number != self._own and len(entries := shard.news()):
+                    yield number, entries
+
+    def buffer(self, shard: int, end: int) -> NDArray[np.uint8]:
+        held = self._shards[shard]
+        mapped = held.bytes
+        if end <= len(mapped):
+            return mapped
+        with _readable(self._folder):
+            # Of one's own, only whole records: another thread may be writing the next.
+            return held.map(self._end if shard == self._own else None)
+
+    def name(self, shard: int) -> str:
+        return self._shards[shard].path.name
+
+    @property
+    def nbytes(self) -> int:
+        with _readable(self._folder):
+            return sum(shard.path.stat().st_size for shard in self._shards)
+
+
+def repair(folder: Path) -> None:
+    """Writes entries anew where a killed process has left them undone; deletes files without a record.
+
+    Nobody else may use the folder meanwhile.
+
+    Raises:
+        OSError: the disk does not do it.
+    """
+    for path in folder.glob(f"*{RECORDS}"):
+        shard = _Shard(path)
+        entries = shard.news()
+        # After a power cut, there may be entries of records that the disk never saw.
+        entries = entries[entries["offset"] < path.stat().st_size]
+        if not len(entries):
+            path.unlink()
+            shard.entries_path.unlink(missing_ok=True)
+        elif not shard.entries_path.exists() or shard.entries_path.stat().st_size != entries.nbytes:
+            part = path.with_suffix(".part")
+            part.write_bytes(entries.tobytes())
+            os.replace(part, shard.entries_path)
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the cache in {folder} cannot be read any more: {error}; leave its files alone while it is used"
+        ) from error
+
+
+def _signed(entries: NDArray[np.void]) -> NDArray[np.void]:
+    entries["checksum"] = _checksums(entries)
+    return entries
+
+
+def _checksums(entries: NDArray[np.void]) -> NDArray[np.uint64]:
+    # Each factor is odd, so that whatever happens to one of the three numbers changes it; the first term, so that
+    # zeros are no entry.
+    factors = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+    total = np.full(len(entries), 0x27D4EB2F165667C5, dtype=np.uint64)
+    for name, factor in zip(("index", "offset", "generation"), factors, strict=True):
+        total = (total ^ entries[name]) * np.uint64(factor)
+    return total

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.data.loading.batch_reader import BatchReader, CpuBudget, Part
-from headrace.data.loading.input_counters import InputCounters
 from headrace.data.loading.reader import ExampleReader, ReadResult
-from headrace.data.loading.torch_reading import read_by_torch
-from headrace.data.pipeline.buckets import Bucketed
-from headrace.data.pipeline.order import ExampleOrder
+from headrace.data.loading.torch_data import read_by_torch
+from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds
 from headrace.data.pipeline.pipeline import InputPipeline, visited
-from headrace.data.pipeline.rounds import Rounds
-from headrace.errors import UsageError
+from headrace.errors import DataError, UsageError
 from headrace.policies.batch_split import bounds
+from headrace.spec.events import InputStageStats, InputStats
 from headrace.spec.job import Share
 
 _ANY = CpuBudget()
@@ -73,7 +73,7 @@ class Loader:
             raise UsageError(f"data_rank must be 0 to {len(shares) - 1}, got {data_rank}")
         self._pipeline = pipeline
         self._seed = seed if pipeline.seed is None else pipeline.seed
-        self._rounds = Rounds(pipeline, global_batch_size)
+        self._rounds = Rounds(len(pipeline), pipeline.hosts, global_batch_size)
         self._own = functools.cache(lambda count: bounds(count, shares)[data_rank])
         self._data_rank = data_rank
         self._shuffled = pipeline.shuffled and not ordered
@@ -191,3 +191,135 @@ class Loader:
         epoch, _, of = part
         self.stages.add(epoch, read, asked, ready)
         return Share(read.batch, read.examples, of, epoch)
+
+
+_TELL_EVERY_S = 1.0
+_SHOWN = 3
+
+
+class InputCounters:
+    """Counts since a loader began. Whoever takes the batches adds them, and nobody else.
+
+    Args:
+        names: of the stages, in their order.
+        most_skipped: examples that may be left out in an epoch.
+        tell: called about once a second while batches come.
+
+    Attributes:
+        parallel: how batches are read, "inline", "threads" or "processes".
+        readers: how many threads or processes read.
+        skipped: examples that could not be had and were left out.
+        shown: the first of those, each with the reason.
+        examples: that came.
+        notices: lines for the user.
+    """
+
+    def __init__(
+        self, names: Sequence[str], most_skipped: int, tell: Callable[[InputCounters], None] | None = None
+    ) -> None:
+        self.parallel = "inline"
+        self.readers = 1
+        self.skipped = 0
+        self.shown: list[str] = []
+        self.examples = 0
+        self.notices: list[str] = []
+        self._names = tuple(names)
+        self._most_skipped = most_skipped
+        self._tell = tell
+        self._busy = [0.0] * len(names)
+        self._waiting = [0.0] * len(names)
+        self._skips: Counter[int] = Counter()
+        self._first: float | None = None
+        self._last = self._told = self._waited = 0.0
+        self._ready = self._batches = self._bytes = 0
+
+    def begin(self) -> None:
+        """Forgets which epochs had examples left out: what follows may read them again."""
+        self._skips.clear()
+
+    def add(self, epoch: int, read: ReadResult, asked: float, ready: int = 0) -> None:
+        """Counts a batch that has just come.
+
+        Args:
+            epoch: its.
+            read: what was read.
+            asked: when it was asked for, by `perf_counter`.
+            ready: batches that were there then.
+
+        Raises:
+            DataError: more examples were left out in this epoch than may be.
+        """
+        self._last = perf_counter()
+        if self._first is None:
+            self._first = self._told = asked
+        self._waited += self._last - asked
+        self._ready += ready
+        self._batches += 1
+        self.examples += read.examples
+        self._bytes += read.nbytes
+        self.notices += read.notices
+        for stage, seconds in enumerate(read.seconds):
+            self._busy[stage] += seconds
+        for stage, seconds in enumerate(read.waiting):
+            self._waiting[stage] += seconds
+        if read.skipped:
+            self._skip(epoch, read.skipped)
+        if self._tell is not None and self._last - self._told >= _TELL_EVERY_S:
+            self._told = self._last
+            self._tell(self)
+
+    def event(self, rank: int, time_s: float) -> InputStats:
+        """Returns the counts as they are now."""
+        return InputStats(
+            rank=rank,
+            time_s=time_s,
+            parallel=self.parallel,
+            readers=self.readers,
+            seconds=0.0 if self._first is None else self._last - self._first,
+            waited_s=self._waited,
+            ready=self._ready,
+            batches=self._batches,
+            examples=self.examples,
+            bytes=self._bytes,
+            skipped=self.skipped,
+            stages=tuple(map(InputStageStats, self._names, self._busy, self._waiting)),
+        )
+
+    def _skip(self, epoch: int, reasons: Sequence[str]) -> None:
+        self.shown += reasons[: _SHOWN - len(self.shown)]
+        self.skipped += len(reasons)
+        self._skips[epoch] += len(reasons)
+        if self._skips[epoch] > self._most_skipped:
+            count = f"{self._skips[epoch]} example{'s' * (self._skips[epoch] != 1)}"
+            raise DataError(
+                f"{count} of epoch {epoch} could not be had, and on_error('skip', most={self._most_skipped}) lets "
+                f"{self._most_skipped} be left out; repair them, or allow more. The first: {'; '.join(self.shown)}"
+            )
+
+
+def batches(pipeline: InputPipeline, *, epoch: int = 0, seed: int = 0, start: int = 0) -> Iterator[Any]:
+    """Yields the batches of one epoch, as a job with one worker would have them.
+
+        for images, labels in hr.data.batches(pipeline.shuffle().batch(32), epoch=3):
+
+    Args:
+        pipeline: with a batch size, `.batch(32)`.
+        epoch: counted from 0; each has its own order and augmentation.
+        seed: what both follow, if the pipeline has no seed of its own.
+        start: batches to leave out, where an earlier iteration ended.
+
+    Raises:
+        UsageError: the pipeline has no batch size.
+        DataError: an example cannot be had.
+    """
+    size = pipeline.batching.size
+    if size is None:
+        raise UsageError("nobody says how many examples a batch has; chain .batch(32) behind the pipeline")
+    loader = Loader(pipeline, seed, size, (1,), 0)
+    first = epoch * loader.rounds_per_epoch
+    shares = loader.rounds(first + start, first + loader.rounds_per_epoch)
+    try:
+        for share in shares:
+            yield share.batch
+    finally:
+        shares.close()

@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from headrace.data.loading.memory_budget import MemoryBudget
+import torch
+from torch import Tensor
+
 from headrace.data.loading.reader import ReadResult
+from headrace.spec.job import Share
+from headrace.trees import map_tensors
 
 Part = TypeVar("Part")
 
@@ -186,3 +191,99 @@ class Prefetcher(Generic[Part]):
         self.budget.correct(job.bytes, found)
         job.bytes = found
         job.future.set_result(read)
+
+
+class MemoryBudget:
+    """Whoever hands out work reserves, whoever has read corrects, and what nobody holds any more is released.
+
+    Where nothing is being read or waits, a reservation is granted, however large: else a batch that is larger than
+    the limit would never come.
+
+    Args:
+        limit: bytes.
+
+    Attributes:
+        reserved: bytes.
+        most: the largest that `reserved` has been.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.reserved = 0
+        self.most = 0
+        self._limit = limit
+        self._open = 0
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int | None) -> bool:
+        """Returns whether so many bytes are now reserved, for a batch that is to be read.
+
+        Args:
+            nbytes: None where nobody knows: such a batch is read alone.
+        """
+        with self._lock:
+            if self._open and (nbytes is None or self.reserved + nbytes > self._limit):
+                return False
+            self._open += 1
+            self._add(nbytes or 0)
+            return True
+
+    def correct(self, before: int, after: int) -> None:
+        """Says how many bytes a reservation is of, when that is known."""
+        with self._lock:
+            self._add(after - before)
+
+    def hand_over(self) -> None:
+        """Says that a batch has been taken; whoever took it holds its bytes still."""
+        with self._lock:
+            self._open -= 1
+
+    def release(self, nbytes: int) -> None:
+        """Gives back what nobody holds any more."""
+        with self._lock:
+            self._add(-nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        self.reserved += nbytes
+        self.most = max(self.most, self.reserved)
+
+
+def delivered(shares: Generator[Share, None, None], device: torch.device) -> Generator[Share, None, None]:
+    """Yields shares whose batches lie on a device, in order.
+
+    Each is pinned, and copied on a stream of its own while the one before is trained on. On any other device than a
+    CUDA one they stay where they are.
+
+    Args:
+        shares: closed with this.
+        device: that of the model.
+    """
+    if device.type != "cuda":
+        return shares
+    return _double_buffered(shares, device)
+
+
+def _double_buffered(shares: Generator[Share, None, None], device: torch.device) -> Generator[Share, None, None]:
+    stream = torch.cuda.Stream(device)
+
+    def bring() -> tuple[Share, torch.cuda.Event] | None:
+        share = next(shares, None)
+        if share is None:
+            return None
+        with torch.cuda.stream(stream):
+            batch = map_tensors(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), share.batch)
+            return replace(share, batch=batch), stream.record_event()
+
+    def take_over(tensor: Tensor) -> Tensor:
+        # Its memory belongs to the stream that copied; the one that computes may use it longer.
+        tensor.record_stream(torch.cuda.current_stream(device))
+        return tensor
+
+    try:
+        upcoming = bring()
+        while upcoming is not None:
+            share, arrived = upcoming
+            upcoming = bring()
+            torch.cuda.current_stream(device).wait_event(arrived)
+            yield replace(share, batch=map_tensors(take_over, share.batch))
+    finally:
+        shares.close()

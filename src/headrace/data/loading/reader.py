@@ -13,13 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.data.cache.opened import store_of
 from headrace.data.cache.record import Absent
-from headrace.data.cache.store import Store
-from headrace.data.loading.padding import padded
+from headrace.data.cache.store import Store, store_of
 from headrace.data.pipeline.order import generator
 from headrace.data.pipeline.pipeline import InputPipeline, visited
-from headrace.data.pipeline.source import Epoch, emptied, unreadable
+from headrace.data.pipeline.source import Epoch, emptied, padded, unreadable
 from headrace.data.pipeline.steps import Cache, Filter, Into, Map, Step
 from headrace.errors import DataError
 from headrace.trees import nbytes

@@ -7,6 +7,8 @@ nothing has to be stored or replayed to begin anywhere, and the number of worker
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -131,3 +133,115 @@ def generator(seed: int, epoch: int, index: int, transform: int = 0) -> np.rando
 def _philox(seed: int, stream: int, counter: tuple[int, int, int, int]) -> np.random.Philox:
     key = np.array((seed % _WORD, stream), dtype=np.uint64)
     return np.random.Philox(key=key, counter=np.array(counter, dtype=np.uint64))
+
+
+_STREAM = 2**32
+"""Behind every index that a transform draws numbers for."""
+
+
+class Bucketed:
+    """An order that brings examples of about one length together.
+
+    Args:
+        order: the one before.
+        count: examples.
+        lengths: of each place of the data.
+        batch: examples of a global batch.
+        window: batches that are sorted together.
+        seed, epoch: what the order of the batches follows.
+    """
+
+    def __init__(
+        self,
+        order: ExampleOrder,
+        count: int,
+        lengths: NDArray[np.int64],
+        batch: int,
+        window: int,
+        seed: int,
+        epoch: int,
+    ) -> None:
+        self._order = order
+        self._count = count
+        self._lengths = lengths
+        self._batch = batch
+        self._size = batch * window
+        self._seed = seed
+        self._epoch = epoch
+        self._which = -1
+        self._sorted = np.empty(0, dtype=np.int64)
+
+    def slice(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Returns the indices at the places from `start` to before `stop`, `(stop - start,)`."""
+        pieces = [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            which, offset = divmod(start, self._size)
+            self._load(which)
+            end = min(stop - start, self._size - offset)
+            pieces.append(self._sorted[offset : offset + end])
+            start += end
+        return np.concatenate(pieces)
+
+    def _load(self, which: int) -> None:
+        if which == self._which:
+            return
+        first = which * self._size
+        places = self._order.slice(first, min(first + self._size, self._count))
+        places = places[np.argsort(self._lengths[places], kind="stable")]
+        # The short batch of an epoch stays its last.
+        whole = len(places) // self._batch * self._batch
+        rows = places[:whole].reshape(-1, self._batch)
+        # By raw words, whose bits numpy promises for all versions.
+        words = generator(self._seed, self._epoch, _STREAM + which).bit_generator.random_raw(len(rows))
+        turn = np.argsort(words, kind="stable")
+        self._which, self._sorted = which, np.concatenate([rows[turn].reshape(-1), places[whole:]])
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts that each list examples of their own.
+
+    Attributes:
+        counts: of examples, by host; () before they have told each other.
+        mine: which one this is.
+    """
+
+    counts: tuple[int, ...] = ()
+    mine: int = 0
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of one epoch.
+
+    A host with `n` of all `N` examples takes those at `[n i // R, n (i + 1) // R)` of its order in round `i` of
+    `R = ceil(N / B)`; where all hosts list the same data, those at `[i B, (i + 1) B)`.
+
+    Args:
+        examples: that this host lists.
+        hosts: who has how much, where each host lists its own; None where all list the same.
+        batch: examples that all workers together take in one round, but for an epoch's last one; where hosts differ,
+            on the mean.
+    """
+
+    examples: int
+    hosts: Hosts | None
+    batch: int
+
+    def __len__(self) -> int:
+        return -(-self.total // self.batch)
+
+    @property
+    def total(self) -> int:
+        """Examples that all hosts have together."""
+        return sum(self.hosts.counts) if self.hosts and self.hosts.counts else self.examples
+
+    def span(self, index: int) -> tuple[int, int, int]:
+        """Returns what this host takes in a round, `[start, stop)` of its order, and how many all take."""
+        hosts = self.hosts
+        if hosts is None or len(hosts.counts) <= 1:
+            start = index * self.batch
+            stop = min(start + self.batch, self.total)
+            return start, stop, stop - start
+        spans = [(count * index // len(self), count * (index + 1) // len(self)) for count in hosts.counts]
+        return *spans[hosts.mine], sum(stop - start for start, stop in spans)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace.data.pipeline.caching import cached
+from headrace.data.pipeline.order import Hosts
 from headrace.data.pipeline.source import ArraySource, Source, as_tensor
-from headrace.data.pipeline.steps import Batching, Filter, Map, Reading, Step, takes_rng
+from headrace.data.pipeline.steps import Batching, Filter, Map, Reading, Step, cached, takes_rng
 from headrace.errors import DataError, UsageError
 
 _STACKED = Batching()
@@ -36,19 +36,6 @@ class Processes:
     start_method: str | None = None
     worker_init_fn: Callable[[int], None] | None = None
     timeout_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Hosts that each list examples of their own.
-
-    Attributes:
-        counts: of examples, by host; () before they have told each other.
-        mine: which one this is.
-    """
-
-    counts: tuple[int, ...] = ()
-    mine: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,3 +254,18 @@ def from_arrays(*arrays: Any) -> InputPipeline:
         return InputPipeline(ArraySource(named))
     numbered = (as_tensor(value, f"array {position}") for position, value in enumerate(arrays))
     return InputPipeline(ArraySource(tuple(numbered)))
+
+
+def local(pipeline: InputPipeline) -> InputPipeline:
+    """Says that a pipeline lists only what this host stores; every host lists its own, under the same name of a job.
+
+    Each host shuffles its own part and reads nothing of the others'. In every round it takes what is in proportion to
+    its part, so that all parts end together, and each example weighs the same, however unequal they are.
+
+    Args:
+        pipeline: of this host's examples; at least one.
+
+    Returns:
+        The same, marked. Where there is only one host, nothing changes.
+    """
+    return dataclasses.replace(pipeline, hosts=Hosts())

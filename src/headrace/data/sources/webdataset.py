@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.data.pipeline.source import Epoch, Source
-from headrace.data.sources.spans import Spans
+from headrace.data.sources.pieces import Spans
 from headrace.data.sources.storage import SourceFile, Window, each, find, identity_of
 from headrace.errors import DataError
 

@@ -89,3 +89,17 @@ class AlexNet(nn.Module):
 def alexnet(classes: int = 10) -> AlexNet:
     """Returns an AlexNet for small images: 0.9 million parameters."""
     return AlexNet(classes)
+
+
+def mlp(features: int = 784, hidden: int = 2048, classes: int = 10) -> nn.Sequential:
+    """Returns two hidden layers; with the defaults 5.8 million parameters.
+
+    Maps `(batch, features)` to logits `(batch, classes)`.
+    """
+    return nn.Sequential(
+        nn.Linear(features, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, classes),
+    )

@@ -1,1 +1,0 @@
-"""Transforms for `InputPipeline.map`."""
