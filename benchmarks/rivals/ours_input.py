@@ -65,8 +65,8 @@ def told(data: hr.data.Pipeline, way: str) -> hr.data.Pipeline:
 
 def rate(data: hr.data.Pipeline, batch: int, seconds: float) -> float:
     """Returns examples/s, when it has warmed up."""
-    means = hr.data.Means(say=lambda line: print(line, file=sys.stderr))
-    shares = hr.data.Loader(data, 0, batch, (1,), 0, means=means).rounds()
+    cpu_budget = hr.data.CpuBudget(say=lambda line: print(line, file=sys.stderr))
+    shares = hr.data.Loader(data, 0, batch, (1,), 0, cpu_budget=cpu_budget).rounds()
     next(shares)
     began = time.perf_counter()
     while time.perf_counter() < began + WARM_UP_S:

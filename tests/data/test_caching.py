@@ -228,7 +228,9 @@ def test_no_processes_are_started_unasked_where_each_would_have_its_own_cache(
 
     monkeypatch.setattr(ReadModes, "first", first)
     pipeline = from_arrays(torch.arange(COUNT)).cache("memory" if folder is None else tmp_path / folder)
-    assert sum(share.examples for share in Loader(pipeline, 0, 4, (1,), 0, means=CpuBudget(cores=4)).sweep()) == COUNT
+    assert (
+        sum(share.examples for share in Loader(pipeline, 0, 4, (1,), 0, cpu_budget=CpuBudget(cores=4)).sweep()) == COUNT
+    )
     assert [("processes" in kinds) for kinds in asked] == [folder is not None]
 
 

@@ -21,10 +21,10 @@ from headrace.data.loading.batch_reader import CpuBudget
 READ_S = 0.02
 
 
-def chosen(pipeline: InputPipeline, cores: int = 2, rounds: int = 20) -> tuple[str, list[str]]:
+def select_columns(pipeline: InputPipeline, cores: int = 2, rounds: int = 20) -> tuple[str, list[str]]:
     """Returns how a loader that chooses says that it reads, and its lines; it reads what it would alone."""
     lines: list[str] = []
-    loader = Loader(pipeline, 0, 4, (1,), 0, means=CpuBudget(cores, 1, lines.append))
+    loader = Loader(pipeline, 0, 4, (1,), 0, cpu_budget=CpuBudget(cores, 1, lines.append))
     shares = loader.rounds()
     found = [share.batch for share in islice(shares, rounds)]
     shares.close()
@@ -47,7 +47,7 @@ def busy(work: Callable[[], None]) -> InputPipeline:
 
 @pytest.mark.slow
 def test_what_lets_other_threads_run_is_read_by_threads() -> None:
-    who, lines = chosen(busy(lambda: time.sleep(READ_S)))
+    who, lines = select_columns(busy(lambda: time.sleep(READ_S)))
     assert who == "1 thread reads ahead (at most 2)"
     assert len(lines) == 1
     took = re.search(r": a batch takes ([\d.]+) ms", lines[0])
@@ -64,7 +64,7 @@ def test_what_holds_up_other_threads_is_read_by_processes() -> None:
         with lock:
             time.sleep(READ_S)
 
-    _, lines = chosen(busy(work), rounds=60)
+    _, lines = select_columns(busy(work), rounds=60)
     assert "2 processes read ahead (at most 2)" in lines[1]
     assert "batches a second" in lines[1]
 
@@ -76,19 +76,19 @@ def test_what_cannot_be_done_twice_at_a_time_is_read_by_one(tmp_path: Path) -> N
             fcntl.flock(file, fcntl.LOCK_EX)
             time.sleep(READ_S)
 
-    _, lines = chosen(busy(work), rounds=60)
+    _, lines = select_columns(busy(work), rounds=60)
     assert len(lines) == 1
     assert "1 thread reads ahead" in lines[0]
 
 
 def test_what_takes_no_time_is_read_by_the_worker() -> None:
-    who, _ = chosen(from_arrays(torch.arange(400)).map(lambda example: example[0]))
+    who, _ = select_columns(from_arrays(torch.arange(400)).map(lambda example: example[0]))
     assert who == "the worker reads by itself"
 
 
 def test_arrays_in_memory_are_not_even_measured() -> None:
     lines: list[str] = []
-    loader = Loader(from_arrays(torch.arange(400)).shuffle(), 0, 4, (1,), 0, means=CpuBudget(2, 1, lines.append))
+    loader = Loader(from_arrays(torch.arange(400)).shuffle(), 0, 4, (1,), 0, cpu_budget=CpuBudget(2, 1, lines.append))
     assert len(list(loader.sweep())) == 100
     assert lines == []
 
@@ -112,8 +112,11 @@ def test_one_core_or_another_thread_or_a_cache_in_memory_starts_no_processes() -
         with lock:
             time.sleep(READ_S)
 
-    found = [chosen(busy(work), cores=1, rounds=60)[1], chosen(busy(work).cache("memory"), rounds=60)[1]]
-    thread = threading.Thread(target=lambda: found.append(chosen(busy(work), rounds=60)[1]))
+    found = [
+        select_columns(busy(work), cores=1, rounds=60)[1],
+        select_columns(busy(work).cache("memory"), rounds=60)[1],
+    ]
+    thread = threading.Thread(target=lambda: found.append(select_columns(busy(work), rounds=60)[1]))
     thread.start()
     thread.join()
     assert len(found) == 3
@@ -124,7 +127,7 @@ def test_one_core_or_another_thread_or_a_cache_in_memory_starts_no_processes() -
 def test_a_short_data_set_is_read_whole_while_it_is_measured() -> None:
     for count in (1, 2, 5, 9, 14):
         pipeline = from_arrays(torch.arange(4 * count)).map(lambda e: time.sleep(0.001) or e[0])
-        shares = Loader(pipeline, 0, 4, (1,), 0, means=CpuBudget(2)).sweep()
+        shares = Loader(pipeline, 0, 4, (1,), 0, cpu_budget=CpuBudget(2)).sweep()
         assert [int(share.batch[0]) for share in shares] == list(range(0, 4 * count, 4))
 
 
@@ -137,7 +140,7 @@ def test_no_more_than_the_memory_limit_is_read_to_measure() -> None:
         return torch.zeros(1000)
 
     pipeline = from_arrays(torch.arange(400)).map(fn).prefetch(memory_limit=10_000)
-    shares = Loader(pipeline, 0, 1, (1,), 0, means=CpuBudget(2)).rounds()
+    shares = Loader(pipeline, 0, 1, (1,), 0, cpu_budget=CpuBudget(2)).rounds()
     next(shares)
     assert len(read) <= 3
     shares.close()

@@ -127,7 +127,7 @@ def test_where_processes_that_nobody_asked_for_stand_still_threads_read(monkeypa
     said: list[str] = []
     pipeline = from_arrays(torch.arange(400)).map(stands_still_elsewhere())
     found: list[int] = []
-    loader = Loader(pipeline, 0, 4, (1,), 0, means=CpuBudget(cores=2, training=1, say=said.append))
+    loader = Loader(pipeline, 0, 4, (1,), 0, cpu_budget=CpuBudget(cores=2, training=1, say=said.append))
     for share in loader.rounds():
         found += share.batch.tolist()
         if any("stood still" in line for line in said):

@@ -1,9 +1,9 @@
-"""The data room: definitions of data sets, their order, and what reads a worker's share of them.
+"""Input pipelines: data sets, the order of their examples, and the loader that reads one worker's share.
 
     hr.data.from_arrays(images, labels).shuffle(seed=3).map(augment)
 
-A `InputPipeline` is a definition; a `Loader` runs it for one worker. Position is (seed, epoch, index): nothing else
-decides what comes when, so that an epoch visits every example exactly once for any number of workers.
+A `Pipeline` is a definition; a `Loader` runs it for one worker. The order follows from (seed, epoch, index) alone, so
+that an epoch visits every example exactly once for any number of workers.
 """
 
 from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
@@ -14,7 +14,7 @@ from headrace.data.loading.torch_data import as_pipeline, from_torch
 from headrace.data.pipeline.combined import interleave, mix
 from headrace.data.pipeline.order import Hosts
 from headrace.data.pipeline.pipeline import InputPipeline, from_arrays, local
-from headrace.data.pipeline.source import Source
+from headrace.data.pipeline.source import Epoch, Source
 from headrace.data.sources import (
     from_array_record,
     from_csv,
@@ -27,14 +27,19 @@ from headrace.data.sources import (
 )
 from headrace.data.transforms import DecodeImage, ParseExample
 
+Pipeline = InputPipeline
+"""The public name; `hr.Pipeline` is a strategy."""
+
 __all__ = [
     "CpuBudget",
     "DecodeImage",
+    "Epoch",
     "Hosts",
     "ImageData",
     "InputPipeline",
     "Loader",
     "ParseExample",
+    "Pipeline",
     "Source",
     "as_pipeline",
     "batches",

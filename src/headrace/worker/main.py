@@ -282,9 +282,11 @@ def _fed(order: RunSpec, role: Role, group: ProcessGroup, journal: EventWriter) 
     feeding = InputReporter(role.rank, journal)
     job, plan = order.job, order.plan
     at = assign_data(as_pipeline(job.data)[0], plan, role, group)
-    means = replace(_means(plan, role), say=lambda line: journal.write(Notice(role.rank, journal.now(), line)))
+    cpu_budget = replace(
+        _cpu_budget(plan, role), say=lambda line: journal.write(Notice(role.rank, journal.now(), line))
+    )
     batch = job.global_batch_size
-    return Loader(at.pipeline, job.seed, batch, at.shares, at.rank, means=means, tell=feeding.tell), feeding
+    return Loader(at.pipeline, job.seed, batch, at.shares, at.rank, cpu_budget=cpu_budget, tell=feeding.tell), feeding
 
 
 def _worker(
@@ -297,7 +299,7 @@ def _worker(
     journal: EventWriter,
 ) -> Worker:
     job, plan = order.job, order.plan
-    means = _means(plan, role)
+    cpu_budget = _cpu_budget(plan, role)
     for line in replica.compute.notes:
         journal.write(Notice(role.rank, journal.now(), line))
     evaluation = None
@@ -315,13 +317,13 @@ def _worker(
             )
             batch = job.options.eval_batch_size
             size = batch * len(context) if batch else max(job.global_batch_size, len(context))
-            return Loader(at.pipeline, job.seed, size, at.shares, at.rank, ordered=True, means=means)
+            return Loader(at.pipeline, job.seed, size, at.shares, at.rank, ordered=True, cpu_budget=cpu_budget)
 
         evaluation = Evaluation(job, replica, functools.cache(swept), group)
     return Worker(order, role.rank, replica, loader, evaluation, group, page, journal)
 
 
-def _means(plan: Plan, role: Role) -> CpuBudget:
+def _cpu_budget(plan: Plan, role: Role) -> CpuBudget:
     """Returns what a worker may read its data with: its part of the host's cores."""
     mates = sum(other.host == role.host and other.kind == "worker" for other in plan.roles)
     return CpuBudget(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)

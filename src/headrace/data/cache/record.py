@@ -234,7 +234,7 @@ class RecordLayout:
 
 
 @functools.lru_cache(maxsize=4096)
-def form_of(header: bytes) -> RecordLayout:
+def layout_of(header: bytes) -> RecordLayout:
     """Returns what a header says."""
     leaves: list[Leaf] = []
     build, batch = _read(json.loads(header), leaves)

@@ -19,11 +19,11 @@ from headrace.data.cache.record import (
     FRONT_BYTES,
     Absent,
     RecordLayout,
-    form_of,
     front_at,
     front_of,
     gathered,
     is_sound,
+    layout_of,
     pack,
 )
 from headrace.data.cache.shards import FileShards, MemoryShards, Shards
@@ -77,7 +77,7 @@ class Store:
         front = front_at(self._shards.buffer(shard, offset + FRONT_BYTES), offset)
         assert front is not None, "it was found"
         record = self._shards.buffer(shard, offset + front.record_bytes)[offset:]
-        form = self._forms[number - 1] if number > 0 else form_of(front_of(record).header(record))
+        form = self._forms[number - 1] if number > 0 else layout_of(front_of(record).header(record))
         return form.build(record[form.data :])
 
     def gather(self, indices: NDArray[np.int64]) -> tuple[Any, int] | None:
@@ -229,7 +229,7 @@ class Store:
         with self._forms_lock:
             number = self._numbers.get(header, 0)
             if not number and len(self._forms) < _MOST_FORMS:
-                self._forms.append(form_of(header))
+                self._forms.append(layout_of(header))
                 number = self._numbers.setdefault(header, len(self._forms))
         return number or _STRANGE
 

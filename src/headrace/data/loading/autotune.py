@@ -1,9 +1,9 @@
 """Who reads: begun with the cores that training leaves, and changed while training waits and a change makes it faster.
 
-Nothing is measured that is not wanted anyway: a way of reading counts by the batches that training takes while it is
+Nothing is measured that is not wanted anyway: a mode of reading counts by the batches that training takes while it is
 tried, so what it costs training counts, too.
 
-    window      current way ──► try another ──► faster: it is the current one
+    window      current mode ──► try another ──► faster: it is the current one
                      ▲                │
                      └── not faster ──┘         all tried: rest, then again with longer windows
 """
@@ -56,7 +56,7 @@ class ReadMode:
 
 @dataclass(frozen=True)
 class ReadModes:
-    """Which ways of reading there are.
+    """Which modes of reading there are.
 
     Attributes:
         kinds: those that may be chosen.
@@ -83,55 +83,55 @@ class ReadModes:
             return ReadMode("inline")
         return ReadMode(kind, self.free)
 
-    def beside(self, way: ReadMode, rate: float, read_s: float, computing_s: float) -> list[ReadMode]:
+    def beside(self, mode: ReadMode, rate: float, read_s: float, computing_s: float) -> list[ReadMode]:
         """Returns what may be faster than one of them, the likeliest first.
 
         Args:
-            way: the one that reads now.
+            mode: the one that reads now.
             rate: batches that it gives in a second.
             read_s: that a batch takes whoever reads it.
             computing_s: of that, in which it computes.
         """
-        more = min(self.most, way.readers + max(1, way.readers // 2))
-        fewer = max(min(way.readers, self.free), way.readers - max(1, way.readers // 3))
+        more = min(self.most, mode.readers + max(1, mode.readers // 2))
+        fewer = max(min(mode.readers, self.free), mode.readers - max(1, mode.readers // 3))
         found = []
-        if way.parallel == "inline":
+        if mode.parallel == "inline":
             found += [ReadMode("threads", self.free)] if read_s >= QUICK_S else []
         else:
-            found += [ReadMode(way.parallel, more), ReadMode(way.parallel, fewer)]
-        if way.parallel != "processes" and read_s >= _WORTH_S:
-            found.insert(1, ReadMode("processes", max(way.readers, min(2, self.most))))
-        if way.parallel == "processes":
-            found.append(ReadMode("threads", way.readers))
+            found += [ReadMode(mode.parallel, more), ReadMode(mode.parallel, fewer)]
+        if mode.parallel != "processes" and read_s >= _WORTH_S:
+            found.insert(1, ReadMode("processes", max(mode.readers, min(2, self.most))))
+        if mode.parallel == "processes":
+            found.append(ReadMode("threads", mode.readers))
         # More than that it would not give by itself, even if it did nothing else.
         if rate * (1 + _GAIN) * computing_s < 1:
             found.append(ReadMode("inline"))
-        return [each for each in dict.fromkeys(found) if each.parallel in self.kinds and each != way]
+        return [each for each in dict.fromkeys(found) if each.parallel in self.kinds and each != mode]
 
 
 class Autotuner:
-    """Tries ways of reading while training waits, and keeps what makes it faster.
+    """Tries modes of reading while training waits, and keeps what makes it faster.
 
     Args:
-        way: to begin with.
-        ways: what there is.
-        told: takes a way that takes another's place, and the batches/s before and now.
+        mode: to begin with.
+        modes: what there is.
+        told: takes a mode that takes another's place, and the batches/s before and now.
         passed_over: batches before it begins to count: those that were there before.
 
     Attributes:
-        way: how it should be read.
-        current: the best that is known; `way` is another one while that is tried.
+        mode: how it should be read.
+        current: the best that is known; `mode` is another one while that is tried.
     """
 
     def __init__(
         self,
-        way: ReadMode,
-        ways: ReadModes,
+        mode: ReadMode,
+        modes: ReadModes,
         told: Callable[[ReadMode, float, float], object] = lambda *_: None,
         passed_over: int = 0,
     ) -> None:
-        self.way = self.current = way
-        self._ways = ways
+        self.mode = self.current = mode
+        self._modes = modes
         self._told = told
         self._pass_over = passed_over
         self._batches = 0
@@ -154,26 +154,26 @@ class Autotuner:
         if self._pass_over > 0:
             self._pass_over -= 1
             self._begin(now, waited_s)
-            return self.way
+            return self.mode
         self._batches += 1
         self._read_s += read_s
         self._computing_s += computing_s
         elapsed = now - self._began
         # Half as many say as much where each takes long.
         enough = _WINDOW if elapsed < _LONG * self._window_s else _WINDOW // 2
-        if self._batches >= max(enough, 2 * self.way.readers) and elapsed >= self._window_s:
+        if self._batches >= max(enough, 2 * self.mode.readers) and elapsed >= self._window_s:
             # Their means: an epoch's last batch may be a short one.
             self._read_s /= self._batches
             self._computing_s /= self._batches
             self._decide(now, self._batches / elapsed, (waited_s - self._waited_before) / elapsed)
             self._begin(now, waited_s)
-        return self.way
+        return self.mode
 
     def leave_out(self, kind: str) -> ReadMode:
         """Returns how it should be read where one kind of reading does not work."""
-        self._ways, self._untried = self._ways.without(kind), None
+        self._modes, self._untried = self._modes.without(kind), None
         if self.current.parallel == kind:
-            self.current = ReadMode(self._ways.kinds[0], self.current.readers)
+            self.current = ReadMode(self._modes.kinds[0], self.current.readers)
         self._change(self.current)
         return self.current
 
@@ -182,7 +182,7 @@ class Autotuner:
         self._read_s = self._computing_s = 0.0
 
     def _decide(self, now: float, rate: float, waiting: float) -> None:
-        if self.way != self.current:
+        if self.mode != self.current:
             self._judge(rate)
             return
         self._rate, self._waiting = rate, waiting
@@ -197,8 +197,8 @@ class Autotuner:
                 self._rest(now)
 
     def _judge(self, rate: float) -> None:
-        """Decides over the way that was tried."""
-        tried, before = self.way, self.current
+        """Decides over the mode that was tried."""
+        tried, before = self.mode, self.current
         gain = _GAIN if tried.parallel == before.parallel else _OTHERS_GAIN
         # Where training waits for little, little is to be had.
         if rate < self._rate * (1 + min(gain, self._waiting / 2)):
@@ -209,20 +209,20 @@ class Autotuner:
         self._known[before] = self._rate
         self._told(tried, self._rate, rate)
         if tried.parallel == before.parallel == "threads" and rate > _NEARLY_TWICE * self._rate:
-            self._ways = self._ways.without("processes")
+            self._modes = self._modes.without("processes")
         self._rate = rate
         self._untried = [each for each in self._beside() if each != before]
 
     def _beside(self) -> list[ReadMode]:
-        found = self._ways.beside(self.current, self._rate, self._read_s, self._computing_s)
-        return [way for way in found if self._known.get(way, math.inf) > _HOPELESS * self._rate]
+        found = self._modes.beside(self.current, self._rate, self._read_s, self._computing_s)
+        return [mode for mode in found if self._known.get(mode, math.inf) > _HOPELESS * self._rate]
 
     def _rest(self, now: float) -> None:
         self._rests_until, self._untried = now + self._rest_s, None
         self._rest_s *= 2
         self._window_s = min(_LONGEST_WINDOW_S, 2 * self._window_s)
 
-    def _change(self, way: ReadMode) -> None:
+    def _change(self, mode: ReadMode) -> None:
         # Until what was read before has been taken.
-        self._pass_over = self.way.readers + way.readers + 2
-        self.way = way
+        self._pass_over = self.mode.readers + mode.readers + 2
+        self.mode = mode

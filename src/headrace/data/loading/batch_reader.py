@@ -59,19 +59,19 @@ class BatchReader:
     Args:
         pipeline: what.
         reader: reads a batch of it.
-        means: what it may read with.
+        cpu_budget: the cores that reading may use.
 
     Attributes:
         parallel: how it reads, "inline", "threads" or "processes".
         ahead: what reads ahead now; None where nothing does.
     """
 
-    def __init__(self, pipeline: InputPipeline, reader: ExampleReader, means: CpuBudget) -> None:
+    def __init__(self, pipeline: InputPipeline, reader: ExampleReader, cpu_budget: CpuBudget) -> None:
         self._pipeline = pipeline
         self._reading = pipeline.reading
         self._reader = reader
-        self._means = means
-        self._cores = max(1, means.cores or len(os.sched_getaffinity(0)))
+        self._cpu_budget = cpu_budget
+        self._cores = max(1, cpu_budget.cores or len(os.sched_getaffinity(0)))
         self._sizes = _Sizes(pipeline)
         self._by_itself = self._reads_nothing_ahead()
         self.parallel = "inline" if self._by_itself else self._reading.parallel
@@ -79,12 +79,12 @@ class BatchReader:
         self._said = ""
         self._little = math.inf
         self._stalled = False
-        self.ahead: Prefetcher[Part] | None = None
+        self.prefetcher: Prefetcher[Part] | None = None
 
     @property
     def readers(self) -> int:
         """How many threads or processes read now, or this one."""
-        return 1 if self.ahead is None else max(1, self.ahead.readers)
+        return 1 if self.prefetcher is None else max(1, self.prefetcher.readers)
 
     def run(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
         """Yields each part with what was read of it, in order.
@@ -122,45 +122,45 @@ class BatchReader:
             parts, self.read, sizes.estimate, sizes.measured, self._freed, reading.ahead, reading.memory_limit
         )
         processes: list[ReaderProcesses] = []
-        self.ahead = ahead
+        self.prefetcher = ahead
         try:
-            ways = self._ways()
-            self._best = self._best or (yield from self._begin(ahead, ways))
-            tuner = Autotuner(self._best, ways, self._tell)
-            way = self._best
-            self._adopt(way, ahead, processes)
+            modes = self._modes()
+            self._best = self._best or (yield from self._begin(ahead, modes))
+            tuner = Autotuner(self._best, modes, self._tell)
+            mode = self._best
+            self._adopt(mode, ahead, processes)
             while (found := ahead.take()) is not None:
                 read_s, waiting_s = sum(found[1].seconds), sum(found[1].waiting)
                 yield found
                 # It must not be kept until the next one is there.
                 del found
-                before = way
-                if self._stalled and way.parallel == "processes":
-                    way = self._best = tuner.leave_out("processes")
-                    self._say(way, "processes stood still, as forks of threads may")
+                before = mode
+                if self._stalled and mode.parallel == "processes":
+                    mode = self._best = tuner.leave_out("processes")
+                    self._say(mode, "processes stood still, as forks of threads may")
                 elif not reading.count:
-                    way = tuner.look(perf_counter(), ahead.waited_s, read_s, read_s - waiting_s)
-                if way != before:
-                    self._adopt(way, ahead, processes)
+                    mode = tuner.look(perf_counter(), ahead.waited_s, read_s, read_s - waiting_s)
+                if mode != before:
+                    self._adopt(mode, ahead, processes)
         finally:
-            self.ahead = None
+            self.prefetcher = None
             # The threads may be waiting for them.
             for each in processes:
                 each.end()
             ahead.close()
             _close(processes)
 
-    def _begin(self, ahead: Prefetcher[Part], ways: ReadModes) -> Generator[tuple[Part, ReadResult], None, ReadMode]:
+    def _begin(self, ahead: Prefetcher[Part], modes: ReadModes) -> Generator[tuple[Part, ReadResult], None, ReadMode]:
         """Yields what is read to find out what to begin with, and returns that."""
-        if "inline" not in ways.kinds:
-            if "threads" in ways.kinds:
+        if "inline" not in modes.kinds:
+            if "threads" in modes.kinds:
                 # How large a batch is says where the other threads take their memory from.
                 self._share_memory(1)
                 ahead.set_readers(1)
                 if (found := ahead.take()) is not None:
                     yield found
                 del found
-            return ReadMode(ways.kinds[0], self._reading.count or ways.free)
+            return ReadMode(modes.kinds[0], self._reading.count or modes.free)
         least = math.inf
         # The first one may be slow because it is the first.
         for _ in range(_LOOKS):
@@ -172,24 +172,24 @@ class BatchReader:
             del found
             if least > _SLOW_S:
                 break
-        way = ways.first(least)
+        mode = modes.first(least)
         if math.isfinite(least):
-            self._say(way, f"a batch takes {1000 * least:.3g} ms")
-        return way
+            self._say(mode, f"a batch takes {1000 * least:.3g} ms")
+        return mode
 
-    def _adopt(self, way: ReadMode, ahead: Prefetcher[Part], processes: list[ReaderProcesses]) -> None:
-        """Lets what is handed out from now on be read that way."""
-        if bool(processes) != (way.parallel == "processes"):
+    def _adopt(self, mode: ReadMode, ahead: Prefetcher[Part], processes: list[ReaderProcesses]) -> None:
+        """Lets what is handed out from now on be read that mode."""
+        if bool(processes) != (mode.parallel == "processes"):
             # A fork should find no thread in the middle of something, and nobody should wait for those that end.
             ahead.settle()
             ahead.read = self.read
             _close(processes)
-            if way.parallel == "processes":
+            if mode.parallel == "processes":
                 ahead.read = self._start(processes)
-        if way.parallel == "threads":
-            self._share_memory(way.readers)
-        ahead.set_readers(way.readers)
-        self.parallel = way.parallel
+        if mode.parallel == "threads":
+            self._share_memory(mode.readers)
+        ahead.set_readers(mode.readers)
+        self.parallel = mode.parallel
 
     def _share_memory(self, readers: int) -> None:
         """Lets threads that begin now take memory from where all do, if what each would keep for itself is much.
@@ -208,16 +208,16 @@ class BatchReader:
         if nbytes > self._little:
             give_back()
 
-    def _tell(self, way: ReadMode, before: float, now: float) -> None:
-        self._best = way
-        if way.parallel != self._said:
-            self._say(way, f"that gives {now:.3g} batches a second, {before:.3g} before")
+    def _tell(self, mode: ReadMode, before: float, now: float) -> None:
+        self._best = mode
+        if mode.parallel != self._said:
+            self._say(mode, f"that gives {now:.3g} batches a second, {before:.3g} before")
 
-    def _say(self, way: ReadMode, why: str) -> None:
-        self._said = way.parallel
-        verb = "read" if way.readers > 1 else "reads"
-        how = f"{way} {verb} ahead (at most {self._cores})" if way.readers else "the worker reads by itself"
-        self._means.say(f"data: {how}: {why}")
+    def _say(self, mode: ReadMode, why: str) -> None:
+        self._said = mode.parallel
+        verb = "read" if mode.readers > 1 else "reads"
+        how = f"{mode} {verb} ahead (at most {self._cores})" if mode.readers else "the worker reads by itself"
+        self._cpu_budget.say(f"data: {how}: {why}")
 
     def _reads_nothing_ahead(self) -> bool:
         if self._reading.parallel != "auto":
@@ -230,10 +230,10 @@ class BatchReader:
 
     def _free(self) -> int:
         """Returns the cores that training leaves, at least one."""
-        training = self._means.training
+        training = self._cpu_budget.training
         return max(1, self._cores - (torch.get_num_threads() if training is None else training))
 
-    def _ways(self) -> ReadModes:
+    def _modes(self) -> ReadModes:
         """Returns how it may be read."""
         parallel = self._reading.parallel
         if parallel != "auto":

@@ -43,7 +43,7 @@ class Loader:
             this host's workers.
         data_rank: which of these workers this is.
         ordered: keeps the order of the data, for evaluation.
-        means: what it may read with.
+        cpu_budget: the cores that reading may use.
         tell: called about once a second with `stages`.
 
     Attributes:
@@ -64,7 +64,7 @@ class Loader:
         shares: Sequence[int],
         data_rank: int,
         ordered: bool = False,
-        means: CpuBudget = _ANY,
+        cpu_budget: CpuBudget = _ANY,
         tell: Callable[[InputCounters], None] | None = None,
     ) -> None:
         if global_batch_size < 1:
@@ -83,7 +83,7 @@ class Loader:
         self._epoch_order: ExampleOrder | Bucketed | None = None
         self._reader = ExampleReader(pipeline, seed)
         self.stages = InputCounters(self._reader.stages, pipeline.reading.most_skipped, tell)
-        self._running = BatchReader(pipeline, self._reader, means)
+        self._batch_reader = BatchReader(pipeline, self._reader, cpu_budget)
         self.drops = self._reader.drops
 
     def rounds(self, start_round: int = 0, stop_round: int | None = None) -> Generator[Share, None, None]:
@@ -165,7 +165,7 @@ class Loader:
             running = read_by_torch(self._reader, processes, parts, seed)
             self.stages.parallel, self.stages.readers = "processes", processes.count
         else:
-            running = self._running.alone(parts) if alone else self._running.run(parts)
+            running = self._batch_reader.alone(parts) if alone else self._batch_reader.run(parts)
         try:
             asked, ready = perf_counter(), 0
             for part, read in running:
@@ -180,12 +180,12 @@ class Loader:
         """Takes note of how it is read now; returns how many batches are there."""
         if self._pipeline.processes is not None:
             return 0
-        self.stages.parallel, self.stages.readers = self._running.parallel, self._running.readers
-        return self._running.ahead.ready() if self._running.ahead else 0
+        self.stages.parallel, self.stages.readers = self._batch_reader.parallel, self._batch_reader.readers
+        return self._batch_reader.prefetcher.ready() if self._batch_reader.prefetcher else 0
 
     def _read(self, part: Part) -> Share:
         asked = perf_counter()
-        return self._share(part, self._running.read(part), asked)
+        return self._share(part, self._batch_reader.read(part), asked)
 
     def _share(self, part: Part, read: ReadResult, asked: float, ready: int = 0) -> Share:
         epoch, _, of = part

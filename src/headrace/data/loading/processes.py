@@ -61,7 +61,7 @@ class ReaderProcesses:
         self._patience_s = patience_s
         self._processes: dict[int, socket.socket] = {}
         self._idle: SimpleQueue[int] = SimpleQueue()
-        self._running = True
+        self._batch_reader = True
         for _ in range(count):
             pid, channel = self._fork(read)
             self._processes[pid] = channel
@@ -98,9 +98,9 @@ class ReaderProcesses:
 
     def end(self) -> None:
         """Ends the processes, whatever they are doing; who waits for one hears that it is lost."""
-        if not self._running:
+        if not self._batch_reader:
             return
-        self._running = False
+        self._batch_reader = False
         for pid in self._processes:
             os.kill(pid, signal.SIGKILL)
         for pid in self._processes:

@@ -78,7 +78,7 @@ class Columns:
             if numbers.missing is not None and bool(numbers.missing[indices].any()):
                 raise self._missing(name, int(indices[numbers.missing[indices]][0]))
             return numbers.values.index_select(0, indices)
-        taken = self.others[name].take(arrow().array(indices.numpy()))
+        taken = self.others[name].take(import_pyarrow().array(indices.numpy()))
         if taken.null_count:
             raise self._missing(name, int(indices[taken.is_null().index(True).as_py()]))
         if not _is_list(taken.type):
@@ -111,7 +111,7 @@ class Columns:
         )
 
 
-def columns_of(table: Any, called: Callable[[int], str]) -> Columns:
+def to_columns(table: Any, called: Callable[[int], str]) -> Columns:
     """Returns the columns of a `pyarrow.Table`.
 
     Args:
@@ -130,13 +130,13 @@ def columns_of(table: Any, called: Callable[[int], str]) -> Columns:
     return Columns(tuple(table.column_names), table.num_rows, numbers, others, called)
 
 
-def joined(pieces: Iterable[Columns], rows: int, called: Callable[[int], str]) -> Columns:
+def concatenate(pieces: Iterable[Columns], rows: int, called: Callable[[int], str]) -> Columns:
     """Returns pieces of a table as one; each is let go before the next is asked for.
 
     Args:
         pieces: all columns are of numbers; at least one.
         rows: of all.
-        called: see `columns_of`.
+        called: see `to_columns`.
     """
     numbers: dict[str, _Numbers] = {}
     begin = 0
@@ -168,7 +168,7 @@ def batch_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each if isinstance(each, Tensor) else collate(each) for name, each in values.items()}
 
 
-def chosen(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:
+def select_columns(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:
     """Returns the columns that are read.
 
     Raises:
@@ -180,7 +180,7 @@ def chosen(names: Sequence[str], columns: Sequence[str] | None, where: str) -> l
     return list(names if columns is None else columns)
 
 
-def arrow() -> Any:
+def import_pyarrow() -> Any:
     """Returns pyarrow.
 
     Raises:
@@ -195,7 +195,7 @@ def arrow() -> Any:
 
 def width(kind: Any) -> int | None:
     """Returns the bytes of one value of an Arrow type as a tensor; None where it is no number, or of any length."""
-    types = arrow().types
+    types = import_pyarrow().types
     if types.is_fixed_size_list(kind):
         inner = width(kind.value_type)
         return None if inner is None else inner * int(kind.list_size)
@@ -206,7 +206,7 @@ def width(kind: Any) -> int | None:
 
 def _whole(column: Any) -> Any:
     """Returns a column in one piece, with words in place of a dictionary's numbers."""
-    pa = arrow()
+    pa = import_pyarrow()
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     # Offsets of 32 bits end at 2 GB of text.
     wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
@@ -214,14 +214,14 @@ def _whole(column: Any) -> Any:
 
 
 def _is_list(kind: Any) -> bool:
-    types = arrow().types
+    types = import_pyarrow().types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _numbers(array: Any) -> _Numbers | None:
     """Returns an Arrow array as numbers; None where it is none of them, or of lists that are ragged or missing."""
     if _is_list(array.type):
-        fixed = arrow().types.is_fixed_size_list(array.type)
+        fixed = import_pyarrow().types.is_fixed_size_list(array.type)
         lengths = np.array([array.type.list_size]) if fixed else array.value_lengths().to_numpy(zero_copy_only=False)
         if array.null_count or np.any(lengths != lengths[:1]):
             return None
@@ -237,7 +237,7 @@ def _numbers(array: Any) -> _Numbers | None:
         # Copied, because Arrow's memory may not be written to, and a worker's may be.
         return _Numbers(torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False))), None)
     missing = torch.from_numpy(np.array(array.is_null().to_numpy(zero_copy_only=False)))
-    filled = array.fill_null(False if arrow().types.is_boolean(array.type) else 0)
+    filled = array.fill_null(False if import_pyarrow().types.is_boolean(array.type) else 0)
     return _Numbers(torch.from_numpy(np.array(filled.to_numpy(zero_copy_only=False))), missing)
 
 
@@ -269,7 +269,7 @@ def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, lim
         )
     if not isinstance(dataset, datasets.Dataset):
         raise DataError(f"from_hugging_face takes a datasets.Dataset, got {type(dataset).__name__}")
-    names = chosen(dataset.column_names, columns, "the data set")
+    names = select_columns(dataset.column_names, columns, "the data set")
     selected = dataset.select_columns(names)
     as_stored = dataset.format["type"] is None and all(_is_stored(selected.features[name]) for name in names)
     return InputPipeline(_Rows(selected) if as_stored else DatasetSource(selected))
@@ -298,7 +298,7 @@ class _Rows(Source):
         return self._length
 
     def example(self, index: int, epoch: Epoch) -> Any:
-        return columns_of(self._tables[index], lambda _: self.key(index)).row(0)
+        return to_columns(self._tables[index], lambda _: self.key(index)).row(0)
 
     @property
     def identity(self) -> str:
@@ -312,5 +312,5 @@ class _Rows(Source):
         wanted = indices.tolist()
         if not wanted:
             return emptied(self.collate([self.example(0, epoch)]))
-        columns = columns_of(self._tables[wanted], lambda row: self.key(wanted[row]))
+        columns = to_columns(self._tables[wanted], lambda row: self.key(wanted[row]))
         return batch_of(columns.take(torch.arange(len(wanted))))

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.data.pipeline.source import Epoch, Source, emptied
-from headrace.data.sources.arrow import Columns, arrow, batch_of, chosen, columns_of, joined, width
+from headrace.data.sources.arrow import (
+    Columns,
+    batch_of,
+    concatenate,
+    import_pyarrow,
+    select_columns,
+    to_columns,
+    width,
+)
 from headrace.data.sources.pieces import BoundedCache, Spans
 from headrace.data.sources.storage import SourceFile, each, find, identity_of, unreadable
 from headrace.errors import DataError, UsageError
@@ -48,7 +56,7 @@ def from_csv(
         UsageError: there is no such type.
         UnfitMachine: pyarrow is not installed, or what that file system needs.
     """
-    pa = arrow()
+    pa = import_pyarrow()
     files = find(where, options)
     try:
         wanted = {name: pa.type_for_alias(kind) for name, kind in (types or {}).items()}
@@ -57,10 +65,10 @@ def from_csv(
             f"types {dict(types or {})} name no type of Arrow: {error}; say 'float32', 'int64', 'string'"
         ) from error
     tables = each(lambda file: _read(file, delimiter, wanted), files)
-    names = chosen(tables[0].column_names, columns, files[0].name)
+    names = select_columns(tables[0].column_names, columns, files[0].name)
     schema = tables[0].schema
     for file, table in zip(files, tables, strict=True):
-        chosen(table.column_names, [*names, *wanted], file.name)
+        select_columns(table.column_names, [*names, *wanted], file.name)
         for name in names:
             found, expected = table.schema.field(name).type, schema.field(name).type
             if found != expected:
@@ -72,7 +80,7 @@ def from_csv(
 
 
 def _read(file: SourceFile, delimiter: str, types: Mapping[str, Any]) -> Any:
-    pa = arrow()
+    pa = import_pyarrow()
     from pyarrow import csv
 
     _, ending = os.path.splitext(file.name)
@@ -99,7 +107,7 @@ class _Csv(Source):
         self._files = tuple(files)
         self._how = how
         self._spans = Spans(table.num_rows for table in tables)
-        self._columns = columns_of(arrow().concat_tables(tables), self.key)
+        self._columns = to_columns(import_pyarrow().concat_tables(tables), self.key)
 
     def __len__(self) -> int:
         return self._columns.rows
@@ -154,7 +162,7 @@ def from_parquet(
     files = find(where, options)
     metadata = each(_metadata, files)
     schema = metadata[0].schema.to_arrow_schema()
-    names = chosen(schema.names, columns, files[0].name)
+    names = select_columns(schema.names, columns, files[0].name)
     for file, other in zip(files, metadata, strict=True):
         _require_schema(file, other.schema.to_arrow_schema(), schema, names, files[0].name)
     widths = [width(schema.field(name).type) for name in names]
@@ -172,7 +180,7 @@ def _opened(file: SourceFile, metadata: Any, use: Any) -> Any:
     Raises:
         DataError: it cannot be read, or is no Parquet.
     """
-    damaged = arrow().ArrowException
+    damaged = import_pyarrow().ArrowException
     from pyarrow import parquet
 
     with file.open() as binary:
@@ -287,7 +295,7 @@ class _Parquet(Source):
     def _decoded(self, which: int) -> Columns:
         if self._pieces is self._spans:
             return self._group(which)
-        return joined(map(self._group, range(len(self._groups))), len(self._spans), self.key)
+        return concatenate(map(self._group, range(len(self._groups))), len(self._spans), self.key)
 
     def _group(self, which: int) -> Columns:
         at, group = self._groups[which]
@@ -296,4 +304,4 @@ class _Parquet(Source):
             self._files[at], self._metadata[at], lambda it: it.read_row_group(group, self._names, use_threads=False)
         )
         first = self._spans.begins[which]
-        return columns_of(table, lambda row: self.key(first + row))
+        return to_columns(table, lambda row: self.key(first + row))
