@@ -158,9 +158,9 @@ class Training:
     """Training that asks for batches, in virtual time.
 
     Args:
-        compute_s: of a step, while it is read that way.
-        read_s: of a batch, by one of those who read that way.
-        ways: which there are.
+        compute_s: of a step, while it is read that mode.
+        read_s: of a batch, by one of those who read that mode.
+        modes: which there are.
         computing_s: that a batch takes at least.
     """
 
@@ -168,12 +168,12 @@ class Training:
         self,
         compute_s: Callable[[ReadMode], float],
         read_s: Callable[[ReadMode], float],
-        ways: ReadModes,
+        modes: ReadModes,
         computing_s: float = 0.01,
     ) -> None:
         self.computing_s = computing_s
         self.told: list[ReadMode] = []
-        self.tuner = Autotuner(ways.first(1.0), ways, lambda way, *_: self.told.append(way))
+        self.tuner = Autotuner(modes.first(1.0), modes, lambda mode, *_: self.told.append(mode))
         self.compute_s = compute_s
         self.read_s = read_s
         self.now = self.waited_s = 0.0
@@ -182,9 +182,9 @@ class Training:
         """Returns how it was read at each batch."""
         history = []
         for _ in range(batches):
-            way = self.tuner.way
-            step, read = self.compute_s(way), self.read_s(way)
-            waited = max(0.0, read / way.readers - step) if way.readers else read
+            mode = self.tuner.mode
+            step, read = self.compute_s(mode), self.read_s(mode)
+            waited = max(0.0, read / mode.readers - step) if mode.readers else read
             self.now += step + waited
             self.waited_s += waited
             history.append(self.tuner.look(self.now, self.waited_s, read, self.computing_s))
@@ -196,7 +196,7 @@ def threads(most: int) -> ReadModes:
 
 
 def test_readers_are_added_until_training_waits_no_more() -> None:
-    training = Training(lambda way: 0.010, lambda way: 0.055, threads(16))
+    training = Training(lambda mode: 0.010, lambda mode: 0.055, threads(16))
     history = training.run(300)
     assert history[-1].readers in (6, 9)
     # Nobody reads more than is needed by the time when a few seconds have passed.
@@ -205,7 +205,7 @@ def test_readers_are_added_until_training_waits_no_more() -> None:
 
 def test_a_reader_that_helps_nothing_is_taken_away_again() -> None:
     # Two cores: what a second reader reads, training loses.
-    training = Training(lambda way: 0.010 * way.readers, lambda way: 0.015 * way.readers, threads(2))
+    training = Training(lambda mode: 0.010 * mode.readers, lambda mode: 0.015 * mode.readers, threads(2))
     history = training.run(2000)
     assert history.count(TWO) < 0.15 * len(history)
     assert history[-1] == ONE
@@ -213,22 +213,24 @@ def test_a_reader_that_helps_nothing_is_taken_away_again() -> None:
 
 
 def test_training_that_does_not_wait_gets_nobody_else() -> None:
-    training = Training(lambda way: 0.010, lambda way: 0.0102, ReadModes(("threads", "processes", "inline"), 1, 8))
+    training = Training(lambda mode: 0.010, lambda mode: 0.0102, ReadModes(("threads", "processes", "inline"), 1, 8))
     assert set(training.run(500)) == {ONE}
 
 
 def test_training_that_begins_to_wait_gets_more_readers() -> None:
     slow = [0.005]
-    training = Training(lambda way: 0.010, lambda way: slow[0], threads(4))
+    training = Training(lambda mode: 0.010, lambda mode: slow[0], threads(4))
     assert set(training.run(200)) == {ONE}
     slow[0] = 0.019
     assert training.run(100)[-1].readers == 2
 
 
 def test_what_holds_the_interpreter_gets_processes_when_threads_have_not_helped() -> None:
-    ways = ReadModes(("threads", "processes", "inline"), 1, 2)
+    modes = ReadModes(("threads", "processes", "inline"), 1, 2)
     # Two threads do one thing at a time, and training itself waits for them.
-    training = Training(lambda way: 0.001, lambda way: 0.01 * (way.readers if way.parallel == "threads" else 1), ways)
+    training = Training(
+        lambda mode: 0.001, lambda mode: 0.01 * (mode.readers if mode.parallel == "threads" else 1), modes
+    )
     history = training.run(100)
     assert TWO in history
     assert history[-1] == PROCESSES
@@ -237,26 +239,28 @@ def test_what_holds_the_interpreter_gets_processes_when_threads_have_not_helped(
 
 
 def test_threads_that_scale_are_not_compared_with_processes() -> None:
-    training = Training(lambda way: 0.001, lambda way: 0.01, ReadModes(("threads", "processes", "inline"), 1, 2))
+    training = Training(lambda mode: 0.001, lambda mode: 0.01, ReadModes(("threads", "processes", "inline"), 1, 2))
     history = training.run(2000)
     assert set(history) == {ONE, TWO}
     assert history[40:] == [TWO] * 1960
 
 
 def test_whoever_cannot_be_faster_by_itself_does_not_try() -> None:
-    ways = ReadModes(("threads", "inline"), 1, 1)
-    assert set(Training(lambda way: 0.001, lambda way: 0.01, ways).run(2000)) == {ONE}
+    modes = ReadModes(("threads", "inline"), 1, 1)
+    assert set(Training(lambda mode: 0.001, lambda mode: 0.01, modes).run(2000)) == {ONE}
     # Where a thread holds training up, it reads by itself.
-    held_up = Training(lambda way: 0.002 + 0.01 * way.readers, lambda way: 0.013 if way.readers else 0.002, ways, 0.002)
+    held_up = Training(
+        lambda mode: 0.002 + 0.01 * mode.readers, lambda mode: 0.013 if mode.readers else 0.002, modes, 0.002
+    )
     assert held_up.run(400)[-1] == BY_ITSELF
 
 
 def test_what_is_quick_is_read_by_the_worker_and_by_threads_when_it_is_so_no_more() -> None:
-    ways = ReadModes(("threads", "processes", "inline"), 2, 4)
-    assert ways.first(0.0001) == BY_ITSELF
-    assert ways.first(0.01) == TWO
-    assert ways.beside(BY_ITSELF, 50.0, 0.0001, 0.0001) == []
-    assert ways.beside(BY_ITSELF, 50.0, 0.01, 0.01) == [TWO, ReadMode("processes", 2)]
+    modes = ReadModes(("threads", "processes", "inline"), 2, 4)
+    assert modes.first(0.0001) == BY_ITSELF
+    assert modes.first(0.01) == TWO
+    assert modes.beside(BY_ITSELF, 50.0, 0.0001, 0.0001) == []
+    assert modes.beside(BY_ITSELF, 50.0, 0.01, 0.01) == [TWO, ReadMode("processes", 2)]
 
 
 def test_what_was_read_before_is_passed_over() -> None:
@@ -264,5 +268,5 @@ def test_what_was_read_before_is_passed_over() -> None:
     # All of them come at once, which says nothing of how fast they are read.
     assert {tuner.look(1.0, 0.0, 0.1, 0.1) for _ in range(100)} == {ONE}
     for batch in range(1, 9):
-        way = tuner.look(1.0 + 0.1 * batch, 0.09 * batch, 0.1, 0.1)
-    assert way == TWO
+        mode = tuner.look(1.0 + 0.1 * batch, 0.09 * batch, 0.1, 0.1)
+    assert mode == TWO
