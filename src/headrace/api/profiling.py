@@ -14,6 +14,7 @@ from headrace.api.fit import fit, launch
 from headrace.data.loading.loader import Loader
 from headrace.data.loading.torch_data import as_pipeline
 from headrace.data.pipeline.combined import replayed
+from headrace.engine.base import Engine
 from headrace.report.model.inputs import Bottleneck, InputSummary
 from headrace.report.model.summary import Summary
 from headrace.spec.events import InputStats
