@@ -1,13 +1,23 @@
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 
-from headrace.cli.output import answering, write_document
+from headrace import errors as tree
+from headrace.cli.output import (
+    ExitCode,
+    answering,
+    error_document,
+    exit_code,
+    user_traceback,
+    write_document,
+    write_error,
+)
 from headrace.engine.termination import Terminated
-from headrace.errors import DataError
+from headrace.errors import DataError, HeadraceError, JobError, PeerLost, UnfitMachine, UsageError, WorkerFailed
 
 
 def test_stdout_carries_the_result_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,3 +82,100 @@ def test_a_table_is_80_columns_wide_without_a_terminal(capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert max(len(line) for line in lines) <= 80
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "job.py", line 3, in forward\nValueError: a shape\n'
+
+
+def written(error: BaseException) -> str:
+    stream = io.StringIO()
+    write_error(stream, error)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), ExitCode.USAGE),
+        (JobError("x"), ExitCode.USAGE),
+        (UnfitMachine("x"), ExitCode.ENVIRONMENT),
+        (DataError("x"), ExitCode.DATA),
+        (PeerLost(1, "host", "killed"), ExitCode.PEER_LOST),
+        (tree.NonFiniteLoss(0, 3, float("nan")), ExitCode.RUN_FAILED),
+        (WorkerFailed(1, "host", "ValueError: a shape"), ExitCode.RUN_FAILED),
+        (WorkerFailed(1, "host", "DataError: ragged", exit_code=5), ExitCode.DATA),
+    ],
+)
+def test_exit_codes(error: HeadraceError, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_the_workers_own_traceback_is_the_last_thing() -> None:
+    text = written(WorkerFailed(1, "host", "ValueError: a shape", TRACEBACK))
+    assert text == f"error: rank 1 on host failed: ValueError: a shape\n\n{TRACEBACK}"
+
+
+def test_an_error_without_user_code_is_one_line() -> None:
+    def ours() -> None:
+        raise UsageError("3 workers, 2 ranks; drop --workers")
+
+    with pytest.raises(UsageError) as caught:
+        ours()
+    assert written(caught.value) == "error: 3 workers, 2 ranks; drop --workers\n"
+
+
+def test_notes_stand_between_the_message_and_the_traceback() -> None:
+    error = WorkerFailed(0, "host", "ValueError: a shape", TRACEBACK)
+    error.add_note("events and logs: runs/a")
+    lines = written(error).splitlines()
+    assert lines[1] == "events and logs: runs/a"
+    assert lines[-1] == "ValueError: a shape"
+
+
+def test_the_cause_is_shown_by_the_users_frames(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text("import json\n\ndef make():\n    json.loads('{')\n")
+    space: dict[str, object] = {}
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    with pytest.raises(ValueError, match="Expecting") as raised:
+        space["make"]()  # type: ignore[operator]
+    job = JobError("the model cannot be built")
+    job.__cause__ = raised.value
+    text = written(job)
+    assert f'File "{file}", line 4, in make' in text
+    assert "decoder.py" in text, "library frames below the user's say what was asked of the library"
+    assert text.rstrip().splitlines()[-1].startswith("json.decoder.JSONDecodeError")
+
+
+def test_a_cause_that_met_no_user_code_is_not_shown() -> None:
+    try:
+        int("x")
+    except ValueError as error:
+        cause = error.with_traceback(None)
+    assert user_traceback(cause) == ""
+    wrapped = DataError("the labels are no numbers")
+    wrapped.__cause__ = cause
+    assert written(wrapped) == "error: the labels are no numbers\n"
+
+
+def test_an_error_as_json() -> None:
+    error = WorkerFailed(1, "host", "ValueError: a shape", TRACEBACK)
+    error.add_note("events and logs: runs/a")
+    assert error_document(error, 1) == {
+        "error": {
+            "type": "WorkerFailed",
+            "message": "rank 1 on host failed: ValueError: a shape",
+            "exit_code": 1,
+            "rank": 1,
+            "host": "host",
+            "cause": "ValueError: a shape",
+            "notes": ["events and logs: runs/a"],
+            "traceback": TRACEBACK.rstrip(),
+        }
+    }
+    assert error_document(UsageError("no"), 2) == {"error": {"type": "UsageError", "message": "no", "exit_code": 2}}
+
+
+def test_signals_have_words() -> None:
+    assert written(KeyboardInterrupt()) == "error: interrupted (SIGINT)\n"
+    assert written(Terminated()) == "error: terminated (SIGTERM)\n"

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
+import os
 from pathlib import Path
 
+import pytest
+
+from headrace.report import ProgressBar
 from headrace.report.model.events import LogTail
-from headrace.report.views.console import Console
+from headrace.report.views import console
+from headrace.report.views.console import Console, DiskMonitor
 from headrace.spec.events import Evaluated, NonFinite, Notice, ParametersAveraged, Saved
 
 
@@ -105,3 +111,124 @@ def test_bytes_that_are_no_text_are_shown_all_the_same(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.log"
     file.write_bytes(b"\xff\xfe\n")
     assert LogTail(file, until="x").read() == ["��"]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_plain_line_every_10_seconds():
+    stream, clock = io.StringIO(), _Clock()
+    with ProgressBar(100, "mirrored", stream, clock=clock) as progress:
+        for step in range(1, 101):
+            clock.now = 100.0 + step * 0.25
+            progress.update(step, 2.5, 4312.0)
+        progress.close("mirrored: done")
+    assert stream.getvalue().splitlines() == [
+        "mirrored: step 40/100, loss 2.50, 4312 examples/s, 10.0 s",
+        "mirrored: step 80/100, loss 2.50, 4312 examples/s, 20.0 s",
+        "mirrored: done",
+    ]
+
+
+def test_an_unknown_end_and_missing_numbers():
+    stream, clock = io.StringIO(), _Clock()
+    progress = ProgressBar(None, "a\x1b[31m", stream, clock=clock)
+    clock.now += 10
+    progress.update(7)
+    progress.line("a notice")
+    assert stream.getvalue() == "a\ufffd[31m: step 7, loss –, – examples/s, 10.0 s\na notice\n"
+
+
+def test_nothing_is_written_after_the_end():
+    stream, clock = io.StringIO(), _Clock()
+    with ProgressBar(5, "a", stream, clock=clock) as progress:
+        progress.close("over")
+        clock.now += 100
+        progress.update(5)
+        progress.close("again")
+    assert stream.getvalue() == "over\n"
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_a_bar_at_most_4_times_a_second_that_gives_way_to_the_last_line():
+    stream, clock = _Terminal(), _Clock()
+    drawn = []
+    with ProgressBar(1000, "mirrored [red] {x}", stream, clock=clock) as progress:
+        for step in range(1, 999):
+            before = stream.tell()
+            clock.now = 100.0 + step * 0.01
+            progress.update(step, 2.5, 4312.0)
+            if stream.tell() > before:
+                drawn.append(step)
+        progress.line("a [bold] notice")
+        progress.close("mirrored: done")
+    assert 2 <= len(drawn) <= 40
+    assert min(after - before for before, after in itertools.pairwise(drawn)) >= 25
+    text = stream.getvalue()
+    assert "mirrored [red] {x}" in text
+    assert "a [bold] notice" in text
+    assert "4312 ex/s" in text
+    assert text.endswith("mirrored: done\n")
+
+
+def test_plain_is_obeyed_on_a_terminal():
+    stream, clock = _Terminal(), _Clock()
+    with ProgressBar(10, "a", stream, plain=True, clock=clock) as progress:
+        clock.now += 11
+        progress.update(3)
+    assert "\x1b" not in stream.getvalue()
+    assert stream.getvalue().startswith("a: step 3/10")
+
+
+@pytest.mark.slow
+def test_plain_false_draws_a_bar_into_a_file():
+    stream = io.StringIO()
+    with ProgressBar(10, "a", stream, plain=False):
+        pass
+    assert "\x1b" in stream.getvalue()
+
+
+def test_a_full_disk_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_LOOK_EVERY_S", 0.0)
+    free = iter((10, 0, 0, 5, 0))
+    real = os.statvfs(tmp_path)
+
+    def found(place: Path) -> os.statvfs_result:
+        assert place == tmp_path
+        blocks = next(free)
+        return os.statvfs_result((*real[:1], 4096, *real[2:3], blocks, blocks, *real[5:]))
+
+    monkeypatch.setattr(os, "statvfs", found)
+    said: list[str] = []
+    looked = DiskMonitor(tmp_path, said.append)
+    for _ in range(5):
+        looked.check()
+    assert [line.partition(": ")[0].removeprefix(f"the disk of {tmp_path} ") for line in said] == [
+        "is full",
+        "has room again",
+        "is full",
+    ]
+    assert said[1].endswith("has room again: 20,480 bytes")
+
+
+def test_it_looks_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    looks: list[float] = []
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(console, "monotonic", lambda: now)
+    monkeypatch.setattr(os, "statvfs", lambda place: (looks.append(now), real)[1])
+    looked = DiskMonitor(tmp_path, lambda line: None)
+    for tenth in range(35):
+        now = tenth / 10
+        looked.check()
+    assert looks == [1.0, 2.0, 3.0]

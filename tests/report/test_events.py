@@ -1,12 +1,29 @@
+"""Runs that were resumed: one curve, one outcome, and no time that nobody trained in."""
+
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import DataError, UsageError
-from headrace.report import Tail, read_events, read_log
-from headrace.spec.events import LAUNCHER, Notice, encode
+from headrace.report import Tail, read_events, read_log, summarize
+from headrace.report.model.events import attempts, of_kind
+from headrace.spec.events import (
+    LAUNCHER,
+    Evaluated,
+    Failed,
+    NonFinite,
+    Notice,
+    RunEnded,
+    RunStarted,
+    Saved,
+    Stepped,
+    WorkerEnded,
+    WorkerStarted,
+    encode,
+)
 
 
 def _append(file: Path, text: str) -> None:
@@ -95,3 +112,153 @@ def test_the_tail_names_the_line_of_the_whole_file(tmp_path, write_events):
     _append(tmp_path / "events/rank-0.jsonl", encode(Notice(0, 3.0, "c")) + "\nnonsense\n")
     with pytest.raises(DataError, match=r"rank-0\.jsonl, line 4"):
         tail.read()
+
+
+def _started(time_s=0.0, resumed=0, workers=1, strategy="mirrored"):
+    return RunStarted(LAUNCHER, time_s, strategy, workers, "cpu", 1, 8, 80, "now", {}, {}, resumed_step=resumed)
+
+
+def _steps(start_s, first, stop, rank=0, seconds=0.1, offset=0.0, examples=8):
+    """Steps that follow each other from `start_s` on; step i has the loss i + `offset`."""
+    return [
+        Stepped(rank, start_s + seconds * (at + 1), step, 0, examples, step + offset, 1.0, 0.0, seconds, 0.0, 0.0)
+        for at, step in enumerate(range(first, stop))
+    ]
+
+
+# Killed in step 27, 20 of which a checkpoint held: rounds 20 to 26 were done again.
+KILLED = [
+    _started(),
+    WorkerStarted(0, 0.5, "old", 1, "cpu", 1),
+    *_steps(1.0, 0, 27, offset=100.0),
+    Notice(LAUNCHER, 0.1, "1 worker"),
+    Evaluated(0, 2.05, 10, 1, 5, {"loss": 3.0}, 0.05),
+    Saved(0, 2.2, 10, 500, 0.02, 0.01),
+    NonFinite(0, 2.25, 12, (0,), "skip"),
+    Saved(0, 3.2, 20, 600, 0.04, 0.3),
+    Evaluated(0, 3.05, 20, 2, 5, {"loss": 2.0}, 0.05),
+    NonFinite(0, 3.3, 22, (0,), "skip"),
+    Saved(0, 3.6, 25, 700, 5.0, 0.01),
+    Evaluated(0, 3.65, 26, 2, 5, {"loss": 1.5}, 0.05),
+    Failed(LAUNCHER, 3.7, 27, "killed by signal 9", exit_code=4),
+    WorkerEnded(0, 3.8, 27, 9999, 9999, 9999, 9999),
+    RunEnded(LAUNCHER, 3.9, "failed"),
+]
+RESUMED = [
+    _started(4.0, resumed=20, workers=2),
+    Notice(LAUNCHER, 4.1, "2 workers"),
+    *(WorkerStarted(rank, 8.0, "new", 2 + rank, "cpu", 1) for rank in (0, 1)),
+    *(step for rank in (0, 1) for step in _steps(9.0, 20, 40, rank, seconds=0.05, examples=4)),
+    Saved(0, 10.1, 40, 800, 0.06, 0.01),
+    Evaluated(0, 10.2, 40, 4, 5, {"loss": 1.0}, 0.1),
+    *(WorkerEnded(rank, 10.3, 40, 300, 1000 + rank, 50, 60) for rank in (0, 1)),
+    RunEnded(LAUNCHER, 10.4, "ok"),
+]
+
+
+@pytest.fixture
+def resumed(tmp_path, write_events):
+    return summarize(write_events(tmp_path, [*KILLED, *RESUMED]))
+
+
+def test_what_was_done_again_counts_once(tmp_path, write_events):
+    first, second = attempts(read_log(write_events(tmp_path, [*KILLED, *RESUMED])).events)
+    assert [step.step for step in first.steps[0]] == list(range(20))
+    assert {rank: len(steps) for rank, steps in second.steps.items()} == {0: 20, 1: 20}
+    assert [event.step for event in of_kind(Evaluated, first.events)] == [10, 20]
+    assert [event.step for event in of_kind(Saved, first.events)] == [10, 20]
+    assert [event.step for event in of_kind(NonFinite, first.events)] == [12]
+
+
+def test_how_it_ended_says_the_last_attempt(resumed):
+    assert (resumed.status, resumed.outcome.failure, resumed.workers) == ("ok", None, 2)
+    assert (resumed.outcome.attempts, resumed.started.resumed_step) == (2, 20)
+    assert resumed.outcome.notices == ("2 workers",)
+    assert resumed.outcome.hosts == ("new",)
+
+
+def test_an_attempt_that_goes_on_hides_the_failure_before_it(tmp_path, write_events):
+    summary = summarize(write_events(tmp_path, [*KILLED, *RESUMED[:5]]))
+    assert (summary.status, summary.outcome.failure) == ("unfinished", None)
+
+
+def test_the_work_is_that_of_all_attempts(resumed):
+    training = resumed.training
+    assert (training.steps, training.examples, training.epochs) == (40, 320, 4.0)
+    # 20 steps in 2 s, one evaluation of 0.05 s among them, one after them; then 20 in 1 s. 6 s pass between.
+    assert training.seconds == pytest.approx(2.0 - 0.05 + 1.0)
+    # Windows: steps 5 to 19 and 25 to 39, without the evaluation.
+    assert training.examples_per_s == pytest.approx((15 * 8 + 15 * 8) / (1.5 - 0.05 + 0.75))
+
+
+def test_the_mean_step_is_that_of_all_attempts(resumed):
+    # Rank 0: 15 steps of 0.1 s and 15 of 0.05 s; 0.05 s of evaluation lie inside a step here.
+    assert resumed.times_by_rank[0].compute_s == pytest.approx(0.075)
+    assert resumed.times_by_rank[1].compute_s == pytest.approx(0.05)
+    assert resumed.times_by_rank[1].other_s == pytest.approx(0.0)
+    assert resumed.times.compute_s == pytest.approx((15 * 0.1 + 30 * 0.05) / 45)
+
+
+def test_the_cost_is_that_of_the_last(resumed):
+    assert resumed.cost.moved_bytes_per_step == 600 / 20
+    assert resumed.cost.peak_memory_bytes == 1001
+    assert (resumed.cost.parameter_bytes, resumed.cost.optimizer_bytes) == (100, 120)
+
+
+def test_curves_go_on(resumed):
+    loss = resumed.curves.loss
+    assert [point.loss for point in loss] == [step + 100.0 * (step < 20) for step in range(40)]
+    assert [point.examples for point in loss] == [8 * (step + 1) for step in range(40)]
+    assert loss[19].seconds == pytest.approx(1.95)
+    assert loss[20].seconds == pytest.approx(2.0)
+    assert [(point.step, point.epochs) for point in resumed.curves.evaluations] == [(10, 1.0), (20, 2.0), (40, 4.0)]
+    assert resumed.curves.evaluations[1].seconds == pytest.approx(1.95)
+
+
+def test_saves_and_rounds_that_were_not_finite(resumed):
+    saves = resumed.saves
+    assert (saves.count, saves.last_step, saves.bytes) == (3, 40, 800)
+    assert (saves.mean_stall_s, saves.longest_stall_s) == (pytest.approx(0.04), 0.06)
+    # The last save came after the last step: no training waited for it.
+    assert saves.share == pytest.approx((0.02 + 0.04) / 2.95)
+    assert (resumed.non_finite.skipped, resumed.non_finite.rolled_back) == (1, 0)
+
+
+def test_a_run_without_saves_says_nothing_of_them(tmp_path, write_events):
+    summary = summarize(write_events(tmp_path, [_started(), *_steps(1.0, 0, 3), NonFinite(0, 2.0, 3, (), "raise")]))
+    assert (summary.saves, summary.non_finite) == (None, None)
+
+
+def test_an_older_checkpoint_takes_back_more_than_the_last_attempt(tmp_path, write_events):
+    runs = [_started(), *_steps(1.0, 0, 10), _started(3.0, resumed=8), *_steps(4.0, 8, 12)]
+    runs += [_started(6.0, resumed=5), *_steps(7.0, 5, 14, offset=50.0)]
+    begun = attempts(read_log(write_events(tmp_path, runs)).events)
+    assert [[step.step for step in attempt.steps.get(0, ())] for attempt in begun] == [
+        [0, 1, 2, 3, 4],
+        [],
+        [5, 6, 7, 8, 9, 10, 11, 12, 13],
+    ]
+    summary = summarize(tmp_path)
+    assert (summary.outcome.attempts, summary.steps) == (3, 14)
+    assert [point.loss for point in summary.curves.loss] == [*range(5), *(50.0 + step for step in range(5, 14))]
+    assert summary.training.seconds == pytest.approx(0.5 + 0.9)
+
+
+def test_a_run_that_begins_with_another_runs_checkpoint(tmp_path, write_events):
+    summary = summarize(write_events(tmp_path, [_started(0.0, resumed=30), *_steps(1.0, 30, 40)]))
+    assert (summary.outcome.attempts, summary.started.resumed_step, summary.steps) == (1, 30, 10)
+    assert summary.training.seconds == pytest.approx(1.0)
+
+
+def test_a_run_that_was_killed_and_not_resumed_keeps_everything(tmp_path, write_events):
+    summary = summarize(write_events(tmp_path, KILLED))
+    assert (summary.status, summary.outcome.failure.cause, summary.steps) == ("failed", "killed by signal 9", 27)
+    assert summary.saves.count == 3
+    assert dataclasses.replace(summary.outcome, attempts=1) == summary.outcome
+
+
+def test_leases_that_a_snapshot_held_are_not_done_again(tmp_path, write_events):
+    killed = [_started(), *(dataclasses.replace(step, lease=step.step) for step in _steps(1.0, 0, 27))]
+    started = dataclasses.replace(_started(4.0, resumed=20), resumed_leases=((20, 23), (25, 26)))
+    first, _ = attempts(read_log(write_events(tmp_path, [*killed, started, *_steps(9.0, 23, 40)])).events)
+    assert [step.step for step in first.steps[0]] == [*range(23), 25]

@@ -158,7 +158,7 @@ def _follow(
     def follow(progress: RunProgress | None = None) -> None:
         if progress:
             show.update(progress.step, progress.loss, progress.examples)
-        disk.look()
+        disk.check()
         for line in log.read():
             show.line(line)
         for event in tail.read():

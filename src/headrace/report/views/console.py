@@ -246,7 +246,7 @@ class DiskMonitor:
         self._full = False
         self._looked = monotonic()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Looks once a second, however often it is called."""
         if monotonic() < self._looked + _LOOK_EVERY_S:
             return
