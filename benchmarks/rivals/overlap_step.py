@@ -25,7 +25,6 @@ from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.training.compute import describe
-from headrace.training.gradients import FlatLayout, UsedParameters
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
 
 WORKERS = 2
@@ -33,14 +32,13 @@ WORKERS = 2
 
 def make_reduction(way: str, module: nn.Module, host: ProcessGroup, store: str) -> Reduction:
     """Returns what sums the gradients."""
-    layout = FlatLayout(describe(module).trainable)
-    presence = UsedParameters(host, len(list(module.parameters())))
+    trainable = describe(module).trainable
     if not way.startswith("gloo"):
-        return SharedMemoryReduction(layout, presence, host)
+        return SharedMemoryReduction(trainable, host)
     wire = TorchDistributed(torch.distributed.FileStore(store, WORKERS), host.rank, WORKERS, "cpu", 60.0)
     if way == "gloo-overlap":
-        return OverlappedReduction(layout, presence, wire, module)
-    return CollectiveReduction(layout, presence, wire, torch.device("cpu"))
+        return OverlappedReduction(trainable, host, wire, module)
+    return CollectiveReduction(trainable, host, wire, torch.device("cpu"))
 
 
 def run(rank: int, workload: str, way: str, seconds: float, page: SharedSegment, store: str) -> None:

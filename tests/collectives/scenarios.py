@@ -25,7 +25,7 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.training.clipping import squared_norm
 from headrace.training.compute import describe
-from headrace.training.gradients import FlatLayout, UsedParameters
+from headrace.training.gradients import UsedParameters
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
 
 DTYPES = [
@@ -310,13 +310,12 @@ def reduce_both_ways(host: SharedMemoryGroup, page: ControlPage, store: str) -> 
     wire = wire_of(host, store)
     modules = nn.ModuleList([nn.Linear(30, 7), nn.Linear(7, 5).double(), nn.Linear(5, 1, bias=False)])
     specs = describe(modules).trainable
-    layout = FlatLayout(specs)
-    presence = [UsedParameters(host, len(specs)) for _ in range(3)]
     ways: list[Reduction] = [
-        SharedMemoryReduction(layout, presence[0], host),
-        CollectiveReduction(layout, presence[1], wire, torch.device("cpu")),
-        OverlappedReduction(layout, presence[2], wire, modules),
+        SharedMemoryReduction(specs, host),
+        CollectiveReduction(specs, host, wire, torch.device("cpu")),
+        OverlappedReduction(specs, host, wire, modules),
     ]
+    layout = ways[0].layout
     wrong = []
     for turn in range(4):
         gradients: list[Tensor | None] = [

@@ -17,7 +17,6 @@ from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.engine.local.engine import LocalEngine
 from headrace.spec.events import Stepped, WorkerStarted
 from headrace.training.compute import describe
-from headrace.training.gradients import FlatLayout, UsedParameters
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction
 
 pytestmark = [
@@ -105,18 +104,17 @@ def test_gradients_through_nccl(tmp_path: Path, overlap: bool) -> None:
     module = nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 7)).cuda()
     wire = TorchDistributed(torch.distributed.FileStore(str(tmp_path / "store"), 1), 0, 1, "cuda:0", 30.0)
     try:
-        layout = FlatLayout(describe(module).trainable)
-        presence = UsedParameters(ThreadCollective(ThreadGroup(1), 0), 4)
+        specs, group = describe(module).trainable, ThreadCollective(ThreadGroup(1), 0)
         reduction = (
-            OverlappedReduction(layout, presence, wire, module)
+            OverlappedReduction(specs, group, wire, module)
             if overlap
-            else CollectiveReduction(layout, presence, wire, torch.device("cuda:0"))
+            else CollectiveReduction(specs, group, wire, torch.device("cuda:0"))
         )
         loss = module(torch.randn(8, 300, device="cuda")).square().mean()
         expected = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
         reduction.sink.store(torch.autograd.grad(loss, list(module.parameters()), allow_unused=True))
         reduction.reduce()
-        for view, gradient in zip(layout.views(reduction.result), expected, strict=True):
+        for view, gradient in zip(reduction.layout.views(reduction.result), expected, strict=True):
             assert torch.equal(view, gradient)
         tensor = torch.arange(5.0, device="cuda")
         wire.broadcast(tensor)

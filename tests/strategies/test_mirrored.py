@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 import headrace as hr
 from headrace.training import reduction
-from headrace.training.reduction import OverlappedGradients
 from strategies.contract_models import COUNTS, MODELS, VARIANTS
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import distance, drive
@@ -20,7 +17,7 @@ ROUNDS = 9
 @pytest.fixture(params=[1, 100, 1 << 20])
 def bucket_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A bucket a parameter, a few, or one for all."""
-    monkeypatch.setattr(reduction, "OverlappedGradients", partial(OverlappedGradients, bucket_bytes=request.param))
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", request.param)
     return request.param
 
 

@@ -73,7 +73,7 @@ def conditioned(options: Options, gradients: list[Tensor], finite: tuple[bool, .
 
     def act(host: ThreadCollective) -> StepDecision:
         own = [tensor.view(-1).tensor_split(world)[host.rank] for tensor in gradients]
-        return GradientClipper(options, host).condition(own, own, finite[host.rank])
+        return GradientClipper(options, host).clip(own, own, finite[host.rank])
 
     return together(world, act)
 
@@ -115,7 +115,7 @@ LOOKING = [Options(clip_value=1.0), Options(clip_norm=1.0), Options(on_nonfinite
 
 
 def condition_late(options: Options, gradients: list[Tensor]) -> StepDecision:
-    return GradientClipper(options, ThreadCollective(ThreadGroup(1), 0), immediate=False).condition(
+    return GradientClipper(options, ThreadCollective(ThreadGroup(1), 0), immediate=False).clip(
         gradients, gradients, True
     )
 

@@ -25,10 +25,9 @@ from headrace.errors import UnknownName, UsageError
 from headrace.machine import cores
 from headrace.policies.sharding import whole
 from headrace.policies.threads import threads_per_worker
-from headrace.strategies.central_storage import one_copy, seat
 from headrace.strategies.strategy import broadcast
+from headrace.training.central_storage import place_parameters, share_parameters
 from headrace.training.compute import describe
-from headrace.training.gradients import FlatLayout, UsedParameters
 from headrace.training.reduction import CollectiveReduction, Reduction, SharedMemoryReduction
 from headrace.worker.batch_counts import counted
 
@@ -122,18 +121,16 @@ class _Synchronizer:
 
     def __init__(self, model: nn.Module, host: ProcessGroup, shares: ShareLoader) -> None:
         spec = describe(model)
-        layout = FlatLayout(spec.trainable)
         self._host = host
         self._shares = shares
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._presence = UsedParameters(host, len(self._parameters))
         self._reduction: Reduction
         if host.one_memory:
-            self._reduction = SharedMemoryReduction(layout, self._presence, host)
+            self._reduction = SharedMemoryReduction(spec.trainable, host)
         else:
-            self._reduction = CollectiveReduction(layout, self._presence, host, torch.device("cpu"))
+            self._reduction = CollectiveReduction(spec.trainable, host, host, torch.device("cpu"))
         self._gradients = self._reduction.sink
-        self._views = layout.views(self._reduction.result)
+        self._views = self._reduction.layout.views(self._reduction.result)
         self._awaited = False
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._await_end)
@@ -151,7 +148,7 @@ class _Synchronizer:
         else:
             found = [parameter.grad for parameter in self._parameters]
             self._gradients.store([None if gradient is None else gradient * weight for gradient in found])
-        missing = self._presence.settle()
+        missing = self._reduction.used.settle()
         self._reduction.reduce()
         self._host.barrier()
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
@@ -162,7 +159,7 @@ class _Synchronizer:
 def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, host: ProcessGroup) -> None:
     """Keeps one copy of the parameters; each process updates, and holds optimizer state for, those it owns."""
     spec = describe(model)
-    seat(model, *one_copy(model, spec, host))
+    place_parameters(model, *share_parameters(model, spec, host))
     owners = {segment.parameter: segment.owner for segment in whole(spec.parameters, host.world)}
     foreign = [parameter for name, parameter in model.named_parameters() if owners.get(name) != host.rank]
 

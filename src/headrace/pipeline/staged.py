@@ -21,9 +21,10 @@ from headrace.spec.job import Share
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.compute import Compute, Computed
+from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink
 from headrace.training.optimizer_state import StatePiece
-from headrace.training.update import Updater, UpdatingExchange
+from headrace.training.update import Updater
 from headrace.training.whole_model import Objective, cut, select_target, widened
 from headrace.trees import map_tensors
 
@@ -200,7 +201,7 @@ class PipelineExchange(UpdatingExchange):
         held = {name: each.grad for name, each in self._trained.items() if each.grad is not None}
         # What several ranks hold is measured by the first of them.
         measured = [gradient for name, gradient in held.items() if self._owners[name] == self._rank]
-        return self._clipper.condition(measured, list(held.values()), finite)
+        return self._clipper.clip(measured, list(held.values()), finite)
 
     def state(self) -> tuple[StatePiece, ...]:
         return tuple(piece for piece in super().state() if self._owners[piece.parameter] == self._rank)

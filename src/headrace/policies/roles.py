@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from headrace.errors import InfeasiblePlan
+from headrace.policies.sharding import everywhere
 from headrace.policies.threads import threads_per_worker
 from headrace.spec.cluster import Cluster
-from headrace.spec.plan import Role
+from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.spec.plan import Plan, Role, Segment
 
 
 def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool = False) -> tuple[Role, ...]:
@@ -74,6 +77,45 @@ def worker_and_server_roles(
     host = cluster.hosts[0].name
     kinds = ["server"] * servers + ["backup"] * servers * backups
     return (*roles, *(Role(len(roles) + index, kind, host, "cpu", 1, -1) for index, kind in enumerate(kinds)))
+
+
+def data_parallel_plan(
+    strategy: str,
+    options: Mapping[str, object],
+    workers: int | None,
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    copies: tuple[int, int],
+    cut: Callable[[Sequence[ParameterSpec], int], tuple[Segment, ...]] = everywhere,
+    spread: bool = False,
+) -> Plan:
+    """Plans workers that each hold the whole model and take equal shares of a global batch.
+
+    Args:
+        strategy: its name.
+        options: its fields as JSON values.
+        workers: how many were asked for; None for what there is.
+        model: what is trained.
+        cluster: what there is.
+        copies: of the trainable parameters: for each worker, and once for all. They are refused where they do not fit.
+        cut: gives every parameter owners, given how many workers there are.
+        spread: whether the workers may be on several hosts.
+
+    Raises:
+        InfeasiblePlan: the cluster cannot hold it, with the numbers.
+    """
+    roles = worker_roles(strategy, workers, cluster, spread)
+    each, once = copies
+    require_memory(strategy, (each * len(roles) + once) * model.trainable_bytes, cluster)
+    return Plan(
+        strategy=strategy,
+        options=options,
+        roles=roles,
+        shares=(1,) * len(roles),
+        gradient_bytes=model.trainable_bytes,
+        segments=cut(model.parameters, len(roles)),
+    )
 
 
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:

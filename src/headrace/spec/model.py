@@ -109,6 +109,11 @@ class ModelSpec:
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
     @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters together."""
+        return sum(parameter.bytes for parameter in self.parameters)
+
+    @property
     def trainable_bytes(self) -> int:
         """Bytes of all gradients together."""
         return sum(parameter.bytes for parameter in self.trainable)

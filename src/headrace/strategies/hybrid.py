@@ -52,8 +52,7 @@ from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.training.compute import Compute
 from headrace.training.exchange import Replica
 from headrace.training.gradients import GradientSink
-from headrace.training.model_parallel import ModelParallelGroup
-from headrace.training.whole_model import WholeModel
+from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
 _ENOUGH_BYTES = 2**62
 

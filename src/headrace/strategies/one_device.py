@@ -6,21 +6,20 @@ forward, backward    nothing         optimizer
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.policies.roles import require_memory, worker_roles
-from headrace.policies.sharding import everywhere
+from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Segment
 from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options
 from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.exchange import Replica
-from headrace.training.optimizer import build
-from headrace.training.update import UpdatingExchange
+from headrace.training.exchange import Replica, UpdatingExchange
 
 
 @dataclass(frozen=True)
@@ -40,62 +39,45 @@ class OneDevice(Strategy):
         check_count("threads", self.threads)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        (role,) = worker_roles(self.name, 1, cluster)
-        require_memory(self.name, 2 * model.trainable_bytes, cluster)
-        return Plan(
-            strategy=self.name,
-            options=describe_options(self),
-            roles=(replace(role, threads=self.threads or role.threads),),
-            shares=(1,),
-            gradient_bytes=model.trainable_bytes,
-            segments=everywhere(model.parameters),
-        )
+        plan = data_parallel_plan(self.name, describe_options(self), 1, model, cluster, copies=(2, 0))
+        (role,) = plan.roles
+        return replace(plan, roles=(replace(role, threads=self.threads or role.threads),))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         return Replica(context.whole_model(), LocalExchange(plan.segments, context))
 
 
 class LocalExchange(UpdatingExchange):
-    """Exchanges nothing.
+    """Exchanges nothing: checks and clips this worker's gradients, and updates the parameters of `segments`."""
 
-    Args:
-        segments: of the plan.
-        context: of this worker.
-    """
-
-    def __init__(self, segments: tuple[Segment, ...], context: WorkerContext) -> None:
-        named = dict(context.module.named_parameters())
-        optimizer = build(context.optimizer, named.items())
-        self._parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+    def __init__(self, segments: Iterable[Segment], context: WorkerContext) -> None:
+        self.updater = context.updater_of(segments)
+        self.parameter_bytes = context.model.parameter_bytes
+        named = context.module.named_parameters()
+        self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._options = context.options
-        immediate, inside = context.device.type == "cpu", context.inside
-        if inside:
-            repeated = [named[name] for name in named if name in inside.repeated]
-            self._conditioner = GradientClipper(
-                context.options,
-                inside.group,
-                context.scale,
-                immediate,
-                lambda: [each.grad for each in repeated if each.grad is not None],
-                inside.group.world,
-            )
-            self._options = replace(context.options, clip_norm=None, clip_value=None)
+        without = replace(context.options, clip_norm=None, clip_value=None)
+        immediate = context.device.type == "cpu"
+        if context.inside:
+            group, self._options = context.inside.group, without
+            repeated = partial(self._gradients, context.inside.repeated)
+            self._clipper = GradientClipper(context.options, group, context.scale, immediate, repeated, group.world)
         else:
-            # Only to look: clipping one's own gradients is torch's.
-            looking = replace(context.options, clip_norm=None, clip_value=None)
-            self._conditioner = GradientClipper(looking, ThreadCollective(ThreadGroup(1), 0), context.scale, immediate)
-        owned = [(segment, named[segment.parameter]) for segment in segments]
-        self.updater = context.updater(optimizer, owned)
-        self.parameter_bytes = sum(parameter.bytes for parameter in context.model.parameters)
+            # It only checks: clipping one's own gradients is torch's.
+            self._clipper = GradientClipper(without, ThreadCollective(ThreadGroup(1), 0), context.scale, immediate)
 
     def begin(self, round_: int) -> None:
         self.updater.optimizer.zero_grad()
 
     def synchronize(self, finite: bool = True) -> StepDecision:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        verdict = self._conditioner.condition(gradients, gradients, finite)
-        if verdict.apply and self._options.clip_value is not None:
-            nn.utils.clip_grad_value_(self._parameters, self._options.clip_value)
-        if verdict.apply and self._options.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm)
-        return verdict
+        gradients = self._gradients(self._parameters)
+        decision = self._clipper.clip(gradients, gradients, finite)
+        if decision.apply and self._options.clip_value is not None:
+            nn.utils.clip_grad_value_(self._parameters.values(), self._options.clip_value)
+        if decision.apply and self._options.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters.values(), self._options.clip_norm)
+        return decision
+
+    def _gradients(self, names: Container[str]) -> list[Tensor]:
+        chosen = (parameter.grad for name, parameter in self._parameters.items() if name in names)
+        return [gradient for gradient in chosen if gradient is not None]

@@ -164,7 +164,7 @@ class Pipeline(Strategy):
         optimizer = build(context.optimizer, context.module.named_parameters())
         owned = [(Segment(name, 0, each.numel(), rank), each) for name, each in compute.trained.items()]
         updater = context.updater(optimizer, owned)
-        return Replica(compute, PipelineExchange(plan, rank, compute, context.conditioner(), updater))
+        return Replica(compute, PipelineExchange(plan, rank, compute, context.clipper(), updater))
 
     def compute(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,9 +27,9 @@ from headrace.training.clipping import GradientClipper, LossScale
 from headrace.training.compute import Compute
 from headrace.training.exchange import Replica
 from headrace.training.gradients import GradientSink
-from headrace.training.model_parallel import ModelParallelGroup
+from headrace.training.optimizer import build
 from headrace.training.update import Updater
-from headrace.training.whole_model import CompiledModule, Objective, WholeModel
+from headrace.training.whole_model import CompiledModule, ModelParallelGroup, Objective, WholeModel
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class WorkerContext:
         whole = WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
         return self.inside.compute(whole, sink) if self.inside else whole
 
-    def conditioner(self, gradients: Mapping[str, Tensor] | None = None) -> GradientClipper:
+    def clipper(self, gradients: Mapping[str, Tensor] | None = None) -> GradientClipper:
         """Returns what decides over summed gradients.
 
         Args:
@@ -148,6 +148,11 @@ class WorkerContext:
     ) -> Updater:
         """Returns what moves the pieces that this worker owns; for `template` see there."""
         return Updater(optimizer, owned, self.options, self.rounds_per_epoch, template, self.scale)
+
+    def updater_of(self, segments: Iterable[Segment]) -> Updater:
+        """Returns the job's optimizer over those of the module's parameters, whole, that `segments` name."""
+        named = dict(self.module.named_parameters())
+        return self.updater(build(self.optimizer, named.items()), [(each, named[each.parameter]) for each in segments])
 
     def synchronise_batch_norm(self) -> bool:
         """Makes BatchNorm global if the options ask for it; returns whether layers now talk to each other."""

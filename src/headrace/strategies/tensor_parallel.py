@@ -42,7 +42,7 @@ from headrace.tensor_parallel.replica import SlicedReplica
 from headrace.tensor_parallel.rewriting import RULES, split
 from headrace.training.compute import describe
 from headrace.training.exchange import Replica
-from headrace.training.model_parallel import ModelParallelGroup
+from headrace.training.whole_model import ModelParallelGroup
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.policies.roles import require_memory, worker_roles
-from headrace.policies.sharding import everywhere
+from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
@@ -39,16 +38,7 @@ class Unconnected(Strategy):
         check_count("workers", self.workers)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        roles = worker_roles(self.name, self.workers, cluster)
-        require_memory(self.name, 2 * len(roles) * model.trainable_bytes, cluster)
-        return Plan(
-            strategy=self.name,
-            options=describe_options(self),
-            roles=roles,
-            shares=(1,) * len(roles),
-            gradient_bytes=model.trainable_bytes,
-            segments=everywhere(model.parameters),
-        )
+        return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         return Replica(context.whole_model(), LocalExchange(plan.segments, context))

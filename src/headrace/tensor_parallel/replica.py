@@ -21,10 +21,9 @@ from headrace.training.clipping import StepDecision
 from headrace.training.compute import Compute, Computed, parameters_and_buffers
 from headrace.training.exchange import Exchange, Replica
 from headrace.training.gradients import GradientSink
-from headrace.training.model_parallel import ModelParallelGroup
 from headrace.training.optimizer_state import StatePiece
 from headrace.training.synchronization import PeriodicSync, SyncResult
-from headrace.training.whole_model import WholeModel
+from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
 _SHOWN = 6
 """Names of layers in a line for the user, of each rule."""

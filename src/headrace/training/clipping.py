@@ -1,4 +1,4 @@
-"""What happens to the summed gradients before the update: unscaled, looked at, clipped; alike on all ranks."""
+"""What happens to the summed gradients before the update: unscaled, checked and clipped, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _START, _GROWTH, _BACKOFF, _GROWTH_EVERY = 2.0**16, 2.0, 0.5, 2000
 
 
 class LossScale:
-    """Attributes:
-    value: what the loss is multiplied by.
+    """The loss scale of fp16: gradients that would vanish in half precision are computed larger, and shrunk again.
+
+    Micikevicius et al., "Mixed precision training" (2018), section 3.2, with torch's `GradScaler` defaults. torch's
+    own decides per process; here all ranks take the same decision from the same sum, so their scales never differ.
     """
 
     def __init__(self) -> None:
@@ -44,13 +46,13 @@ class LossScale:
         return {"value": self.value, "good": self._good}
 
     def load(self, settings: Mapping[str, float]) -> None:
-        """Takes up a state."""
+        """Loads what `settings` returned."""
         self.value, self._good = float(settings["value"]), int(settings["good"])
 
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What all ranks found out together about one round.
+    """What all ranks have decided together about one round.
 
     Attributes:
         apply: whether the update is made.
@@ -67,20 +69,20 @@ HEALTHY = StepDecision()
 
 
 class GradientClipper:
-    """Looks at this rank's pieces of the summed gradient, and decides with the others.
+    """Checks and clips this rank's pieces of the summed gradient, and decides with the others.
 
     The pieces are those of the exchange: a slice on each rank, or everything on rank 0 where all hold the same.
 
     Args:
         options: clipping, and what a non-finite number leads to.
-        host: the ranks.
+        group: the ranks.
         scale: of the loss, None for none.
-        immediate: whether every round is looked at. On an accelerator that means to wait for it each time.
-        repeated: where the ranks of a replica hold a part of the model each, returns the gradients of what all hold.
-        times: how many ranks hold it.
+        immediate: whether to check every round. On an accelerator that means to wait for it each time.
+        repeated: where each rank of a replica holds a part of the model, returns the gradients that all of them hold.
+        times: how many ranks hold those.
 
     Attributes:
-        looks: whether it does.
+        checks: whether it checks every round.
     """
 
     def __init__(
@@ -98,23 +100,23 @@ class GradientClipper:
         self._clip_value = options.clip_value
         self._group = group
         self._scale = scale
-        self.looks = immediate or scale is not None or options.on_nonfinite != "raise" or self._clip_norm is not None
+        self.checks = immediate or scale is not None or options.on_nonfinite != "raise" or self._clip_norm is not None
 
-    def condition(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool) -> StepDecision:
+    def clip(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool) -> StepDecision:
         """Decides, and clips. When it returns, every rank has.
 
         Args:
-            measured: what this rank looks at; all ranks together look at every element once, but for repeated ones.
-            held: what this rank must change where something is to be changed.
+            measured: all ranks' together hold every element once, except those of `repeated`.
+            held: what this rank multiplies and clamps.
             finite: whether its own loss is.
         """
-        if not self.looks:
-            self._clip_elements(held)
+        if not self.checks:
+            self._clamp(held)
             self._group.barrier()
             return HEALTHY
-        # A power of two for each rank: the sum tells who they are, exactly for the first fifty.
+        # A power of two for each rank: the sum tells which ranks they are, exactly for the first fifty.
         own = 0.0 if finite else 2.0 ** min(self._group.rank, 50)
-        bad, broken, squared = self._group.sum([own, *self._look(measured)])
+        bad, broken, squared = self._group.sum([own, *self._check(measured)])
         if bad or broken:
             return self._refuse(tuple(rank for rank in range(64) if int(bad) >> rank & 1))
         unscale = 1.0 if self._scale is None else self._scale.inverse
@@ -122,7 +124,7 @@ class GradientClipper:
             self._scale.grow()
         if self._clip_value is not None:
             _multiply(held, unscale)
-            self._clip_elements(held)
+            self._clamp(held)
             if self._clip_norm is None:
                 self._group.barrier()
                 return HEALTHY
@@ -139,28 +141,26 @@ class GradientClipper:
         if self._scale is None:
             return StepDecision(False, bad_losses)
         self._scale.shrink()
-        # Below 1 it makes gradients smaller than they are, and what overflows then is not its doing.
+        # A scale below 1 makes gradients smaller than they are, so it does not cause their overflow.
         return StepDecision(False, bad_losses, overflow=not bad_losses and self._scale.value >= 1.0)
 
-    def _look(self, measured: Sequence[Tensor]) -> tuple[float, float]:
+    def _check(self, measured: Sequence[Tensor]) -> tuple[float, float]:
         """Returns whether an element is not finite, as a number, and the squared norm if it is clipped by."""
         if self._clip_norm is None or self._clip_value is not None:
             return float(not all_finite(measured)), 0.0
         squared = squared_norm(measured)
-        if math.isfinite(squared):
-            return 0.0, squared
-        return float(not all_finite(measured)), squared
+        return float(not math.isfinite(squared) and not all_finite(measured)), squared
 
     def _counted_once(self, squared: float) -> float:
         """Returns the squared norm of the whole model's gradient from the sum over ranks."""
         if self._times == 1:
             return squared
-        # After a meeting, when all of every gradient is there, and before another one, when they are multiplied.
+        # Between two barriers: all of every gradient is there, and none has been multiplied yet.
         repeated = squared_norm(self._repeated())
         self._group.barrier()
         return max(0.0, squared - (self._times - 1) * repeated)
 
-    def _clip_elements(self, held: Sequence[Tensor]) -> None:
+    def _clamp(self, held: Sequence[Tensor]) -> None:
         if self._clip_value is not None:
             for tensor in held:
                 tensor.clamp_(-self._clip_value, self._clip_value)
@@ -171,7 +171,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     sums = [tensor.sum() for tensor in tensors if tensor.numel()]
     if sums and sums[0].device.type != "cpu":
         sums = [torch.stack(sums).sum()]  # to wait for the device once
-    # One pass over memory. The sum of huge numbers may be infinite though none of them is, so then a second look.
+    # One pass over memory. The sum of huge numbers may be infinite although each is finite, so then a second look.
     if math.isfinite(sum(abs(total.item()) for total in sums)):
         return True
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -1,34 +1,34 @@
-"""The other two verbs: synchronize and update. The exchange owns the optimizer."""
+"""The other two verbs of a step, synchronize and update: an exchange, which owns the optimizer."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.training.clipping import StepDecision
+from torch import Tensor, nn
+
+from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.compute import Compute
+from headrace.training.gradients import UsedParameters, assign
 from headrace.training.optimizer_state import StatePiece
 from headrace.training.synchronization import DataLeases, PeriodicSync, SwappableWeights
+from headrace.training.update import Updater
 
 
 class Exchange(SwappableWeights):
-    """Brings the workers' gradients together and moves the parameters."""
+    """Combines the workers' gradients and updates the parameters."""
 
     @abstractmethod
     def begin(self, round_: int) -> None:
-        """Before compute: parameters are fetched and membership changes here, where a strategy has that."""
+        """Prepares a round before compute: some strategies fetch parameters or change the members here."""
 
     @abstractmethod
     def synchronize(self, finite: bool = True) -> StepDecision:
-        """After compute: every worker's contribution is brought to whoever updates, and looked at.
+        """Combines the gradients of all workers after compute, and decides whether to update: the same on all.
 
-        Args:
-            finite: whether this worker's loss is.
-
-        Returns:
-            Whether to update: the same on all workers.
+        `finite` says whether this worker's loss is.
         """
 
     @abstractmethod
@@ -49,7 +49,7 @@ class Exchange(SwappableWeights):
 
     @abstractmethod
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        """Takes up what of `pieces` (all ranks' together) belongs to this rank, and the settings if given.
+        """Loads what of `pieces` (all ranks' together) belongs to this rank, and the settings if given.
 
         Every rank calls it.
         """
@@ -59,15 +59,118 @@ class Exchange(SwappableWeights):
         """Returns the bytes of parameters and of optimizer state that this rank adds to the host."""
 
 
+class UpdatingExchange(Exchange):
+    """An exchange whose rank itself updates the parameters that it owns.
+
+    Its updater holds the parameters that it owns, or pieces of them; `parameter_bytes` is what it adds to the host.
+    """
+
+    updater: Updater
+    parameter_bytes: int
+
+    def begin(self, round_: int) -> None:
+        """The parameters are up to date since the last update."""
+
+    def update(self, round_: int) -> None:
+        self.updater.step(round_)
+
+    def skip(self, round_: int) -> None:
+        self.updater.skip(round_)
+
+    def swap_weights(self, averaged: bool) -> None:
+        self.updater.swap_weights(averaged)
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return self.updater.state()
+
+    def settings(self) -> dict[str, Any]:
+        return self.updater.settings()
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self.updater.load(pieces, settings)
+
+    def memory(self) -> tuple[int, int]:
+        return self.parameter_bytes, self.updater.state_bytes()
+
+
+class ReducingExchange(UpdatingExchange):
+    """Synchronous data parallelism: sums the workers' gradients, clips the sum, updates, publishes the parameters.
+
+    A strategy says how the gradients are summed (`reduce`) and how the others get new parameters (`publish`).
+
+    Args:
+        updater: of what this rank updates.
+        clipper: clips the sum, and decides with the other ranks.
+        used: tells which parameters have a gradient; a parameter that no worker has one for is not updated.
+        parameters: what this rank updates.
+        gradients: where `reduce` leaves the sum for each of them.
+        parameter_bytes: what this rank adds to the host for parameters.
+        indices: which of the trainable parameters each belongs to; None where they are all of them.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        clipper: GradientClipper,
+        used: UsedParameters,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        parameter_bytes: int,
+        indices: Sequence[int] | None = None,
+    ) -> None:
+        self.updater = updater
+        self.parameter_bytes = parameter_bytes
+        self._clipper = clipper
+        self._used = used
+        self._parameters = parameters
+        self._gradients = gradients
+        self._indices = range(len(parameters)) if indices is None else indices
+        self._missing: tuple[int, ...] = ()
+        assign(parameters, gradients, ())
+
+    @abstractmethod
+    def reduce(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Sums the gradients that all workers have stored.
+
+        Returns:
+            What this rank measures of the sum (all ranks together measure every element once), and what it changes
+            where clipping changes the sum.
+        """
+
+    def publish(self) -> None:
+        """Brings the parameters that this rank has changed to the others; returns when it has all of theirs."""
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        missing = self._used.settle()
+        measured, held = self.reduce()
+        decision = self._clipper.clip(measured, held, finite)
+        if missing != self._missing:
+            self._missing = missing
+            assign(self._parameters, self._gradients, [i for i, index in enumerate(self._indices) if index in missing])
+        return decision
+
+    def update(self, round_: int) -> None:
+        super().update(round_)
+        self.publish()
+
+    def swap_weights(self, averaged: bool) -> None:
+        super().swap_weights(averaged)
+        self.publish()
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        super().load(pieces, settings)
+        self.publish()
+
+
 @dataclass(frozen=True)
 class Replica:
     """A model copy with its three verbs.
 
     Attributes:
         compute, exchange: the verbs.
-        portions: where the worker gets its data, under strategies whose workers do not go in step; None where round
-            follows round on all of them.
-        meetings: where the workers come together, under strategies whose workers go on by themselves between them.
+        portions: leases the data, under strategies whose workers do not go in step; None where round follows round on
+            all of them.
+        meetings: synchronizes the workers, under strategies whose workers step on their own in between.
     """
 
     compute: Compute

@@ -9,12 +9,13 @@ from itertools import repeat
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 
 _ALIGN = 64
+"""Bytes of a cache line."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class ByteRange:
     stop: int
 
     def of(self, region: Tensor) -> Tensor:
-        """Returns the span of a `(nbytes,)` uint8 region, flat, in its own type."""
+        """Returns this range of a `(nbytes,)` uint8 region, flat, in its own type."""
         return region[self.start : self.stop].view(self.dtype)
 
     def part(self, rank: int, world: int) -> ByteRange:
@@ -38,18 +39,13 @@ class ByteRange:
 
 
 class FlatLayout:
-    """Gives every parameter a place, aligned to cache lines, those of one type side by side.
+    """The place of every parameter in one flat region, aligned to cache lines, those of one type side by side.
 
-    Args:
-        parameters: in the model's order.
-
-    Attributes:
-        nbytes: length of the whole.
-        spans: one a type.
+    `nbytes` is the length of the region; `spans` has one range for each type.
     """
 
     def __init__(self, parameters: Sequence[ParameterSpec]) -> None:
-        self._parameters = tuple(parameters)
+        self._parameters = {parameter.name: parameter for parameter in parameters}
         self._offsets: dict[str, int] = {}
         self.spans: tuple[ByteRange, ...] = ()
         position = 0
@@ -58,115 +54,108 @@ class FlatLayout:
             for parameter in parameters:
                 if parameter.dtype == dtype:
                     self._offsets[parameter.name] = position
-                    position += -(-parameter.bytes // _ALIGN) * _ALIGN
+                    position += _padded(parameter)
             self.spans += (ByteRange(getattr(torch, dtype), start, position),)
         self.nbytes = position
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters', in order."""
-        return tuple(parameter.name for parameter in self._parameters)
+        """The parameters' names, in order."""
+        return tuple(self._parameters)
 
     def views(self, region: Tensor) -> tuple[Tensor, ...]:
         """Returns every parameter's place in a `(nbytes,)` uint8 region, in its shape and type, in order."""
-        return tuple(self.flat(region, parameter.name).view(parameter.shape) for parameter in self._parameters)
+        return tuple(self.flat(region, name).view(each.shape) for name, each in self._parameters.items())
 
     def runs(self, region: Tensor, start: int, stop: int) -> list[Tensor]:
         """Returns the places of the parameters `[start, stop)` as few flat pieces: one a type."""
-        chosen = self._parameters[start:stop]
+        chosen = list(self._parameters.values())[start:stop]
         pieces = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in chosen):
-            offsets = [self._offsets[p.name] for p in chosen if p.dtype == dtype]
-            last = next(p for p in reversed(chosen) if p.dtype == dtype)
-            end = self._offsets[last.name] + -(-last.bytes // _ALIGN) * _ALIGN
-            pieces.append(region[offsets[0] : end].view(getattr(torch, dtype)))
+            same = [parameter for parameter in chosen if parameter.dtype == dtype]
+            end = self._offsets[same[-1].name] + _padded(same[-1])
+            pieces.append(region[self._offsets[same[0].name] : end].view(getattr(torch, dtype)))
         return pieces
 
     def flat(self, region: Tensor, name: str) -> Tensor:
         """Returns one parameter's place, flat."""
-        parameter = next(parameter for parameter in self._parameters if parameter.name == name)
-        start = self._offsets[name]
+        parameter, start = self._parameters[name], self._offsets[name]
         stop = start + parameter.elements * ITEM_BYTES[parameter.dtype]
         return region[start:stop].view(getattr(torch, parameter.dtype))
 
 
+def _padded(parameter: ParameterSpec) -> int:
+    return -(-parameter.bytes // _ALIGN) * _ALIGN
+
+
 class GradientSink(Protocol):
-    """Takes what a backward pass brought."""
+    """Takes the gradients of a backward pass."""
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
         """Takes one gradient a trainable parameter; None where the loss does not depend on it."""
 
     def store_nothing(self) -> None:
-        """Says that this worker contributes nothing to this round."""
+        """Notes that this worker contributes nothing to this round."""
 
 
 class UsedParameters:
-    """Which parameters have got a gradient from anybody in this round.
+    """Finds the trainable parameters that no worker has a gradient for in this round.
 
-    One device skips a parameter that the loss does not depend on (no decay, no momentum). N workers do the
-    same only if nobody's part of the batch depends on it, so everybody must know.
-
-    Args:
-        collective: of the workers.
-        count: number of trainable parameters.
+    One device skips a parameter that the loss does not depend on (no decay, no momentum). N workers do the same only
+    if no worker's part of the batch depends on it, so they must tell each other.
     """
 
-    def __init__(self, collective: ProcessGroup, count: int) -> None:
-        self._collective = collective
-        shares = collective.one_memory
-        regions = collective.share(count + 1) if shares else (torch.zeros(count + 1, dtype=torch.uint8),)
+    def __init__(self, group: ProcessGroup, count: int) -> None:
+        self._group = group
+        shares = group.one_memory
+        regions = group.share(count + 1) if shares else (torch.zeros(count + 1, dtype=torch.uint8),)
+        # By rank: whether a gradient is missing, and which.
         self._regions = [region.numpy() for region in regions]
-        self._own = self._regions[collective.rank if shares else 0]
+        self._own = self._regions[group.rank if shares else 0]
 
     def publish(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Says which of this worker's gradients exist; returns whether all do."""
-        whole = not any(map(operator.is_, gradients, repeat(None)))
-        if not whole:
+        """Tells the others which of this worker's gradients are missing; returns whether none is."""
+        complete = not any(map(operator.is_, gradients, repeat(None)))
+        if not complete:
             self._own[1:] = [gradient is None for gradient in gradients]
-        self._own[0] = not whole
-        return whole
+        self._own[0] = not complete
+        return complete
 
     def publish_nothing(self) -> None:
-        """Says that this worker has none."""
+        """Tells the others that this worker has no gradients."""
         self._own[:] = 1
 
     def settle(self) -> tuple[int, ...]:
-        """Meets the others, when all have said; returns indices of the parameters that nobody has a gradient for."""
-        if not self._collective.one_memory:
-            return self._ask()
-        self._collective.barrier()
+        """Waits until all workers have published; returns the indices of the parameters without any gradient."""
+        if not self._group.one_memory:
+            return self._settle_by_collective()
+        self._group.barrier()
         if not all(region[0] for region in self._regions):
             return ()
-        absent = self._regions[0][1:].copy()
+        missing = self._regions[0][1:].copy()
         for region in self._regions[1:]:
-            absent &= region[1:]
-        return tuple(int(index) for index in absent.nonzero()[0])
+            missing &= region[1:]
+        return tuple(int(index) for index in missing.nonzero()[0])
 
-    def _ask(self) -> tuple[int, ...]:
-        (lacking,) = self._collective.sum([float(self._own[0])])
-        if lacking < self._collective.world:
+    def _settle_by_collective(self) -> tuple[int, ...]:
+        (incomplete,) = self._group.sum([float(self._own[0])])
+        if incomplete < self._group.world:
             return ()
-        absent = torch.from_numpy(self._own[1:].astype("int32"))
-        self._collective.all_reduce(absent)
-        return tuple((absent == self._collective.world).nonzero().flatten().tolist())
+        missing = torch.from_numpy(self._own[1:].astype("int32"))
+        self._group.all_reduce(missing)
+        return tuple((missing == self._group.world).nonzero().flatten().tolist())
 
 
 class FlatGradients:
-    """One worker's gradients, side by side in one region.
+    """Stores one worker's gradients side by side in a `(layout.nbytes,)` uint8 region, and publishes which exist."""
 
-    Args:
-        layout: places of the trainable parameters.
-        region: `(layout.nbytes,)` uint8.
-        presence: told what exists.
-    """
-
-    def __init__(self, layout: FlatLayout, region: Tensor, presence: UsedParameters) -> None:
+    def __init__(self, layout: FlatLayout, region: Tensor, used: UsedParameters) -> None:
         self._views = layout.views(region)
         self._region = region
-        self._presence = presence
+        self._used = used
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
-        if self._presence.publish(gradients):
+        if self._used.publish(gradients):
             torch._foreach_copy_(self._views, cast(tuple[Tensor, ...], gradients))
             return
         for view, gradient in zip(self._views, gradients, strict=True):
@@ -176,13 +165,34 @@ class FlatGradients:
                 view.copy_(gradient)
 
     def store_nothing(self) -> None:
-        self._presence.publish_nothing()
+        self._used.publish_nothing()
         self._region.zero_()
 
 
-def assign(parameters: Sequence[nn.Parameter], views: Sequence[Tensor], missing: Sequence[int]) -> None:
-    """Lets the optimizer see the views as gradients, except those of the missing parameters."""
-    for parameter, view in zip(parameters, views, strict=True):
-        parameter.grad = view
+class SharedGradients:
+    """The gradients of all workers of a host, each in a region that all of them see.
+
+    Attributes:
+        layout: places of the trainable parameters in a region.
+        regions: `(layout.nbytes,)` uint8, by rank.
+        used: tells which parameters have a gradient.
+        sink: stores this worker's gradients in its own region.
+    """
+
+    def __init__(self, trainable: Sequence[ParameterSpec], group: ProcessGroup) -> None:
+        self.layout = FlatLayout(trainable)
+        self.regions = group.share(self.layout.nbytes)
+        self.used = UsedParameters(group, len(trainable))
+        self.sink = FlatGradients(self.layout, self.regions[group.rank], self.used)
+
+    def views(self) -> list[tuple[Tensor, ...]]:
+        """Returns every worker's gradients, by rank, in the parameters' shapes and order."""
+        return [self.layout.views(region) for region in self.regions]
+
+
+def assign(parameters: Sequence[Tensor], gradients: Sequence[Tensor], missing: Sequence[int]) -> None:
+    """Hands the optimizer each parameter's gradient, except those of the missing parameters."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     for index in missing:
         parameters[index].grad = None

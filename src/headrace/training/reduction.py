@@ -1,4 +1,13 @@
-"""The sum of all workers' gradients: in shared memory, or by a collective of the devices."""
+"""The sum of all workers' gradients: in shared memory, or by a collective of the devices.
+
+A collective may run while backward still computes: buckets of gradients leave as soon as they are complete.
+
+    backward    │ layer 4 │ layer 3 │ layer 2 │ layer 1 │
+    all-reduce            │ bucket 0 (4, 3)   │ bucket 1 (2, 1) │
+
+It pays where the transport works by itself (NCCL on a GPU's copy engines, a network card). On a CPU host the cores that
+would exchange are those that compute, so it is not used there: see benchmarks/overlap.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +20,30 @@ from torch import Tensor, nn
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
-from headrace.training.gradients import FlatGradients, FlatLayout, GradientSink, UsedParameters
+from headrace.spec.model import ParameterSpec
+from headrace.training.clipping import GradientClipper
+from headrace.training.exchange import ReducingExchange
+from headrace.training.gradients import FlatGradients, FlatLayout, GradientSink, SharedGradients, UsedParameters
+from headrace.training.update import Updater
 
-
-def shared_traffic(gradient_bytes: int, workers: int) -> int:
-    """Returns the bytes that a worker writes for others and reads from them, where each sums 1/N of the rest's.
-
-    It writes its gradients but its own part, reads that part of the others', writes the sum of it, and reads
-    the other parts' sums: 3 (N - 1)/N + 1/N.
-    """
-    return gradient_bytes * (3 * workers - 2) // workers if workers > 1 else 0
+BUCKET_BYTES = 25 << 20
+"""As DDP's: large enough for the transport's full speed, small enough to begin early."""
 
 
 class Reduction(ABC):
     """Sums the workers' flat gradients.
 
     Attributes:
+        layout: places of the trainable parameters' gradients.
+        used: tells which of them exist.
         sink: takes this worker's.
         result: where the sum appears, `(nbytes,)` uint8.
         held: what this rank changes of the sum, where it is to be changed on all.
-        measured: what this rank looks at; all ranks together look at every element once.
+        measured: what this rank measures; all ranks together measure every element once.
     """
 
+    layout: FlatLayout
+    used: UsedParameters
     sink: GradientSink
     result: Tensor
     held: list[Tensor]
@@ -40,28 +51,23 @@ class Reduction(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Sums; all workers' gradients are there."""
+        """Sums; all workers have stored their gradients."""
 
 
 class SharedMemoryReduction(Reduction):
-    """Through shared memory: each rank sums its part, in rank order; the result is one for all.
+    """Sums through shared memory: each rank its part, in rank order, into one result for all."""
 
-    Args:
-        layout: places of the gradients.
-        presence: told which exist.
-        group: the workers of this host.
-    """
-
-    def __init__(self, layout: FlatLayout, presence: UsedParameters, group: ProcessGroup) -> None:
-        regions = group.share(layout.nbytes)
-        self._group = group
-        own = regions[group.rank]
-        self.sink = FlatGradients(layout, own, presence)
-        self.result = own if group.world == 1 else group.share(0 if group.rank else layout.nbytes)[0]
-        parts = [span.part(group.rank, group.world) for span in layout.spans]
+    def __init__(self, trainable: Sequence[ParameterSpec], group: ProcessGroup) -> None:
+        shared = SharedGradients(trainable, group)
+        self.layout, self.used, self.sink = shared.layout, shared.used, shared.sink
+        nbytes = self.layout.nbytes
+        own = shared.regions[group.rank]
+        self.result = own if group.world == 1 else group.share(0 if group.rank else nbytes)[0]
+        parts = [span.part(group.rank, group.world) for span in self.layout.spans]
         self.held = self.measured = [part.of(self.result) for part in parts]
-        self._sources = [[part.of(region) for region in regions] for part in parts]
-        self._traffic = shared_traffic(layout.nbytes, group.world)
+        self._sources = [[part.of(region) for region in shared.regions] for part in parts]
+        self._group = group
+        self._traffic = shared_traffic(nbytes, group.world)
 
     def reduce(self) -> None:
         if self._group.world > 1:
@@ -73,89 +79,52 @@ class SharedMemoryReduction(Reduction):
 
 
 class CollectiveReduction(Reduction):
-    """By a collective of the devices, when backward is over.
+    """Sums by a collective of the devices, when backward is over."""
 
-    Args:
-        layout: places of the gradients.
-        presence: told which exist.
-        wire: of all workers.
-        device: where gradients live.
-    """
-
-    def __init__(self, layout: FlatLayout, presence: UsedParameters, wire: Collective, device: torch.device) -> None:
-        self._wire = wire
-        self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        self.sink = FlatGradients(layout, self.result, presence)
-        self.held = [span.of(self.result) for span in layout.spans]
-        self.measured = [] if wire.rank else self.held
+    def __init__(
+        self, trainable: Sequence[ParameterSpec], group: ProcessGroup, collective: Collective, device: torch.device
+    ) -> None:
+        self.layout = FlatLayout(trainable)
+        self.used = UsedParameters(group, len(trainable))
+        self.result = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
+        self.sink = FlatGradients(self.layout, self.result, self.used)
+        self.held = [span.of(self.result) for span in self.layout.spans]
+        self.measured = [] if collective.rank else self.held
+        self._collective = collective
 
     def reduce(self) -> None:
         for total in self.held:
-            self._wire.all_reduce(total)
+            self._collective.all_reduce(total)
 
 
 class OverlappedReduction(Reduction):
-    """By a collective of the devices, bucket by bucket, while backward still runs.
+    """Sums by a collective of the devices, bucket by bucket, while backward still runs.
 
-    Args:
-        layout: places of the gradients.
-        presence: told which exist.
-        wire: of all workers.
-        module: the model.
-    """
-
-    def __init__(self, layout: FlatLayout, presence: UsedParameters, wire: Collective, module: nn.Module) -> None:
-        device = next(module.parameters()).device
-        self.result = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        self.sink = self._sink = OverlappedGradients(module, layout, self.result, presence, wire)
-        self.held = [span.of(self.result) for span in layout.spans]
-        self.measured = [] if wire.rank else self.held
-
-    def reduce(self) -> None:
-        self._sink.wait()
-
-
-BUCKET_BYTES = 25 << 20
-"""As DDP's: large enough for the wire's full speed, small enough to begin early."""
-
-
-class OverlappedGradients:
-    """Takes each gradient when autograd has made it, and starts a bucket's all-reduce when it is whole.
-
-    Buckets leave in the same order on every worker, whatever the order in which their gradients come. A
-    parameter without a gradient holds its bucket back until the pass is over.
-
-    Args:
-        module: the model, whose trainable parameters are those of the layout, in order.
-        layout: places of the gradients.
-        region: `(layout.nbytes,)` uint8, on the model's device.
-        presence: told what exists.
-        wire: of all workers.
-        bucket_bytes: when a bucket is full.
+    It takes each gradient when autograd has made it, and starts a bucket's all-reduce when the bucket is complete.
+    Buckets leave in the same order on every worker, whatever the order in which their gradients come. A parameter
+    without a gradient holds its bucket back until backward is over.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layout: FlatLayout,
-        region: Tensor,
-        presence: UsedParameters,
-        wire: Collective,
-        bucket_bytes: int = BUCKET_BYTES,
+        self, trainable: Sequence[ParameterSpec], group: ProcessGroup, collective: Collective, module: nn.Module
     ) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._views = layout.views(region)
-        self._presence = presence
-        self._wire = wire
-        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        runs = buckets(sizes, bucket_bytes)
+        self.layout = FlatLayout(trainable)
+        self.used = UsedParameters(group, len(trainable))
+        self.sink = self
+        self.result = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=next(module.parameters()).device)
+        self.held = [span.of(self.result) for span in self.layout.spans]
+        self.measured = [] if collective.rank else self.held
+        self._views = self.layout.views(self.result)
+        self._collective = collective
+        runs = buckets([parameter.bytes for parameter in trainable], BUCKET_BYTES)
         self._bucket_of = [0] * len(parameters)
         self._flats: list[list[Tensor]] = []
         for number, (start, stop) in enumerate(runs):
             self._bucket_of[start:stop] = [number] * (stop - start)
-            self._flats.append(layout.runs(region, start, stop))
+            self._flats.append(self.layout.runs(self.result, start, stop))
         self._sizes = [stop - start for start, stop in runs]
-        self._lacking = list(self._sizes)
+        self._missing = list(self._sizes)
         self._arrived = [False] * len(parameters)
         self._sent = 0
         self._waits: list[Callable[[], None]] = []
@@ -163,23 +132,22 @@ class OverlappedGradients:
             parameter.register_hook(partial(self._take, index))
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
-        self._presence.publish(gradients)
+        self.used.publish(gradients)
         for index, arrived in enumerate(self._arrived):
             gradient = gradients[index]
-            if not arrived and gradient is not None:
-                self._views[index].copy_(gradient)
-            elif gradient is None:
+            if gradient is None:
                 self._views[index].zero_()
-        self._finish()
+            elif not arrived:
+                self._views[index].copy_(gradient)
+        self._send_rest()
 
     def store_nothing(self) -> None:
-        self._presence.publish_nothing()
+        self.used.publish_nothing()
         for view in self._views:
             view.zero_()
-        self._finish()
+        self._send_rest()
 
-    def wait(self) -> None:
-        """Returns when every bucket's sum is there."""
+    def reduce(self) -> None:
         for wait in self._waits:
             wait()
         self._waits.clear()
@@ -187,35 +155,79 @@ class OverlappedGradients:
     def _take(self, index: int, gradient: Tensor) -> None:
         self._views[index].copy_(gradient)
         self._arrived[index] = True
-        self._lacking[self._bucket_of[index]] -= 1
-        while self._sent < len(self._lacking) and self._lacking[self._sent] == 0:
+        self._missing[self._bucket_of[index]] -= 1
+        while self._sent < len(self._missing) and self._missing[self._sent] == 0:
             self._send()
 
     def _send(self) -> None:
-        self._waits += [self._wire.start_all_reduce(flat) for flat in self._flats[self._sent]]
+        self._waits += [self._collective.start_all_reduce(flat) for flat in self._flats[self._sent]]
         self._sent += 1
 
-    def _finish(self) -> None:
-        while self._sent < len(self._lacking):
+    def _send_rest(self) -> None:
+        while self._sent < len(self._missing):
             self._send()
         self._sent = 0
-        self._lacking[:] = self._sizes
+        self._missing[:] = self._sizes
         self._arrived[:] = [False] * len(self._arrived)
+
+
+class MirroredExchange(ReducingExchange):
+    """Reduces the gradients, and updates a mirror of all parameters on every worker.
+
+    `parameters` are this worker's trainable parameters, in order. If `copies`, the optimizer gets a copy of the sum,
+    because it might write into a result that all workers of the host read.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        clipper: GradientClipper,
+        reduction: Reduction,
+        parameters: Sequence[nn.Parameter],
+        parameter_bytes: int,
+        copies: bool,
+    ) -> None:
+        self._reduction = reduction
+        self._views = reduction.layout.views(reduction.result)
+        self._private = [view.clone() for view in self._views] if copies else []
+        super().__init__(updater, clipper, reduction.used, parameters, self._private or self._views, parameter_bytes)
+
+    def reduce(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        self._reduction.reduce()
+        return self._reduction.measured, self._reduction.held
+
+    def update(self, round_: int) -> None:
+        if self._private:
+            torch._foreach_copy_(self._private, self._views)
+        super().update(round_)
+
+
+def may_write_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether a step may write into the gradients that it reads."""
+    # torch's own optimizers only read them, those of foreach=True aside (SGD with nesterov writes).
+    ours = type(optimizer).__module__.startswith("torch.optim")
+    return not ours or any(group.get("foreach") for group in optimizer.param_groups)
+
+
+def shared_traffic(gradient_bytes: int, workers: int) -> int:
+    """Returns the bytes that a worker writes for others and reads from them, where each sums 1/N of all gradients.
+
+    It writes its gradients but its own part, reads that part of the others', writes the sum of it, and reads
+    the other parts' sums: 3 (N - 1)/N + 1/N.
+    """
+    return gradient_bytes * (3 * workers - 2) // workers if workers > 1 else 0
 
 
 def buckets(sizes: Sequence[int], bucket_bytes: int) -> tuple[tuple[int, int], ...]:
     """Returns runs `(start, stop)` of parameter indices, in the order in which their gradients are ready.
 
-    Backward runs from the last parameter to the first, so the first bucket ends with the last parameter. A
-    bucket closes as soon as it has `bucket_bytes`: each is at least that large, but for the last, which holds
-    what is left, and none would still be that large without its own first parameter.
+    `sizes` are the bytes of each parameter, in the model's order. Backward runs from the last parameter to the first,
+    so the first bucket ends with the last parameter. A bucket closes as soon as it has `bucket_bytes`: each is at least
+    that large, but for the last, which holds what is left, and none would still be that large without its own first
+    parameter.
 
     >>> buckets((40, 10, 10, 30, 5), 20)
     ((3, 5), (1, 3), (0, 1))
-
-    Args:
-        sizes: bytes of each parameter, in the model's order.
-        bucket_bytes: when a bucket is full.
 
     Raises:
         UsageError: `bucket_bytes` is below 1.

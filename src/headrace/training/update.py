@@ -17,7 +17,6 @@ from headrace.errors import UsageError
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 from headrace.training.clipping import LossScale
-from headrace.training.exchange import Exchange
 from headrace.training.optimizer import is_plain_sgd
 from headrace.training.optimizer_state import StatePiece, load_state, state_bytes, state_pieces
 
@@ -346,36 +345,3 @@ class Updater:
                     piece.copy_to(dense, segment.start)
                 if dense is not tensor:
                     tensor.copy_(dense)
-
-
-class UpdatingExchange(Exchange):
-    """An exchange whose rank itself updates what it owns.
-
-    Attributes:
-        updater: of the pieces that this rank owns.
-        parameter_bytes: what this rank adds to the host for parameters.
-    """
-
-    updater: Updater
-    parameter_bytes: int
-
-    def update(self, round_: int) -> None:
-        self.updater.step(round_)
-
-    def skip(self, round_: int) -> None:
-        self.updater.skip(round_)
-
-    def swap_weights(self, averaged: bool) -> None:
-        self.updater.swap_weights(averaged)
-
-    def state(self) -> tuple[StatePiece, ...]:
-        return self.updater.state()
-
-    def settings(self) -> dict[str, Any]:
-        return self.updater.settings()
-
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        self.updater.load(pieces, settings)
-
-    def memory(self) -> tuple[int, int]:
-        return self.parameter_bytes, self.updater.state_bytes()

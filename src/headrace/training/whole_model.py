@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from headrace.collectives.base import ProcessGroup
 from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.policies.batch_split import bounds
 from headrace.spec.job import Share
+from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import LossScale
 from headrace.training.compute import Compute, Computed
+from headrace.training.exchange import Replica
 from headrace.training.gradients import GradientSink
 from headrace.trees import map_leaves, map_tensors
 
@@ -329,3 +333,38 @@ def _form(batch: Any) -> str:
     if isinstance(batch, tuple | list):
         return f"a {type(batch).__name__} of {len(batch)}"
     return f"a {type(batch).__name__}"
+
+
+class ModelParallelGroup(ABC):
+    """How the ranks that hold one replica together compute: this rank's part of it.
+
+    Attributes:
+        group: the ranks of this replica.
+        everyone: the ranks of all replicas.
+        repeated: names of the parameters that every rank of a replica holds.
+        model: what this rank holds.
+        piecewise: whether a parameter's gradient is added up from micro-batch to micro-batch.
+    """
+
+    piecewise: ClassVar[bool] = False
+    group: ProcessGroup
+    everyone: ProcessGroup
+    repeated: frozenset[str]
+    model: ModelSpec
+
+    @abstractmethod
+    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
+        """Returns what computes this rank's part.
+
+        Args:
+            whole: how one rank would compute all.
+            sink: takes the gradients; None leaves them in `.grad`.
+        """
+
+    def spread(self) -> None:
+        """Gives each rank of the replica the values of what it holds and another one owns; all ranks call it."""
+        raise NotImplementedError("no rank owns what several ranks of this replica hold")
+
+    @abstractmethod
+    def finish(self, replica: Replica) -> Replica:
+        """Returns a replica of which whole tensors are saved and loaded, of one of what this rank holds."""

@@ -160,12 +160,12 @@ class ReplicaGroup:
         self._options = options
         # Only to look: clipping is that of one device.
         looking = replace(options, clip_norm=None, clip_value=None)
-        self._conditioner = GradientClipper(looking, group, scale, immediate=device.type == "cpu")
+        self._clipper = GradientClipper(looking, group, scale, immediate=device.type == "cpu")
 
     @property
     def looked(self) -> bool:
         """Whether gradients that `judge` lets pass are known to be finite."""
-        return self._conditioner.looks
+        return self._clipper.checks
 
     def judge(self, held: GradientBuffer, finite: bool, replica: int) -> StepDecision:
         """Looks at the replica's gradient, and clips it; all ranks call it.
@@ -177,7 +177,7 @@ class ReplicaGroup:
         """
         world = self.group.world
         present = held.present
-        verdict = self._conditioner.condition(present, present, finite)
+        verdict = self._clipper.clip(present, present, finite)
         if verdict.apply:
             held.clip(self._options.clip_value, self._options.clip_norm, self.group.sum if world > 1 else None)
         return replace(verdict, bad_losses=tuple(replica * world + place for place in verdict.bad_losses))

@@ -1,0 +1,161 @@
+"""The one copy of the parameters that all workers of a host share, and the exchange that updates it slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.collectives.base import ProcessGroup
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Segment
+from headrace.training.clipping import GradientClipper
+from headrace.training.exchange import ReducingExchange
+from headrace.training.gradients import FlatGradients, FlatLayout, SharedGradients
+from headrace.training.optimizer import build_over
+from headrace.training.optimizer_state import StatePiece
+from headrace.training.reduction import shared_traffic
+from headrace.training.update import Updater
+
+NewUpdater = Callable[[torch.optim.Optimizer, Sequence[tuple[Segment, Tensor]], torch.optim.Optimizer], Updater]
+"""From an optimizer over pieces, the pieces, and the optimizer over whole parameters that it was built like."""
+
+
+class CentralCopy:
+    """The one copy, every worker's gradients, and the way between them and a device.
+
+    The module's parameters become views: of the one copy on a CPU, of one flat buffer on another device.
+
+    Attributes:
+        layout: places of all parameters.
+        parameters: the one copy, `(layout.nbytes,)` uint8, in host memory.
+        gradients: of all workers, in host memory.
+        sink: takes this worker's.
+    """
+
+    def __init__(self, module: nn.Module, model: ModelSpec, group: ProcessGroup, device: torch.device) -> None:
+        self.layout, self.parameters = share_parameters(module, model, group)
+        self.gradients = shared = SharedGradients(model.trainable, group)
+        self._own = self._local = shared.regions[group.rank]
+        self._near = self.parameters
+        self.sink = shared.sink
+        if device.type != "cpu":
+            for region in (self.parameters, self._own):
+                _pin(region)
+            self._near = torch.empty_like(self.parameters, device=device)
+            self._local = torch.zeros_like(self._own, device=device)
+            self.sink = FlatGradients(shared.layout, self._local, shared.used)
+        place_parameters(module, self.layout, self._near)
+        self.fetch()
+
+    def fetch(self) -> None:
+        """Copies the parameters to the device."""
+        if self._near is not self.parameters:
+            self._near.copy_(self.parameters)
+
+    def bring(self) -> None:
+        """Copies this worker's gradients to host memory."""
+        if self._local is not self._own:
+            self._own.copy_(self._local)
+
+
+def share_parameters(module: nn.Module, model: ModelSpec, group: ProcessGroup) -> tuple[FlatLayout, Tensor]:
+    """Copies rank 0's parameters into memory that all workers see; returns their places and the memory."""
+    layout = FlatLayout(model.parameters)
+    region = group.share(0 if group.rank else layout.nbytes)[0]
+    if group.rank == 0:
+        for view, parameter in zip(layout.views(region), module.parameters(), strict=True):
+            view.copy_(parameter.data)
+    group.barrier()
+    return layout, region
+
+
+def place_parameters(module: nn.Module, layout: FlatLayout, region: Tensor) -> None:
+    """Makes a module's parameters views of a region."""
+    for view, parameter in zip(layout.views(region), module.parameters(), strict=True):
+        parameter.data = view
+
+
+class CentralStorageExchange(ReducingExchange):
+    """Sums and updates this rank's segments of the one copy.
+
+    Args:
+        segments: those that this rank owns.
+        model: the model's specification.
+        group: the workers.
+        copy: the one copy.
+        template: the job's optimizer over the whole parameters.
+        new_updater: builds the updater of the pieces.
+        clipper: clips the sum, and decides with the other ranks.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        model: ModelSpec,
+        group: ProcessGroup,
+        copy: CentralCopy,
+        template: torch.optim.Optimizer,
+        new_updater: NewUpdater,
+        clipper: GradientClipper,
+    ) -> None:
+        self._group = group
+        self._copy = copy
+        specs = {parameter.name: parameter for parameter in model.parameters}
+        layout = copy.gradients.layout
+
+        def cut(places: FlatLayout, region: Tensor, segment: Segment) -> Tensor:
+            spec = specs[segment.parameter]
+            piece = places.flat(region, segment.parameter)[segment.start : segment.stop]
+            # A whole parameter keeps its shape, for optimizers that look at it.
+            return piece.view(spec.shape) if piece.numel() == spec.elements else piece
+
+        pieces = [nn.Parameter(cut(copy.layout, copy.parameters, segment)) for segment in segments]
+        own, *self._others = [
+            [cut(layout, region, segment) for segment in segments]
+            for region in (copy.gradients.regions[group.rank], *_without(copy.gradients.regions, group.rank))
+        ]
+        self._sums = own
+        by_name: dict[str, list[Tensor]] = {}
+        for segment, piece in zip(segments, pieces, strict=True):
+            by_name.setdefault(segment.parameter, []).append(piece)
+        updater = new_updater(build_over(template, by_name), list(zip(segments, pieces, strict=True)), template)
+        self._traffic = shared_traffic(layout.nbytes, group.world)
+        indices = [layout.names.index(segment.parameter) for segment in segments]
+        parameter_bytes = 0 if group.rank else copy.layout.nbytes
+        super().__init__(updater, clipper, copy.gradients.used, pieces, own, parameter_bytes, indices)
+
+    def reduce(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        if self._sums:
+            for gradients in self._others:
+                torch._foreach_add_(self._sums, gradients)
+        self._group.moved_bytes += self._traffic
+        return self._sums, self._sums
+
+    def publish(self) -> None:
+        self._group.barrier()
+        self._copy.fetch()
+
+    def swap_weights(self, averaged: bool) -> None:
+        # No rank may still read what is changed.
+        self._group.barrier()
+        super().swap_weights(averaged)
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        # Weights may be among the pieces, and no rank may still read them.
+        self._group.barrier()
+        super().load(pieces, settings)
+
+
+def _without(regions: Sequence[Tensor], rank: int) -> list[Tensor]:
+    return [region for peer, region in enumerate(regions) if peer != rank]
+
+
+def _pin(region: Tensor) -> None:
+    """Lets a GPU copy to and from shared memory directly."""
+    if region.numel():
+        code = torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.numel(), 0)
+        if int(code) != 0:
+            raise RuntimeError(f"cudaHostRegister of {region.numel():,} bytes failed with code {int(code)}")
