@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from warm.programs import PYTHON, programs
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the tests of it would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,6 +32,24 @@ def _no_waiting_for_the_disk(request: pytest.FixtureRequest) -> Iterator[None]:
         if "checkpoint" not in request.path.parts:
             patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _programs_begin_warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Python programs that tests and engines start are forked from one that has imported torch: seconds for each.
+
+    Quick tests start none, so a selection of quick tests alone does without.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if any(item.get_closest_marker("slow") for item in request.session.items):
+            patch.setattr(sys, "executable", str(programs() / "python"))
+        yield
+
+
+@pytest.fixture
+def real_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at the processes themselves, or at what has been imported."""
+    monkeypatch.setattr(sys, "executable", PYTHON)
 
 
 LONGEST = (

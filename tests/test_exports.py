@@ -72,6 +72,7 @@ def test_the_front_door_lists_what_it_has() -> None:
         front.no_such_name  # noqa: B018
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.parametrize("name", [PACKAGE, f"{PACKAGE}.cli", f"{PACKAGE}.report", f"{PACKAGE}.spec"])
 def test_importing_it_does_not_import_torch(name: str) -> None:
     program = f"import sys, {name}; print(sorted({{'torch', 'sklearn', 'matplotlib'}} & set(sys.modules)))"

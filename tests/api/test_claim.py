@@ -24,6 +24,7 @@ from headrace.api.run_dir_lock import RunDirLock, refuse_living
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.events import LAUNCHER, Notice, decode
 from headrace.worker.events import EventWriter, events_path
+from warm.programs import ROOT
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -54,6 +55,7 @@ def test_a_new_directory_is_made_and_held(tmp_path: Path) -> None:
     RunDirLock(run_dir, continues=False).close()
 
 
+@pytest.mark.usefixtures("real_python")
 def test_a_lock_is_not_inherited_by_whatever_is_started(tmp_path: Path) -> None:
     claim = RunDirLock(tmp_path, continues=False)
     command = [sys.executable, "-c", "print(flush=True); input()"]
@@ -167,7 +169,7 @@ def training(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
         "hr.fit(lasting_job('plain', epochs=10**6, eval_data=None), hr.Mirrored(2), run_dir=sys.argv[1], "
         "checkpoints=hr.Checkpoints(every_steps=50, every_s=None, keep=2))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT / "src")])}
     with subprocess.Popen([sys.executable, "-c", code, run_dir], env=environment, text=True,
                           stderr=subprocess.DEVNULL) as process:  # fmt: skip
         try:

@@ -40,6 +40,7 @@ print((written - before) / size, (peak() - before_read) / size, len(found))
 """
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 def test_saving_copies_pieces_and_loading_takes_the_state_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]

@@ -148,6 +148,7 @@ def test_a_header_comes_back_exactly(tensors: list[tuple[str, list[int]]]) -> No
     assert header.parse(data[8:], entries[-1].end if entries else 0) == tuple(entries)
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 def test_importing_the_room_and_looking_at_a_checkpoint_does_not_import_torch(tmp_path: Path) -> None:
     program = (

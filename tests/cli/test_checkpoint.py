@@ -233,6 +233,7 @@ def test_an_unknown_action(run_dir: Path, capsys: Capture) -> None:
     assert "'list', 'verify', 'show'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["list", "verify", "show"])
 def test_no_torch_for_an_answer(run_dir: Path, action: str) -> None:

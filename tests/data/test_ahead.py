@@ -265,6 +265,7 @@ print(memory("VmHWM") - before)
 """
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["shuffled", "the small first"])
 def test_the_process_stays_within_the_memory_limit_too(order: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.local.fork_server import ForkServer
+from warm.programs import real
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +54,7 @@ def state(pid: int) -> str:
 
 
 def below(pid: int) -> list[int]:
-    """All processes that a process has started, and theirs."""
+    """All processes that a process has started, and theirs; those of warm programs too."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -62,15 +63,16 @@ def below(pid: int) -> list[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it ended meanwhile
     found: list[int] = []
-    generation = {pid}
+    generation = {pid, real(pid)}
     while generation:
         generation = {child for child, parent in parents.items() if parent in generation}
+        generation |= {real(child) for child in generation}
         found += sorted(generation)
     return found
 
 
 def zygotes() -> list[int]:
     """The zygotes of this process."""
-    return [pid for pid in below(os.getpid())
+    return [real(pid) for pid in below(os.getpid())
             if b"headrace.engine.local.fork_server_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
             and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())]  # fmt: skip

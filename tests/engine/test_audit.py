@@ -53,6 +53,7 @@ def allowed(event: dict[str, Any]) -> bool:
     return any(frames[0].endswith(place) if place else not frames[0] for place in here)
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["shared_memory", "tcp"])
 def test_nothing_that_came_as_bytes_is_run(way: str, tmp_path: Path) -> None:
@@ -61,6 +62,7 @@ def test_nothing_that_came_as_bytes_is_run(way: str, tmp_path: Path) -> None:
     assert {event["event"] for event in events} >= {"pickle.find_class"}
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 def test_what_would_be_run_is_noticed(tmp_path: Path) -> None:
     strange = [event["event"] for event in watched("planted", tmp_path) if not allowed(event)]

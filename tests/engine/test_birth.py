@@ -46,6 +46,7 @@ def born(*arguments: str) -> tuple[dict[str, object], str]:
     return json.loads(told), last
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 def test_a_fork_holds_nothing_but_its_channel_and_ends_with_it() -> None:
     told, last = born()
@@ -63,6 +64,7 @@ def test_a_fork_holds_nothing_but_its_channel_and_ends_with_it() -> None:
     assert last == "0 0"
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 def test_a_process_with_threads_is_not_forked() -> None:
     told, last = born("threads")
@@ -74,6 +76,7 @@ def test_a_process_with_threads_is_not_forked() -> None:
     assert last == "0 0"
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 @pytest.mark.skipif(
     not _MODE.exists() or "[madvise]" not in _MODE.read_text(), reason="large pages are not for those who ask here"

@@ -12,7 +12,7 @@ import pytest
 
 from engine.conftest import below, state, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("real_python")]
 
 GONE_WITHIN_S = 30.0
 TESTS = Path(__file__).resolve().parent.parent

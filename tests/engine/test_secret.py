@@ -99,6 +99,7 @@ def test_nobody_can_read_it(
     assert places(aside, said, secrets) == [str(aside / snoop.SECRET)]
 
 
+@pytest.mark.usefixtures("real_python")
 def test_it_would_be_found_in_an_environment_and_a_command_line() -> None:
     secret = bytes(range(1, 33))
     script = "import sys; print(flush=True); sys.stdin.read()"

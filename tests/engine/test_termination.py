@@ -27,6 +27,7 @@ from headrace.engine.termination import terminate
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import RunEnded, Stepped
+from warm.programs import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,8 @@ job = hr.Job(model=functools.partial(Pausing, 4, 1), task=hr.tasks.regression(),
 
 
 def environment(**names: object) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(TESTS), "CI": "true", **{name: str(value) for name, value in names.items()}}
+    path = os.pathsep.join([str(TESTS), str(ROOT / "src")])
+    return {**os.environ, "PYTHONPATH": path, "CI": "true", **{name: str(value) for name, value in names.items()}}
 
 
 @contextmanager
@@ -75,6 +77,13 @@ def command(
             yield process
         finally:
             process.kill()
+
+
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    """Waits until a command has come so far; what it said if it ends before, or is too slow."""
+    if not until(lambda: process.poll() is not None or condition(), 60) or process.poll() is not None:
+        process.kill()
+        pytest.fail("\n".join(process.communicate()))
 
 
 def finished(run_dir: Path, workers: int) -> int:
@@ -119,13 +128,14 @@ def test_the_command_ends_with_a_checkpoint(tmp_path: Path, options: tuple[str, 
         before = files_of(run_dir)[0] if attempt else 0
         with command(tmp_path, "--checkpoint-every", "2", *options, *resume) as process:
             folder = CheckpointFolder(run_dir / "checkpoints")
-            assert until(lambda folder=folder, before=before: max(folder.steps(), default=0) > before + 10, 60)
+            wait_for(process, lambda folder=folder, before=before: max(folder.steps(), default=0) > before + 10)
             children = below(process.pid)
             process.send_signal(signal.SIGTERM)
             check_left(process, children, run_dir, workers)
         assert files_of(run_dir)[0] > before
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0, 1.6])
 def test_before_it_has_begun(tmp_path: Path, after_s: float) -> None:
     """While it imports; what it leaves can be gone on with, or there is nothing."""
@@ -149,13 +159,13 @@ def test_before_it_has_begun(tmp_path: Path, after_s: float) -> None:
 def test_while_it_restores(tmp_path: Path) -> None:
     with command(tmp_path, "--checkpoint-every", "2") as process:
         folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
-        assert until(lambda: len(folder.steps()) > 1, 60)
+        wait_for(process, lambda: len(folder.steps()) > 1)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
     before = files_of(tmp_path / "run")[0]
     with command(tmp_path, "--resume") as process:
         launcher = tmp_path / "run" / "events" / "launcher.jsonl"
-        assert until(lambda: launcher.read_text().count('"run_started"') == 2, 60)
+        wait_for(process, lambda: launcher.read_text().count('"run_started"') == 2)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
     assert process.returncode == 143
@@ -165,7 +175,7 @@ def test_while_it_restores(tmp_path: Path) -> None:
 def test_a_second_one_ends_it_at_once(tmp_path: Path) -> None:
     """The round takes longer than anybody wants to wait."""
     with command(tmp_path, "--strategy", "mirrored", "--workers", "2", pause=60) as process:
-        assert until(lambda: {path.name for path in tmp_path.glob("*.log")} == {"rank-0.log", "rank-1.log"}, 60)
+        wait_for(process, lambda: {path.name for path in tmp_path.glob("*.log")} == {"rank-0.log", "rank-1.log"})
         children = below(process.pid)
         process.send_signal(signal.SIGTERM)
         time.sleep(ECHO_S + 0.1)
@@ -179,7 +189,7 @@ def test_a_second_one_ends_it_at_once(tmp_path: Path) -> None:
 def test_to_a_worker_alone(tmp_path: Path) -> None:
     with command(tmp_path, "--strategy", "mirrored", "--workers", "2", "--checkpoint-every", "2") as process:
         folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
-        assert until(lambda: len(folder.steps()) > 1, 60)
+        wait_for(process, lambda: len(folder.steps()) > 1)
         children = below(process.pid)
         workers = [pid for child in children for pid in below(child)]
         os.kill(workers[1], signal.SIGTERM)
@@ -354,7 +364,7 @@ def test_one_that_comes_to_the_group_too(tmp_path: Path) -> None:
     """As `timeout` sends it: to the process, then to its group."""
     with command(tmp_path, "--checkpoint-every", "2") as process:
         folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
-        assert until(lambda: len(folder.steps()) > 1, 60)
+        wait_for(process, lambda: len(folder.steps()) > 1)
         children = below(process.pid)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.003)
@@ -386,7 +396,7 @@ def test_an_ignored_one_stays_ignored(page: ControlPage) -> None:
 
 def test_json_says_what_happened(tmp_path: Path) -> None:
     with command(tmp_path, "--json") as process:
-        assert until((tmp_path / "rank-0.log").exists, 60)
+        wait_for(process, (tmp_path / "rank-0.log").exists)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 143

@@ -15,6 +15,8 @@ import pytest
 from engine.conftest import state, until
 from headrace.engine.liveness import LivenessProbe
 
+pytestmark = pytest.mark.usefixtures("real_python")
+
 
 @contextmanager
 def process(code: str) -> Iterator[int]:

@@ -124,6 +124,7 @@ print(resident_bytes() - before)
 """
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 def test_a_launcher_has_no_more_memory_when_it_has_measured() -> None:
     # In a process of its own: what else goes on in that of the tests takes memory too.

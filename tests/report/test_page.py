@@ -186,6 +186,7 @@ def test_strategies_keep_their_colours():
     assert set(together.values()) <= set(STAND_INS)
 
 
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 def test_importing_the_room_imports_nothing_slow():
     slow = ("torch", "matplotlib", "rich", "numpy", "tensorboard")

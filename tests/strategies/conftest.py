@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-from warm.programs import programs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -19,11 +16,3 @@ def _one_thread_a_worker() -> Iterator[None]:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer of a process imports for a second
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _engines_begin_warm() -> Iterator[None]:
-    """What imports torch for an engine's workers is forked from who has done it: seconds of a processor's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", str(programs() / "python"))
-        yield

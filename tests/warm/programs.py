@@ -12,14 +12,16 @@ import time
 from functools import cache
 from pathlib import Path
 
-__all__ = ["ROOT", "programs"]
-
+PYTHON = sys.executable
+"""The interpreter itself, also while `sys.executable` is a warm one."""
 ROOT = Path(__file__).resolve().parents[2]
 _CLIENT = Path(__file__).with_name("client.py")
 _SERVER = Path(__file__).with_name("server.py")
 _START_S = 120.0
 _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """OpenBLAS and Arrow would start threads while they are loaded, and a process with threads is not forked."""
+
+_folders: list[Path] = []
 
 
 @cache
@@ -30,7 +32,7 @@ def programs(source: Path = ROOT / "src") -> Path:
         source: the folder of the package that they have imported.
     """
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
-    real = Path(sys.executable)
+    real = Path(PYTHON)
     names = {"python": real, "headrace": real.with_name("headrace"), "torchrun": real.with_name("torchrun")}
     for name, program in names.items():
         # -S: without the libraries, of which it needs none.
@@ -46,7 +48,18 @@ def programs(source: Path = ROOT / "src") -> Path:
         assert server.poll() is None, "the warm process has ended; what it wrote says why"
         assert time.monotonic() < deadline, f"the warm process has not begun in {_START_S:g} s"
         time.sleep(0.01)
+    _folders.append(folder)
     return folder
+
+
+def real(pid: int) -> int:
+    """Returns the process that a warm program is, for the process that stands in for it; any other is itself."""
+    for folder in _folders:
+        try:
+            return int(os.readlink(folder / "processes" / str(pid)))
+        except FileNotFoundError:
+            continue
+    return pid
 
 
 def _end(server: subprocess.Popen[bytes], folder: Path) -> None:

@@ -23,6 +23,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -64,6 +65,7 @@ def main(folder: str) -> None:
     sys.executable = os.path.join(folder, "python")
     gc.collect()
     gc.freeze()
+    os.mkdir(os.path.join(folder, "processes"))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(os.path.join(folder, "aside"))
     listener.listen(64)
@@ -85,12 +87,12 @@ def main(folder: str) -> None:
             if client in ready and client.fileno() >= 0:
                 _kill(pid)
         if listener in ready:
-            _take(listener.accept()[0], clients, path)
+            _take(listener.accept()[0], clients, path, folder)
     for pid in clients:
         _kill(pid)
 
 
-def _take(client: socket.socket, clients: dict[int, socket.socket], path: list[str]) -> None:
+def _take(client: socket.socket, clients: dict[int, socket.socket], path: list[str], folder: str) -> None:
     message, descriptors, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, _DESCRIPTORS)
     order = json.loads(message)
     plan = _understood(order, path)
@@ -100,6 +102,10 @@ def _take(client: socket.socket, clients: dict[int, socket.socket], path: list[s
         if pid == 0:
             _become(order, plan, descriptors)
         clients[pid] = client
+        name = os.path.join(folder, "processes", str(_pid_of(client)))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        os.symlink(str(pid), name)
     for each in descriptors:
         os.close(each)
     # A client that has been killed meanwhile is noticed by its end.
@@ -107,6 +113,11 @@ def _take(client: socket.socket, clients: dict[int, socket.socket], path: list[s
         client.send(json.dumps({"pid": pid}).encode())
     if pid is None:
         client.close()
+
+
+def _pid_of(client: socket.socket) -> int:
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])
 
 
 def _report(clients: dict[int, socket.socket]) -> None:

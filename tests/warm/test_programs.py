@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.engine.local import fork_server_start as birth
-from warm.programs import ROOT, programs
+from warm.programs import PYTHON, ROOT, programs, real
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def test_it_sees_what_it_was_given(form: str, tmp_path: Path) -> None:
     command = {"-c": ["-c", ASK], "file": ["asks.py"], "-m": ["-m", "asks"]}[form]
     seen = [
         asked(*command, "one", "--two", python=python, cwd=tmp_path)
-        for python in (programs() / "python", Path(sys.executable))
+        for python in (programs() / "python", Path(PYTHON))
     ]
     (*warm, warm_torch), (*cold, cold_torch) = seen
     assert (warm_torch, cold_torch) == (True, False)
@@ -69,7 +69,7 @@ def test_it_sees_what_it_was_given(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
 def test_it_ends_as_python_does(code: str) -> None:
-    cold = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    cold = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
     process = start("-c", code)
     assert (*process.communicate(timeout=30), process.returncode) == (cold.stdout, cold.stderr, cold.returncode)
 
@@ -106,6 +106,15 @@ def test_what_a_program_starts_is_warm_and_hears_it() -> None:
     code = "import subprocess, sys; print(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
     process = start("-c", code, "import sys; sys.exit(5 if 'torch' in sys.modules else 6)")
     assert process.communicate(timeout=30)[0] == "5\n"
+
+
+def test_the_process_that_a_program_is_can_be_found() -> None:
+    process = start("-c", "import os; print(os.getpid(), flush=True); input()")
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert real(process.pid) == pid != process.pid
+    assert real(os.getpid()) == os.getpid()
+    process.communicate("", timeout=30)
 
 
 def test_an_engine_is_warm() -> None:
