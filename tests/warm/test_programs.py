@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,8 +54,7 @@ def test_it_sees_what_it_was_given(form: str, tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(ASK)
     command = {"-c": ["-c", ASK], "file": ["asks.py"], "-m": ["-m", "asks"]}[form]
     seen = [
-        asked(*command, "one", "--two", python=python, cwd=tmp_path)
-        for python in (programs() / "python", Path(PYTHON))
+        asked(*command, "one", "--two", python=python, cwd=tmp_path) for python in (programs() / "python", Path(PYTHON))
     ]
     (*warm, warm_torch), (*cold, cold_torch) = seen
     assert (warm_torch, cold_torch) == (True, False)
