@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.report import References, comparison_table, run_table, summarize, write_page
+from headrace.report.format import to_cells, to_heads
 from headrace.report.model.inputs import (
     Bottleneck,
     InputSummary,
@@ -21,7 +22,7 @@ from headrace.report.model.inputs import (
     occupancy,
 )
 from headrace.report.model.training import StepTimes
-from headrace.report.views.subjects import INPUT_HEADS, input_cells
+from headrace.report.views.subjects import BOTTLENECK, INPUT
 from headrace.report.views.table import comparison_plain, run_plain, run_rows
 from headrace.spec.events import Event, InputStageStats, InputStats
 
@@ -141,9 +142,9 @@ def test_the_page_has_it(run_dir: Path, tmp_path: Path) -> None:
 def test_one_row_of_a_comparison(run_dir: Path) -> None:
     summary = summarize(run_dir)
     assert summary.inputs is not None
-    cells = input_cells(summary.inputs, summary.bottleneck)
+    cells = (*to_cells(BOTTLENECK, summary.bottleneck), *to_cells(INPUT, summary.inputs))
     assert cells == ("COMPUTE-BOUND", "2 threads", "12.5", "map(decode) 70 %", "0.50", "4")
-    assert len(cells) == len(INPUT_HEADS)
+    assert len(cells) == len([*to_heads(BOTTLENECK), *to_heads(INPUT)])
 
 
 def step(wait: float = 0.0, compute: float = 0.0, exchange: float = 0.0) -> StepTimes:

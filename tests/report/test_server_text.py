@@ -7,7 +7,8 @@ import io
 import pytest
 
 from headrace.report import References, comparison_table, run_table, summarize
-from headrace.report.views.subjects import SERVER_HEADS, server_cells, server_line
+from headrace.report.format import to_cells, to_heads
+from headrace.report.views.subjects import SERVERS, server_line
 from headrace.report.views.table import run_rows
 
 
@@ -64,8 +65,8 @@ def test_a_comparison_says_one_sentence_a_run_with_servers(tmp_path, make_run, m
 
 
 def test_cells_stand_under_their_heads(tmp_path, make_served_run):
-    cells = server_cells(summarize(make_served_run(tmp_path / "run", 4, 2)).servers)
-    assert len(cells) == len(SERVER_HEADS)
+    cells = tuple(to_cells(SERVERS, summarize(make_served_run(tmp_path / "run", 4, 2)).servers))
+    assert len(cells) == len(to_heads(SERVERS))
     assert cells == ("2", "4.00", "3", "6", "6", "0.6 %", "25 %", "4", "2.90 MB", "2.90 MB")
 
 
@@ -77,4 +78,4 @@ def test_nothing_refused_and_nothing_applied(tmp_path, make_served_run, write_ev
     file.write_text(began + idle + '"waited_s":{},"refused":{},"shards":[]}\n')
     servers = summarize(run_dir).servers
     assert server_line(servers) == "1 server, busy 0.0 %, longest queue 0; staleness –; refused pushes: none"
-    assert server_cells(servers)[1:6] == ("–", "–", "–", "–", "0")
+    assert to_cells(SERVERS, servers)[1:6] == ["–", "–", "–", "–", "0"]

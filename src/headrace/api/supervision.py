@@ -27,8 +27,7 @@ from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.batch_split import split
 from headrace.report.model.events import LogTail, Tail
 from headrace.report.model.servers import imbalance
-from headrace.report.views.console import Console, DiskMonitor
-from headrace.report.views.subjects import replica_lines, stage_lines
+from headrace.report.views.console import Console, DiskMonitor, replica_lines, stage_lines
 from headrace.spec.events import LAUNCHER, Event, Notice, RunEnded, RunStarted, ServerStats
 from headrace.spec.plain import from_plain, to_plain
 from headrace.worker.events import EventWriter

@@ -1,8 +1,14 @@
-"""Numbers as people read them: three digits that matter, with their unit."""
+"""Numbers as text with three significant digits and their unit; fields, which say what is shown of a value, and how."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+from headrace.spec.plain import to_plain
 
 MISSING = "–"
 """Stands where nothing was measured."""
@@ -91,3 +97,56 @@ def clean(text: str) -> str:
     return "".join(
         letter if letter in "\n\t" or (letter.isprintable() or letter == " ") else "\ufffd" for letter in text
     )
+
+
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    """Returns "1 round", "2 rounds"."""
+    return f"{count} {noun}{ending * (count != 1)}"
+
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Field(Generic[S]):
+    """One value of a subject `S`, and where it is shown.
+
+    Attributes:
+        get: reads the value from the subject.
+        format: makes text of the value.
+        key: the value's name in JSON; a field without a key is not in JSON.
+        label: its name in a table of one run; a field without a label has no row there.
+        head: its name above a column, in lines; a field without a head has no column.
+    """
+
+    get: Callable[[S], Any]
+    format: Callable[[Any], str] = str
+    key: str = ""
+    label: str = ""
+    head: str = ""
+
+
+def to_json(fields: Iterable[Field[S]], subject: S | None) -> dict[str, Any] | None:
+    """Returns the fields that have a key as JSON values with all digits; None without a subject."""
+    return None if subject is None else {each.key: to_plain(each.get(subject)) for each in fields if each.key}
+
+
+def to_rows(fields: Iterable[Field[S]], subject: S | None) -> list[tuple[str, str]]:
+    """Returns label and text of the fields that have a label; a value of None has no row."""
+    values = [] if subject is None else [(each, each.get(subject)) for each in fields if each.label]
+    return [(each.label, each.format(value)) for each, value in values if value is not None]
+
+
+def to_heads(fields: Iterable[Field[S]]) -> list[str]:
+    """Returns the names above the columns."""
+    return [each.head for each in fields if each.head]
+
+
+def to_cells(fields: Iterable[Field[S]], subject: S | None) -> list[str]:
+    """Returns the text of the fields that have a head; empty cells without a subject."""
+    return ["" if subject is None else each.format(each.get(subject)) for each in fields if each.head]
+
+
+def json_fields(*names: str) -> tuple[Field[Any], ...]:
+    """Returns fields for attributes that are in JSON under their own name."""
+    return tuple(Field(attrgetter(name), key=name) for name in names)

@@ -24,8 +24,9 @@ from headrace.cli.options import (
 from headrace.cli.output import Answer, answering
 from headrace.cli.runs import job_name, own_engine, refuse_launcher
 from headrace.errors import UsageError
-from headrace.report.format import MISSING, clean, percent, short
-from headrace.report.views.subjects import bottleneck_plain, input_plain, readers
+from headrace.report.format import MISSING, clean, percent, short, to_cells, to_json
+from headrace.report.model.training import STEP_PARTS
+from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, readers_text
 
 if TYPE_CHECKING:
     from headrace.api.profiling import Profile
@@ -129,7 +130,7 @@ def _plain(name: str, found: Profile) -> dict[str, Any]:
         "strategy": together.strategy,
         "workers": together.workers,
         "global_batch_size": together.started.global_batch_size,
-        "alone": {"examples_per_s": found.alone_per_s, **input_plain(found.stages)},
+        "alone": {"examples_per_s": found.alone_per_s, **(to_json(INPUT, found.stages) or {})},
         "ceiling": {"examples_per_s": ceiling.examples_per_s},
         "together": {
             "examples_per_s": together.examples_per_s,
@@ -139,9 +140,9 @@ def _plain(name: str, found: Profile) -> dict[str, Any]:
                 str(rank): times.wait_s / times.total_s if times.total_s else 0.0
                 for rank, times in together.times_by_rank.items()
             },
-            **(input_plain(together.inputs) if together.inputs else {}),
+            **(to_json(INPUT, together.inputs) or {}),
         },
-        "bottleneck": bottleneck_plain(found.bottleneck),
+        "bottleneck": to_json(BOTTLENECK, found.bottleneck),
     }
 
 
@@ -152,7 +153,7 @@ def _lines(name: str, found: Profile) -> Iterator[str]:
     yield ""
     whole = _of_ceiling(found)
     rates = (
-        ("the input alone", found.alone_per_s, f"read by {readers(found.alone)}"),
+        ("the input alone", found.alone_per_s, f"read by {readers_text(found.alone)}"),
         ("the training alone", found.ceiling.examples_per_s, "with batches that lie ready: the ceiling"),
         ("both together", together.examples_per_s, f"{percent(whole)} of the ceiling" if whole else ""),
     )
@@ -165,11 +166,8 @@ def _lines(name: str, found: Profile) -> Iterator[str]:
     yield ""
     yield f"{'stage':{_NAME_WIDTH}}{'ms an example':>14}{'of the input':>14}{'of it waiting':>15}"
     inputs = together.inputs or found.stages
-    busy = sum(stage.busy_s for stage in inputs.stages)
     for stage in inputs.stages:
-        cost = short(1e3 * stage.busy_s / inputs.examples if inputs.examples else None)
-        part = percent(stage.busy_s / busy if busy else 0.0)
-        waits = percent(stage.waiting_s / stage.busy_s if stage.busy_s else 0.0)
+        cost, part, waits = to_cells(INPUT_STAGE, (inputs, stage))
         yield f"{_cut(clean(stage.name)):{_NAME_WIDTH}}{cost:>14}{part:>14}{waits:>15}"
     if inputs.skipped:
         yield f"{inputs.skipped} examples could not be had and were left out"
@@ -202,11 +200,4 @@ def _second(found: Profile) -> list[tuple[str, float]]:
     times = found.together.times
     if times is None or times.total_s <= 0:
         return []
-    parts = (
-        ("waiting for data", times.wait_s),
-        ("compute", times.compute_s),
-        ("exchange", times.exchange_s),
-        ("update", times.update_s),
-        ("between steps", times.other_s),
-    )
-    return [(what, part / times.total_s) for what, part in parts]
+    return [(name, getattr(times, part) / times.total_s) for part, name in STEP_PARTS.items()]

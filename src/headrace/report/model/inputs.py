@@ -38,6 +38,11 @@ class InputSummary:
         return max(self.stages, key=lambda stage: stage.busy_s)
 
     @property
+    def busy_s(self) -> float:
+        """Seconds in all stages, in all readers of all workers together."""
+        return sum(stage.busy_s for stage in self.stages)
+
+    @property
     def examples(self) -> int:
         """That came to all workers."""
         return sum(each.examples for each in self.by_rank.values())

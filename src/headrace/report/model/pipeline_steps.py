@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from headrace.pipeline.schedules import Action
 from headrace.pipeline.schedules.schedule import ActionSpan, bubble, timed
-from headrace.report.format import percent, short
 from headrace.report.model.events import Attempt, of_kind
 from headrace.spec.events import PipelineStepTimed, StagePass
 
@@ -102,40 +101,6 @@ def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
         if by_rank.keys() == ranks
     ]
     return sorted(whole, key=lambda each: each.seconds)[len(whole) // 2] if whole else None
-
-
-def passed_rows(passed: PipelineStep) -> list[tuple[str, str]]:
-    """Returns what stands in a run's table."""
-    held = max(passed.in_flight.values())
-    return [
-        (
-            "bubble",
-            f"{percent(passed.bubble)} of step {passed.step}; {percent(passed.scheduled_bubble)} is the schedule's own "
-            f"with {passed.micro_batches} micro-batch{'es' * (passed.micro_batches != 1)}",
-        ),
-        ("stages", _stage_words(passed)),
-        ("in flight", f"at most {held} micro-batch{'es' * (held != 1)} a stage"),
-    ]
-
-
-def passed_plain(passed: PipelineStep) -> dict[str, Any]:
-    """Returns the same as JSON values."""
-    return {
-        "step": passed.step,
-        "seconds": passed.seconds,
-        "micro_batches": passed.micro_batches,
-        "bubble": passed.bubble,
-        "scheduled_bubble": passed.scheduled_bubble,
-        "stage_s": {str(stage): seconds for stage, seconds in passed.stage_s.items()},
-        "expected_s": list(passed.expected_s),
-        "in_flight": {str(rank): count for rank, count in passed.in_flight.items()},
-    }
-
-
-def _stage_words(passed: PipelineStep) -> str:
-    took = ", ".join(short(1e3 * seconds) for seconds in passed.stage_s.values())
-    expected = ", ".join(short(1e3 * seconds) for seconds in passed.expected_s)
-    return f"{took} ms a micro-batch" + (f"; profiled: {expected} ms" if any(passed.expected_s) else "")
 
 
 def _first_replica(plan: Mapping[str, object]) -> set[int]:

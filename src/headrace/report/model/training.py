@@ -8,15 +8,22 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
-from typing import Any
 
-from headrace.report.format import duration, short
 from headrace.report.model.events import Attempt, of_kind
 from headrace.spec.events import Evaluated, ParametersAveraged, Stepped
-from headrace.spec.plain import to_plain
 
 WARM_UP_STEPS = 5
 """Steps of each worker that rates leave out: allocations, first touches of memory, caches."""
+
+
+STEP_PARTS: Mapping[str, str] = {
+    "wait_s": "waiting for data",
+    "compute_s": "compute",
+    "exchange_s": "exchange",
+    "update_s": "update",
+    "other_s": "between steps",
+}
+"""The parts of a step's time: attribute of `StepTimes` to name."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +245,16 @@ class AveragingSummary:
     meetings: tuple[ParametersAveraged, ...]
 
     @property
+    def last(self) -> ParametersAveraged:
+        """The last meeting."""
+        return self.meetings[-1]
+
+    @property
+    def mean_exchange_s(self) -> float:
+        """Seconds that a meeting took, on the mean."""
+        return sum(each.exchange_s for each in self.meetings) / len(self.meetings)
+
+    @property
     def mean_rounds(self) -> float:
         """Rounds between two meetings, on the mean."""
         return sum(each.rounds for each in self.meetings) / len(self.meetings)
@@ -255,7 +272,7 @@ class AveragingSummary:
     @property
     def left_out(self) -> Mapping[int, int]:
         """Rank to how many of its copies were not finite, and left out."""
-        return Counter(rank for each in self.meetings for rank in each.left_out)
+        return dict(sorted(Counter(rank for each in self.meetings for rank in each.left_out).items()))
 
 
 def averaging_of(attempts: Sequence[Attempt]) -> AveragingSummary | None:
@@ -281,52 +298,3 @@ def _merged(told: Sequence[ParametersAveraged]) -> list[ParametersAveraged]:
         left_out = tuple(sorted({rank for each in every for rank in each.left_out}))
         merged.append(replace(furthest, exchange_s=exchange_s, left_out=left_out))
     return merged
-
-
-def averaging_line(averaging: AveragingSummary) -> str:
-    """Returns what stands below a comparison."""
-    last = averaging.meetings[-1]
-    return (
-        f"{_meetings(averaging)}, the last period {_rounds(last.period)} ({last.why}); drift mean "
-        f"{short(averaging.mean_drift)}, largest {short(averaging.furthest.drift)}"
-    )
-
-
-def averaging_rows(averaging: AveragingSummary) -> list[tuple[str, str]]:
-    """Returns what is worth saying of a run's meetings, as names and values in words."""
-    last, furthest = averaging.meetings[-1], averaging.furthest
-    mean_s = sum(each.exchange_s for each in averaging.meetings) / len(averaging.meetings)
-    rows = [
-        ("averaging", f"{_meetings(averaging)}, {duration(mean_s)} each; the last period is {_rounds(last.period)}"),
-        ("period because", last.why),
-        (
-            "drift",
-            f"mean {short(averaging.mean_drift)}, largest {short(furthest.drift)} of the parameters' norm, "
-            f"after {_rounds(furthest.step)}",
-        ),
-    ]
-    left_out = averaging.left_out
-    if left_out:
-        ranks = ", ".join(f"rank {rank} {count} ×" for rank, count in sorted(left_out.items()))
-        rows.append(("left out", f"{ranks}: parameters that were not finite; they went on from the others' mean"))
-    return rows
-
-
-def averaging_plain(averaging: AveragingSummary) -> dict[str, Any]:
-    """Returns the same and more as JSON values, with all digits."""
-    return {
-        "meetings": [to_plain(each) for each in averaging.meetings],
-        "mean_rounds": averaging.mean_rounds,
-        "mean_drift": averaging.mean_drift,
-        "largest_drift": averaging.furthest.drift,
-        "left_out": {str(rank): count for rank, count in sorted(averaging.left_out.items())},
-    }
-
-
-def _meetings(averaging: AveragingSummary) -> str:
-    count = len(averaging.meetings)
-    return f"{count} meeting{'s' * (count != 1)}, one in {short(averaging.mean_rounds)} rounds"
-
-
-def _rounds(count: int) -> str:
-    return f"{count} round{'s' * (count != 1)}"

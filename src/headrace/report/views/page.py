@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 
 from headrace.errors import UsageError
-from headrace.report.format import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
+from headrace.report.format import MISSING, clean, duration, ratio, short, to_cells, to_heads
 from headrace.report.model.summary import References, Summary, verdict
-from headrace.report.model.training import WARM_UP_STEPS
+from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.views.pictures import pictures
 from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles, style_variables
-from headrace.report.views.subjects import INPUT_HEADS, SERVER_HEADS, input_cells, server_cells
-from headrace.report.views.table import ending, first_metric, run_rows
-
-_PART_WORDS = {
-    "wait_s": "waiting for data",
-    "compute_s": "compute",
-    "exchange_s": "exchange",
-    "update_s": "update",
-    "other_s": "between steps",
-}
+from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, SERVERS
+from headrace.report.views.table import COLUMNS, ComparedRun, ending, first_metric, run_rows
 
 _HOW = (
     (
@@ -142,108 +134,60 @@ def _runs(summaries: Sequence[Summary], references: References) -> str:
 
 def _table(summaries: Sequence[Summary], references: References) -> str:
     metric = first_metric(summaries)
-    heads = (
-        "workers<br/>× threads",
-        _text(metric or "metric"),
-        "examples/s",
-        "×&#160;one",
-        "×&#160;ceiling",
-        "moved<br/>a step",
-        "compute<br/>ms",
-        "exchange<br/>ms",
-        "update<br/>ms",
-        "wait<br/>ms",
-        "peak<br/>memory",
-    )
     fastest = max((each.examples_per_s or 0.0 for each in summaries if each.status == "ok"), default=0.0)
-    rows = [
-        _row(each, style, references, metric, fastest)
-        for each, style in zip(summaries, run_styles(summaries), strict=True)
-    ]
+    heads = to_heads(COLUMNS)
+    rate = heads.index("examples/s")
+    rows = []
+    for each, style in zip(summaries, run_styles(summaries), strict=True):
+        cells = [_text(cell) for cell in to_cells(COLUMNS, ComparedRun(each, references, metric))]
+        if each.examples_per_s == fastest and each.status == "ok":
+            cells[rate] = f'<span class="best">{cells[rate]}</span>'
+        status = "" if each.status == "ok" else f" ({_text(each.status)})"
+        rows.append(_cells(f"{_swatch(style)}{_text(each.name)}{status}", cells))
     if references.one_device_examples_per_s and not any(each.strategy == "one_device" for each in summaries):
         cells = ["", "", short(references.one_device_examples_per_s), "1.00", *[""] * 7]
         rows.append(_cells("one process, all threads", cells, "quiet"))
-    return _scrolled(heads, rows)
+    return _scrolled([metric if head == "metric" and metric else head for head in heads], rows)
+
+
+def _section(title: str, summaries: Sequence[Summary], heads: Sequence[str], cells: Callable[..., list[str]]) -> str:
+    """Returns a table with a row for each run for which `cells` returns some; nothing where it returns none."""
+    found = [(each, style, cells(each)) for each, style in zip(summaries, run_styles(summaries), strict=True)]
+    rows = [_cells(_swatch(style) + _text(each.name), list(map(_text, row))) for each, style, row in found if any(row)]
+    return f"\n<section>\n<h2>{title}</h2>\n{_scrolled(heads, rows)}\n</section>" if rows else ""
 
 
 def _servers(summaries: Sequence[Summary]) -> str:
-    """Returns what the servers of a comparison's runs did, where there are some."""
-    rows = [
-        _cells(f"{_swatch(style)}{_text(each.name)}", [_text(cell) for cell in server_cells(each.servers)])
-        for each, style in zip(summaries, run_styles(summaries), strict=True)
-        if each.servers is not None
-    ]
-    if not rows:
-        return ""
-    heads = ("<br/>".join(map(_text, head.split("\n"))) for head in SERVER_HEADS)
-    return f"\n<section>\n<h2>Servers</h2>\n{_scrolled(heads, rows)}\n</section>"
+    return _section("Servers", summaries, to_heads(SERVERS), lambda each: to_cells(SERVERS, each.servers))
 
 
 def _inputs(summaries: Sequence[Summary]) -> str:
-    """Returns how the workers of a comparison's runs were fed, and what held each up."""
-    rows = [
-        _cells(
-            f"{_swatch(style)}{_text(each.name)}", [_text(cell) for cell in input_cells(each.inputs, each.bottleneck)]
-        )
-        for each, style in zip(summaries, run_styles(summaries), strict=True)
-        if each.inputs is not None
-    ]
-    if not rows:
-        return ""
-    heads = ("<br/>".join(map(_text, head.split("\n"))) for head in INPUT_HEADS)
-    return f"\n<section>\n<h2>Where the time goes</h2>\n{_scrolled(heads, rows)}\n</section>"
+    def cells(summary: Summary) -> list[str]:
+        return [*to_cells(BOTTLENECK, summary.bottleneck), *to_cells(INPUT, summary.inputs)]
+
+    return _section("Where the time goes", summaries, [*to_heads(BOTTLENECK), *to_heads(INPUT)], cells)
 
 
 def _stages(summary: Summary) -> str:
     """Returns what each stage of one run's input cost, and how long each worker waited for it."""
-    if summary.inputs is None:
+    inputs = summary.inputs
+    if inputs is None:
         return ""
-    stages, examples = summary.inputs.stages, summary.inputs.examples
-    busy = sum(stage.busy_s for stage in stages)
-    rows = [
-        _cells(
-            _text(stage.name),
-            [
-                short(1e3 * stage.busy_s / examples if examples else None),
-                percent(stage.busy_s / busy if busy else 0.0),
-                percent(stage.waiting_s / stage.busy_s if stage.busy_s else 0.0),
-            ],
-        )
-        for stage in stages
-    ]
-    heads = ("ms an<br/>example", "of the<br/>input", "of it<br/>waiting")
+    rows = [_cells(_text(stage.name), to_cells(INPUT_STAGE, (inputs, stage))) for stage in inputs.stages]
     waits = "".join(
         f"<li>rank {rank} waited {duration(each.waited_s)} of {duration(each.seconds)} for data</li>"
-        for rank, each in summary.inputs.by_rank.items()
+        for rank, each in inputs.by_rank.items()
     )
-    table = _scrolled(heads, rows, "stage")
+    table = _scrolled(to_heads(INPUT_STAGE), rows, "stage")
     return f'\n<section>\n<h2>The input</h2>\n{table}\n<ul class="notices">{waits}</ul>\n</section>'
 
 
 def _scrolled(heads: Iterable[str], rows: Iterable[str], first: str = "run") -> str:
-    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    head = "".join(f'<th scope="col">{_text(name).replace(chr(10), "<br/>")}</th>' for name in heads)
     return (
         f'<div class="scroll"><table>\n<thead><tr><th scope="col">{first}</th>{head}</tr></thead>\n'
         f"<tbody>\n{chr(10).join(rows)}\n</tbody>\n</table></div>"
     )
-
-
-def _row(summary: Summary, style: RunStyle, references: References, metric: str | None, fastest: float) -> str:
-    times = summary.times
-    rate = short(summary.examples_per_s)
-    parts = ("compute_s", "exchange_s", "update_s", "wait_s")
-    cells = [
-        f"{summary.workers} × {summary.threads}",
-        short(summary.metrics.get(metric)) if metric else MISSING,
-        f'<span class="best">{rate}</span>' if summary.examples_per_s == fastest and summary.status == "ok" else rate,
-        ratio(references.to_one_device(summary)),
-        ratio(references.to_ceiling(summary)),
-        byte_count(summary.cost.moved_bytes_per_step),
-        *(fixed(getattr(times, part) if times else None, 1e3) for part in parts),
-        byte_count(summary.cost.peak_memory_bytes),
-    ]
-    status = "" if summary.status == "ok" else f" ({_text(summary.status)})"
-    return _cells(f"{_swatch(style)}{_text(summary.name)}{status}", cells)
 
 
 def _cells(head: str, cells: Sequence[str], kind: str = "") -> str:
@@ -288,7 +232,7 @@ def _runs_key(summaries: Sequence[Summary]) -> str:
 
 def _parts_key() -> str:
     items = "".join(
-        f'<li><span class="box" style="background: var(--{STAND_INS[colour]})"></span>{_PART_WORDS[part]}</li>'
+        f'<li><span class="box" style="background: var(--{STAND_INS[colour]})"></span>{STEP_PARTS[part]}</li>'
         for part, colour in PARTS.items()
     )
     return f'<ul class="key">{items}</ul>\n'

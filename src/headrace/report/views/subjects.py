@@ -1,297 +1,348 @@
-"""What servers did, in words for a terminal of 80 columns, in cells, and as JSON values."""
+"""What a report says of each subject: one table of fields, which every renderer (rows, JSON, cells, heads) reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 
-from headrace.report.format import MISSING, byte_count, duration, fixed, percent, ratio, short
-from headrace.report.model.inputs import Bottleneck, InputSummary, blocked_s, busy_s, occupancy
-from headrace.report.model.servers import ROUNDS, ServerSummary, Staleness, to_mean
-from headrace.spec.events import InputStageStats, InputStats, ShardStats
-from headrace.spec.plain import to_plain
-from headrace.spec.plan import Plan
-
-SERVER_HEADS = (
-    "servers",
-    *(f"staleness\n{name}" for name in ("mean", "median", "99 %", "largest")),
-    *("pushes\nrefused", "servers\nbusy", "longest\nqueue", "pushed", "pulled"),
+from headrace.report.format import (
+    MISSING,
+    Field,
+    byte_count,
+    duration,
+    fixed,
+    json_fields,
+    percent,
+    plural,
+    ratio,
+    short,
+    to_cells,
+    to_json,
 )
-"""Names of what `server_cells` returns, in lines."""
+from headrace.report.model.inputs import Bottleneck, InputSummary, blocked_s, busy_s, occupancy
+from headrace.report.model.pipeline_steps import PipelineStep
+from headrace.report.model.servers import ROUNDS, ServerSummary, ServerWork, Staleness, to_mean
+from headrace.report.model.training import STEP_PARTS, AveragingSummary, StepTimes
+from headrace.spec.events import InputStageStats, InputStats, ShardStats
 
 _MOST_WORKERS = 8
 
 
+def step_text(times: StepTimes) -> str:
+    """Returns a mean step as "12.3 ms: compute 9.10 (74 %), exchange 2.10 (17 %), ..."."""
+    total = times.total_s
+    parts = ", ".join(
+        f"{STEP_PARTS[part]} {fixed(value, 1e3)} ({percent(value / total) if total else MISSING})"
+        for part in ("compute_s", "exchange_s", "update_s", "wait_s", "other_s")
+        if (value := getattr(times, part)) >= 5e-6
+    )
+    return f"{fixed(total, 1e3)} ms: {parts}"
+
+
+STEP: tuple[Field[StepTimes], ...] = tuple(Field(attrgetter(part), key=part.removesuffix("_s")) for part in STEP_PARTS)
+
+
 def worker_name(worker: int) -> str:
-    """Returns whose staleness it is."""
+    """Returns the name of a key of `ServerSummary.staleness`."""
     return "means of rounds" if worker == ROUNDS else f"worker {worker}"
 
 
-def server_cells(servers: ServerSummary) -> tuple[str, ...]:
-    """Returns one run's servers in one row."""
+STALENESS: tuple[Field[Staleness], ...] = (
+    Field(lambda each: each.mean, fixed, "mean", head="mean"),
+    Field(lambda each: each.percentile(50), key="median", head="median"),
+    Field(lambda each: each.percentile(99), key="p99", head="99 %"),
+    Field(lambda each: each.largest, key="largest", head="largest"),
+    *json_fields("updates", "counts"),
+)
+
+
+def _staleness_text(staleness: Staleness | None) -> str:
+    if staleness is None:
+        return MISSING
+    mean, median, most, largest = to_cells(STALENESS, staleness)
+    return f"mean {mean}, median {median}, 99 % at most {most}, largest {largest}"
+
+
+def _staleness_cell(field: Field[Staleness], servers: ServerSummary) -> str:
     staleness = servers.staleness_of_all
-    return (
-        str(len(servers.by_rank)),
-        *(_numbers(staleness) if staleness else [MISSING] * 4),
-        percent(servers.refused_share) if servers.refused else "0",
-        percent(servers.busy_share),
-        str(servers.queue_longest),
-        byte_count(sum(shard.pushed_bytes for _, shard in servers.shards)),
-        byte_count(sum(shard.pulled_bytes for _, shard in servers.shards)),
-    )
+    return MISSING if staleness is None else field.format(field.get(staleness))
 
 
-def server_line(servers: ServerSummary) -> str:
-    """Returns what stands below a comparison."""
-    count = len(servers.by_rank)
-    many = "servers" if count > 1 else "server"
-    return (
-        f"{count} {many}, busy {percent(servers.busy_share)}, longest queue {servers.queue_longest}; "
-        f"staleness {_words(servers.staleness_of_all)}; refused pushes: {_refused(servers)}"
-    )
+def _pushed(servers: ServerSummary) -> int:
+    return sum(shard.pushed_bytes for _, shard in servers.shards)
 
 
-def server_rows(servers: ServerSummary) -> list[tuple[str, str]]:
-    """Returns what is worth saying of a run's servers, as names and values in words."""
+def _pulled(servers: ServerSummary) -> int:
+    return sum(shard.pulled_bytes for _, shard in servers.shards)
+
+
+def _servers_text(servers: ServerSummary) -> str:
     busiest = max(servers.by_rank, key=lambda rank: servers.by_rank[rank].busy_share)
     busy = f"busy {percent(servers.busy_share)} of the time"
     if len(servers.by_rank) > 1:
         busy += f" (rank {busiest}: {percent(servers.by_rank[busiest].busy_share)})"
-    queue = f"mean {fixed(max(work.queue_mean for work in servers.by_rank.values()))}"
-    pushed = sum(shard.pushed_bytes for _, shard in servers.shards)
-    pulled = sum(shard.pulled_bytes for _, shard in servers.shards)
-    applied = sum(shard.apply_s for _, shard in servers.shards)
-    traffic = f"{byte_count(pushed)} pushed, {byte_count(pulled)} pulled"
-    updates = sum(shard.steps for _, shard in servers.shards)
-    rows = [
-        ("servers", f"{len(servers.by_rank)}, {busy}; queue: {queue}, longest {servers.queue_longest}"),
-        ("traffic", traffic + _most(servers, lambda shard: shard.pushed_bytes + shard.pulled_bytes)),
-        ("updates", f"{updates} of shards, {duration(applied)} in all" + _most(servers, lambda shard: shard.apply_s)),
-        ("refused pushes", _refused(servers)),
-        ("staleness", _words(servers.staleness_of_all)),
-    ]
+    queue = fixed(max(work.queue_mean for work in servers.by_rank.values()))
+    return f"{len(servers.by_rank)}, {busy}; queue: mean {queue}, longest {servers.queue_longest}"
+
+
+def _traffic_text(servers: ServerSummary) -> str:
+    most = _most_text(servers, lambda shard: shard.pushed_bytes + shard.pulled_bytes)
+    return f"{byte_count(_pushed(servers))} pushed, {byte_count(_pulled(servers))} pulled{most}"
+
+
+def _updates_text(servers: ServerSummary) -> str:
+    updates, seconds = (sum(getattr(shard, name) for _, shard in servers.shards) for name in ("steps", "apply_s"))
+    return f"{updates} of shards, {duration(seconds)} in all{_most_text(servers, lambda shard: shard.apply_s)}"
+
+
+def _most_text(servers: ServerSummary, load: Callable[[ShardStats], float]) -> str:
+    """Returns how far the most loaded server and shard are above the mean, where there are several."""
+    parts = []
+    if len(servers.by_rank) > 1:
+        factor, which = to_mean([sum(map(load, work.shards)) for work in servers.by_rank.values()])
+        parts.append(f"rank {list(servers.by_rank)[which]} {ratio(factor)}")
+    shards = servers.shards
+    if len(shards) > 1:
+        factor, which = to_mean([load(shard) for _, shard in shards])
+        parts.append(f"shard {shards[which][1].name} {ratio(factor)}")
+    return f"; most: {', '.join(parts)} × the mean" if parts else ""
+
+
+def _refused_text(servers: ServerSummary) -> str:
+    reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in servers.refused.items())
+    return f"{percent(servers.refused_share)} ({reasons})" if reasons else "none"
+
+
+SERVER: tuple[Field[ServerWork], ...] = json_fields(
+    *("busy_s", "seconds", "queue_mean", "queue_longest", "shards", "busy_share", "moved_bytes", "apply_s")
+)
+
+SERVERS: tuple[Field[ServerSummary], ...] = (
+    Field(lambda servers: len(servers.by_rank), head="servers"),
+    Field(_servers_text, label="servers"),
+    Field(_traffic_text, label="traffic"),
+    Field(_updates_text, label="updates"),
+    Field(_refused_text, label="refused pushes"),
+    Field(lambda servers: _staleness_text(servers.staleness_of_all), label="staleness"),
+    Field(lambda servers: to_json(STALENESS, servers.staleness_of_all), key="staleness"),
+    *(Field(partial(_staleness_cell, each), head=f"staleness\n{each.head}") for each in STALENESS if each.head),
+    Field(
+        lambda servers: {worker: to_json(STALENESS, each) for worker, each in servers.staleness.items()},
+        key="staleness_by_worker",
+    ),
+    Field(
+        lambda servers: [
+            {"seconds": point.seconds, **(to_json(STALENESS[:4], point.staleness) or {})} for point in servers.over_time
+        ],
+        key="staleness_over_time",
+    ),
+    *json_fields("pushes", "refused"),
+    Field(
+        attrgetter("refused_share"),
+        lambda share: percent(share) if share else "0",
+        key="refused_share",
+        head="pushes\nrefused",
+    ),
+    Field(attrgetter("busy_share"), percent, key="busy_share", head="servers\nbusy"),
+    Field(attrgetter("queue_longest"), key="queue_longest", head="longest\nqueue"),
+    Field(lambda servers: {rank: to_json(SERVER, each) for rank, each in servers.by_rank.items()}, key="by_rank"),
+    *json_fields("waiting"),
+    Field(_pushed, byte_count, head="pushed"),
+    Field(_pulled, byte_count, head="pulled"),
+)
+
+
+def worker_rows(servers: ServerSummary | None) -> list[tuple[str, str]]:
+    """Returns a row for each of the first workers: staleness, time, and how long servers took to answer it."""
+    if servers is None:
+        return []
     workers = sorted(servers.staleness.keys() | servers.waiting.keys())
-    rows += [(worker_name(worker), _worker(servers, worker)) for worker in workers[:_MOST_WORKERS]]
+    rows = [(worker_name(worker), _worker_text(servers, worker)) for worker in workers[:_MOST_WORKERS]]
     if len(workers) > _MOST_WORKERS:
         rows.append(("other workers", f"{len(workers) - _MOST_WORKERS} more: see the page, or --json"))
     return rows
 
 
-def server_plain(servers: ServerSummary) -> dict[str, Any]:
-    """Returns the same and more as JSON values, with all digits."""
-    return {
-        "staleness": _staleness_plain(servers.staleness_of_all),
-        "staleness_by_worker": {str(worker): _staleness_plain(each) for worker, each in servers.staleness.items()},
-        "staleness_over_time": [{"seconds": point.seconds, **_summary(point.staleness)} for point in servers.over_time],
-        "pushes": servers.pushes,
-        "refused": dict(servers.refused),
-        "refused_share": servers.refused_share,
-        "busy_share": servers.busy_share,
-        "queue_longest": servers.queue_longest,
-        "by_rank": {
-            str(rank): {
-                **to_plain(work),
-                "busy_share": work.busy_share,
-                "moved_bytes": work.moved_bytes,
-                "apply_s": work.apply_s,
-            }
-            for rank, work in servers.by_rank.items()
-        },
-        "waiting": to_plain(servers.waiting),
-    }
-
-
-def _summary(staleness: Staleness) -> dict[str, float]:
-    return {
-        "mean": staleness.mean,
-        "median": staleness.percentile(50),
-        "p99": staleness.percentile(99),
-        "largest": staleness.largest,
-    }
-
-
-def _staleness_plain(staleness: Staleness | None) -> dict[str, Any] | None:
-    if staleness is None:
-        return None
-    return {**_summary(staleness), "updates": staleness.updates, "counts": to_plain(staleness.counts)}
-
-
-def _numbers(staleness: Staleness) -> list[str]:
-    median, most = staleness.percentile(50), staleness.percentile(99)
-    return [fixed(staleness.mean), str(median), str(most), str(staleness.largest)]
-
-
-def _words(staleness: Staleness | None) -> str:
-    if staleness is None:
-        return MISSING
-    mean, median, most, largest = _numbers(staleness)
-    return f"mean {mean}, median {median}, 99 % at most {most}, largest {largest}"
-
-
-def _refused(servers: ServerSummary) -> str:
-    if not servers.refused:
-        return "none"
-    reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in servers.refused.items())
-    return f"{percent(servers.refused_share)} ({reasons})"
-
-
-def _worker(servers: ServerSummary, worker: int) -> str:
+def _worker_text(servers: ServerSummary, worker: int) -> str:
     staleness, waiting = servers.staleness.get(worker), servers.waiting.get(worker)
-    said = [f"staleness {_words(staleness)}"] if staleness else []
+    parts = [f"staleness {_staleness_text(staleness)}"] if staleness else []
     if waiting is not None:
-        parts = (("compute", waiting.compute_s), ("exchange", waiting.exchange_s), ("waiting for data", waiting.wait_s))
-        said.append(", ".join(f"{name} {duration(seconds)}" for name, seconds in parts if seconds >= 5e-4))
+        times = ((STEP_PARTS[part], getattr(waiting, part)) for part in ("compute_s", "exchange_s", "wait_s"))
+        parts.append(", ".join(f"{name} {duration(seconds)}" for name, seconds in times if seconds >= 5e-4))
         if waiting.answers_s:
-            said.append(f"answers {duration(sum(waiting.answers_s.values()))}")
-    return "; ".join(filter(None, said))
+            parts.append(f"answers {duration(sum(waiting.answers_s.values()))}")
+    return "; ".join(filter(None, parts))
 
 
-def _most(servers: ServerSummary, load: Callable[[ShardStats], float]) -> str:
-    """Says how far the server and the shard that carry most are above the mean, where there are several."""
-    said = []
-    if len(servers.by_rank) > 1:
-        factor, which = to_mean([sum(map(load, work.shards)) for work in servers.by_rank.values()])
-        said.append(f"rank {list(servers.by_rank)[which]} {ratio(factor)}")
-    shards: Sequence[tuple[int, ShardStats]] = servers.shards
-    if len(shards) > 1:
-        factor, which = to_mean([load(shard) for _, shard in shards])
-        said.append(f"shard {shards[which][1].name} {ratio(factor)}")
-    return f"; most: {', '.join(said)} × the mean" if said else ""
-
-
-INPUT_HEADS = ("bottleneck", "read by", "ms an\nexample", "dearest\nstage", "batches\nready", "left\nout")
-"""Names of what `input_cells` returns, in lines."""
-
-
-def input_cells(inputs: InputSummary, bottleneck: Bottleneck | None) -> tuple[str, ...]:
-    """Returns one run's input in one row."""
-    busiest, first = inputs.busiest, next(iter(inputs.by_rank.values()))
-    busy = sum(stage.busy_s for stage in inputs.stages)
+def server_line(servers: ServerSummary) -> str:
+    """Returns the sentence below a comparison."""
     return (
-        bottleneck.kind if bottleneck else "",
-        readers(first),
-        short(1e3 * busy / inputs.examples if inputs.examples else None),
-        f"{busiest.name} {percent(busiest.busy_s / busy if busy else 0.0)}",
-        fixed(min(occupancy(each) for each in inputs.by_rank.values())),
-        str(inputs.skipped),
+        f"{plural(len(servers.by_rank), 'server')}, busy {percent(servers.busy_share)}, longest queue "
+        f"{servers.queue_longest}; staleness {_staleness_text(servers.staleness_of_all)}; refused pushes: "
+        f"{_refused_text(servers)}"
     )
 
 
-def input_rows(inputs: InputSummary, bottleneck: Bottleneck | None) -> list[tuple[str, str]]:
-    """Returns what is worth saying of a run's input, as names and values in words."""
-    first = next(iter(inputs.by_rank.values()))
-    busy = sum(stage.busy_s for stage in inputs.stages)
-    rows = [("input", f"{readers(first)}, {_cost(inputs, busy)}: {_parts(inputs.stages, busy)}")]
-    if first.parallel == "threads":
-        least = min(occupancy(each) for each in inputs.by_rank.values())
-        whole = sum(each.readers * each.seconds for each in inputs.by_rank.values())
-        blocked = sum(blocked_s(each) for each in inputs.by_rank.values())
-        free = percent(blocked / whole) if whole > 0 else "0 %"
-        rows.append(("input queue", f"{fixed(least)} batches ready when asked; readers blocked {free} of their time"))
-    if inputs.skipped:
-        rows.append(("left out", f"{inputs.skipped} example{'s' * (inputs.skipped != 1)} that could not be had"))
-    if bottleneck is not None:
-        rows += [("bottleneck", bottleneck.line), ("try next", bottleneck.remedy)]
-    return rows
-
-
-def readers(of: InputStats) -> str:
-    """Returns who reads."""
-    if of.parallel == "inline":
+def readers_text(stats: InputStats) -> str:
+    """Returns "2 threads", "1 process", or "the worker itself"."""
+    if stats.parallel == "inline":
         return "the worker itself"
-    return f"{of.readers} {of.parallel if of.readers != 1 else of.parallel.removesuffix('es').removesuffix('s')}"
+    one = stats.parallel.removesuffix("es").removesuffix("s")
+    return f"{stats.readers} {stats.parallel if stats.readers != 1 else one}"
 
 
-def bottleneck_plain(bottleneck: Bottleneck | None) -> dict[str, Any] | None:
-    """Returns the same as JSON values."""
-    if bottleneck is None:
+def _first(inputs: InputSummary) -> InputStats:
+    return next(iter(inputs.by_rank.values()))
+
+
+def _ms_per_example(inputs: InputSummary) -> float | None:
+    return 1e3 * inputs.busy_s / inputs.examples if inputs.examples else None
+
+
+def _least_occupancy(inputs: InputSummary) -> float:
+    return min(occupancy(each) for each in inputs.by_rank.values())
+
+
+def _input_text(inputs: InputSummary) -> str:
+    size = sum(each.bytes for each in inputs.by_rank.values())
+    cost = "no example"
+    if inputs.examples:
+        cost = f"{short(_ms_per_example(inputs))} ms and {byte_count(size / inputs.examples)} an example"
+    parts = ", ".join(_stage_share(inputs, stage) for stage in inputs.stages)
+    return f"{readers_text(_first(inputs))}, {cost}: {parts}"
+
+
+def _stage_share(inputs: InputSummary, stage: InputStageStats) -> str:
+    return f"{stage.name} {percent(_part(stage.busy_s, inputs.busy_s))}"
+
+
+def _part(seconds: float, whole_s: float) -> float:
+    return seconds / whole_s if whole_s else 0.0
+
+
+def _queue_text(inputs: InputSummary) -> str | None:
+    if _first(inputs).parallel != "threads":
         return None
-    return {
-        "kind": bottleneck.kind,
-        "stage": bottleneck.stage,
-        "rank": bottleneck.rank,
-        "share": bottleneck.share,
-        "because": bottleneck.because,
-        "remedy": bottleneck.remedy,
-    }
+    whole = sum(each.readers * each.seconds for each in inputs.by_rank.values())
+    blocked = sum(blocked_s(each) for each in inputs.by_rank.values())
+    free = percent(blocked / whole) if whole > 0 else "0 %"
+    return f"{fixed(_least_occupancy(inputs))} batches ready when asked; readers blocked {free} of their time"
 
 
-def input_plain(inputs: InputSummary) -> dict[str, Any]:
-    """Returns the same and more as JSON values, with all digits."""
-    return {
-        "stages": [stage_plain(stage, inputs.examples) for stage in inputs.stages],
-        "skipped": inputs.skipped,
-        "by_rank": {
-            str(rank): {
-                "parallel": each.parallel,
-                "readers": each.readers,
-                "seconds": each.seconds,
-                "waited_s": each.waited_s,
-                "busy_s": busy_s(each),
-                "blocked_s": blocked_s(each),
-                "occupancy": occupancy(each),
-                "batches": each.batches,
-                "examples": each.examples,
-                "bytes": each.bytes,
-                "skipped": each.skipped,
-            }
-            for rank, each in inputs.by_rank.items()
-        },
-    }
+def _skipped_text(inputs: InputSummary) -> str | None:
+    return f"{plural(inputs.skipped, 'example')} that could not be had" if inputs.skipped else None
 
 
-def stage_plain(stage: InputStageStats, examples: int) -> dict[str, Any]:
-    """Returns one stage as JSON values."""
-    return {
-        "name": stage.name,
-        "busy_s": stage.busy_s,
-        "waiting_s": stage.waiting_s,
-        "ms_per_example": 1e3 * stage.busy_s / examples if examples else None,
-    }
+INPUT_STAGE: tuple[Field[tuple[InputSummary, InputStageStats]], ...] = (
+    Field(lambda pair: pair[1].name, key="name"),
+    Field(lambda pair: pair[1].busy_s, key="busy_s"),
+    Field(lambda pair: pair[1].waiting_s, key="waiting_s"),
+    Field(
+        lambda pair: 1e3 * pair[1].busy_s / pair[0].examples if pair[0].examples else None,
+        short,
+        key="ms_per_example",
+        head="ms an\nexample",
+    ),
+    Field(lambda pair: _part(pair[1].busy_s, pair[0].busy_s), percent, head="of the\ninput"),
+    Field(lambda pair: _part(pair[1].waiting_s, pair[1].busy_s), percent, head="of it\nwaiting"),
+)
+"""A stage of an input, with that input."""
 
 
-def _cost(inputs: InputSummary, busy: float) -> str:
-    total = sum(each.bytes for each in inputs.by_rank.values())
-    if not inputs.examples:
-        return "no example"
-    return f"{short(1e3 * busy / inputs.examples)} ms and {byte_count(total / inputs.examples)} an example"
+READER: tuple[Field[InputStats], ...] = (
+    *json_fields("parallel", "readers", "seconds", "waited_s"),
+    Field(busy_s, key="busy_s"),
+    Field(blocked_s, key="blocked_s"),
+    Field(occupancy, key="occupancy"),
+    *json_fields("batches", "examples", "bytes", "skipped"),
+)
+
+BOTTLENECK: tuple[Field[Bottleneck], ...] = (
+    Field(attrgetter("kind"), key="kind", head="bottleneck"),
+    *json_fields("stage", "rank", "share", "because", "remedy"),
+    Field(attrgetter("line"), label="bottleneck"),
+    Field(attrgetter("remedy"), label="try next"),
+)
+
+INPUT: tuple[Field[InputSummary], ...] = (
+    Field(_input_text, label="input"),
+    Field(_queue_text, label="input queue"),
+    Field(_skipped_text, label="left out"),
+    Field(lambda inputs: [to_json(INPUT_STAGE, (inputs, stage)) for stage in inputs.stages], key="stages"),
+    Field(lambda inputs: readers_text(_first(inputs)), head="read by"),
+    Field(_ms_per_example, short, head="ms an\nexample"),
+    Field(lambda inputs: _stage_share(inputs, inputs.busiest), head="dearest\nstage"),
+    Field(_least_occupancy, fixed, head="batches\nready"),
+    Field(attrgetter("skipped"), key="skipped", head="left\nout"),
+    Field(lambda inputs: {rank: to_json(READER, each) for rank, each in inputs.by_rank.items()}, key="by_rank"),
+)
 
 
-def _parts(stages: tuple[InputStageStats, ...], busy: float) -> str:
-    return ", ".join(f"{stage.name} {percent(stage.busy_s / busy if busy else 0.0)}" for stage in stages)
+def _meetings_text(averaging: AveragingSummary) -> str:
+    return f"{plural(len(averaging.meetings), 'meeting')}, one in {short(averaging.mean_rounds)} rounds"
 
 
-_MOST = 8
+def _averaging_text(averaging: AveragingSummary) -> str:
+    period = plural(averaging.last.period, "round")
+    return f"{_meetings_text(averaging)}, {duration(averaging.mean_exchange_s)} each; the last period is {period}"
 
 
-def replica_lines(plan: Plan) -> list[str]:
-    """Returns a line that says which ranks hold a replica together, and which servers serve them; none for one."""
-    ranks = plan.workers // max(1, plan.replicas)
-    if ranks == 1 or plan.replicas == 1:
-        return []
-    what = "stage" if plan.partition else "slice"
-    each = [f"{first} to {first + ranks - 1}" for first in range(0, plan.workers, ranks)]
-    line = f"{plan.replicas} replicas of {ranks} ranks: {', '.join(_some(each))}"
-    if plan.servers:
-        serve = [f"rank {rank} of {what} {plan.role(rank).stage}" for rank in plan.servers]
-        line += f"; servers: {', '.join(_some(serve))}"
-    return [line]
+def _drift_text(averaging: AveragingSummary) -> str:
+    furthest = averaging.furthest
+    return (
+        f"mean {short(averaging.mean_drift)}, largest {short(furthest.drift)} of the parameters' norm, "
+        f"after {plural(furthest.step, 'round')}"
+    )
 
 
-def _some(words: list[str]) -> list[str]:
-    return words if len(words) <= _MOST else [*words[: _MOST - 1], f"{len(words) - _MOST + 1} more"]
+def _left_out_text(averaging: AveragingSummary) -> str | None:
+    ranks = ", ".join(f"rank {rank} {count} ×" for rank, count in averaging.left_out.items())
+    return f"{ranks}: parameters that were not finite; they went on from the others' mean" if ranks else None
 
 
-def stage_lines(plan: Plan) -> list[str]:
-    """Returns a line for each stage of a pipeline: its layers and what they are expected to take."""
-    total = sum(stage.seconds for stage in plan.stages)
-    lines = []
-    for index, (names, stage) in enumerate(zip(plan.partition, plan.stages, strict=True)):
-        which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        took = f"{short(stage.seconds * 1e3)} ms a micro-batch ({percent(stage.seconds / total)}), " if total else ""
-        received = f", gets {byte_count(stage.received_bytes)}" if stage.received_bytes else ""
-        lines.append(
-            f"stage {index}: {stage.layers} layer{'s' * (stage.layers != 1)}, {which}: {took}"
-            f"{byte_count(stage.parameter_bytes)} of parameters, {byte_count(stage.bytes)} in all{received}"
-        )
-    return lines
+AVERAGING: tuple[Field[AveragingSummary], ...] = (
+    Field(_averaging_text, label="averaging"),
+    Field(attrgetter("last.why"), label="period because"),
+    Field(_drift_text, label="drift"),
+    Field(_left_out_text, label="left out"),
+    *json_fields("meetings", "mean_rounds", "mean_drift"),
+    Field(attrgetter("furthest.drift"), key="largest_drift"),
+    *json_fields("left_out"),
+)
+
+
+def averaging_line(averaging: AveragingSummary) -> str:
+    """Returns the sentence below a comparison."""
+    return (
+        f"{_meetings_text(averaging)}, the last period {plural(averaging.last.period, 'round')} "
+        f"({averaging.last.why}); drift mean {short(averaging.mean_drift)}, largest {short(averaging.furthest.drift)}"
+    )
+
+
+def _bubble_text(step: PipelineStep) -> str:
+    return (
+        f"{percent(step.bubble)} of step {step.step}; {percent(step.scheduled_bubble)} is the schedule's own with "
+        f"{plural(step.micro_batches, 'micro-batch', 'es')}"
+    )
+
+
+def _stages_text(step: PipelineStep) -> str:
+    took, expected = (
+        ", ".join(short(1e3 * seconds) for seconds in each) for each in (step.stage_s.values(), step.expected_s)
+    )
+    return f"{took} ms a micro-batch" + (f"; profiled: {expected} ms" if any(step.expected_s) else "")
+
+
+def _in_flight_text(step: PipelineStep) -> str:
+    return f"at most {plural(max(step.in_flight.values()), 'micro-batch', 'es')} a stage"
+
+
+PIPELINE_STEP: tuple[Field[PipelineStep], ...] = (
+    Field(_bubble_text, label="bubble"),
+    Field(_stages_text, label="stages"),
+    Field(_in_flight_text, label="in flight"),
+    *json_fields(
+        *("step", "seconds", "micro_batches", "bubble", "scheduled_bubble", "stage_s", "expected_s", "in_flight")
+    ),
+)

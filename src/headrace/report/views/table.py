@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.report.format import MISSING, byte_count, clean, duration, fixed, percent, ratio, short
-from headrace.report.model.pipeline_steps import passed_plain, passed_rows
-from headrace.report.model.summary import References, Summary, verdict
-from headrace.report.model.training import StepTimes, averaging_line, averaging_plain, averaging_rows
-from headrace.report.views.subjects import (
-    bottleneck_plain,
-    input_plain,
-    input_rows,
-    server_line,
-    server_plain,
-    server_rows,
+from headrace.report.format import (
+    MISSING,
+    Field,
+    byte_count,
+    clean,
+    duration,
+    fixed,
+    json_fields,
+    percent,
+    plural,
+    ratio,
+    short,
+    to_json,
+    to_rows,
 )
-from headrace.spec.plain import to_plain
+from headrace.report.model.summary import References, Saves, Summary, verdict
+from headrace.report.views.subjects import (
+    AVERAGING,
+    BOTTLENECK,
+    INPUT,
+    PIPELINE_STEP,
+    SERVERS,
+    STEP,
+    averaging_line,
+    server_line,
+    step_text,
+    worker_rows,
+)
 
 if TYPE_CHECKING:
     # Importing rich takes 40 ms, which `headrace --help` does not have.
@@ -27,7 +43,49 @@ if TYPE_CHECKING:
 
 _NAME_WIDTH = 15
 _METRIC_WIDTH = 8
-_PARTS = ("compute_s", "exchange_s", "update_s", "wait_s")
+
+
+class ComparedRun(NamedTuple):
+    """A run in a comparison; `metric` is the one that has a column."""
+
+    summary: Summary
+    references: References
+    metric: str | None
+
+
+def _cost(name: str) -> Callable[[ComparedRun], float | None]:
+    return attrgetter(f"summary.cost.{name}")
+
+
+def _step_ms(part: str) -> Callable[[ComparedRun], float | None]:
+    return lambda run: None if run.summary.times is None else 1e3 * getattr(run.summary.times, part)
+
+
+def _megabytes(value: float | None) -> str:
+    return fixed(value, 1e-6)
+
+
+COLUMNS: tuple[Field[ComparedRun], ...] = (
+    Field(lambda run: run.summary.workers, label="N"),
+    Field(lambda run: f"{run.summary.workers} × {run.summary.threads}", head="workers\n× threads"),
+    Field(
+        lambda run: run.summary.metrics.get(run.metric) if run.metric else None, short, label="metric", head="metric"
+    ),
+    Field(attrgetter("summary.examples_per_s"), short, label="ex/s", head="examples/s"),
+    Field(lambda run: run.references.to_one_device(run.summary), ratio, label="×\none", head="× one"),
+    Field(lambda run: run.references.to_ceiling(run.summary), ratio, label="×\nceil", head="× ceiling"),
+    Field(_cost("moved_bytes_per_step"), _megabytes, label="MB/\nstep"),
+    Field(_cost("moved_bytes_per_step"), byte_count, head="moved\na step"),
+    Field(_step_ms("compute_s"), fixed, label="comp\nms", head="compute\nms"),
+    Field(_step_ms("exchange_s"), fixed, label="exch\nms", head="exchange\nms"),
+    Field(_step_ms("update_s"), fixed, label="upd\nms", head="update\nms"),
+    Field(_step_ms("wait_s"), fixed, label="wait\nms", head="wait\nms"),
+    Field(_cost("peak_memory_bytes"), _megabytes, label="peak\nMB"),
+    Field(_cost("peak_memory_bytes"), byte_count, head="peak\nmemory"),
+)
+"""A comparison's columns: those with a label on a terminal, those with a head on the page."""
+
+_WIDTHS = {"N": 3, "metric": _METRIC_WIDTH, "×\none": 4, "×\nceil": 4}
 
 
 def first_metric(summaries: Sequence[Summary]) -> str | None:
@@ -37,7 +95,7 @@ def first_metric(summaries: Sequence[Summary]) -> str | None:
 
 
 def ending(summary: Summary) -> str:
-    """Returns in one line how a run ended that did not end well; empty where it did."""
+    """Returns in one line how a run ended that did not end well; empty for a run that did."""
     if summary.status == "ok":
         return ""
     failure = summary.outcome.failure
@@ -54,29 +112,19 @@ def comparison_table(summaries: Sequence[Summary], references: References) -> Ta
     from rich.text import Text
 
     metric = first_metric(summaries)
+    columns = [each for each in COLUMNS if each.label]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, min_width=80, caption_justify="left")
     table.add_column("strategy", overflow="fold", max_width=_NAME_WIDTH)
-    for header, width in (
-        ("N", 3),
-        ("\n".join(_header_lines(metric or "metric")), _METRIC_WIDTH),
-        ("ex/s", 5),
-        ("×\none", 4),
-        ("×\nceil", 4),
-        ("MB/\nstep", 5),
-        ("comp\nms", 5),
-        ("exch\nms", 5),
-        ("upd\nms", 5),
-        ("wait\nms", 5),
-        ("peak\nMB", 5),
-    ):
-        table.add_column(Text(header), justify="right", no_wrap=True, max_width=width)
-    for each in summaries:
-        mark = "" if each.status == "ok" else " !"
-        cells = _cells(each, references, metric)
-        table.add_row(Text(clean(each.name) + mark), *(Text(cell) for cell in cells))
+    for each in columns:
+        head = "\n".join(_header_lines(metric)) if each.label == "metric" and metric else each.label
+        table.add_column(Text(head), justify="right", no_wrap=True, max_width=_WIDTHS.get(each.label, 5))
+    for summary in summaries:
+        run = ComparedRun(summary, references, metric)
+        mark = "" if summary.status == "ok" else " !"
+        table.add_row(Text(clean(summary.name) + mark), *(Text(each.format(each.get(run))) for each in columns))
     one = references.one_device_examples_per_s
     if one and not any(each.strategy == "one_device" for each in summaries):
-        # What one has without us belongs into every table.
+        # A user has this rate without headrace, so it belongs in every table.
         table.add_row("one process, all threads", "1", "", short(one), "1.00", *[""] * 7, style="dim")
     table.caption = Text(clean("\n".join(_legend(summaries, references, metric))))
     table.caption_style = "dim"
@@ -85,22 +133,6 @@ def comparison_table(summaries: Sequence[Summary], references: References) -> Ta
 
 def _header_lines(name: str) -> list[str]:
     return [line for word in clean(name).split("_") for line in textwrap.wrap(word, _METRIC_WIDTH)]
-
-
-def _cells(summary: Summary, references: References, metric: str | None) -> tuple[str, ...]:
-    moved = summary.cost.moved_bytes_per_step
-    peak = summary.cost.peak_memory_bytes
-    times = summary.times
-    return (
-        str(summary.workers),
-        short(summary.metrics.get(metric)) if metric else MISSING,
-        short(summary.examples_per_s),
-        ratio(references.to_one_device(summary)),
-        ratio(references.to_ceiling(summary)),
-        fixed(moved, 1e-6),
-        *(fixed(getattr(times, part) if times else None, 1e3) for part in _PARTS),
-        fixed(peak, 1e-6),
-    )
 
 
 def _legend(summaries: Sequence[Summary], references: References, metric: str | None) -> list[str]:
@@ -135,129 +167,146 @@ def run_table(summary: Summary) -> Table:
 
 
 def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
-    """Returns what is worth saying of one run, as names and values in words."""
-    started, training, cost = summary.started, summary.training, summary.cost
-    steps = f"{training.steps} of {started.global_batch_size} examples, {training.epochs:.4g} epochs"
-    rows = [
-        ("run", summary.name),
-        ("status", ending(summary) or "ok"),
-        *_attempts(summary),
-        ("processes", _processes(summary)),
-        ("steps", steps),
-        ("training time", duration(training.seconds)),
-        ("examples/s", f"{short(training.examples_per_s)} in steady state"),
-    ]
-    if summary.curves.evaluations:
-        last = summary.curves.evaluations[-1]
-        metrics = ", ".join(f"{name} {short(value)}" for name, value in last.metrics.items())
-        rows.append(("evaluation", f"{metrics} after {last.epochs:.4g} epochs"))
-    if summary.times is not None:
-        rows.append(("mean step", step_words(summary.times)))
-    rows += [] if summary.inputs is None else input_rows(summary.inputs, summary.bottleneck)
-    rows += [] if summary.servers is None else server_rows(summary.servers)
-    rows += [] if summary.averaging is None else averaging_rows(summary.averaging)
-    rows += [] if summary.passed is None else passed_rows(summary.passed)
-    together = f"in all workers {'and servers ' * (summary.servers is not None)}together"
-    rows += [
-        (name, f"{byte_count(value)} {where}")
-        for name, value, where in (
-            ("moved a step", cost.moved_bytes_per_step, "by all workers"),
-            ("peak memory", cost.peak_memory_bytes, "in the largest process"),
-            ("parameters", cost.parameter_bytes, together),
-            ("optimizer state", cost.optimizer_bytes, together),
-        )
-        if value is not None
-    ]
-    rows += _saves(summary)
-    if summary.outcome.torn_lines:
-        rows.append(("torn lines", f"{summary.outcome.torn_lines} event files end in half a line"))
-    return tuple(rows) + tuple(("notice", notice) for notice in summary.outcome.notices)
-
-
-def _attempts(summary: Summary) -> list[tuple[str, str]]:
-    count, resumed = summary.outcome.attempts, summary.started.resumed_step
-    if count == 1:
-        return [("resumed", f"at step {resumed}, which another run had reached")] if resumed else []
-    return [("attempts", f"{count}, resumed at step {resumed}")]
-
-
-def _saves(summary: Summary) -> list[tuple[str, str]]:
-    """What there is to say of checkpoints, and of rounds that were left out."""
-    rows = []
-    saves, bad = summary.saves, summary.non_finite
-    if saves is not None:
-        count = f"{saves.count}, the last at step {saves.last_step}, {byte_count(saves.bytes)}"
-        stall = f"mean {duration(saves.mean_stall_s)}, longest {duration(saves.longest_stall_s)}"
-        rows.append(("checkpoints", f"{count}; training stood still: {stall}, {percent(saves.share)} of its time"))
-    if bad is not None:
-        left_out = bad.skipped + bad.rolled_back
-        back = f", {bad.rolled_back} of them with a rollback" if bad.rolled_back else ""
-        rows.append(("not finite", f"{left_out} round{'s' * (left_out != 1)} left out{back}"))
-    return rows
-
-
-def step_words(times: StepTimes) -> str:
-    """Returns a mean step in words: "12.3 ms: compute 9.10 (74 %), exchange 2.10 (17 %), ..."."""
-    total = times.total_s
-    parts = ", ".join(
-        f"{name} {fixed(value, 1e3)} ({percent(value / total) if total else MISSING})"
-        for name, value in (
-            ("compute", times.compute_s),
-            ("exchange", times.exchange_s),
-            ("update", times.update_s),
-            ("waiting for data", times.wait_s),
-            ("between steps", times.other_s),
-        )
-        if value >= 5e-6
+    """Returns one run as names and values in words."""
+    return (
+        *to_rows(_RUN, summary),
+        *to_rows(INPUT, summary.inputs),
+        *to_rows(BOTTLENECK, summary.bottleneck if summary.inputs else None),
+        *to_rows(SERVERS, summary.servers),
+        *worker_rows(summary.servers),
+        *to_rows(AVERAGING, summary.averaging),
+        *to_rows(PIPELINE_STEP, summary.passed),
+        *to_rows(_COST, summary),
+        *(("notice", notice) for notice in summary.outcome.notices),
     )
-    return f"{fixed(total, 1e3)} ms: {parts}"
 
 
-def _processes(summary: Summary) -> str:
+def _attempts_text(summary: Summary) -> str | None:
+    count = summary.outcome.attempts
+    return f"{count}, resumed at step {summary.started.resumed_step}" if count > 1 else None
+
+
+def _resumed_text(summary: Summary) -> str | None:
+    resumed = summary.started.resumed_step
+    return f"at step {resumed}, which another run had reached" if resumed and summary.outcome.attempts == 1 else None
+
+
+def _processes_text(summary: Summary) -> str:
+    servers = f" and {plural(len(summary.servers.by_rank), 'server')}" if summary.servers is not None else ""
     hosts = ", ".join(summary.outcome.hosts) or MISSING
-    workers = f"{summary.workers} worker{'s' if summary.workers != 1 else ''}"
-    if summary.servers is not None:
-        count = len(summary.servers.by_rank)
-        workers += f" and {count} server{'s' * (count != 1)}"
-    threads = f"{summary.threads} thread{'s' if summary.threads != 1 else ''} each"
-    return f"{workers} on {hosts} ({summary.device}), {threads}"
+    threads = plural(summary.threads, "thread")
+    return f"{plural(summary.workers, 'worker')}{servers} on {hosts} ({summary.device}), {threads} each"
+
+
+def _evaluation_text(summary: Summary) -> str | None:
+    if not summary.curves.evaluations:
+        return None
+    metrics = ", ".join(f"{name} {short(value)}" for name, value in summary.metrics.items())
+    return f"{metrics} after {summary.curves.evaluations[-1].epochs:.4g} epochs"
+
+
+def _steps_text(summary: Summary) -> str:
+    batch, epochs = summary.started.global_batch_size, summary.training.epochs
+    return f"{summary.steps} of {batch} examples, {epochs:.4g} epochs"
+
+
+def _held_text(name: str) -> Callable[[Summary], str | None]:
+    def text(summary: Summary) -> str | None:
+        value = getattr(summary.cost, name)
+        where = "in all workers and servers" if summary.servers is not None else "in all workers"
+        return None if value is None else f"{byte_count(value)} {where} together"
+
+    return text
+
+
+def _saves_text(saves: Saves) -> str:
+    stall = f"mean {duration(saves.mean_stall_s)}, longest {duration(saves.longest_stall_s)}"
+    return (
+        f"{saves.count}, the last at step {saves.last_step}, {byte_count(saves.bytes)}; "
+        f"training stood still: {stall}, {percent(saves.share)} of its time"
+    )
+
+
+def _non_finite_text(summary: Summary) -> str | None:
+    bad = summary.non_finite
+    if bad is None:
+        return None
+    back = f", {bad.rolled_back} of them with a rollback" if bad.rolled_back else ""
+    return f"{plural(bad.skipped + bad.rolled_back, 'round')} left out{back}"
+
+
+def _failure_json(summary: Summary) -> dict[str, Any] | None:
+    failure = summary.outcome.failure
+    return to_json(json_fields("rank", "step", "cause", "traceback"), failure)
+
+
+_RUN: tuple[Field[Summary], ...] = (
+    *json_fields("label", "strategy", "workers", "device", "threads", "status"),
+    Field(attrgetter("name"), label="run"),
+    Field(lambda summary: ending(summary) or "ok", label="status"),
+    Field(attrgetter("outcome.attempts"), key="attempts"),
+    Field(attrgetter("started.resumed_step"), key="resumed_step"),
+    Field(_attempts_text, label="attempts"),
+    Field(_resumed_text, label="resumed"),
+    Field(_processes_text, label="processes"),
+    Field(attrgetter("training.steps"), key="steps"),
+    Field(_steps_text, label="steps"),
+    Field(attrgetter("training.epochs"), key="epochs"),
+    Field(attrgetter("training.examples"), key="examples"),
+    Field(attrgetter("training.seconds"), duration, key="seconds", label="training time"),
+    Field(attrgetter("training.examples_per_s"), key="examples_per_s"),
+    Field(lambda summary: f"{short(summary.examples_per_s)} in steady state", label="examples/s"),
+    Field(
+        lambda summary: {k: value if math.isfinite(value) else None for k, value in summary.metrics.items()},
+        key="metrics",
+    ),
+    Field(_evaluation_text, label="evaluation"),
+    Field(lambda summary: to_json(STEP, summary.times), key="step_seconds"),
+    Field(
+        lambda summary: {rank: to_json(STEP, times) for rank, times in summary.times_by_rank.items()},
+        key="step_seconds_by_rank",
+    ),
+    Field(attrgetter("times"), step_text, label="mean step"),
+)
+
+_COST: tuple[Field[Summary], ...] = (
+    Field(
+        attrgetter("cost.moved_bytes_per_step"),
+        lambda value: f"{byte_count(value)} by all workers",
+        key="moved_bytes_per_step",
+        label="moved a step",
+    ),
+    Field(
+        attrgetter("cost.peak_memory_bytes"),
+        lambda value: f"{byte_count(value)} in the largest process",
+        key="peak_memory_bytes",
+        label="peak memory",
+    ),
+    Field(attrgetter("cost.parameter_bytes"), key="parameter_bytes"),
+    Field(attrgetter("cost.optimizer_bytes"), key="optimizer_bytes"),
+    Field(_held_text("parameter_bytes"), label="parameters"),
+    Field(_held_text("optimizer_bytes"), label="optimizer state"),
+    Field(attrgetter("saves"), _saves_text, key="saves", label="checkpoints"),
+    Field(attrgetter("non_finite"), key="non_finite"),
+    Field(_non_finite_text, label="not finite"),
+    Field(
+        lambda summary: summary.outcome.torn_lines or None,
+        lambda count: f"{count} event files end in half a line",
+        label="torn lines",
+    ),
+    Field(lambda summary: to_json(SERVERS, summary.servers), key="servers"),
+    Field(lambda summary: to_json(AVERAGING, summary.averaging), key="averaging"),
+    Field(lambda summary: to_json(PIPELINE_STEP, summary.passed), key="passed"),
+    Field(lambda summary: to_json(INPUT, summary.inputs), key="input"),
+    Field(lambda summary: to_json(BOTTLENECK, summary.bottleneck), key="bottleneck"),
+    Field(attrgetter("outcome.notices"), key="notices"),
+    Field(_failure_json, key="failure"),
+)
 
 
 def run_plain(summary: Summary) -> dict[str, Any]:
     """Returns one run as JSON values; what is unknown or not finite is None."""
-    training, cost, failure = summary.training, summary.cost, summary.outcome.failure
-    return {
-        "label": summary.label,
-        "strategy": summary.strategy,
-        "workers": summary.workers,
-        "device": summary.device,
-        "threads": summary.threads,
-        "status": summary.status,
-        "attempts": summary.outcome.attempts,
-        "resumed_step": summary.started.resumed_step,
-        "steps": training.steps,
-        "epochs": training.epochs,
-        "examples": training.examples,
-        "seconds": training.seconds,
-        "examples_per_s": training.examples_per_s,
-        "metrics": {name: _finite(value) for name, value in summary.metrics.items()},
-        "step_seconds": _times_plain(summary.times),
-        "step_seconds_by_rank": {str(rank): _times_plain(each) for rank, each in summary.times_by_rank.items()},
-        "moved_bytes_per_step": cost.moved_bytes_per_step,
-        "peak_memory_bytes": cost.peak_memory_bytes,
-        "parameter_bytes": cost.parameter_bytes,
-        "optimizer_bytes": cost.optimizer_bytes,
-        "saves": None if summary.saves is None else to_plain(summary.saves),
-        "non_finite": None if summary.non_finite is None else to_plain(summary.non_finite),
-        "servers": None if summary.servers is None else server_plain(summary.servers),
-        "averaging": None if summary.averaging is None else averaging_plain(summary.averaging),
-        "passed": None if summary.passed is None else passed_plain(summary.passed),
-        "input": None if summary.inputs is None else input_plain(summary.inputs),
-        "bottleneck": bottleneck_plain(summary.bottleneck),
-        "notices": list(summary.outcome.notices),
-        "failure": failure
-        and {"rank": failure.rank, "step": failure.step, "cause": failure.cause, "traceback": failure.traceback},
-    }
+    return to_json((*_RUN, *_COST), summary) or {}
 
 
 def comparison_plain(summaries: Sequence[Summary], references: References) -> dict[str, Any]:
@@ -280,19 +329,3 @@ def comparison_plain(summaries: Sequence[Summary], references: References) -> di
         },
         "verdict": verdict(summaries, references),
     }
-
-
-def _times_plain(times: StepTimes | None) -> dict[str, float] | None:
-    if times is None:
-        return None
-    return {
-        "wait": times.wait_s,
-        "compute": times.compute_s,
-        "exchange": times.exchange_s,
-        "update": times.update_s,
-        "other": times.other_s,
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
