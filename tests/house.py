@@ -153,3 +153,9 @@ def definitions(module: Module) -> dict[str, ast.stmt]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
     return found
+
+
+def packages(name: str) -> list[str]:
+    """Returns the packages that a module is in, outermost first, and itself."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]

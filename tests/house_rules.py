@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TypeGuard
 
-from house import PACKAGE, Import, Module, Modules, Rule, complaint, definitions, floors, room, words
+from house import PACKAGE, Import, Module, Modules, Rule, complaint, definitions, floors, packages, room, words
 
 __all__ = ["RULES"]
 
@@ -214,14 +214,11 @@ def purity(modules: Modules) -> list[str]:
 
 
 def numbered_fields(modules: Modules) -> list[str]:
-    """Fields of shared memory have names (`ctypes.Structure`): nobody reads them from a memoryview by index."""
-    return [
-        complaint(module, node.lineno, "a cast memoryview has numbered fields; name them in a ctypes.Structure")
-        for module in modules.values()
-        if room(module.name) in ("shared_memory", "channels")
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute) and node.attr == "cast"
-    ]
+    """Fields of shared memory have names, by `ctypes.Structure`; a memoryview that is cast has numbered ones."""
+    shared = [module for module in modules.values() if room(module.name) in ("shared_memory", "channels")]
+    names = [(module, node) for module in shared for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
+    told = "a cast memoryview has numbered fields"
+    return [complaint(module, node.lineno, told) for module, node in names if node.attr == "cast"]
 
 
 def asking(modules: Modules) -> list[str]:
@@ -374,7 +371,7 @@ def _missing(modules: Modules, module: Module, node: ast.ClassDef) -> set[str]:
 def _reached(modules: Modules, start: Module) -> Iterator[tuple[list[str], Import]]:
     """Yields what importing a module imports from outside, with the way there."""
     # Importing a module imports its packages first.
-    todo = [name for name in _packages(start.name) if name in modules]
+    todo = [name for name in packages(start.name) if name in modules]
     ways = {name: [start.name, name] if name != start.name else [name] for name in todo}
     while todo:
         name = todo.pop()
@@ -384,16 +381,10 @@ def _reached(modules: Modules, start: Module) -> Iterator[tuple[list[str], Impor
             if item.target.partition(".")[0] != PACKAGE:
                 yield ways[name], item
                 continue
-            for other in _packages(item.target):
+            for other in packages(item.target):
                 if other in modules and other not in ways:
                     ways[other] = [*ways[name], other]
                     todo.append(other)
-
-
-def _packages(name: str) -> list[str]:
-    """Returns the packages that a module is in, outermost first, and itself."""
-    parts = name.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def _is_everything(node: ast.expr) -> bool:

@@ -20,7 +20,7 @@ import headrace as hr
 from engine import lasting
 from engine.conftest import below, state, until
 from engine.lasting import OFTEN, files_of, lasting_job
-from headrace.api.run_dir_lock import RunDirLock, refuse_living
+from headrace.api.run_directory import RunDirLock, refuse_living
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.events import LAUNCHER, Notice, decode
 from headrace.worker.events import EventWriter, events_path

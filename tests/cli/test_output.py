@@ -16,7 +16,7 @@ from headrace.cli.output import (
     write_document,
     write_error,
 )
-from headrace.engine.termination import Terminated
+from headrace.engine.signals import Terminated
 from headrace.errors import DataError, HeadraceError, JobError, PeerLost, UnfitMachine, UsageError, WorkerFailed
 
 

@@ -11,14 +11,14 @@ import pytest
 
 _SCRIPT = """
 import json, os, socket, sys, threading
-from headrace.engine.local.fork_server_start import begin, fork
+from headrace.engine.local.fork_server import fork_fork_server
 
 secret = open("/dev/zero")
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 stop = threading.Event()
 if "threads" in sys.argv:
     threading.Thread(target=stop.wait).start()
-child = fork(theirs)
+child = fork_fork_server(theirs)
 theirs.close()
 ready = ours.recv(1000)
 place = f"/proc/{child.pid}"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import headrace as hr
-from headrace.api.preparation import check_options, inspect_job
+from headrace.api.checks import check_options, inspect_job
 from headrace.errors import DataError, JobError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1)

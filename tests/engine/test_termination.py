@@ -21,9 +21,8 @@ from engine.lasting import OFTEN, ROUNDS, STRATEGIES, files_of, lasting_job, lef
 from engine.ranks import free_port
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine import termination
-from headrace.engine.interrupts import ECHO_S, TERMINATED, orderly_interrupts
 from headrace.engine.local.engine import LocalEngine
-from headrace.engine.termination import terminate
+from headrace.engine.signals import ECHO_S, TERMINATED, orderly_interrupts, terminate
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import RunEnded, Stepped

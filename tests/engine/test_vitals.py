@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from engine.conftest import state, until
-from headrace.engine.liveness import LivenessProbe
+from headrace.engine.base import LivenessProbe
 
 pytestmark = pytest.mark.usefixtures("real_python")
 
@@ -80,7 +80,7 @@ def test_who_has_not_said_its_id_is_silent() -> None:
 
 def test_a_watcher_that_stood_still_accuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("headrace.engine.liveness.monotonic", lambda: clock[0])
+    monkeypatch.setattr("headrace.engine.base.monotonic", lambda: clock[0])
     vitals = LivenessProbe(0)
     vitals.silent_s(0)
     clock[0] += 3600

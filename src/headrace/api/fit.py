@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
-from headrace.api.attempt import ResumeRequest
-from headrace.api.preparation import JobInfo, check_options, inspect_job
-from headrace.api.resumption import describe_run
+from headrace.api.checks import JobInfo, check_options, inspect_job
+from headrace.api.resume import describe_run
 from headrace.api.run import Run, TemporaryRunDir
+from headrace.api.run_directory import ResumeRequest
 from headrace.api.supervision import OnEvent, supervise
 from headrace.data import as_pipeline
 from headrace.engine.base import Engine
-from headrace.engine.interrupts import TERMINATED
 from headrace.engine.local.engine import LocalEngine
-from headrace.engine.termination import Terminated
+from headrace.engine.signals import TERMINATED, Terminated
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.rendezvous import join, launched_ranks, of_first, total_of_hosts
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError

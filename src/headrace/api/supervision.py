@@ -14,12 +14,12 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from headrace.api.attempt import ResumeRequest, begin_attempt
-from headrace.api.preparation import JobInfo
+from headrace.api.checks import JobInfo
+from headrace.api.run_directory import ResumeRequest, begin_attempt
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.base import Engine, RunProgress
-from headrace.engine.interrupts import TERMINATED
 from headrace.engine.local.process import LAST_WORDS, log_path
+from headrace.engine.signals import TERMINATED
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.errors import PeerLost, RunFailed, UsageError
 from headrace.machine import can_paint, versions

@@ -20,7 +20,7 @@ from headrace.cli.commands.train import train
 from headrace.cli.commands.workers import workers
 from headrace.cli.options import help_option
 from headrace.cli.output import ExitCode, error_document, write_document
-from headrace.engine.termination import Terminated, answer_with, terminate
+from headrace.engine.signals import Terminated, answer_with, terminate
 
 __all__ = ["COMMANDS", "app", "main", "run"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from headrace.engine.termination import Terminated
+from headrace.engine.signals import Terminated
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 from headrace.report.model.summary import References, Summary, summarize, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table

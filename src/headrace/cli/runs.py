@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.engine.termination import Terminated
+from headrace.engine.signals import Terminated
 from headrace.errors import RunFailed, UnfitMachine, UsageError
 from headrace.spec.events import Event, RunStarted
 

@@ -28,17 +28,17 @@ def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
     Rank 0's output goes on as it comes; the others' is kept and shown where they fail.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
-        nursery = ForkServer()
+        fork_server = ForkServer()
         held, lifeline = os.pipe()
         try:
-            return _run(nursery, path, arguments, workers, Path(folder), held)
+            return _run(fork_server, path, arguments, workers, Path(folder), held)
         finally:
-            nursery.close()
+            fork_server.close()
             os.close(held)
             os.close(lifeline)
 
 
-def _run(nursery: ForkServer, path: Path, arguments: Sequence[str], workers: int, folder: Path, held: int) -> int:
+def _run(fork_server: ForkServer, path: Path, arguments: Sequence[str], workers: int, folder: Path, held: int) -> int:
     logs = [log_path(folder, rank) for rank in range(workers)]
     logs[0].parent.mkdir()
     for log in logs:
@@ -54,13 +54,13 @@ def _run(nursery: ForkServer, path: Path, arguments: Sequence[str], workers: int
             "path": [str(path.absolute().parent), *sys.path],
             "log": str(logs[rank]),
         }
-        nursery.spawn(rank, order, [held])
+        fork_server.spawn(rank, order, [held])
     running = set(range(workers))
     codes: dict[int, int] = {}
     deadline = math.inf
     with logs[0].open(encoding="utf-8", errors="replace") as output:
         while running and monotonic() < deadline:
-            for rank, code in nursery.ended(_LOOK_EVERY_S):
+            for rank, code in fork_server.ended(_LOOK_EVERY_S):
                 running.discard(rank)
                 codes[rank] = code
                 if code != 0:
@@ -68,7 +68,7 @@ def _run(nursery: ForkServer, path: Path, arguments: Sequence[str], workers: int
                     deadline = min(deadline, monotonic() + _GRACE_S)
             sys.stdout.write(output.read())
             sys.stdout.flush()
-    nursery.kill(sorted(running))
+    fork_server.kill(sorted(running))
     return _conclude(codes, logs)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.engine.base import Engine, RunProgress
-from headrace.engine.interrupts import orderly_interrupts
+from headrace.engine.signals import orderly_interrupts
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.finished_ranks import FinishedRanks

@@ -5,19 +5,25 @@ Importing this module does not import torch, so that an engine can be made first
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from headrace.engine.base import Engine, RunProgress
-from headrace.engine.local.fork_server import ForkServer
-from headrace.engine.local.fork_server_start import fork_fork_server, start_fork_server
-from headrace.engine.local.launcher import ProcessLauncher
+from headrace.engine.local.fork_server import ForkServer, fork_fork_server, start_fork_server
 from headrace.engine.local.monitor import Monitor
+from headrace.engine.signals import orderly_interrupts
 from headrace.errors import UsageError
 from headrace.worker.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    # For the type alone: it imports torch.
+    from headrace.spec.plan import Role
 
 _SPARE = 16
 """So many workers may join a run."""
@@ -33,7 +39,7 @@ class LocalEngine(Engine):
     """
 
     def __init__(self, forks: bool = False) -> None:
-        self._nursery = ForkServer(fork_fork_server if forks else start_fork_server)
+        self._fork_server = ForkServer(fork_fork_server if forks else start_fork_server)
         self._busy = threading.Lock()
 
     def __enter__(self) -> LocalEngine:
@@ -45,7 +51,7 @@ class LocalEngine(Engine):
         self.close()
 
     def close(self) -> None:
-        self._nursery.close()
+        self._fork_server.close()
 
     def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         if not self._busy.acquire(blocking=False):
@@ -57,14 +63,13 @@ class LocalEngine(Engine):
 
     def _run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         # Not before, because they import torch.
-        from headrace.engine.interrupts import orderly_interrupts
         from headrace.shared_memory.control_page import ControlPage
         from headrace.shared_memory.segment import SharedSegment
 
-        if self._nursery.is_lost():
+        if self._fork_server.is_lost():
             # It went down with an earlier run, which has been told.
-            self._nursery.close()
-            self._nursery = ForkServer()
+            self._fork_server.close()
+            self._fork_server = ForkServer()
         seats = len(order.plan.roles) + (_SPARE if order.strategy.elastic else 0)
         segment = SharedSegment.create(ControlPage.nbytes(seats), "control")
         page = ControlPage(segment, seats)
@@ -72,13 +77,68 @@ class LocalEngine(Engine):
         try:
             with (
                 orderly_interrupts(page) as interrupts,
-                closing(ProcessLauncher(order, self._nursery, segment.descriptor, seats, watched_end)) as crew,
+                closing(ProcessLauncher(order, self._fork_server, segment.descriptor, seats, watched_end)) as launcher,
             ):
                 for role in order.plan.roles:
-                    crew.start(role)
-                Monitor(order, page, self._nursery, crew, progress).follow()
+                    launcher.start(role)
+                Monitor(order, page, self._fork_server, launcher.start, progress).follow()
             return interrupts.status(page)
         finally:
             for descriptor in (watched_end, lifeline):
                 os.close(descriptor)
             segment.close()
+
+
+class ProcessLauncher:
+    """Starts the processes of one run, and others in the place of those that were lost.
+
+    Args:
+        control: descriptor of the run's control page.
+        ranks: how many processes that page has room for.
+        lifeline: descriptor whose other end closes with the launcher.
+    """
+
+    def __init__(self, spec: RunSpec, fork_server: ForkServer, control: int, ranks: int, lifeline: int) -> None:
+        # Not before, because they import torch.
+        from headrace.engine.local.process import log_path
+        from headrace.engine.shipping import pack
+
+        self._spec = spec
+        self._log_path = log_path
+        self._fork_server = fork_server
+        self._descriptors = [control, lifeline]
+        self._ranks = ranks
+        self._code, self._memory, self._length = pack(spec)
+        log_path(spec.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
+
+    def start(self, role: Role) -> None:
+        """Starts a process; the control page says how many there were in its place before."""
+        read_end, write_end = os.pipe()
+        message = {
+            "ranks": self._ranks,
+            "threads": role.threads,
+            "directory": os.getcwd(),
+            "path": sys.path,
+            "log": str(self._log_path(self._spec.run_dir, role.rank)),
+            "data_bytes": self._length,
+        }
+        # The worker does not read the lock; the run's directory stays locked until the last worker has ended.
+        further = [descriptor for descriptor in (self._memory, self._spec.attempt.lock) if descriptor >= 0]
+        try:
+            self._fork_server.spawn(role.rank, message, [*self._descriptors, read_end, *further])
+        finally:
+            os.close(read_end)
+        # A thread for each process: a worker that dies before it has read must not hold up the others.
+        threading.Thread(target=_send, args=(write_end, self._code), daemon=True).start()
+
+    def close(self) -> None:
+        """Closes the memory that new processes would be given."""
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
+
+
+def _send(pipe: int, code: bytes) -> None:
+    # Where the pipe is broken the worker has died, which the monitor sees.
+    with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "wb") as stream:
+        stream.write(code)

@@ -1,10 +1,10 @@
 """A process that has imported everything and started no thread: it forks a worker in milliseconds.
 
-    launcher ──socket──► zygote ──fork──► worker 0, worker 1, ...
+    launcher ──socket──► fork server ──fork──► worker 0, worker 1, ...
              {"spawn": rank}, descriptors ►
              ◄ {"ended": rank, "status": ...}
 
-Importing torch takes over a second; forking a process that has done it, a hundredth of that. The zygote ends
+Importing torch takes over a second; forking a process that has done it, a hundredth of that. The fork server ends
 when its socket to the launcher ends, and takes its workers with it.
 """
 
@@ -83,9 +83,9 @@ def _obey(order: dict[str, Any], descriptors: list[int], workers: dict[int, int]
 
 
 def _become_worker(order: dict[str, Any], descriptors: list[int], own: list[int]) -> None:
-    zygote = os.getppid()
+    parent = os.getppid()
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != zygote:
+    if os.getppid() != parent:
         os._exit(1)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -99,8 +99,8 @@ def _become_worker(order: dict[str, Any], descriptors: list[int], own: list[int]
     except BaseException:
         traceback.print_exc()
     finally:
-        # Not back into the zygote's frames, and not through its interpreter's end: both belong to the parent. Not by
-        # an error either, such as that of a log on a full disk.
+        # Never through the fork server's own frames or its interpreter's end, also where an error is raised here, such
+        # as that of a log on a full disk.
         os._exit(code)
 
 

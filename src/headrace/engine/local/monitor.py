@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from headrace.engine.base import RunProgress
-from headrace.engine.liveness import LivenessProbe
+from headrace.engine.base import LivenessProbe, RunProgress
 from headrace.engine.local.fork_server import ForkServer
 from headrace.engine.local.scaling import ScaleRequests
 from headrace.errors import PeerLost, UsageError, WorkerFailed
@@ -28,8 +27,8 @@ from headrace.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
     # For the types alone: they import torch.
-    from headrace.engine.local.launcher import ProcessLauncher
     from headrace.shared_memory.control_page import ControlPage
+    from headrace.spec.plan import Role
 
 _GRACE_S = 0.5
 _KILL_S = 2.0
@@ -41,7 +40,7 @@ _IN_VAIN = 5
 
 
 @dataclass
-class _Seat:
+class _Replaceable:
     """The place of a process without which the run goes on.
 
     Attributes:
@@ -61,8 +60,8 @@ class Monitor:
     Args:
         order: the run.
         page: its signals.
-        nursery: that started the processes.
-        crew: starts others in their place.
+        fork_server: that started the processes.
+        start: starts a process in the place of one that was lost.
         progress: told how far they are.
     """
 
@@ -70,8 +69,8 @@ class Monitor:
         self,
         order: RunSpec,
         page: ControlPage,
-        nursery: ForkServer,
-        crew: ProcessLauncher,
+        fork_server: ForkServer,
+        start: Callable[[Role], None],
         progress: Callable[[RunProgress], None],
     ) -> None:
         # Not before, because they import torch.
@@ -80,26 +79,26 @@ class Monitor:
 
         self._order = order
         self._page = page
-        self._nursery = nursery
-        self._crew = crew
+        self._fork_server = fork_server
+        self._start = start
         self._progress = progress
         self._journal = EventWriter(order.run_dir, LAUNCHER, order.started)
         self._running = {role.rank for role in order.plan.roles}
-        self._vitals: dict[int, LivenessProbe] = {}
+        self._probes: dict[int, LivenessProbe] = {}
         self._left = set(order.plan.servers)
         self._ended_at = math.inf
         # Whose workers lease their data: another one does what was not done.
         self._workers = set(range(order.plan.workers) if order.plan.replaces else ())
-        self._staffing = ScaleRequests(order.run_dir)
-        self._succession = FailoverController(order.plan, page)
+        self._scale_requests = ScaleRequests(order.run_dir)
+        self._failover = FailoverController(order.plan, page)
         ranks = (role.rank for role in order.plan.roles)
-        self._seats = {rank: _Seat() for rank in ranks if rank in self._workers or rank in self._succession}
+        self._replaceable = {rank: _Replaceable() for rank in ranks if rank in self._workers or rank in self._failover}
 
     def follow(self) -> None:
         """Returns when all have ended; raises for the first that failed."""
-        for rank in self._seats:
-            if rank in self._succession:
-                self._succession.up(rank)
+        for rank in self._replaceable:
+            if rank in self._failover:
+                self._failover.up(rank)
         try:
             while self._running:
                 try:
@@ -117,64 +116,64 @@ class Monitor:
         for rank, code in ended.items():
             if rank not in self._workers and code == 0:
                 self._note_end(rank)
-            if rank in self._seats and self._is_late(rank):
+            if rank in self._replaceable and self._is_late(rank):
                 # If it is one of those who meet after all, the others need not wait for it.
                 self._page.ranks[rank].restarts += 1
                 continue
-            if code < 0 and rank in self._seats:
-                self._lose(rank, self._seats[rank].cause or _killed_by(code))
+            if code < 0 and rank in self._replaceable:
+                self._lose(rank, self._replaceable[rank].cause or _killed_by(code))
             elif code != 0 or not self._said_goodbye(rank):
                 self._fail(rank, ended)
-        self._nursery.check(self._order.timeout_s)
+        self._fork_server.check(self._order.timeout_s)
         self._progress(RunProgress.read(self._page))
-        for rank in self._succession.look():
-            self._seats[rank].in_vain = 0
+        for rank in self._failover.look():
+            self._replaceable[rank].in_vain = 0
         for rank in self._running:
             self._check_frozen(rank)
-        self._staffing.look(self._change_workers)
+        self._scale_requests.look(self._change_workers)
         self._end_late()
 
     def _check_frozen(self, rank: int) -> None:
         heartbeat = self._page.ranks[rank].heartbeat
-        vitals = self._vitals.get(rank)
-        if vitals is None or vitals.pid != heartbeat.pid:
+        probe = self._probes.get(rank)
+        if probe is None or probe.pid != heartbeat.pid:
             # Until it has begun its id is 0, and then it must begin within the same time.
-            vitals = self._vitals[rank] = LivenessProbe(heartbeat.pid)
-        silent_s = vitals.silent_s(heartbeat.count)
+            probe = self._probes[rank] = LivenessProbe(heartbeat.pid)
+        silent_s = probe.silent_s(heartbeat.count)
         if silent_s <= self._order.timeout_s:
             return
         cause = f"gave no sign of life for {silent_s:.1f} s (stopped, or its disk hangs)"
-        if rank in self._seats:
+        if rank in self._replaceable:
             # It must not wake up when there is another one in its place.
-            self._seats[rank].cause = cause
-            self._nursery.kill([rank])
+            self._replaceable[rank].cause = cause
+            self._fork_server.kill([rank])
             return
         self._abort(rank)
         raise self._lost(rank, cause)
 
     def _lose(self, rank: int, cause: str) -> None:
         """Lets the others know that a process is gone for good, and starts another one in its place."""
-        record, seat = self._page.ranks[rank], self._seats[rank]
+        record, place = self._page.ranks[rank], self._replaceable[rank]
         # Also when all is done but that the servers are told so.
-        if rank in self._succession and self._order.plan.server_of(rank) in self._left:
+        if rank in self._failover and self._order.plan.server_of(rank) in self._left:
             self._succeed(rank, cause)
         examples = record.heartbeat.examples
-        seat.in_vain = 0 if examples > seat.examples else seat.in_vain + 1
-        seat.examples, seat.cause = examples, ""
+        place.in_vain = 0 if examples > place.examples else place.in_vain + 1
+        place.examples, place.cause = examples, ""
         # First who it was, because the others look for that.
         record.restarts += 1
         record.heartbeat.pid = 0
         record.address.clear()
         replaced = not self._is_over() and not record.leave
         self._journal.write(Lost(LAUNCHER, self._journal.now(), rank, record.restarts - 1, cause, replaced))
-        if seat.in_vain == _IN_VAIN:
+        if place.in_vain == _IN_VAIN:
             self._abort(rank)
             raise self._lost(rank, f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
         if replaced:
             self._running.add(rank)
-            self._crew.start(self._order.plan.role(rank))
-            if rank in self._succession:
-                self._succession.up(rank)
+            self._start(self._order.plan.role(rank))
+            if rank in self._failover:
+                self._failover.up(rank)
         elif not self._running.intersection(self._workers):
             self._abort(rank)
             raise self._lost(rank, f"{cause}, the last of the workers")
@@ -214,14 +213,14 @@ class Monitor:
         # Not the first one, because those begin together.
         record.restarts += 1
         record.leave = record.heartbeat.pid = 0
-        self._seats[rank] = _Seat(examples=record.heartbeat.examples)
+        self._replaceable[rank] = _Replaceable(examples=record.heartbeat.examples)
         self._workers.add(rank)
         self._running.add(rank)
-        self._crew.start(self._order.plan.role(rank))
+        self._start(self._order.plan.role(rank))
 
     def _succeed(self, rank: int, cause: str) -> None:
         try:
-            self._succession.down(rank, cause)
+            self._failover.down(rank, cause)
         except PeerLost:
             self._abort(rank)
             raise
@@ -241,9 +240,9 @@ class Monitor:
     def _end_late(self) -> None:
         """Ends whoever came when everything was done, and waits for those that have ended."""
         if monotonic() - self._ended_at > _GRACE_S:
-            late = [rank for rank in self._running & set(self._seats) if self._is_late(rank)]
+            late = [rank for rank in self._running & set(self._replaceable) if self._is_late(rank)]
             if late:
-                self._nursery.kill(late)
+                self._fork_server.kill(late)
 
     def _note_end(self, rank: int) -> None:
         """Notes that a server has ended, itself or its backup."""
@@ -273,18 +272,18 @@ class Monitor:
             self._page.abort = rank + 1
 
     def _kill(self) -> None:
-        if not self._running or not self._nursery.is_alive():
+        if not self._running or not self._fork_server.is_alive():
             return
-        self._nursery.kill(sorted(self._running))
+        self._fork_server.kill(sorted(self._running))
         deadline = monotonic() + _KILL_S
         while self._running and monotonic() < deadline:
             self._collect()
         if self._running:
             # It does not answer, so it is ended itself, and the system ends what it has forked.
-            self._nursery.close()
+            self._fork_server.close()
 
     def _collect(self) -> dict[int, int]:
-        ended = dict(self._nursery.ended(_LOOK_EVERY_S))
+        ended = dict(self._fork_server.ended(_LOOK_EVERY_S))
         self._running.difference_update(ended)
         return ended
 

@@ -20,7 +20,7 @@ import torch
 
 from headrace.collectives.elastic import ElasticGroup
 from headrace.collectives.shared_memory import SharedMemoryGroup
-from headrace.engine.liveness import LivenessProbe
+from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
 from headrace.errors import HeadraceError, JobError, PeerLost
 from headrace.shared_memory.control_page import ControlPage
@@ -61,7 +61,7 @@ def run(order: Mapping[str, Any], descriptors: list[int]) -> int:
         return 1
     finally:
         if "script" in order:
-            # What the interpreter does at its end, which a fork of the zygote never comes to.
+            # What the interpreter does at its end, which a fork of the fork server never comes to.
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -156,28 +156,28 @@ def _checker(page: ControlPage, order: RunSpec) -> Callable[[], None]:
 def _start_beating(page: ControlPage, rank: int, lifeline: int) -> None:
     heartbeat = page.ranks[rank].heartbeat
     heartbeat.pid = os.getpid()
-    zygote = os.getppid()
+    fork_server = os.getppid()
 
     def follow() -> None:
         while not select([lifeline], [], [], _BEAT_EVERY_S)[0]:
             heartbeat.count += 1
-        _end(zygote, [pid for record in page.ranks if (pid := record.heartbeat.pid) not in (0, os.getpid())])
+        _end(fork_server, [pid for record in page.ranks if (pid := record.heartbeat.pid) not in (0, os.getpid())])
 
     threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
 
 
-def _follow(lifeline: int, zygote: int) -> None:
+def _follow(lifeline: int, fork_server: int) -> None:
     # The launcher never writes; its end of the pipe closes when it goes, however it goes.
     select([lifeline], [], [])
-    _end(zygote)
+    _end(fork_server)
 
 
-def _end(zygote: int, peers: Sequence[int] = ()) -> None:
-    """Ends this process and all that it has started; for a zygote that is stopped it does the same to the others."""
-    if os.getppid() == zygote and LivenessProbe(zygote).is_stopped():
+def _end(fork_server: int, peers: Sequence[int] = ()) -> None:
+    """Ends this process and all that it has started; where the fork server is stopped, the other ranks, too."""
+    if os.getppid() == fork_server and LivenessProbe(fork_server).is_stopped():
         for peer in peers:
-            # The zygote has reaped nobody meanwhile, so these are still their ids.
+            # The fork server has reaped nobody meanwhile, so these are still their ids.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(peer, signal.SIGKILL)
-        os.kill(zygote, signal.SIGKILL)
+        os.kill(fork_server, signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)

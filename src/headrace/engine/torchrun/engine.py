@@ -18,9 +18,8 @@ import torch
 from headrace.collectives.base import HostMap, ProcessGroup
 from headrace.collectives.elastic import ElasticGroup
 from headrace.collectives.shared_memory import SharedMemoryGroup
-from headrace.engine.base import Engine, RunProgress
-from headrace.engine.interrupts import orderly_interrupts
-from headrace.engine.liveness import LivenessProbe
+from headrace.engine.base import Engine, LivenessProbe, RunProgress
+from headrace.engine.signals import orderly_interrupts
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.rendezvous import MEET_S, gather, launched_store, own_address
 from headrace.errors import PeerLost, RunFailed
@@ -62,7 +61,7 @@ class LaunchedGroup:
         self._timeout_s = timeout_s
         self._words = f"headrace/{next(_groups)}"
         self._agreed = 0
-        self._vitals: dict[int, LivenessProbe] = {}
+        self._probes: dict[int, LivenessProbe] = {}
         self._over = threading.Event()
         self._relay: HeartbeatRelay | None = None
         self._deadline = monotonic() + MEET_S
@@ -211,10 +210,10 @@ class LaunchedGroup:
             return 0.0
         here = self.hosts[rank] == self.hosts[self.rank]
         # Of a process on another host there is its beat alone.
-        vitals = self._vitals.setdefault(rank, LivenessProbe(heartbeat.pid if here else 0))
-        if here and vitals.is_gone():
+        probe = self._probes.setdefault(rank, LivenessProbe(heartbeat.pid if here else 0))
+        if here and probe.is_gone():
             raise PeerLost(rank, self.hosts[rank], f"process {heartbeat.pid} has ended")
-        return vitals.silent_s(heartbeat.count)
+        return probe.silent_s(heartbeat.count)
 
 
 class LaunchedEngine(Engine):

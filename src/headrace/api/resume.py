@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.api.preparation import JobInfo
+from headrace.api.checks import JobInfo
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UsageError
 from headrace.machine import versions

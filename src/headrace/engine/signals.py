@@ -1,16 +1,64 @@
-"""Ctrl-C and SIGTERM during a run: the first ends it in order, with a checkpoint; the second at once."""
+"""Ctrl-C and SIGTERM: outside a run SIGTERM ends the command at once; in a run the first signal ends it in order.
+
+Importing this module does not import torch, so that an engine can be made first thing.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from headrace.engine.termination import terminate
-from headrace.shared_memory.control_page import ControlPage
+if TYPE_CHECKING:
+    # For the type alone: it imports torch.
+    from headrace.shared_memory.control_page import ControlPage
+
+EXIT_CODE = 143
+
+_documents: list[bytes] = []
+_companions: set[int] = set()
+
+
+class Terminated(BaseException):
+    """A run was ended by SIGTERM, in order: like KeyboardInterrupt, nothing that user code may raise or catch."""
+
+
+def answer_with(document: bytes) -> None:
+    """Lets `terminate` write this to stdout, for whoever reads the result there."""
+    _documents.append(document)
+
+
+def end_with(pid: int) -> None:
+    """Lets `terminate` end a child of this process, too: one that would not see at once that this one is gone."""
+    _companions.add(pid)
+
+
+def leave_alone(pid: int) -> None:
+    """Takes that back, before the child is reaped."""
+    _companions.discard(pid)
+
+
+def terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends this process at once; a handler of signals.
+
+    Not by an exception: in the middle of an import it would be dropped, or taken for something else. What this
+    process has started sees its end and follows, or is ended.
+    """
+    for pid in _companions:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    try:
+        os.write(1, _documents[-1] if _documents else b"")
+        os.write(2, b"error: terminated (SIGTERM)\n")
+    finally:
+        # Also where nobody reads any more.
+        os._exit(EXIT_CODE)
+
 
 _REPLACED = (signal.default_int_handler, signal.SIG_DFL, terminate)
 
