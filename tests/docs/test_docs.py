@@ -17,7 +17,7 @@ from typer.main import get_command
 import headrace as hr
 from docs.pages import ROOT, Block, blocks, pages, run_page, unmatched
 from headrace.cli import COMMANDS, app
-from headrace.spec.events import event as events
+from headrace.spec import events
 from headrace.strategies import STRATEGIES
 
 DOCS = ROOT / "docs"
