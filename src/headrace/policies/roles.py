@@ -118,6 +118,16 @@ def data_parallel_plan(
     )
 
 
+def require_cpu(strategy: str, cluster: Cluster) -> None:
+    """Refuses accelerators.
+
+    Raises:
+        InfeasiblePlan: the devices are no CPUs.
+    """
+    if cluster.device != "cpu":
+        raise InfeasiblePlan(f"{strategy} runs on CPUs, and the devices are {cluster.device}; use device='cpu'")
+
+
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:
     """Refuses a plan whose copies of parameters, gradients and their exchange do not fit on the hosts.
 

@@ -26,7 +26,7 @@ from headrace.training.batch_norm import synchronise_batch_norm
 from headrace.training.clipping import GradientClipper, LossScale
 from headrace.training.compute import Compute
 from headrace.training.exchange import Replica
-from headrace.training.gradients import GradientSink
+from headrace.training.gradients import GradientSink, SharedGradients
 from headrace.training.optimizer import build
 from headrace.training.update import Updater
 from headrace.training.whole_model import CompiledModule, ModelParallelGroup, Objective, WholeModel
@@ -154,6 +154,10 @@ class WorkerContext:
         named = dict(self.module.named_parameters())
         return self.updater(build(self.optimizer, named.items()), [(each, named[each.parameter]) for each in segments])
 
+    def shared_gradients(self) -> SharedGradients:
+        """Returns memory for the gradients of all workers of this host; every worker calls it."""
+        return SharedGradients(self.model.trainable, self.group)
+
     def synchronise_batch_norm(self) -> bool:
         """Makes BatchNorm global if the options ask for it; returns whether layers now talk to each other."""
         if self.options.batch_norm != "sync" or self.group.world == 1:
@@ -267,7 +271,12 @@ def check_count(name: str, count: int | None) -> None:
 
 def broadcast(module: nn.Module, collective: Collective) -> None:
     """Gives every rank rank 0's parameters and buffers, as far as the ranks hold them."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    broadcast_tensors((*module.parameters(), *module.buffers()), collective)
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], collective: Collective) -> None:
+    """Gives every rank rank 0's values, as far as the ranks hold the tensors."""
+    for tensor in tensors:
         if tensor.is_meta:
             continue
         dense = tensor.data.contiguous()

@@ -12,7 +12,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper
-from headrace.training.exchange import ReducingExchange
+from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, SharedGradients
 from headrace.training.optimizer import build_over
 from headrace.training.optimizer_state import StatePiece
@@ -127,7 +127,7 @@ class CentralStorageExchange(ReducingExchange):
         parameter_bytes = 0 if group.rank else copy.layout.nbytes
         super().__init__(updater, clipper, copy.gradients.used, pieces, own, parameter_bytes, indices)
 
-    def reduce(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def reduce(self) -> Reduced:
         if self._sums:
             for gradients in self._others:
                 torch._foreach_add_(self._sums, gradients)

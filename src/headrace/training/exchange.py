@@ -16,6 +16,10 @@ from headrace.training.optimizer_state import StatePiece
 from headrace.training.synchronization import DataLeases, PeriodicSync, SwappableWeights
 from headrace.training.update import Updater
 
+Reduced = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""What this rank measures of the summed gradients (all ranks together measure every element once), and what it changes
+where clipping changes the sum."""
+
 
 class Exchange(SwappableWeights):
     """Combines the workers' gradients and updates the parameters."""
@@ -129,13 +133,8 @@ class ReducingExchange(UpdatingExchange):
         assign(parameters, gradients, ())
 
     @abstractmethod
-    def reduce(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Sums the gradients that all workers have stored.
-
-        Returns:
-            What this rank measures of the sum (all ranks together measure every element once), and what it changes
-            where clipping changes the sum.
-        """
+    def reduce(self) -> Reduced:
+        """Sums the gradients that all workers have stored."""
 
     def publish(self) -> None:
         """Brings the parameters that this rank has changed to the others; returns when it has all of theirs."""

@@ -22,7 +22,7 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
 from headrace.spec.model import ParameterSpec
 from headrace.training.clipping import GradientClipper
-from headrace.training.exchange import ReducingExchange
+from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, GradientSink, SharedGradients, UsedParameters
 from headrace.training.update import Updater
 
@@ -192,7 +192,7 @@ class MirroredExchange(ReducingExchange):
         self._private = [view.clone() for view in self._views] if copies else []
         super().__init__(updater, clipper, reduction.used, parameters, self._private or self._views, parameter_bytes)
 
-    def reduce(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def reduce(self) -> Reduced:
         self._reduction.reduce()
         return self._reduction.measured, self._reduction.held
 
