@@ -15,11 +15,9 @@ from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved,
 
 @dataclass(frozen=True)
 class EventLog:
-    """What the event files of a run say.
+    """The events of all processes by time; those of one process keep their order where times are equal.
 
-    Attributes:
-        events: of all processes, by time; events of one process keep their order where times are equal.
-        torn_lines: files whose last line a killed process left half written; that line is left out.
+    `torn_lines` counts files whose last line a killed process left half written; that line is left out.
     """
 
     events: tuple[Event, ...]
@@ -31,7 +29,7 @@ def read_log(run_dir: Path | str) -> EventLog:
 
     Raises:
         UsageError: the directory holds no events.
-        DataError: a line that is complete is no event; names the file and the line.
+        DataError: a complete line is no event; the message names the file and the line.
     """
     files = _files(Path(run_dir))
     if not files:
@@ -54,24 +52,19 @@ def read_log(run_dir: Path | str) -> EventLog:
 
 
 def read_events(run_dir: Path | str) -> tuple[Event, ...]:
-    """Returns the events of all processes of a run, by time; see `read_log`.
-
-    Raises:
-        UsageError: the directory holds no events.
-        DataError: a line that is complete is no event; names the file and the line.
-    """
+    """Returns the events of `read_log`."""
     return read_log(run_dir).events
 
 
 class Tail:
-    """Follows the event files of a run that goes on: each `read` returns what came since the last.
+    """Follows the event files of a run that is running: each `read` returns what was written since the last.
 
-    A line counts when its end is there; a file, when it appears.
+    A line counts when its end is there; a file, when it appears. The directory need not exist yet.
 
     Args:
-        run_dir: the run directory; need not exist yet.
+        run_dir: the run directory.
         skip: kinds of events to leave out, unread.
-        new_only: leave out what is there already, of an earlier attempt.
+        new_only: leave out what earlier attempts wrote.
     """
 
     def __init__(self, run_dir: Path | str, skip: Iterable[str] = (), new_only: bool = False) -> None:
@@ -83,7 +76,7 @@ class Tail:
         """Returns the events that have become complete since the last call, by time.
 
         Raises:
-            DataError: a complete line is no event; names the file and the line. It is not read again.
+            DataError: a complete line is no event. It is not read again.
         """
         events: list[Event] = []
         for file in _files(self._run_dir):
@@ -94,12 +87,9 @@ class Tail:
 
 
 class LogTail:
-    """Follows a text file that grows: each `read` returns the lines that were completed since the last.
+    """Follows a text file: each `read` returns the lines that were completed since the last.
 
-    Args:
-        file: need not exist yet.
-        until: a line at which it stops following.
-        new_only: leave out what is there already, of an earlier attempt.
+    The file need not exist yet. Following ends at the line `until`; `new_only` leaves out what earlier attempts wrote.
     """
 
     def __init__(self, file: Path, until: str, new_only: bool = False) -> None:
@@ -146,7 +136,7 @@ class _Place:
 
 
 def _files(run_dir: Path) -> list[Path]:
-    """The launcher's file first, then by rank, so that ties in time come in a fixed order."""
+    """Returns the launcher's file first, then by rank, so that ties in time come in a fixed order."""
     return sorted(
         (run_dir / "events").glob("*.jsonl"),
         key=lambda file: (len(file.name) * (file.stem != "launcher"), file.name),
@@ -167,11 +157,9 @@ E = TypeVar("E", bound=Event)
 
 @dataclass(frozen=True)
 class Attempt:
-    """From one begin of a run to its end, or to its death.
+    """The time from one start of a run to its end or crash.
 
-    Attributes:
-        started: what was asked for; `started.resumed_step` rounds had been done before.
-        events: its own, without what a later attempt did again.
+    `started.resumed_step` rounds had been done before; `events` leave out what a later attempt repeated.
     """
 
     started: RunStarted
@@ -187,11 +175,7 @@ class Attempt:
 
 
 def attempts(events: Iterable[Event]) -> tuple[Attempt, ...]:
-    """Returns the attempts of a run, in order; none where no launcher said that it began.
-
-    Args:
-        events: of all processes, by time.
-    """
+    """Returns a run's attempts in order, from all events by time; none without a run_started event."""
     begun: list[tuple[RunStarted, list[Event]]] = []
     early: list[Event] = []
     for event in events:

@@ -16,17 +16,13 @@ _COUNTS = ("seconds", "waited_s", "ready", "batches", "examples", "bytes", "skip
 
 @dataclass(frozen=True)
 class InputSummary:
-    """What fed all workers. What a later attempt did again counts twice here: it was read twice.
-
-    Attributes:
-        by_rank: what fed each worker, in all attempts together.
-    """
+    """The input of all workers, in all attempts together. Batches that a later attempt read again count twice."""
 
     by_rank: Mapping[int, InputStats]
 
     @property
     def stages(self) -> tuple[InputStageStats, ...]:
-        """Of all workers together."""
+        """The stages of all workers together."""
         merged: tuple[InputStageStats, ...] = ()
         for each in self.by_rank.values():
             merged = _merged(merged, each.stages)
@@ -44,17 +40,16 @@ class InputSummary:
 
     @property
     def examples(self) -> int:
-        """That came to all workers."""
         return sum(each.examples for each in self.by_rank.values())
 
     @property
     def skipped(self) -> int:
-        """Examples that could not be had."""
+        """Examples that could not be read and were left out."""
         return sum(each.skipped for each in self.by_rank.values())
 
 
 def inputs_of(attempts: Iterable[Attempt]) -> InputSummary | None:
-    """Returns how the workers of a run were fed; None where none has spoken yet."""
+    """Returns the input of a run; None without input events."""
     by_rank: dict[int, InputStats] = {}
     for attempt in attempts:
         for fed in _lasts(of_kind(InputStats, attempt.events)):
@@ -68,15 +63,12 @@ def busy_s(fed: InputStats) -> float:
 
 
 def blocked_s(fed: InputStats) -> float:
-    """Returns the seconds in which readers had nothing to do: enough batches waited, or memory was full.
-
-    0 where the worker itself reads.
-    """
+    """Returns the seconds in which readers idled because the queue or memory was full; 0 for inline reading."""
     return 0.0 if fed.parallel == "inline" else max(0.0, fed.readers * fed.seconds - busy_s(fed))
 
 
 def occupancy(fed: InputStats) -> float:
-    """Returns how many batches were there when one was asked for, on the mean."""
+    """Returns the mean number of ready batches when one was asked for."""
     return fed.ready / fed.batches if fed.batches else 0.0
 
 
@@ -86,7 +78,7 @@ def cost_s(fed: InputStats) -> float:
 
 
 def _lasts(told: Iterable[InputStats]) -> list[InputStats]:
-    """Returns what each worker said last; where another took its place and began to count anew, what both did."""
+    """Returns each worker's last event; where a replacement began to count anew, the last of both."""
     lasts: list[InputStats] = []
     current: dict[int, InputStats] = {}
     for event in told:
@@ -98,7 +90,7 @@ def _lasts(told: Iterable[InputStats]) -> list[InputStats]:
 
 
 def _sum(fed: InputStats, before: InputStats | None) -> InputStats:
-    """Returns both together; by whom it was read is of the later one."""
+    """Returns both added; the reader settings are the later one's."""
     if before is None:
         return fed
     added = {name: getattr(fed, name) + getattr(before, name) for name in _COUNTS}
@@ -106,7 +98,7 @@ def _sum(fed: InputStats, before: InputStats | None) -> InputStats:
 
 
 def _merged(some: Sequence[InputStageStats], more: Sequence[InputStageStats]) -> tuple[InputStageStats, ...]:
-    """Adds stages up that have one place and name; two steps of a pipeline may share a name."""
+    """Adds up stages with the same position and name; two steps of a pipeline may share a name."""
     merged = list(some)
     for place, stage in enumerate(more):
         if place < len(merged) and merged[place].name == stage.name:
@@ -129,13 +121,10 @@ _WAITS = 0.5
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Attributes:
-    kind: "INPUT-BOUND", "STRAGGLER", "EXCHANGE-BOUND" or "COMPUTE-BOUND".
-    stage: of the input; None where that is not it.
-    rank: of the straggler; None where there is none.
-    share: the part of the mean step that is spent on it.
-    because: in words.
-    remedy: what to try next.
+    """What limits a run's speed, and what to try next.
+
+    `kind` is "INPUT-BOUND", "STRAGGLER", "EXCHANGE-BOUND" or "COMPUTE-BOUND"; `stage` is of the input, `rank` the
+    straggler's; `share` is the part of the mean step that is spent on it.
     """
 
     kind: str
@@ -147,20 +136,16 @@ class Bottleneck:
 
     @property
     def line(self) -> str:
-        """All but the remedy, in one line."""
+        """Everything except the remedy, in one line."""
         return f"{self.kind}: {self.because}"
 
 
 def bottleneck_of(times: Mapping[int, StepTimes], inputs: InputSummary) -> Bottleneck | None:
-    """Returns what holds a run up; None where no step has been measured.
+    """Returns what limits a run's speed, from each worker's mean step and its input; None without a measured step.
 
-    Where workers go in step, whoever comes last is waited for in the exchange by all others. So the worker that waits
-    longest for data counts, and not the mean; and whether it is to blame alone is told by what its input costs, since
-    of equal ones, too, one comes last.
-
-    Args:
-        times: each worker's mean step.
-        inputs: how they were fed.
+    Where workers go in step, the last one is waited for in the exchange by all others. So the worker with the longest
+    wait for data counts, not the mean. Whether it alone is the cause follows from the cost of its input, since one of
+    several equal workers is the last, too.
     """
     times = {rank: each for rank, each in times.items() if each.total_s > 0}
     if not times:
@@ -207,7 +192,7 @@ def _waits(share: float) -> str:
 
 
 def _slowest(times: Mapping[int, StepTimes]) -> tuple[int, float]:
-    """Returns who computes longest, and which part of its step that is beyond the others' median."""
+    """Returns the rank that computes longest, and which part of its step is beyond the others' median."""
     slow = max(times, key=lambda rank: times[rank].compute_s)
     others = [each.compute_s for rank, each in times.items() if rank != slow]
     return slow, (times[slow].compute_s - median(others)) / times[slow].total_s if others else 0.0
@@ -248,7 +233,7 @@ def _busiest(stages: tuple[InputStageStats, ...]) -> InputStageStats:
 
 
 def _remedy(stage: InputStageStats, own: InputStats) -> str:
-    """Returns what to try, by where the time goes and how it is read already."""
+    """Returns what to try, by where the time goes and how the data is read already."""
     waits = stage.waiting_s > _WAITS * stage.busy_s
     if own.parallel == "inline" and stage.name != "batch":
         return 'read while the model computes: parallel="threads"; then cache what does not change'

@@ -16,13 +16,10 @@ from headrace.spec.events import PipelineStepTimed, StagePass
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of one replica.
+    """One step of one replica: the passes of each rank, in order; at least one rank has some.
 
-    Attributes:
-        step: which, from 0.
-        passes: of each rank, in the order in which it did them; at least one rank has some.
-        in_flight: by rank, the most micro-batches so far whose activations waited for their backward at a time.
-        expected_s: what each stage was expected to take for a micro-batch, by the profile; () where nobody has said it.
+    `in_flight` is the most micro-batches of a rank whose activations waited for their backward at a time; `expected_s`
+    is the profiled time of each stage for a micro-batch, () without a profile.
     """
 
     step: int
@@ -32,7 +29,7 @@ class PipelineStep:
 
     @property
     def stage_s(self) -> dict[int, float]:
-        """What each stage took for a micro-batch, forward and backward, on the mean."""
+        """The mean time of each stage for a micro-batch, forward and backward."""
         worked: dict[int, float] = defaultdict(float)
         for passes in self.passes.values():
             for each in passes:
@@ -51,20 +48,19 @@ class PipelineStep:
 
     @property
     def micro_batches(self) -> int:
-        """Into how many pieces the batch was cut."""
         return len({each.micro_batch for passes in self.passes.values() for each in passes})
 
     @property
     def bubble(self) -> float:
-        """The part of the time in which the ranks worked on no micro-batch, on average."""
+        """The mean part of the time in which the ranks worked on no micro-batch."""
         busy = sum(_worked_s(each) for passes in self.passes.values() for each in passes)
         return 1.0 - busy / (self.seconds * len(self.passes)) if self.seconds else 0.0
 
     @cached_property
     def scheduled(self) -> tuple[ActionSpan, ...]:
-        """The same passes in the same order where all stages are alike and nothing is on its way, in seconds.
+        """The same passes in the same order if all stages took the same time and transfers none, in seconds.
 
-        A forward and a backward take what they took on the mean here.
+        A forward and a backward take their measured means.
         """
         ranks = sorted(self.passes)
         every = [each for passes in self.passes.values() for each in passes]
@@ -78,12 +74,12 @@ class PipelineStep:
 
     @property
     def scheduled_bubble(self) -> float:
-        """The bubble that the schedule has by itself."""
+        """The bubble of the schedule itself."""
         return bubble(self.scheduled)
 
 
 def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
-    """Returns the step of median length among those that the last attempt's first replica has told of; or None."""
+    """Returns the step of median length among those that the last attempt's first replica has reported, or None."""
     last = attempts[-1]
     ranks = _first_replica(last.started.plan)
     told: dict[int, dict[int, PipelineStepTimed]] = defaultdict(dict)

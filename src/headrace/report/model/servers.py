@@ -1,4 +1,4 @@
-"""How far behind the parameters were that gradients were made with: what servers have measured, over a run."""
+"""What the servers of a run did: staleness of updates, traffic, waiting times, and the most loaded server."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Staleness:
-    """How often an update was so stale: at least one update.
-
-    Attributes:
-        counts: staleness to updates, one for each shard that was updated; in order.
-    """
+    """How many updates had each staleness, in ascending order: one count for each shard of an update, at least one."""
 
     counts: Mapping[int, int]
 
     @staticmethod
-    def of(counts: Iterable[Mapping[str, int]]) -> Staleness | None:
-        """Returns what servers have counted, added up; None if they have updated nothing."""
+    def of(counts: Iterable[Mapping[str, int] | Mapping[int, int]]) -> Staleness | None:
+        """Returns the sum of what servers have counted; None if they have updated nothing."""
         total: Counter[int] = Counter()
         for each in counts:
             total.update({int(staleness): count for staleness, count in each.items()})
@@ -40,21 +36,18 @@ class Staleness:
 
     @property
     def updates(self) -> int:
-        """How many there are."""
         return sum(self.counts.values())
 
     @property
     def mean(self) -> float:
-        """Over all updates."""
         return sum(staleness * count for staleness, count in self.counts.items()) / self.updates
 
     @property
     def largest(self) -> int:
-        """Of any update."""
         return max(self.counts)
 
     def percentile(self, percent: int) -> int:
-        """Returns the least staleness that so many in a hundred updates do not exceed."""
+        """Returns the least staleness that `percent` of 100 updates do not exceed."""
         needed, seen = percent * self.updates, 0
         for staleness, count in self.counts.items():
             seen += count
@@ -65,19 +58,14 @@ class Staleness:
 
 @dataclass(frozen=True)
 class StalenessPoint:
-    """What was applied since the point before.
-
-    Attributes:
-        seconds: trained so far, without evaluations.
-        staleness: of all workers on all servers.
-    """
+    """The staleness of all updates since the point before; `seconds` of training so far, without evaluations."""
 
     seconds: float
     staleness: Staleness
 
 
 def staleness_over_time(attempts: Iterable[Attempt], clock: TrainingClock) -> tuple[StalenessPoint, ...]:
-    """Returns the differences between what servers said one after the other; times without an update have no point."""
+    """Returns the differences between consecutive counts of the servers; times without an update have no point."""
     pieces = [piece for attempt in attempts for piece in _pieces(attempt, clock)]
     # Servers speak about once a second: finer than that there is nothing to see.
     width = max(1.0, max((seconds for seconds, _ in pieces), default=0.0) / _POINTS)
@@ -93,7 +81,7 @@ def staleness_over_time(attempts: Iterable[Attempt], clock: TrainingClock) -> tu
 
 
 def _pieces(attempt: Attempt, clock: TrainingClock) -> list[tuple[float, Mapping[str, int]]]:
-    """Returns when each server spoke, and what it had applied since it spoke before."""
+    """Returns when each server wrote its counts, and what it had applied since the time before."""
     before: dict[int, Counter[str]] = defaultdict(Counter)
     pieces: list[tuple[float, Mapping[str, int]]] = []
     for event in of_kind(ServerStats, attempt.events):
@@ -109,7 +97,7 @@ UNEVEN = 1.5
 """Above so many times the mean, a server or shard is worth a line."""
 
 _TILTED = 1.1
-"""A large shard is worth one where its server is above so many times the servers' mean; else it costs nobody."""
+"""A large shard is worth a line where its server is above so many times the servers' mean; else it costs no time."""
 
 _LEAST_APPLY_S = 0.1
 _LEAST_QUEUE = 2.0
@@ -119,12 +107,7 @@ _LEAST_QUEUE = 2.0
 class ServerWork:
     """What one server did, in all attempts together.
 
-    Attributes:
-        busy_s: seconds in which it was not waiting for messages.
-        seconds: from the begin of an attempt's first step until the server last spoke.
-        queue_mean: messages that were there when it looked; of the last attempt.
-        queue_longest: the most.
-        shards: in the server's order.
+    `seconds` run from an attempt's first step to the server's last event; `queue_mean` is that of the last attempt.
     """
 
     busy_s: float
@@ -135,17 +118,15 @@ class ServerWork:
 
     @property
     def busy_share(self) -> float:
-        """The part of its time in which it was busy; 1 also where it was busy before the first step."""
+        """The part of its time in which it was busy; at most 1, since it can be busy before the first step."""
         return min(1.0, self.busy_s / self.seconds) if self.seconds > 0 else 0.0
 
     @property
     def moved_bytes(self) -> int:
-        """Pushed to it and pulled from it."""
         return sum(map(_moved, self.shards))
 
     @property
     def apply_s(self) -> float:
-        """Seconds that its updates took."""
         return sum(shard.apply_s for shard in self.shards)
 
 
@@ -153,10 +134,8 @@ class ServerWork:
 class Waiting:
     """Where a worker's time went, over all its steps.
 
-    Attributes:
-        wait_s, compute_s, exchange_s, update_s: as in `Stepped`.
-        answers_s: by server, the seconds from its requests' arrival to their answers, others' turns included. Requests
-            are under way at the same time, so that these may add up to more than passed.
+    `answers_s`, by server, runs from the arrival of the worker's requests to their answers. Several requests are under
+    way at the same time, so these may add up to more time than passed.
     """
 
     wait_s: float
@@ -168,14 +147,10 @@ class Waiting:
 
 @dataclass(frozen=True)
 class ServerSummary:
-    """All servers of a run. What a later attempt did again counts twice here: it was moved and applied twice.
+    """All servers of a run. Work that a later attempt repeated counts twice: it was moved and applied twice.
 
-    Attributes:
-        by_rank: each server's work.
-        staleness: by worker (`ROUNDS` where means of rounds were applied).
-        over_time: of all workers.
-        refused: reason to how many shards' pushes.
-        waiting: by worker.
+    `staleness` is by worker (`ROUNDS` where the mean of a round was applied); `refused` counts shards' pushes by
+    reason.
     """
 
     by_rank: Mapping[int, ServerWork]
@@ -186,24 +161,20 @@ class ServerSummary:
 
     @property
     def staleness_of_all(self) -> Staleness | None:
-        """Of all workers; None without an update."""
-        return Staleness.of(
-            {str(staleness): count for staleness, count in each.counts.items()} for each in self.staleness.values()
-        )
+        """The staleness of all workers together; None without an update."""
+        return Staleness.of(each.counts for each in self.staleness.values())
 
     @property
     def shards(self) -> tuple[tuple[int, ShardStats], ...]:
-        """All shards, each with its server."""
         return tuple((rank, shard) for rank, work in self.by_rank.items() for shard in work.shards)
 
     @property
     def pushes(self) -> int:
-        """Shards' gradients that came, refused ones too."""
+        """Gradients that shards received, the refused ones too."""
         return sum(shard.pushes for _, shard in self.shards)
 
     @property
     def refused_share(self) -> float:
-        """The part of the pushes that was refused."""
         return sum(self.refused.values()) / self.pushes if self.pushes else 0.0
 
     @property
@@ -213,12 +184,11 @@ class ServerSummary:
 
     @property
     def queue_longest(self) -> int:
-        """On any server."""
         return max(work.queue_longest for work in self.by_rank.values())
 
 
 def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> ServerSummary | None:
-    """Returns what the servers of a run did; None where there were none, or none has spoken yet."""
+    """Returns what the servers of a run did; None without servers, or before the first has written an event."""
     lasts = [_last(of_kind(ServerStats, attempt.events)) for attempt in attempts]
     spoken = [served for last in lasts for served in last.values()]
     if not spoken:
@@ -244,7 +214,7 @@ def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> ServerSumma
 
 
 def to_mean(values: Sequence[float]) -> tuple[float, int]:
-    """Returns how many times the mean the largest value is, and which it is; (1, 0) where all are 0."""
+    """Returns the ratio of the largest value to the mean, and its index; (1, 0) where all are 0."""
     mean = sum(values) / len(values)
     which = max(range(len(values)), key=values.__getitem__)
     return (values[which] / mean if mean > 0 else 1.0), which
@@ -253,11 +223,8 @@ def to_mean(values: Sequence[float]) -> tuple[float, int]:
 def imbalance(served: Iterable[ServerStats]) -> str | None:
     """Returns a line for the user where one server carries much more than the others; None where none does.
 
-    It speaks of servers whose traffic, apply time or mean queue is above `UNEVEN` times the servers' mean, and of
-    shards whose traffic or apply time is above that of the shards' where they tilt their server.
-
-    Args:
-        served: of all servers of one attempt, by time; the last of each counts.
+    It compares each server's traffic, apply time and mean queue with the servers' mean, and names a shard above
+    `UNEVEN` times the shards' mean where its server is above the mean too. `served` are one attempt's events by time.
     """
     works = {rank: _work(each, 0.0, None) for rank, each in sorted(_last(served).items())}
     if len(works) < 2:
@@ -284,7 +251,7 @@ def _uneven(
     words: Callable[[float], str],
     least: float,
 ) -> Iterable[str]:
-    """Says which server carries much more of something than the mean, and which of its shards does."""
+    """Yields which server carries much more of something than the mean, and which of its shards does."""
     loads = {rank: of_server(work) for rank, work in works.items()}
     factor, which = to_mean(list(loads.values()))
     rank = list(loads)[which]
@@ -308,12 +275,12 @@ def _apply_s(of: ServerWork | ShardStats) -> float:
 
 
 def _last(served: Iterable[ServerStats]) -> dict[int, ServerStats]:
-    """Returns what each server said last: its counts grow from its begin to its end."""
+    """Returns each server's last event: its counts grow from its start to its end."""
     return {event.rank: event for event in served}
 
 
 def _began(attempt: Attempt, rank: int) -> float:
-    """When a server's training time began: with the first step, or with the server where it came later."""
+    """Returns when a server's training time began: with the first step, or with the server if it started later."""
     started = max((e.time_s for e in of_kind(ServerStarted, attempt.events) if e.rank == rank), default=0.0)
     steps = chain.from_iterable(attempt.steps.values())
     first = min((s.time_s - (s.wait_s + s.compute_s + s.exchange_s + s.update_s) for s in steps), default=0.0)
@@ -322,13 +289,8 @@ def _began(attempt: Attempt, rank: int) -> float:
 
 def _work(served: ServerStats, began_s: float, before: ServerWork | None) -> ServerWork:
     """Returns one server's work, added to what it did in attempts before."""
-    work = ServerWork(
-        served.busy_s,
-        max(0.0, served.time_s - began_s),
-        served.queue_mean,
-        served.queue_longest,
-        served.shards,
-    )
+    seconds = max(0.0, served.time_s - began_s)
+    work = ServerWork(served.busy_s, seconds, served.queue_mean, served.queue_longest, served.shards)
     if before is None:
         return work
     earlier = {shard.name: shard for shard in before.shards}
@@ -344,16 +306,8 @@ def _work(served: ServerStats, began_s: float, before: ServerWork | None) -> Ser
 def _sum(shard: ShardStats, before: ShardStats | None) -> ShardStats:
     if before is None:
         return shard
-    return ShardStats(
-        name=shard.name,
-        bytes=shard.bytes,
-        pushes=shard.pushes + before.pushes,
-        pulls=shard.pulls + before.pulls,
-        steps=shard.steps + before.steps,
-        apply_s=shard.apply_s + before.apply_s,
-        pushed_bytes=shard.pushed_bytes + before.pushed_bytes,
-        pulled_bytes=shard.pulled_bytes + before.pulled_bytes,
-    )
+    counts = ("pushes", "pulls", "steps", "apply_s", "pushed_bytes", "pulled_bytes")
+    return replace(shard, **{name: getattr(shard, name) + getattr(before, name) for name in counts})
 
 
 def _waiting(attempts: Sequence[Attempt], spoken: Sequence[ServerStats]) -> dict[int, Waiting]:
@@ -365,13 +319,10 @@ def _waiting(attempts: Sequence[Attempt], spoken: Sequence[ServerStats]) -> dict
     for served in spoken:
         for worker, seconds in served.waited_s.items():
             answers[int(worker)][served.rank] += seconds
+    parts = ("wait_s", "compute_s", "exchange_s", "update_s")
     return {
         rank: Waiting(
-            wait_s=sum(step.wait_s for step in own),
-            compute_s=sum(step.compute_s for step in own),
-            exchange_s=sum(step.exchange_s for step in own),
-            update_s=sum(step.update_s for step in own),
-            answers_s=dict(sorted(answers[rank].items())),
+            *(sum(getattr(step, part) for step in own) for part in parts), dict(sorted(answers[rank].items()))
         )
         for rank, own in sorted(steps.items())
     }

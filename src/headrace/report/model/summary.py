@@ -35,14 +35,9 @@ from headrace.spec.events import (
 class Outcome:
     """How the run ended: its last attempt, where it was resumed.
 
-    Attributes:
-        status: "ok", "failed", "interrupted"; "unfinished" where the launcher did not live to say (or the run
-            goes on).
-        failure: the first failure that a process reported.
-        notices: lines for the user, each once.
-        hosts: names of the machines, in the order of their first rank.
-        torn_lines: event files that end in half a line.
-        attempts: how often it was begun; all but the last were interrupted, failed or died.
+    `status` is "ok", "failed", "interrupted", or "unfinished" where the launcher has not written the end; `failure` is
+    the first that a process reported; `hosts` are in the order of their first rank; `torn_lines` counts event files
+    that end in half a line.
     """
 
     status: str
@@ -55,17 +50,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Training:
-    """How much was trained, and how fast, by all attempts together; what was done again counts once.
+    """How much all attempts together trained, and how fast; repeated rounds count once.
 
-    Attributes:
-        steps: rounds of which at least one worker finished its step.
-        epochs: `examples` over the length of the training set.
-        examples: of all workers' steps.
-        seconds: from the begin of each attempt's first step to the end of its last, without evaluations.
-        examples_per_s: steady state. An attempt's window opens when the last worker has finished its warm-up
-            (`WARM_UP_STEPS` steps, or half of the fewest steps of any worker if that is less) and closes with
-            its last step of all. The rate is the examples of all workers' steps that ended inside a window,
-            over the windows' length without the evaluations in them. None where no step is in one.
+    `steps` are rounds of which at least one worker finished its step. `seconds` run from each attempt's first step to
+    the end of its last, without evaluations. `examples_per_s` is the steady state: an attempt's window opens when the
+    last worker has finished its warm-up (`WARM_UP_STEPS` steps, or half of the fewest steps of any worker if that is
+    less) and closes with the last step; None without a step in a window.
     """
 
     steps: int
@@ -77,12 +67,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the last attempt took of the machine; None where not every worker and server lived to say.
+    """What the last attempt took of the machine; None where some worker or server has not written its end.
 
-    Attributes:
-        moved_bytes_per_step: sent, or written for others to read, and received, all workers together.
-        peak_memory_bytes: of the largest process; known as soon as one process has said it.
-        parameter_bytes, optimizer_bytes: all workers and servers together.
+    `moved_bytes_per_step` counts bytes sent, or written for others to read, and received, by all workers together.
+    `peak_memory_bytes` is of the largest process, and known as soon as one process has ended.
     """
 
     moved_bytes_per_step: float | None
@@ -93,14 +81,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Saves:
-    """The checkpoints that were written.
+    """The checkpoints that were written; `bytes` and `last_step` are the last one's.
 
-    Attributes:
-        count: how many.
-        last_step: rounds that the last holds.
-        bytes: of the last.
-        mean_stall_s, longest_stall_s: how long training stood still for one.
-        share: of the training time, the part in which training stood still for them.
+    `share` is the part of the training time in which training stood still for them.
     """
 
     count: int
@@ -113,12 +96,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class NonFiniteRounds:
-    """Rounds whose loss or gradient was NaN or infinite; nothing of them reached the parameters.
-
-    Attributes:
-        skipped: left out.
-        rolled_back: left out, and the last checkpoint brought back.
-    """
+    """Rounds that were left out for a NaN or infinite loss or gradient, without and with a rollback to a checkpoint."""
 
     skipped: int
     rolled_back: int
@@ -126,23 +104,9 @@ class NonFiniteRounds:
 
 @dataclass(frozen=True)
 class Summary:
-    """One run.
+    """One run. A part is None where the run has nothing of it.
 
-    Attributes:
-        label: the name of its directory.
-        started: what was asked for, the last time where the run was resumed.
-        outcome: how it ended.
-        training: how much was trained, how fast.
-        times: the mean step of all workers; None where no step was done.
-        times_by_rank: the mean step of each.
-        cost: bytes and memory.
-        curves: loss and evaluations.
-        saves: checkpoints; None where none was written.
-        non_finite: rounds that were left out; None where all were finite.
-        servers: what they did; None where there were none.
-        inputs: how the workers were fed; None where none has said it.
-        averaging: how often workers met who went on by themselves; None where they did not.
-        passed: one step of a pipeline; None where nothing went through stages.
+    `label` is the name of the run's directory; `started` is of the last attempt.
     """
 
     label: str
@@ -162,63 +126,56 @@ class Summary:
 
     @property
     def bottleneck(self) -> Bottleneck | None:
-        """What held the run up; None where nobody can say, as of stages, which wait for each other as they should."""
+        """What limits the run's speed; None without input events, and for stages, which always wait for each other."""
         if self.inputs is None or self.started.plan.get("partition"):
             return None
         return bottleneck_of(self.times_by_rank, self.inputs)
 
     @property
     def name(self) -> str:
-        """What to call it beside others: the label, with the strategy where the label does not say it."""
+        """The label, with the strategy where the label does not contain it."""
         return self.label if self.strategy in self.label else f"{self.label} ({self.strategy})"
 
     @property
     def strategy(self) -> str:
-        """The registered name."""
         return self.started.strategy
 
     @property
     def workers(self) -> int:
-        """How many computed."""
         return self.started.workers
 
     @property
     def device(self) -> str:
-        """ "cpu" or "cuda"."""
         return self.started.device
 
     @property
     def threads(self) -> int:
-        """Threads a worker."""
         return self.started.threads
 
     @property
     def status(self) -> str:
-        """See `Outcome`."""
         return self.outcome.status
 
     @property
     def steps(self) -> int:
-        """Rounds done."""
         return self.training.steps
 
     @property
     def examples_per_s(self) -> float | None:
-        """Steady state; see `Training`."""
         return self.training.examples_per_s
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the last evaluation; empty without one."""
+        """The metrics of the last evaluation; empty without one."""
         return self.curves.evaluations[-1].metrics if self.curves.evaluations else {}
 
 
 def summarize(run_dir: Path | str) -> Summary:
-    """Returns what the event files of a run say, also of one that failed, was interrupted or goes on.
+    """Returns the summary of a run's event files, also of a run that failed, was interrupted or is still running.
 
     Raises:
         UsageError: the directory holds no events.
-        DataError: a line is no event, or the launcher never said that the run began.
+        DataError: a line is no event, or there is no run_started event.
     """
     run_dir = Path(run_dir)
     log = read_log(run_dir)
@@ -232,20 +189,19 @@ def summarize(run_dir: Path | str) -> Summary:
     ranks = sorted({step.rank for step in steps})
     examples_per_epoch = last.started.examples_per_epoch
     training = _training(steps, clock, examples_per_epoch)
-    times, inputs = {rank: clock.times(rank) for rank in ranks}, inputs_of(begun)
     return Summary(
         label=run_dir.resolve().name,
         started=last.started,
         outcome=_outcome(last, len(begun), log.torn_lines),
         training=training,
         times=clock.times(*ranks) if ranks else None,
-        times_by_rank=times,
+        times_by_rank={rank: clock.times(rank) for rank in ranks},
         cost=_cost(last),
         curves=curves_of(steps, evaluated, clock, examples_per_epoch),
         saves=_saves(list(of_kind(Saved, events)), clock, training.seconds),
         non_finite=_non_finite(events),
         servers=servers_of(begun, clock),
-        inputs=inputs,
+        inputs=inputs_of(begun),
         averaging=averaging_of(begun),
         passed=passed_of(begun),
     )
@@ -324,13 +280,11 @@ _SAME = 0.05
 
 @dataclass(frozen=True)
 class References:
-    """Rates of the same job on the same machine.
+    """Rates of the same job on the same machine, in examples a second.
 
-    Attributes:
-        one_device_examples_per_s: of one process with all threads: what a user would have without us.
-        ceiling_examples_per_s: by number of workers: of so many unconnected workers at the same time, in the
-            same malloc environment, all together.
-        one_thread_examples_per_s: of one process with one thread and the machine for itself.
+    `one_device_examples_per_s` is of one process with all threads, `one_thread_examples_per_s` of one with one thread;
+    `ceiling_examples_per_s` maps a number of workers to the rate of so many unconnected workers at the same time, in
+    the same malloc environment, all together.
     """
 
     one_device_examples_per_s: float | None = None
@@ -338,24 +292,20 @@ class References:
     one_thread_examples_per_s: float | None = None
 
     def to_one_device(self, summary: Summary) -> float | None:
-        """The run's rate over one process with all threads; None where either is unknown."""
+        """Returns the run's rate over one process with all threads; None where either is unknown."""
         return _over(summary.examples_per_s, self.one_device_examples_per_s)
 
     def to_ceiling(self, summary: Summary) -> float | None:
-        """The run's rate over that of as many unconnected workers; None for one worker, or if unknown."""
-        return (
-            None
-            if summary.workers == 1
-            else _over(summary.examples_per_s, self.ceiling_examples_per_s.get(summary.workers))
-        )
+        """Returns the run's rate over that of as many unconnected workers; None for one worker, or if unknown."""
+        ceiling = self.ceiling_examples_per_s.get(summary.workers) if summary.workers > 1 else None
+        return _over(summary.examples_per_s, ceiling)
 
 
 def verdict(summaries: Sequence[Summary], references: References) -> str:
-    """Returns one sentence: did it pay to distribute?"""
+    """Returns one sentence that says whether distribution paid."""
     spread = [each for each in summaries if each.workers > 1]
-    rated = [
-        (rate, each) for each in spread if each.status == "ok" and (rate := references.to_one_device(each)) is not None
-    ]
+    rates = [(references.to_one_device(each), each) for each in spread if each.status == "ok"]
+    rated = [(rate, each) for rate, each in rates if rate is not None]
     broken = [each.name for each in summaries if each.status != "ok"]
     tail = f"; not counted, since not finished: {', '.join(broken)}" if broken else ""
     if not spread:
@@ -377,13 +327,10 @@ def _advice(best: float, winner: Summary, summaries: Sequence[Summary]) -> str:
 
 
 def _warning(winner: Summary, summaries: Sequence[Summary]) -> str:
-    """A faster run that learns less is no better; say so."""
+    """Returns a remark where the faster run ends at a higher loss."""
     reached = winner.metrics.get("loss")
-    others = [
-        each.metrics["loss"]
-        for each in summaries
-        if each.workers == 1 and each.status == "ok" and "loss" in each.metrics
-    ]
+    single = [each.metrics for each in summaries if each.workers == 1 and each.status == "ok"]
+    others = [metrics["loss"] for metrics in single if "loss" in metrics]
     if reached is None or not others or reached <= min(others) * (1 + _SAME):
         return ""
     return f", though it ends at a loss of {short(reached)} against {short(min(others))} on one device"

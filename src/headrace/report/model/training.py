@@ -28,12 +28,7 @@ STEP_PARTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where the mean step's time went, in the window of `Training.examples_per_s`.
-
-    Attributes:
-        wait_s, compute_s, exchange_s, update_s: as in `Stepped`; wait: for data.
-        other_s: what passed between the steps, evaluations left out.
-    """
+    """Where the mean step's time went, in the window of `Training.examples_per_s`; `other_s`: between steps."""
 
     wait_s: float
     compute_s: float
@@ -48,37 +43,28 @@ class StepTimes:
 
 
 class TrainingClock:
-    """Training time: from the first step of an attempt to its last, evaluations cut out, all attempts together.
-
-    Args:
-        attempts: each attempt's steps, by rank.
-        evaluated: of all attempts, by time.
-    """
+    """Training time: from the first step of an attempt to its last, without evaluations, all attempts together."""
 
     def __init__(self, attempts: Iterable[Mapping[int, Sequence[Stepped]]], evaluated: Sequence[Evaluated]) -> None:
         self._windows = tuple(_Window(by_rank) for by_rank in attempts if by_rank)
         self._spans = tuple(span for window in self._windows for span in _without(evaluated, window.begin, window.end))
 
     def between(self, start: float, stop: float) -> float:
-        """Seconds of training from `start` to `stop`."""
+        """Returns the seconds of training from `start` to `stop`."""
         overlaps = (min(end, stop) - max(begin, start) for begin, end in self._spans)
         return math.fsum(overlap for overlap in overlaps if overlap > 0)
 
     @property
     def seconds(self) -> float:
-        """Seconds of training in all."""
         return self.until(math.inf)
 
     def until(self, time_s: float) -> float:
-        """Seconds of training before a time."""
         return self.between(-math.inf, time_s)
 
     def rate(self) -> float | None:
-        """Examples of all workers' steps that ended inside the windows, over their length; None without a step."""
+        """Returns the examples of all steps that ended inside the windows over the windows' length, or None."""
         seconds = sum(self.between(window.opens, window.end) for window in self._windows)
-        inside = [
-            step for window in self._windows for steps in window.by_rank.values() for step in window.inside(steps)
-        ]
+        inside = [step for each in self._windows for steps in each.by_rank.values() for step in each.inside(steps)]
         return sum(step.examples for step in inside) / seconds if inside and seconds > 0 else None
 
     def times(self, *ranks: int) -> StepTimes:
@@ -110,7 +96,7 @@ class _Window:
         self.opens = max(steps[warm_up - 1].time_s for steps in by_rank.values()) if warm_up else self.begin
 
     def inside(self, steps: Iterable[Stepped]) -> list[Stepped]:
-        """Those of the steps that ended after the warm-up."""
+        """Returns the steps that ended after the warm-up."""
         return [step for step in steps if step.time_s > self.opens]
 
     def measured(self, rank: int) -> tuple[float, Sequence[Stepped]]:
@@ -122,7 +108,7 @@ class _Window:
 
 
 def _without(evaluated: Iterable[Evaluated], begin: float, end: float) -> list[tuple[float, float]]:
-    """Returns the pieces of the time from `begin` to `end` in which nothing was evaluated."""
+    """Returns the pieces of the time from `begin` to `end` without an evaluation."""
     pieces = []
     for event in evaluated:
         if begin < event.time_s and event.time_s - event.seconds < end:
@@ -141,10 +127,9 @@ CURVE_POINTS = 400
 
 @dataclass(frozen=True)
 class LossPoint:
-    """Attributes:
-    examples: seen by all workers so far.
-    seconds: trained so far, without evaluations.
-    loss: weighted mean over the workers, and over the consecutive steps that the point stands for.
+    """A point of the loss curve: the weighted mean over the workers and over consecutive steps.
+
+    `examples` and `seconds` (without evaluations) are those of the training so far.
     """
 
     examples: int
@@ -154,13 +139,7 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """Attributes:
-    step: steps done when it was made.
-    epochs: visits of the training set by then.
-    seconds: trained by then, without evaluations.
-    metrics: name to value.
-    took_s: how long it took.
-    """
+    """An evaluation; `seconds` and `epochs` are those of the training before it, `took_s` its own duration."""
 
     step: int
     epochs: float
@@ -171,12 +150,7 @@ class EvaluationPoint:
 
 @dataclass(frozen=True)
 class Curves:
-    """What changed over the run.
-
-    Attributes:
-        loss: at most `CURVE_POINTS` points; a step whose loss is not finite is left out.
-        evaluations: in the order in which they were made.
-    """
+    """The loss, at most `CURVE_POINTS` points without steps whose loss is not finite, and the evaluations in order."""
 
     loss: tuple[LossPoint, ...]
     evaluations: tuple[EvaluationPoint, ...]
@@ -185,7 +159,7 @@ class Curves:
 def curves_of(
     steps: Iterable[Stepped], evaluated: Iterable[Evaluated], clock: TrainingClock, examples_per_epoch: int
 ) -> Curves:
-    """Returns what the steps of all workers, and the evaluations, say over time."""
+    """Returns the curves of the steps of all workers and of the evaluations."""
     rounds: dict[int, _Round] = defaultdict(_Round)
     for step in steps:
         rounds[step.step].add(step)
@@ -236,22 +210,16 @@ class _Round:
 
 @dataclass(frozen=True)
 class AveragingSummary:
-    """The meetings of a run; what a later attempt did again counts once.
-
-    Attributes:
-        meetings: at least one, in their order.
-    """
+    """The meetings of a run in order, at least one; what a later attempt repeated counts once."""
 
     meetings: tuple[ParametersAveraged, ...]
 
     @property
     def last(self) -> ParametersAveraged:
-        """The last meeting."""
         return self.meetings[-1]
 
     @property
     def mean_exchange_s(self) -> float:
-        """Seconds that a meeting took, on the mean."""
         return sum(each.exchange_s for each in self.meetings) / len(self.meetings)
 
     @property
@@ -261,17 +229,16 @@ class AveragingSummary:
 
     @property
     def mean_drift(self) -> float:
-        """Over all meetings."""
         return sum(each.drift for each in self.meetings) / len(self.meetings)
 
     @property
     def furthest(self) -> ParametersAveraged:
-        """The meeting at which the workers had drifted furthest apart."""
+        """The meeting with the largest drift."""
         return max(self.meetings, key=lambda each: each.drift)
 
     @property
     def left_out(self) -> Mapping[int, int]:
-        """Rank to how many of its copies were not finite, and left out."""
+        """Rank to the number of its copies that were not finite and were left out."""
         return dict(sorted(Counter(rank for each in self.meetings for rank in each.left_out).items()))
 
 
@@ -286,7 +253,7 @@ def averaging_of(attempts: Sequence[Attempt]) -> AveragingSummary | None:
 
 
 def _merged(told: Sequence[ParametersAveraged]) -> list[ParametersAveraged]:
-    """Returns one event a meeting: where each worker tells of itself, that of whoever had drifted furthest."""
+    """Returns one event a meeting; where each worker wrote one, that with the largest drift."""
     meetings: dict[int, list[ParametersAveraged]] = {}
     for each in told:
         # What one tells for all has no number.

@@ -26,17 +26,11 @@ _LINE_PERIOD_S = 10.0
 
 
 class ProgressBar:
-    """Shows one run's progress until it is closed.
+    """Shows one run's progress until it is closed: as a bar on a terminal, else as lines.
 
-    No thread draws: a draw happens inside `update`, at most 4 times a second (or once in 10 s, without a
-    terminal), so that a run in this process is not disturbed.
-
-    Args:
-        total_steps: steps of the whole run; None where it is not known.
-        label: what the run is called.
-        stream: where to; stderr by default.
-        plain: lines instead of a bar; None: unless `stream` is a terminal.
-        clock: seconds, monotonic.
+    No thread draws: `update` draws at most 4 times a second (or once in 10 s, without a terminal), so that a run in
+    this process is not disturbed. `plain` forces lines (True) or a bar (False); `total_steps` is None where it is not
+    known.
     """
 
     def __init__(
@@ -67,13 +61,7 @@ class ProgressBar:
         self.close()
 
     def update(self, step: int, loss: float | None = None, examples_per_s: float | None = None) -> None:
-        """Says where the run is; draws only when it is time to.
-
-        Args:
-            step: steps done.
-            loss: of the last step.
-            examples_per_s: of all workers.
-        """
+        """Shows where the run is, if it is time to draw: steps done, loss of the last step, rate of all workers."""
         now = self._clock()
         done = step == self._total
         if self._closed or (now - self._drawn < self._period() and not (done and self._bar)):
@@ -164,14 +152,7 @@ def _lost_numbers(event: ParametersAveraged) -> str:
 
 
 class Console:
-    """Lines and one bar on stderr.
-
-    Args:
-        label: what the run is called.
-        rounds: how many there are; None where nobody knows.
-        plain: lines instead of a bar; None: unless `stream` is a terminal.
-        stream: where to; stderr by default.
-    """
+    """A run's events as lines on stderr, and its progress bar; see `ProgressBar`."""
 
     def __init__(self, label: str, rounds: int | None, plain: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -182,13 +163,7 @@ class Console:
         self._began: tuple[float, int] | None = None
 
     def update(self, step: int, loss: float, examples: int) -> None:
-        """Says how far it is.
-
-        Args:
-            step: rounds done.
-            loss: the last one.
-            examples: done by all workers.
-        """
+        """Shows the progress: `step` rounds done, the last loss, and the examples of all workers so far."""
         if step == 0:
             return
         now = monotonic()
@@ -197,7 +172,7 @@ class Console:
         self._progress.update(step, loss, (examples - self._began[1]) / seconds if seconds > 0 else None)
 
     def event(self, event: Event) -> None:
-        """Shows what is worth a line."""
+        """Writes a line for an event that is worth one."""
         match event:
             case Evaluated():
                 values = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
@@ -235,12 +210,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class DiskMonitor:
-    """Says when a run's disk is full: the run's own notices of that wait for room on it.
-
-    Args:
-        run_dir: of the run.
-        say: takes a line.
-    """
+    """Tells when the disk of a run is full, and when it has room again: the run's own notices wait for room on it."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], object]) -> None:
         self._run_dir = run_dir
@@ -249,7 +219,7 @@ class DiskMonitor:
         self._looked = monotonic()
 
     def check(self) -> None:
-        """Looks once a second, however often it is called."""
+        """Looks at the disk once a second, however often it is called."""
         if monotonic() < self._looked + _LOOK_EVERY_S:
             return
         self._looked = monotonic()
@@ -266,7 +236,7 @@ class DiskMonitor:
 
 
 def replica_lines(plan: Plan) -> list[str]:
-    """Returns a line that says which ranks hold a replica together, and which servers serve them; none for one."""
+    """Returns a line with the ranks of each replica and the servers of each part; none for one replica or one rank each."""
     ranks = plan.workers // max(1, plan.replicas)
     if ranks == 1 or plan.replicas == 1:
         return []
@@ -284,7 +254,7 @@ def _some(words: list[str]) -> list[str]:
 
 
 def stage_lines(plan: Plan) -> list[str]:
-    """Returns a line for each stage of a pipeline: its layers and what they are expected to take."""
+    """Returns a line for each stage of a pipeline: its layers, and its time and memory by the profile."""
     total = sum(stage.seconds for stage in plan.stages)
     lines = []
     for index, (names, stage) in enumerate(zip(plan.partition, plan.stages, strict=True)):

@@ -49,15 +49,9 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A line through points.
+    """A line through (x, y) points.
 
-    Attributes:
-        points: (x, y).
-        colour: a stand-in of the palette.
-        dashes: see `DASHES`.
-        width: of the line, points.
-        faint: the same line before it was smoothed, drawn faintly; empty for none.
-        dots: whether each point is marked.
+    `colour` is a placeholder of `style`; `width` is in points; `faint` are the points before smoothing, drawn faintly.
     """
 
     points: Sequence[tuple[float, float]]
@@ -70,7 +64,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A short upright line at `value` of one bar; `dashes` tell kinds apart, in points."""
+    """A short vertical line at `value` of one bar; `dashes`, in points, tell kinds apart."""
 
     value: float
     dashes: tuple[float, ...] = ()
@@ -78,14 +72,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Bar:
-    """A lying bar with words above it.
+    """A horizontal bar of (length, colour) parts, with a label above it on the left and a note on the right.
 
-    Attributes:
-        label: above it on the left.
-        note: above it on the right.
-        parts: (length, colour) from left to right.
-        marks: what it is measured against.
-        inside: whether long parts carry their length.
+    `inside` writes the length into long parts.
     """
 
     label: str
@@ -97,15 +86,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Columns over whole numbers, with words above them.
-
-    Attributes:
-        label: above it on the left.
-        note: above it on the right.
-        counts: whole number, at least 0, to how often it came.
-        mean: where a line stands.
-        colour: a stand-in of the palette.
-    """
+    """Columns over whole numbers of at least 0, with a label above them on the left, a note on the right, and a line at `mean`."""
 
     label: str
     note: str
@@ -116,12 +97,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Lane:
-    """What somebody did, over time.
-
-    Attributes:
-        label: on the left.
-        pieces: (begin, length, a stand-in of the palette, words inside).
-    """
+    """What one rank did over time: `pieces` are (begin, length, colour, text inside)."""
 
     label: str
     pieces: Sequence[tuple[float, float, str, str]]
@@ -136,16 +112,7 @@ def draw_curves(
     whole_x: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Returns curves as one SVG element.
-
-    Args:
-        title: for who cannot see it.
-        curves: at least one.
-        x_label, y_label: what the axes show.
-        log: for the upright axis.
-        whole_x: ticks at whole numbers.
-        from_zero: the upright axis begins at 0.
-    """
+    """Returns at least one curve as one SVG element; `log` and `from_zero` are about the vertical axis."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_axes((0.115, 0.155, 0.865, 0.785))
@@ -222,13 +189,9 @@ def draw_histograms(title: str, histograms: Sequence[Histogram], x_label: str) -
 
 
 def draw_lanes(title: str, groups: Sequence[tuple[str, Sequence[Lane]]], x_label: str, factor: float) -> str:
-    """Returns groups of lanes, one above the other on the same axis of time, as one SVG element.
+    """Returns groups of lanes under a heading, on the same time axis, as one SVG element.
 
-    Args:
-        title: for who cannot see it.
-        groups: words above the lanes, and the lanes.
-        x_label: what the axis shows.
-        factor: from the lanes' numbers to the axis's.
+    `factor` scales the lanes' numbers to those of the axis.
     """
     rows = sum(1 + len(lanes) for _, lanes in groups)
     height = 0.5 + _LANE_IN * rows
@@ -290,7 +253,7 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, limit: float) -> None:
 
 
 def _cut(label: str) -> str:
-    """As much of a name as leaves room for the note."""
+    """Shortens a name so that the note has room."""
     label = clean(label)
     return (
         label
@@ -337,7 +300,7 @@ def _draw(title: str, height_in: float, draw: Callable[[Figure], None]) -> str:
 
 
 def _as_element(svg: str, title: str, height_in: float) -> str:
-    """Cuts the file's head off, and makes ids, colours and fonts those of the page."""
+    """Cuts off the file's head and makes ids, colours and fonts those of the page."""
     body = svg[svg.index(">", svg.index("<svg")) + 1 :]
     prefix = f"p{zlib.crc32(title.encode()):08x}"
     body = re.sub(r'( id="|url\(#|href="#)', lambda found: f"{found[1]}{prefix}-", body)

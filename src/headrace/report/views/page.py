@@ -45,15 +45,10 @@ _HOW = (
 
 
 def write_page(path: Path | str, summaries: Sequence[Summary], references: References | None = None) -> Path:
-    """Writes one run or a comparison as one HTML file and returns its path.
-
-    Args:
-        path: the file; its directory is made if missing.
-        summaries: at least one.
-        references: what the rates are measured against; None for none.
+    """Writes one run or a comparison as one HTML file and returns its path; makes its directory.
 
     Raises:
-        UsageError: there is no run to show.
+        UsageError: `summaries` is empty.
     """
     if not summaries:
         raise UsageError("a page needs at least one run, got none")

@@ -18,7 +18,7 @@ _FEW = 60
 
 
 def averaging_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
-    """Returns the pictures of the runs whose workers met to average; none where none did."""
+    """Returns drift and period of the runs whose workers met to average."""
     shown = [each.averaging.meetings for each in summaries if each.averaging is not None]
     if not shown:
         return ()
@@ -59,7 +59,7 @@ _FORWARD, _BACKWARD, _WAIT = PARTS["compute_s"], PARTS["update_s"], PARTS["other
 
 
 def passed_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
-    """Returns a picture for each run of a pipeline that has told of a step."""
+    """Returns a picture for each run that has a pipeline step."""
     return tuple(
         _step_picture(f"A step of {each.name}" if len(summaries) > 1 else "A step of the pipeline", each.passed)
         for each in summaries
@@ -125,7 +125,7 @@ _DOTTED = (0.6, 0.6)
 
 
 def pictures(summaries: Sequence[Summary], references: References) -> tuple[Picture, ...]:
-    """Returns the pictures for which the runs hold something to show."""
+    """Returns the pictures for which the runs have data."""
     drawn = (
         *_losses(summaries),
         _throughput(summaries, references),
@@ -187,7 +187,7 @@ def _loss_curves(summaries: Sequence[Summary], place: Callable[[LossPoint], floa
 
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The centred mean; over fewer points at the steep beginning, and over those that are there at the end."""
+    """Returns the centred mean, over fewer points at both ends."""
     reach = len(points) // (2 * _SMOOTH)
     result = []
     for index, (x, _) in enumerate(points):

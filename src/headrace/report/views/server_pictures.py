@@ -24,11 +24,7 @@ _SECOND = PARTS["wait_s"]
 
 @dataclass(frozen=True)
 class _Shown:
-    """A run that has servers, as it appears.
-
-    Attributes:
-        prefix: what stands before the names of its processes; empty where it has the page for itself.
-    """
+    """A run with servers; `prefix` stands before the names of its processes where several runs share a picture."""
 
     prefix: str
     style: RunStyle
@@ -41,7 +37,7 @@ class _Shown:
 
 
 def server_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
-    """Returns the pictures of the runs that have servers; none where none has."""
+    """Returns the pictures of the runs that have servers."""
     shown = [
         _Shown(f"{each.name}, " * (len(summaries) > 1), style, each.servers)
         for each, style in zip(summaries, run_styles(summaries), strict=True)
@@ -135,7 +131,7 @@ def _waiting(shown: Sequence[_Shown]) -> Picture | None:
 
 
 def _answers(waiting: Waiting, by_server: bool) -> str:
-    """Returns how long a worker's requests took, by server where there is room to say so."""
+    """Returns how long a worker's requests took, by server where there is room."""
     if by_server and 1 < len(waiting.answers_s) <= _FEWER:
         each = ", ".join(f"{rank}: {fixed(seconds)}" for rank, seconds in waiting.answers_s.items())
         return f"answers of server {each} s"
@@ -210,12 +206,12 @@ def _traffic(shards: Sequence[ShardStats], style: RunStyle) -> tuple[str, list[t
 
 
 def _mean_mark(values: Sequence[float]) -> list[Mark]:
-    """Returns a line at the mean where there are several."""
+    """Returns a line at the mean of several values."""
     return [Mark(sum(values) / len(values))] if len(values) > 1 else []
 
 
 def _most(run: _Shown, load: Callable[[ShardStats], float], count: int) -> list[tuple[int, ShardStats]]:
-    """Returns the shards that carry most, in order."""
+    """Returns the shards with the largest load, in order."""
     return sorted(run.servers.shards, key=lambda pair: -load(pair[1]))[:count]
 
 

@@ -59,7 +59,7 @@ STAND_INS: Mapping[str, str] = {
 
 
 def colours_of(strategies: Iterable[str]) -> dict[str, str]:
-    """Returns each strategy's stand-in: always the same for those we know, what is left for others."""
+    """Returns each strategy's placeholder: a fixed one for the common strategies, a free one for the others."""
     names = sorted(set(strategies))
     free = [index for index in range(len(_SERIES)) if index not in _FIXED.values()]
     strangers = [name for name in names if name not in _FIXED]
@@ -81,13 +81,7 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
 
 @dataclass(frozen=True)
 class RunStyle:
-    """How one run appears in every picture.
-
-    Attributes:
-        colour: a stand-in of the palette, the strategy's.
-        dashes: tells apart runs that lie on each other.
-        width: of its lines; earlier runs are wider, so that they show under later ones.
-    """
+    """How one run is drawn in every picture; earlier runs have wider lines, so that they show under later ones."""
 
     colour: str
     dashes: Sequence[float]
@@ -96,11 +90,9 @@ class RunStyle:
 
 @dataclass(frozen=True)
 class Picture:
-    """Attributes:
-    title: what it shows.
-    svg: the picture.
-    reading: how it is read, in sentences.
-    key: "runs" where the runs' colours explain it, "parts" where a step's parts do, "" where nothing must.
+    """A figure of the page: an SVG element and the sentences below it.
+
+    `key` is "runs" if the runs' colours explain it, "parts" if those of a step's parts do.
     """
 
     title: str

@@ -68,7 +68,7 @@ class TensorBoard:
         self.close()
 
     def __call__(self, event: Event) -> None:
-        """Writes what the event says; kinds that say nothing over time are passed over."""
+        """Writes the event; kinds without a value over time are ignored."""
         time_s = self._began + event.time_s
         match event:
             case RunStarted():
@@ -100,13 +100,13 @@ class TensorBoard:
                 self._writer.add_text(f"failed/rank-{event.rank}", event.cause, event.step, time_s)
 
     def close(self) -> None:
-        """Writes what is left, the steps too that not every worker has finished; may be called twice."""
+        """Writes what is left, also the steps that not every worker has finished; may be called twice."""
         for step in sorted(self._waiting):
             self._write_loss(step)
         self._writer.close()
 
     def _go_on(self, step: int) -> None:
-        """Has TensorBoard forget what an earlier attempt wrote of the rounds that are done again."""
+        """Makes TensorBoard drop what an earlier attempt wrote of the rounds that are repeated."""
         self._waiting.clear()
         self._latest.clear()
         self._past = 0
@@ -115,7 +115,7 @@ class TensorBoard:
         self._writer = self._open_writer(purge_step=step + 1)
 
     def _gather(self, event: Stepped) -> None:
-        """Adds a worker's step to its round, and writes the rounds to which nothing more will come."""
+        """Adds a worker's step to its round, and writes the rounds that are complete."""
         if event.step < self._past:
             return  # Data that was given out again: its round stands in the curve already.
         self._waiting[event.step].append(event)
@@ -136,7 +136,7 @@ class TensorBoard:
 
 
 def _wall_time(started_at: str) -> float:
-    """Seconds since 1970; 0 where it is no time, and then only TensorBoard's "relative" axis means something."""
+    """Returns seconds since 1970; 0 for a text that is no time, and then only TensorBoard's "relative" axis is right."""
     try:
         return datetime.fromisoformat(started_at).timestamp()
     except ValueError:
