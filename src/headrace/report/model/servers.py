@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from headrace.report.format import byte_count, duration, ratio
 from headrace.report.model.events import Attempt, of_kind
-from headrace.report.model.training import TrainingClock
+from headrace.report.model.training import STEPPED_PARTS, TrainingClock, step_began_s
 from headrace.spec.events import ServerStarted, ServerStats, ShardStats, Stepped
 
 ROUNDS = -1
@@ -283,7 +284,7 @@ def _began(attempt: Attempt, rank: int) -> float:
     """Returns when a server's training time began: with the first step, or with the server if it started later."""
     started = max((e.time_s for e in of_kind(ServerStarted, attempt.events) if e.rank == rank), default=0.0)
     steps = chain.from_iterable(attempt.steps.values())
-    first = min((s.time_s - (s.wait_s + s.compute_s + s.exchange_s + s.update_s) for s in steps), default=0.0)
+    first = min(map(step_began_s, steps), default=0.0)
     return max(started, first)
 
 
@@ -319,10 +320,8 @@ def _waiting(attempts: Sequence[Attempt], spoken: Sequence[ServerStats]) -> dict
     for served in spoken:
         for worker, seconds in served.waited_s.items():
             answers[int(worker)][served.rank] += seconds
-    parts = ("wait_s", "compute_s", "exchange_s", "update_s")
-    return {
-        rank: Waiting(
-            *(sum(getattr(step, part) for step in own) for part in parts), dict(sorted(answers[rank].items()))
-        )
-        for rank, own in sorted(steps.items())
-    }
+    waiting = {}
+    for rank, own in sorted(steps.items()):
+        times: dict[str, Any] = {part: sum(getattr(step, part) for step in own) for part in STEPPED_PARTS}
+        waiting[rank] = Waiting(**times, answers_s=dict(sorted(answers[rank].items())))
+    return waiting

@@ -26,6 +26,10 @@ STEP_PARTS: Mapping[str, str] = {
 """The parts of a step's time: attribute of `StepTimes` to name."""
 
 
+STEPPED_PARTS = ("wait_s", "compute_s", "exchange_s", "update_s")
+"""The parts that a worker measures: attributes of `Stepped`."""
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Where the mean step's time went, in the window of `Training.examples_per_s`; `other_s`: between steps."""
@@ -77,8 +81,7 @@ class TrainingClock:
                 wall += self.between(start, inside[-1].time_s)
                 steps += inside
         wait, compute, exchange, update = (
-            math.fsum(getattr(step, part) for step in steps) / len(steps)
-            for part in ("wait_s", "compute_s", "exchange_s", "update_s")
+            math.fsum(getattr(step, part) for step in steps) / len(steps) for part in STEPPED_PARTS
         )
         return StepTimes(
             wait, compute, exchange, update, max(0.0, wall / len(steps) - wait - compute - exchange - update)
@@ -90,7 +93,7 @@ class _Window:
 
     def __init__(self, by_rank: Mapping[int, Sequence[Stepped]]) -> None:
         self.by_rank = by_rank
-        self.begin = min(_began(steps[0]) for steps in by_rank.values())
+        self.begin = min(step_began_s(steps[0]) for steps in by_rank.values())
         self.end = max(steps[-1].time_s for steps in by_rank.values())
         warm_up = min(WARM_UP_STEPS, *(len(steps) // 2 for steps in by_rank.values()))
         self.opens = max(steps[warm_up - 1].time_s for steps in by_rank.values()) if warm_up else self.begin
@@ -104,7 +107,7 @@ class _Window:
         steps = self.by_rank[rank]
         inside = self.inside(steps) or steps[-1:]
         before = len(steps) - len(inside)
-        return (steps[before - 1].time_s if before else _began(steps[0])), inside
+        return (steps[before - 1].time_s if before else step_began_s(steps[0])), inside
 
 
 def _without(evaluated: Iterable[Evaluated], begin: float, end: float) -> list[tuple[float, float]]:
@@ -117,8 +120,9 @@ def _without(evaluated: Iterable[Evaluated], begin: float, end: float) -> list[t
     return [*pieces, (begin, end)]
 
 
-def _began(step: Stepped) -> float:
-    return step.time_s - (step.wait_s + step.compute_s + step.exchange_s + step.update_s)
+def step_began_s(step: Stepped) -> float:
+    """Returns when a worker's step began, on the run's clock."""
+    return step.time_s - sum(getattr(step, part) for part in STEPPED_PARTS)
 
 
 CURVE_POINTS = 400

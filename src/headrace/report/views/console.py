@@ -236,7 +236,7 @@ class DiskMonitor:
 
 
 def replica_lines(plan: Plan) -> list[str]:
-    """Returns a line with the ranks of each replica and the servers of each part; none for one replica or one rank each."""
+    """Returns a line with the ranks of each replica and its servers; none for one replica or one rank each."""
     ranks = plan.workers // max(1, plan.replicas)
     if ranks == 1 or plan.replicas == 1:
         return []

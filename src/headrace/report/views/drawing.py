@@ -86,7 +86,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Columns over whole numbers of at least 0, with a label above them on the left, a note on the right, and a line at `mean`."""
+    """Columns over whole numbers of at least 0, with a label, a note and a line at `mean`."""
 
     label: str
     note: str

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.errors import UnfitMachine
+from headrace.report.model.training import STEPPED_PARTS
 from headrace.report.views.console import whose
 from headrace.spec.events import (
     Evaluated,
@@ -23,8 +24,6 @@ from headrace.spec.events import (
     Saved,
     Stepped,
 )
-
-_PARTS = ("wait_s", "compute_s", "exchange_s", "update_s")
 
 
 class TensorBoard:
@@ -77,7 +76,7 @@ class TensorBoard:
                 if event.resumed_step:
                     self._go_on(event.resumed_step)
             case Stepped():
-                for part in _PARTS:
+                for part in STEPPED_PARTS:
                     tag = f"seconds/{part.removesuffix('_s')}/rank-{event.rank}"
                     self._writer.add_scalar(tag, getattr(event, part), event.step, time_s)
                 self._gather(event)
@@ -136,7 +135,7 @@ class TensorBoard:
 
 
 def _wall_time(started_at: str) -> float:
-    """Returns seconds since 1970; 0 for a text that is no time, and then only TensorBoard's "relative" axis is right."""
+    """Returns seconds since 1970; 0 for a text that is no time: only the "relative" axis is then right."""
     try:
         return datetime.fromisoformat(started_at).timestamp()
     except ValueError:
