@@ -1,8 +1,9 @@
-"""Which pictures the meetings of runs that average give, and how each is read."""
+"""The pictures of the page, and the sentences below each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from headrace.report.format import byte_count, fixed, percent, ratio, short
 from headrace.report.model.pipeline_steps import PipelineStep
@@ -11,48 +12,62 @@ from headrace.report.model.training import LossPoint, StepTimes
 from headrace.report.views.drawing import Bar, Curve, Lane, Mark, draw_bars, draw_curves, draw_lanes
 from headrace.report.views.server_pictures import server_pictures
 from headrace.report.views.style import PARTS, Picture, run_styles
-from headrace.spec.events import ParametersAveraged
 
-_FEW = 60
-"""Up to so many meetings, each has a dot."""
+_SMOOTH = 20
+"""A loss curve is the mean over this part (1/20) of its points around each."""
+
+_MOST_DOTS = 60
+_MOST_RANKS = 8
+_MOST_METRICS = 4
+_DASHED = (2.0, 1.3)
+_DOTTED = (0.6, 0.6)
 
 
-def averaging_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
+def _curves_of(
+    summaries: Sequence[Summary], points_of: Callable[[Summary], Sequence[tuple[float, float]]]
+) -> list[Curve]:
+    """Returns a curve for each run that has points, in the run's style."""
+    curves = []
+    for each, style in zip(summaries, run_styles(summaries), strict=True):
+        if points := points_of(each):
+            curves.append(Curve(points, style.colour, style.dashes, style.width))
+    return curves
+
+
+def averaging_pictures(summaries: Sequence[Summary]) -> list[Picture]:
     """Returns drift and period of the runs whose workers met to average."""
+
+    def picture(title: str, name: str, axis: str, reading: str) -> Picture:
+        curves = _curves_of(
+            summaries,
+            lambda run: [
+                (float(each.step), float(getattr(each, name)))
+                for each in (run.averaging.meetings if run.averaging else ())
+            ],
+        )
+        curves = [replace(each, dots=len(each.points) <= _MOST_DOTS) for each in curves]
+        return Picture(title, draw_curves(title, curves, "rounds", axis), reading, "runs")
+
     shown = [each.averaging.meetings for each in summaries if each.averaging is not None]
     if not shown:
-        return ()
-    drift = _picture(
-        summaries,
+        return []
+    drift = picture(
         "Drift when workers meet",
-        lambda meeting: meeting.drift,
+        "drift",
         "distance from the mean, relative",
         "How far the worker that was furthest away was from the mean of all, over the norm of the mean. What grows "
         "from meeting to meeting asks for a shorter period.",
     )
     if all(meeting.period == meetings[0].period for meetings in shown for meeting in meetings):
-        return (drift,)
-    period = _picture(
-        summaries,
+        return [drift]
+    period = picture(
         "Rounds between meetings",
-        lambda meeting: meeting.rounds,
+        "rounds",
         "rounds since the last meeting",
         "How long workers went on by themselves. An automatic period grows until the exchange takes its share of the "
         "time and no more, or until drift holds it.",
     )
-    return (drift, period)
-
-
-def _picture(
-    summaries: Sequence[Summary], title: str, value: Callable[[ParametersAveraged], float], axis: str, reading: str
-) -> Picture:
-    curves = []
-    for each, style in zip(summaries, run_styles(summaries), strict=True):
-        meetings = each.averaging.meetings if each.averaging else ()
-        points = [(float(meeting.step), float(value(meeting))) for meeting in meetings]
-        if points:
-            curves.append(Curve(points, style.colour, style.dashes, style.width, dots=len(points) <= _FEW))
-    return Picture(title, draw_curves(title, curves, "rounds", axis), reading, "runs")
+    return [drift, period]
 
 
 _FORWARD, _BACKWARD, _WAIT = PARTS["compute_s"], PARTS["update_s"], PARTS["other_s"]
@@ -115,15 +130,6 @@ def _step_picture(title: str, passed: PipelineStep) -> Picture:
     return Picture(title, draw_lanes(title, groups, "milliseconds", 1e3), reading)
 
 
-_SMOOTH = 20
-"""A loss curve is the mean over this part (1/20) of its points around each."""
-
-_MOST_RANKS = 8
-_MOST_METRICS = 4
-_DASHED = (2.0, 1.3)
-_DOTTED = (0.6, 0.6)
-
-
 def pictures(summaries: Sequence[Summary], references: References) -> tuple[Picture, ...]:
     """Returns the pictures for which the runs have data."""
     drawn = (
@@ -176,14 +182,12 @@ def _losses(summaries: Sequence[Summary]) -> list[Picture]:
 
 
 def _loss_curves(summaries: Sequence[Summary], place: Callable[[LossPoint], float]) -> list[Curve]:
-    curves = []
-    for each, style in zip(summaries, run_styles(summaries), strict=True):
-        points = [(place(point), point.loss) for point in each.curves.loss]
-        if points:
-            smooth = _smoothed(points)
-            faint = points if smooth != points else ()
-            curves.append(Curve(smooth, style.colour, style.dashes, style.width, faint, dots=len(points) == 1))
-    return curves
+    curves = _curves_of(summaries, lambda run: [(place(point), point.loss) for point in run.curves.loss])
+    smoothed = [(each, _smoothed(each.points)) for each in curves]
+    return [
+        replace(each, points=smooth, faint=each.points if smooth != each.points else (), dots=len(smooth) == 1)
+        for each, smooth in smoothed
+    ]
 
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -252,23 +256,22 @@ def _step_bar(label: str, times: StepTimes) -> Bar:
 
 
 def _metrics(summaries: Sequence[Summary]) -> list[Picture]:
-    names = list(
-        dict.fromkeys(name for each in summaries for point in each.curves.evaluations for name in point.metrics)
-    )
+    evaluations = [point for each in summaries for point in each.curves.evaluations]
+    names = list(dict.fromkeys(name for point in evaluations for name in point.metrics))
     # The loss has its own two pictures; here it comes after what users care for.
     names.sort(key=lambda name: name == "loss")
-    made = []
-    for name in names[:_MOST_METRICS]:
-        curves = []
-        for each, style in zip(summaries, run_styles(summaries), strict=True):
-            points = [(at.epochs, at.metrics[name]) for at in each.curves.evaluations if name in at.metrics]
-            if points:
-                curves.append(Curve(points, style.colour, style.dashes, style.width, dots=True))
-        title = f"Evaluation: {name}"
-        picture = draw_curves(title, curves, "epochs", f"evaluation {name}", whole_x=True)
-        reading = "Over the whole evaluation set, each example counted once. " + _reached(summaries, name)
-        made.append(Picture(title, picture, reading, "runs"))
-    return made
+    return [_metric(summaries, name) for name in names[:_MOST_METRICS]]
+
+
+def _metric(summaries: Sequence[Summary], name: str) -> Picture:
+    def points(run: Summary) -> list[tuple[float, float]]:
+        return [(at.epochs, at.metrics[name]) for at in run.curves.evaluations if name in at.metrics]
+
+    curves = [replace(each, dots=True) for each in _curves_of(summaries, points)]
+    title = f"Evaluation: {name}"
+    drawn = draw_curves(title, curves, "epochs", f"evaluation {name}", whole_x=True)
+    reading = "Over the whole evaluation set, each example counted once. " + _reached(summaries, name)
+    return Picture(title, drawn, reading, "runs")
 
 
 def _reached(summaries: Sequence[Summary], name: str) -> str:
@@ -276,38 +279,31 @@ def _reached(summaries: Sequence[Summary], name: str) -> str:
     return f"Last: {', '.join(last)}." if last else ""
 
 
-def _memory(summaries: Sequence[Summary]) -> list[Picture | None]:
-    shown = list(zip(summaries, run_styles(summaries), strict=True))
-    peaks = [
-        Bar(each.name, byte_count(peak), [(peak * 1e-6, style.colour)])
-        for each, style in shown
-        if (peak := each.cost.peak_memory_bytes) is not None
-    ]
-    held = [
-        Bar(
-            each.name,
-            f"{byte_count(parameters)} + {byte_count(state)}",
-            [(parameters * 1e-6, style.colour), (state * 1e-6, PARTS["wait_s"])],
+def _memory(summaries: Sequence[Summary]) -> list[Picture]:
+    peaks, held = [], []
+    for each, style in zip(summaries, run_styles(summaries), strict=True):
+        peak, parameters, state = (
+            getattr(each.cost, name) for name in ("peak_memory_bytes", "parameter_bytes", "optimizer_bytes")
         )
-        for each, style in shown
-        if (parameters := each.cost.parameter_bytes) is not None and (state := each.cost.optimizer_bytes) is not None
-    ]
-    title, held_title = "Peak memory of the largest process", "Parameters and optimizer state"
+        if peak is not None:
+            peaks.append(Bar(each.name, byte_count(peak), [(peak * 1e-6, style.colour)]))
+        if parameters is not None and state is not None:
+            parts = [(parameters * 1e-6, style.colour), (state * 1e-6, PARTS["wait_s"])]
+            held.append(Bar(each.name, f"{byte_count(parameters)} + {byte_count(state)}", parts))
     everyone = "all workers and servers" if any(each.servers for each in summaries) else "all workers"
-    return [
-        Picture(
-            title,
-            draw_bars(title, peaks, "MB"),
+    kinds = (
+        (
+            "Peak memory of the largest process",
+            peaks,
+            "MB",
             "The most that one process had in memory at any time, libraries included.",
-        )
-        if peaks
-        else None,
-        Picture(
-            held_title,
-            draw_bars(held_title, held, f"MB in {everyone} together"),
+        ),
+        (
+            "Parameters and optimizer state",
+            held,
+            f"MB in {everyone} together",
             f"What {everyone} together hold: parameters in the run's colour, optimizer state in grey. A copy that "
             "all share is counted once.",
-        )
-        if held
-        else None,
-    ]
+        ),
+    )
+    return [Picture(title, draw_bars(title, bars, axis), reading) for title, bars, axis, reading in kinds if bars]
