@@ -21,19 +21,15 @@ MODULE = "headrace_job"
 
 
 def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
-    """Runs a job file and returns its job.
+    """Runs a job file and returns its job; `settings` are "key=value" for the parameters of `job(...)`.
 
-    What the file defines is sent to workers by value, so that they need not find the file.
-
-    Args:
-        path: a Python file that defines `job` or `job(...)`.
-        settings: "key=value" for the parameters of `job(...)`.
+    The file's definitions are sent to workers by value, so that workers need not find the file.
 
     Raises:
         JobError: the file cannot be loaded, or does not give a job.
         UnknownName: a setting that is no parameter of `job(...)`.
-        UsageError: a setting that cannot be meant.
-        HeadraceError: what headrace refused while the file ran, with a note that says where.
+        UsageError: a setting of the wrong form.
+        HeadraceError: an error of headrace while the file ran, with a note that says where.
     """
     find_job(path)
     module = _run_file(path)
@@ -53,12 +49,12 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
 
 
 def find_job(path: Path) -> None:
-    """Looks for a job file and puts its folder on `sys.path`, so that it can import its neighbours.
+    """Checks that a job file exists and puts its folder on `sys.path`, so that it can import its neighbours.
 
-    Done before an engine is made, whose workers inherit the path: what a neighbour defines is sent by name.
+    Call it before the engine is made, whose workers inherit the path: a neighbour's definitions are sent by name.
 
     Raises:
-        JobError: it is not there.
+        JobError: it does not exist.
     """
     check_file(path, "job file")
     folder = str(path.resolve().parent)
@@ -67,10 +63,10 @@ def find_job(path: Path) -> None:
 
 
 def check_file(path: Path, kind: str) -> None:
-    """Refuses what is no file.
+    """Refuses a path that is no file.
 
     Raises:
-        JobError: nothing is there (names what is near), or it is a folder.
+        JobError: it does not exist (the message names similar files), or it is a folder.
     """
     if path.is_dir():
         inside = ", ".join(sorted(file.name for file in path.glob("*.py"))) or "none"
@@ -117,7 +113,7 @@ def _call(path: Path, make: Callable[..., Any], settings: Sequence[str]) -> Job:
 
 
 def _guarded(path: Path, when: str, call: Callable[[], Any]) -> Any:
-    """Runs user code. What it raises becomes a JobError, whose cause holds the user's frames."""
+    """Runs user code and turns its exception into a JobError whose cause holds the user's frames."""
     try:
         return call()
     except HeadraceError as error:
@@ -159,7 +155,7 @@ def _values(path: Path, make: Callable[..., Any], settings: Sequence[str]) -> di
 
 
 def _value(key: str, text: str, default: Any) -> Any:
-    """Reads a Python literal; any other text is itself. The default's type says what was meant."""
+    """Reads a Python literal, and any other text as a string; the default's type decides in doubt."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):

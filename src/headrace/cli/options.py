@@ -18,11 +18,15 @@ from headrace.spec.options import Checkpoints
 
 
 class Device(StrEnum):
-    """What tensors live on."""
+    """The device that tensors live on."""
 
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+
+
+def _option(name: str, help: str, **settings: Any) -> Any:
+    return typer.Option(name, help=help, show_default=False, **settings)
 
 
 JobFile = Annotated[
@@ -33,29 +37,19 @@ JobFile = Annotated[
         help="A Python file that defines `job` (a Job), or `job(lr=0.1, ...)`, a function that returns one.",
     ),
 ]
-"""The file that defines the job."""
 WorkersOption = Annotated[
     int | None,
-    typer.Option(
-        "--workers",
-        min=1,
-        show_default=False,
-        help="How many processes compute. Default: what the launcher or the machine gives.",
-    ),
+    _option("--workers", min=1, help="How many processes compute. Default: what the launcher or the machine gives."),
 ]
-"""A number of workers."""
 DeviceOption = Annotated[Device, typer.Option("--device", help="What tensors live on.")]
-"""A device."""
 SettingsOption = Annotated[
     list[str] | None,
-    typer.Option(
+    _option(
         "--set",
         metavar="KEY=VALUE",
-        show_default=False,
         help="A parameter of the file's `job(...)`, as a Python literal; may be given again.",
     ),
 ]
-"""Parameters of the file's `job(...)`."""
 TimeoutOption = Annotated[
     float,
     typer.Option(
@@ -65,65 +59,43 @@ TimeoutOption = Annotated[
         help="Seconds without a sign of life after which a process counts as lost.",
     ),
 ]
-"""A deadline for silent processes."""
 RunDirOption = Annotated[
     Path | None,
-    typer.Option(
-        "--run-dir",
-        metavar="DIR",
-        show_default=False,
-        help="Where events, logs and models go. Default: a new folder under runs/.",
-    ),
+    _option("--run-dir", metavar="DIR", help="Where events, logs and models go. Default: a new folder under runs/."),
 ]
-"""The directory of a run."""
 CheckpointEveryOption = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--checkpoint-every",
         metavar="N|SECONDSs",
-        show_default=False,
         help="Save every N steps (100) or seconds (30s); 0 for never. Default: 600s, and at the end.",
     ),
 ]
-"""An interval between checkpoints."""
 SnapshotsEveryOption = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--snapshots-every",
         metavar="SECONDSs",
-        show_default=False,
         help="Snapshots of servers that have no backup: every so many seconds (5s); 0 for none. Default: 30s.",
     ),
 ]
-"""An interval between snapshots."""
 KeepOption = Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many of the last checkpoints stay.")]
-"""A number of checkpoints."""
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on from the last checkpoint of --run-dir, under any strategy.")
 ]
-"""Whether to go on."""
 ResumeFromOption = Annotated[
     Path | None,
-    typer.Option(
-        "--resume-from",
-        metavar="DIR",
-        show_default=False,
-        help="Go on from another run's last checkpoint, or from one checkpoint.",
-    ),
+    _option("--resume-from", metavar="DIR", help="Go on from another run's last checkpoint, or from one checkpoint."),
 ]
-"""Where to go on from."""
 ResetOptimizerOption = Annotated[
     bool,
     typer.Option("--reset-optimizer", help="Leave the checkpoint's optimizer state behind; it may be another class."),
 ]
-"""Whether to begin with a fresh optimizer."""
 TensorBoardOption = Annotated[
     Path | None,
-    typer.Option("--tensorboard", metavar="DIR", show_default=False, help="Write curves for TensorBoard there, too."),
+    _option("--tensorboard", metavar="DIR", help="Write curves for TensorBoard there, too."),
 ]
-"""A directory for TensorBoard."""
 JsonOption = Annotated[bool, typer.Option("--json", help="The result, or the error, as one JSON document on stdout.")]
-"""Text or JSON."""
 
 
 def help_option(examples: str) -> Any:
@@ -138,7 +110,7 @@ def help_option(examples: str) -> Any:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Returns the keys of `headrace.strategies.STRATEGIES` and `SHORT_NAMES`, sorted; of none that is no literal dict.
+    """Returns the keys of the literal dicts `STRATEGIES` and `SHORT_NAMES` of `headrace.strategies`, sorted.
 
     They are read from the source, because importing them would import torch, which takes longer than a shell
     waits for a completion.
@@ -162,7 +134,7 @@ def check_strategies(names: Sequence[str]) -> None:
     """Refuses unknown names at once, before torch is imported.
 
     Raises:
-        UnknownName: no strategy is called so.
+        UnknownName: no strategy has this name.
     """
     known = strategy_names()
     for call in map(parse_call, names):
@@ -171,46 +143,38 @@ def check_strategies(names: Sequence[str]) -> None:
 
 
 def checkpoints_of(every: str | None, keep: int, snapshots: str | None = None) -> Checkpoints | None:
-    """Returns what "100" (steps), "30s" (seconds) or "0" (never) means; the usual for None.
+    """Returns the meaning of "100" (steps), "30s" (seconds), "0" (never) or None (the default) between checkpoints.
 
-    Args:
-        every: between two checkpoints.
-        keep: how many of them.
-        snapshots: "5s" between two snapshots of a server, or "0".
+    `snapshots` is the time between two snapshots of a server, "5s", or "0" for none.
 
     Raises:
-        UsageError: it means nothing.
+        UsageError: a value has another form.
     """
-    chosen = _checkpoints_of(every, keep)
-    if chosen is None or snapshots is None:
+    chosen = Checkpoints(keep=keep)
+    if every is not None:
+        in_seconds = every.endswith("s")
+        try:
+            number = float(every.removesuffix("s")) if in_seconds else int(every)
+        except ValueError:
+            raise UsageError(f"--checkpoint-every takes steps (100) or seconds (30s), got {every!r}") from None
+        if number == 0:
+            return None
+        chosen = replace(
+            chosen, every_s=number if in_seconds else None, every_steps=None if in_seconds else int(number)
+        )
+    if snapshots is None:
         return chosen
-    seconds = snapshots.removesuffix("s")
     try:
-        number = float(seconds)
+        seconds = float(snapshots.removesuffix("s"))
     except ValueError:
-        number = -1.0
-    if number < 0 or (number and seconds == snapshots):
+        seconds = -1.0
+    if seconds < 0 or (seconds and not snapshots.endswith("s")):
         raise UsageError(f"--snapshots-every takes seconds (5s), or 0 for none; got {snapshots!r}")
-    return replace(chosen, snapshots_every_s=number or None)
-
-
-def _checkpoints_of(every: str | None, keep: int) -> Checkpoints | None:
-    if every is None:
-        return Checkpoints(keep=keep)
-    seconds = every.removesuffix("s")
-    try:
-        number = float(seconds) if seconds != every else int(every)
-    except ValueError:
-        raise UsageError(f"--checkpoint-every takes steps (100) or seconds (30s), got {every!r}") from None
-    if number == 0:
-        return None
-    if seconds != every:
-        return Checkpoints(every_s=number, keep=keep)
-    return Checkpoints(every_steps=int(number), every_s=None, keep=keep)
+    return replace(chosen, snapshots_every_s=seconds or None)
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Returns the names, with their options, of a list like "one_device,downpour(push_every=2)".
+    """Returns the strategies, with their options, of a list like "one_device,downpour(push_every=2)".
 
     Raises:
         UsageError: no name, an empty one, or one given twice.
@@ -225,12 +189,12 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def complete_strategy(incomplete: str) -> list[str]:
-    """Returns the names that begin so."""
+    """Returns the names that begin with `incomplete`."""
     return [name for name in strategy_names() if name.startswith(incomplete)]
 
 
 def complete_strategies(incomplete: str) -> list[str]:
-    """Returns the lists that go on with one more name, for "one_device,mir" "one_device,mirrored"."""
+    """Returns the lists with one more name: for "one_device,mir" "one_device,mirrored"."""
     before, comma, last = incomplete.rpartition(",")
     taken = before.split(",")
     return [f"{before}{comma}{name}" for name in complete_strategy(last) if name not in taken]

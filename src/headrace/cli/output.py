@@ -1,4 +1,4 @@
-"""Every error's way to the user: one message, the user's own frames, the exit code."""
+"""The result of a command on stdout, its errors in one form, and the exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 class ExitCode(IntEnum):
-    """What a process of headrace exits with; `launch` exits with its script's own code."""
+    """The exit codes of headrace; `launch` exits with its script's own code."""
 
     OK = 0
     RUN_FAILED = 1
@@ -43,7 +43,7 @@ class ExitCode(IntEnum):
 
 
 def exit_code(error: HeadraceError) -> int:
-    """Returns what the process exits with; a worker's error keeps its own code."""
+    """Returns the exit code of the process; a worker's error keeps its own."""
     return error.worker_exit_code if isinstance(error, WorkerFailed) else error.exit_code
 
 
@@ -62,7 +62,7 @@ def error_document(error: BaseException, code: int) -> dict[str, Any]:
 
 
 def write_error(stream: TextIO, error: BaseException) -> None:
-    """Writes the message, and the traceback of the user's own code as the last thing, where there is one."""
+    """Writes the message and the notes, and last the traceback of the user's own code if there is one."""
     lines = [f"error: {_message(error)}", *_notes(error)]
     frames = _traceback(error)
     if frames:
@@ -73,7 +73,7 @@ def write_error(stream: TextIO, error: BaseException) -> None:
 def user_traceback(error: BaseException) -> str:
     """Returns the traceback from the first frame of user code on, without headrace's frames.
 
-    Empty if the error met no user code. A syntax error has no frame of its own and is shown as it is.
+    Empty if no user code was running. A syntax error has no frame of its own and is shown as it is.
     """
     shown = traceback.TracebackException.from_exception(error)
     frames = _user_frames(shown)
@@ -84,7 +84,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def user_place(error: BaseException) -> str:
-    """Returns the last line of user code that the error came through, "job.py, line 12"; empty if none."""
+    """Returns the last line of user code in the traceback, "job.py, line 12"; empty if there is none."""
     frames = _user_frames(traceback.TracebackException.from_exception(error))
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
@@ -125,12 +125,7 @@ def _message(error: BaseException) -> str:
 
 
 class Answer:
-    """Where a command's result goes.
-
-    Args:
-        stream: the real stdout.
-        as_json: whether the result is one JSON document, or text.
-    """
+    """Writes a command's result to `stream`, the real stdout, as one JSON document or as text."""
 
     def __init__(self, stream: TextIO, as_json: bool) -> None:
         self.as_json = as_json
@@ -141,14 +136,14 @@ class Answer:
         write_document(self._stream, document)
 
     def show(self, table: RenderableType) -> None:
-        """Prints a table, or text that is broken into lines, as wide as the terminal is (80 without one)."""
+        """Prints a table or wrapped text as wide as the terminal (80 columns without one)."""
         # Lazily: `--help` need not wait for rich.
         from rich.console import Console
 
         Console(file=self._stream, markup=False, highlight=False).print(table)
 
     def text(self, text: str) -> None:
-        """Prints the result for people."""
+        """Prints text."""
         print(text, file=self._stream, flush=True)
 
 
@@ -169,9 +164,9 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def answering(as_json: bool) -> Iterator[Answer]:
-    """Runs a command's body; errors become messages and exit codes.
+    """Runs a command's body and turns errors into messages and exit codes.
 
-    Meanwhile what user code prints goes to stderr, so that stdout carries the result alone.
+    Meanwhile the output of user code goes to stderr, so that stdout has the result alone.
 
     Raises:
         typer.Exit: the body failed; carries the exit code.
@@ -205,7 +200,7 @@ _MODEL = "model.safetensors"
 
 
 def show_run(answer: Answer, run_dir: Path, page: Path | None = None) -> None:
-    """Prints what the event files of a run say and where its files lie.
+    """Prints the summary of a run and where its files are.
 
     Raises:
         UsageError: the directory holds no events.
@@ -224,7 +219,7 @@ def show_run(answer: Answer, run_dir: Path, page: Path | None = None) -> None:
 def show_comparison(
     answer: Answer, summaries: Sequence[Summary], references: References, run_dir: Path, page: Path
 ) -> None:
-    """Prints one row a run, whether distribution paid, and where the page lies."""
+    """Prints one row a run, whether distribution paid, and where the page is."""
     places = {"run_dir": run_dir, "page": page}
     if answer.as_json:
         answer.document({**comparison_plain(summaries, references), **_paths(places)})

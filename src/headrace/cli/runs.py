@@ -1,9 +1,10 @@
-"""Where a run's files go, and how an error says so."""
+"""Parts of a command that starts a run: its directory, its engine, a launcher, TensorBoard."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -20,26 +21,22 @@ if TYPE_CHECKING:
 
 
 def job_name(path: Path) -> str:
-    """Returns the file's name, or that of its folder where the file is just called job.py."""
+    """Returns the file's name, or that of its folder for a file job.py."""
     resolved = path.resolve()
     return resolved.parent.name if resolved.stem == "job" and resolved.parent.name else resolved.stem
 
 
 def default_run_dir(name: str, now: datetime | None = None) -> Path:
-    """Returns `runs/<name>-<time>` in the working directory, with a number where it is taken."""
+    """Returns a new `runs/<name>-<time>` in the working directory, with a number if it exists."""
     stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
     first = Path("runs") / f"{name}-{stamp}"
-    number = 1
-    path = first
-    while path.exists():
-        number += 1
-        path = first.with_name(f"{first.name}-{number}")
-    return path
+    paths = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([first], paths) if not path.exists())
 
 
 @contextlib.contextmanager
 def saying_where(run_dir: Path) -> Iterator[None]:
-    """Adds to a failure where its events and logs lie, and to a termination how to go on."""
+    """Adds to a failure where its events and logs are, and to a termination how to resume."""
     try:
         yield
     except RunFailed as error:
@@ -53,7 +50,7 @@ def saying_where(run_dir: Path) -> Iterator[None]:
 
 
 def launched_rank() -> int | None:
-    """Returns this process's rank among the launcher's; None without a launcher."""
+    """Returns this process's rank if torchrun, SLURM or MPI has started it; else None."""
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         return None
     return int(os.environ["RANK"])
@@ -73,20 +70,20 @@ def own_engine() -> Iterator[LocalEngine | None]:
 
 
 def refuse_launcher(command: str) -> None:
-    """Refuses a command that starts processes of its own.
+    """Refuses a command that starts its own processes.
 
     Raises:
-        UsageError: there is a launcher.
+        UsageError: a launcher has started this process.
     """
     if launched_rank() is not None:
         raise UsageError(f"headrace {command} starts its own processes; run it without torchrun or another launcher")
 
 
 def check_tensorboard(log_dir: Path | None) -> None:
-    """Refuses `--tensorboard` before anything starts where the package is not there.
+    """Checks for the package before anything starts.
 
     Raises:
-        UnfitMachine: it is not.
+        UnfitMachine: `--tensorboard` is given and the package is not installed.
     """
     if log_dir is not None and importlib.util.find_spec("tensorboard") is None:
         raise UnfitMachine("--tensorboard needs a package that is not here: pip install 'headrace[tensorboard]'")
@@ -94,29 +91,21 @@ def check_tensorboard(log_dir: Path | None) -> None:
 
 @contextlib.contextmanager
 def tensorboards(log_dir: Path | None) -> Iterator[Callable[[Event], None] | None]:
-    """Gives what takes the events of one run, or of several one after the other; None where nobody wants them.
-
-    Args:
-        log_dir: holds one folder a run, which TensorBoard paints into the same charts.
-    """
+    """Gives a function that writes the events of each run to a folder of its own in `log_dir`, or None."""
     if log_dir is None:
         yield None
         return
     # Lazily: it imports torch, which `--help` does not need.
     from headrace.report.views.tensorboard import TensorBoard
 
-    boards: list[TensorBoard] = []
+    with contextlib.ExitStack() as opened:
+        boards: list[TensorBoard] = []
 
-    def take(event: Event) -> None:
-        if isinstance(event, RunStarted):
-            while boards:
-                boards.pop().close()
-            boards.append(TensorBoard(log_dir / f"{event.strategy}-{event.workers}"))
-        for board in boards:
-            board(event)
+        def take(event: Event) -> None:
+            if isinstance(event, RunStarted):
+                opened.close()
+                boards[:] = [opened.enter_context(TensorBoard(log_dir / f"{event.strategy}-{event.workers}"))]
+            for board in boards:
+                board(event)
 
-    try:
         yield take
-    finally:
-        while boards:
-            boards.pop().close()

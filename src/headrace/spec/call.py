@@ -9,13 +9,7 @@ from headrace.errors import UsageError
 
 
 class Call(NamedTuple):
-    """What is called, and with what.
-
-    Attributes:
-        name: of it.
-        values: without names, in order.
-        options: with names. All are plain values, or calls.
-    """
+    """A name, its positional values and its options. All are plain values, or calls."""
 
     name: str
     values: tuple[object, ...] = ()
@@ -23,10 +17,10 @@ class Call(NamedTuple):
 
 
 def parse_call(text: str) -> Call:
-    """Returns what is written.
+    """Returns the parsed text.
 
     Raises:
-        UsageError: it has another form.
+        UsageError: it is not a name with options.
     """
     name = text.partition("(")[0]
     if name == text:
@@ -56,7 +50,7 @@ def _value(node: ast.expr) -> object:
 
 
 def split_calls(text: str) -> list[str]:
-    """Returns what stands between commas, those inside parentheses and quotes aside."""
+    """Returns the parts between commas, except commas inside parentheses and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote or character in "'\"":

@@ -11,8 +11,8 @@ class Host:
 
     Attributes:
         name: the host name.
-        cores: processor cores that the run may use (affinity and quota counted in).
-        memory_bytes: memory that can still be taken.
+        cores: processor cores that the run may use, by affinity and quota.
+        memory_bytes: free memory.
         accelerators: devices by name, "cuda:0"; empty on a CPU machine.
         ranks: of the processes that a launcher has started on it, where there are several hosts.
     """
@@ -30,9 +30,9 @@ class Cluster:
 
     Attributes:
         hosts: in the order of their first ranks.
-        ranks: processes that a launcher has started for us (torchrun's WORLD_SIZE); None without one.
-        device: what tensors live on, "cpu" or "cuda".
-        link_bytes_per_s: at which one host sends to another; nobody has measured it, it is that of 1 Gbit/s.
+        ranks: number of processes that a launcher has started (torchrun's WORLD_SIZE); None without a launcher.
+        device: where tensors live, "cpu" or "cuda".
+        link_bytes_per_s: bandwidth between hosts; assumed, not measured: that of 1 Gbit/s.
     """
 
     hosts: tuple[Host, ...]

@@ -74,13 +74,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Share:
-    """What the data gives to one worker in one round.
+    """One worker's part of one global batch.
 
     Attributes:
         batch: a tree of tensors `(examples, ...)`; of length 0 where the last batch had none for this worker.
-        examples: how many this worker has.
-        of: how many the global batch has.
-        epoch: which visit of the data, from 0.
+        examples: of this worker.
+        of: examples of the global batch.
+        epoch: counted from 0.
     """
 
     batch: Any

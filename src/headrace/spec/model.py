@@ -30,8 +30,8 @@ class ParameterSpec:
         shape: elements along each dim.
         dtype: a key of `ITEM_BYTES`.
         trainable: False for frozen parameters and buffers.
-        cut: the dim along which each device of a replica has an equal part, where a strategy has to know that before
-            the run; None for whole.
+        cut: the dim along which each device of a replica holds an equal part, if a strategy must know it before the
+            run; None for a whole parameter.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ParameterSpec:
         return self.elements * ITEM_BYTES[self.dtype]
 
     def part(self, devices: int) -> ParameterSpec:
-        """Returns what each of so many devices has of it: all, where it is not cut."""
+        """Returns what each of `devices` devices holds of it: everything, if it is not cut."""
         shape = tuple(length // devices if dim == self.cut else length for dim, length in enumerate(self.shape))
         return replace(self, shape=shape, cut=None)
 
@@ -64,13 +64,13 @@ class LayerSpec:
     """One layer of a model that is cut into stages, as it was measured on a micro-batch.
 
     Attributes:
-        name: as `headrace.pipeline.Layer` has it.
-        parameters: names of those that it uses; tied ones are used by several layers.
+        name: as in `headrace.pipeline.Layer`.
+        parameters: names of those that it uses; several layers use a tied one.
         parameter_bytes: of these.
         forward_s, backward_s: seconds that each takes.
-        saved_bytes: what autograd keeps for its backward and for none before it.
+        saved_bytes: what autograd keeps for this layer's backward and for no layer before it.
         crossing_bytes: of all values that are alive behind it: what crosses a cut there.
-        joined: whether no cut may stand behind it.
+        joined: whether no cut may follow it.
     """
 
     name: str
@@ -89,12 +89,11 @@ class ModelSpec:
 
     Attributes:
         parameters: every parameter once, in the model's order, frozen ones included.
-        buffers: every buffer that a checkpoint holds.
+        buffers: every buffer that a checkpoint contains.
         sliceable: whether the job's optimizer treats every element alone, so that a parameter may be cut
             between owners (SGD and Adam may be cut; Muon and Adafactor need whole matrices).
         layers: in the order of forward; only for strategies that cut the model between them.
-        copies: how many times the bytes of a parameter are there where it is trained: itself, its gradient, and what
-            the optimizer keeps.
+        copies: memory of a trained parameter as a multiple of its size: itself, its gradient, and the optimizer state.
     """
 
     parameters: tuple[ParameterSpec, ...]
@@ -121,11 +120,11 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """How the layers of a model are to be measured for a strategy.
+    """How to measure the layers of a model for a strategy.
 
     Attributes:
-        examples: of the batch that goes through them: a micro-batch.
-        threads: of each worker; 0 for all that there are.
+        examples: of the batch that is measured: a micro-batch.
+        threads: of each worker; 0 for all threads of the machine.
     """
 
     examples: int

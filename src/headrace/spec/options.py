@@ -127,14 +127,14 @@ def _check_count(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """A run saves when either interval is over, when it is asked to end (SIGTERM, SIGINT), and at its end.
+    """When a run saves: at each interval, when it receives SIGTERM or SIGINT, and at its end.
 
     Attributes:
-        every_steps: rounds between two saves; None for no such interval.
-        every_s: seconds between two saves; None for no such interval.
-        keep: how many of the last checkpoints stay.
-        snapshots_every_s: seconds between two snapshots of each parameter server that has no backup, which are taken
-            while workers go on; None for none.
+        every_steps: rounds between two checkpoints; None for no such interval.
+        every_s: seconds between two checkpoints; None for no such interval.
+        keep: how many of the last checkpoints are kept.
+        snapshots_every_s: seconds between two snapshots of each parameter server without a backup, taken while workers
+            continue; None for none.
     """
 
     every_steps: int | None = None

@@ -15,14 +15,13 @@ class Role:
 
     Attributes:
         rank: index in the run.
-        kind: "worker", which computes, "server", which holds shards, or "backup", which holds those of a server, too.
+        kind: "worker", which computes, "server", which holds shards, or "backup", which holds a copy of a server's.
         host: name of its machine.
         device: "cpu" or "cuda:1".
         threads: intra-operation threads it may use.
-        data_rank: which share of a global batch it computes, alike on all ranks of one replica; -1 for whoever computes
-            none.
-        stage: which part of its replica it holds: a stage of a pipeline, or a slice of each layer that is split; of a
-            server, which part of all replicas its shards are of.
+        data_rank: which share of a global batch it computes, the same on all ranks of one replica; -1 for none.
+        stage: which part of its replica it holds: a stage of a pipeline, or a slice of each split layer; of a
+            server, which part of all replicas its shards belong to.
     """
 
     rank: int
@@ -52,11 +51,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage of a pipeline takes, by the profile of its layers.
+    """The cost of a stage of a pipeline, by the profile of its layers.
 
     Attributes:
         layers: how many.
-        seconds: for a micro-batch, forward, backward, and what it sends and receives.
+        seconds: for a micro-batch: forward, backward, sending and receiving.
         parameter_bytes: of the parameters that it uses, each once.
         bytes: parameters with their copies, and what is kept of the micro-batches in flight.
         received_bytes: of a micro-batch, from the stages before it.

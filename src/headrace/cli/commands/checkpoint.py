@@ -89,7 +89,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _found(path: Path) -> tuple[CheckpointFolder, tuple[int, ...]]:
-    """Returns the folder that is meant, and the steps in it that are, ascending.
+    """Returns the folder of checkpoints and its steps, ascending.
 
     Raises:
         UsageError: there is none.
@@ -127,7 +127,7 @@ def _list(answer: Answer, folder: CheckpointFolder, steps: Sequence[int]) -> Non
 
 
 def _look(folder: CheckpointFolder, step: int) -> dict[str, Any]:
-    """Returns what a checkpoint says of itself, without a look into its tensors."""
+    """Returns a checkpoint's description, without reading its tensors."""
     row: dict[str, Any] = dict.fromkeys(("bytes", "strategy", "workers", "saved_at", "wrong"))
     try:
         found = folder.open(step)
@@ -149,7 +149,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _verify(answer: Answer, folder: CheckpointFolder, steps: Sequence[int]) -> bool:
-    """Reads all, says what is wrong with each, and returns whether nothing is."""
+    """Reads all checkpoints, prints what is wrong with each, and returns whether all are sound."""
     rows: list[dict[str, Any]] = []
     for step in steps:
         row: dict[str, Any] = {"step": step, "sound": True, "path": None, "reason": None}
@@ -173,7 +173,7 @@ def _verify(answer: Answer, folder: CheckpointFolder, steps: Sequence[int]) -> b
 
 
 def _newest(folder: CheckpointFolder, steps: Sequence[int]) -> Checkpoint:
-    """Returns the newest whose manifest and sizes are good.
+    """Returns the newest checkpoint with sound manifest and sizes.
 
     Raises:
         CorruptCheckpoint: none is.
@@ -223,7 +223,7 @@ def _tensors(found: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _facts(found: Checkpoint, description: Any) -> list[tuple[str, str]]:
-    """Returns what is known, as names and words."""
+    """Returns names and values as text."""
     count = len(found.manifest.files)
     versions, job, plan = (_items(_of(description, key)) for key in ("versions", "job", "plan"))
     rows = [
@@ -254,14 +254,14 @@ def _optimizer(description: Any) -> str:
 
 
 def _of(value: Any, *keys: str) -> Any:
-    """Returns what lies at a path of keys; None where there is none."""
+    """Returns the value at a path of keys; None without one."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 
 def _items(value: Any) -> str:
-    """Returns the plain values of a mapping in words, "seed 0, global_batch_size 64"."""
+    """Returns the plain values of a mapping as text, "seed 0, global_batch_size 64"."""
     if not isinstance(value, Mapping):
         return ""
     return ", ".join(
@@ -270,7 +270,7 @@ def _items(value: Any) -> str:
 
 
 def _readable(value: Any) -> Any:
-    """Returns a description with numbers and lists in place of what a checkpoint writes for them, {"float": "0.1"}."""
+    """Returns a description with numbers and lists in place of their encoding, {"float": "0.1"}."""
     match value:
         case {"float": str(number), **rest} if not rest:
             with suppress(ValueError):
@@ -303,7 +303,7 @@ def _size(found: Checkpoint) -> int:
 
 
 def _columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Returns rows whose columns stand below each other. Not rich's table: that takes as long as all else together."""
+    """Returns rows with aligned columns; not as rich's table, which takes as long to import as everything else."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

@@ -13,9 +13,11 @@ LAUNCHER = -1
 
 @dataclass(frozen=True)
 class Event(ABC):
-    """Attributes:
-    rank: who says so; `LAUNCHER` for the process that started the run.
-    time_s: seconds since the run began.
+    """What every event has.
+
+    Attributes:
+        rank: the process that wrote it; `LAUNCHER` for the process that started the run.
+        time_s: seconds since the run began.
     """
 
     kind: ClassVar[str] = "event"
@@ -25,22 +27,22 @@ class Event(ABC):
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """By the launcher, first.
+    """The first event, by the launcher.
 
     Attributes:
         strategy: the registered name.
-        workers: how many compute.
+        workers: number of processes that compute.
         device: "cpu" or "cuda".
-        threads: threads a worker.
-        global_batch_size: examples a round.
+        threads: threads of each worker.
+        global_batch_size: examples in a round.
         examples_per_epoch: length of the training set.
         started_at: wall time, ISO 8601, for display only.
         plan: the plan as JSON values.
         versions: "headrace", "torch", "python" to version.
-        clock_s: the run's begin on the host's monotonic clock.
-        resumed_step: rounds that an earlier attempt had done; what it did beyond them is done again. The events of
+        clock_s: start of the run on the host's monotonic clock.
+        resumed_step: rounds that an earlier attempt had done; later rounds of that attempt are repeated. The events of
             all attempts follow each other in the same files, on one clock.
-        resumed_leases: of the rounds beyond them, from each to before another: those that were done as well.
+        resumed_leases: half-open ranges of data leases beyond `resumed_step` that are not repeated.
     """
 
     kind: ClassVar[str] = "run_started"
@@ -68,13 +70,13 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """A worker's error, or what the launcher knows of a process that is gone.
+    """A worker's error, or what the launcher knows of a process that has ended.
 
     Attributes:
-        step: the one it was in.
+        step: the step in which it happened.
         cause: one line.
         traceback: the worker's own, from the first frame of the user's code on.
-        exit_code: what the command line ends with.
+        exit_code: exit code of the command line.
     """
 
     kind: ClassVar[str] = "failed"
@@ -86,13 +88,13 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class Lost(Event):
-    """By the launcher: a process is gone, and the run goes on.
+    """By the launcher: a process has ended, and the run continues.
 
     Attributes:
         lost: its rank.
-        incarnation: how many there were in its place before.
+        incarnation: number of earlier processes with this rank.
         cause: one line.
-        replaced: whether another one is started in its place.
+        replaced: whether the launcher starts a replacement.
     """
 
     kind: ClassVar[str] = "lost"
@@ -103,14 +105,14 @@ class Lost(Event):
 
     @property
     def line(self) -> str:
-        """What happened, for people."""
+        """What happened, as a sentence for the user."""
         then = "another one takes its place" if self.replaced else "the others go on without it"
         return f"rank {self.lost} was lost ({self.cause}): {then}"
 
 
 @dataclass(frozen=True)
 class RunEnded(Event):
-    """By the launcher, last.
+    """The last event, by the launcher.
 
     Attributes:
         status: "ok", "failed" or "interrupted".

@@ -11,7 +11,7 @@ from headrace.spec.events.run import Event
 
 @dataclass(frozen=True)
 class ServerStarted(Event):
-    """By a server, when it holds its shards."""
+    """A server has loaded its shards."""
 
     kind: ClassVar[str] = "server_started"
     host: str
@@ -25,12 +25,12 @@ class ShardStats:
     """What a server has done with one shard.
 
     Attributes:
-        name: the parameter's; of a piece of one, with its first element, "weight@4096".
+        name: the parameter's; for a part of a parameter with its first element, "weight@4096".
         bytes: of its parameters.
-        pushes, pulls: gradients that came, and parameters that were given.
+        pushes, pulls: gradients received, and parameters sent.
         steps: updates.
         apply_s: seconds that the updates took.
-        pushed_bytes, pulled_bytes: what moved.
+        pushed_bytes, pulled_bytes: bytes received and sent.
     """
 
     name: str
@@ -45,14 +45,14 @@ class ShardStats:
 
 @dataclass(frozen=True)
 class ServerStats(Event):
-    """By a server, about once a second and at its end: what it has done since it began.
+    """What a server has done since it started: about once a second, and at its end.
 
     Attributes:
         busy_s: seconds in which it was not waiting for messages.
-        queue_mean, queue_longest: messages that were there when it looked.
-        staleness: worker (its rank, or "-1" where a round's mean was applied) to staleness to how many shards' updates.
-        waited_s: worker to the seconds that its requests took until they were answered.
-        refused: reason to how many shards' pushes.
+        queue_mean, queue_longest: number of messages that it found waiting.
+        staleness: worker (its rank, or "-1" for the mean of a round) to staleness to the number of shards' updates.
+        waited_s: worker to the seconds from its requests to their answers.
+        refused: reason to the number of shards' pushes.
         shards: in the server's order.
     """
 
@@ -68,11 +68,11 @@ class ServerStats(Event):
 
 @dataclass(frozen=True)
 class SnapshotTaken(Event):
-    """By a server without a backup, when all that it is, between two updates, is on the disk.
+    """A server without a backup has written its whole state, between two updates, to the disk.
 
     Attributes:
         bytes: of the file.
-        pause_s: how long the server answered nobody, for the copy.
+        pause_s: how long the server answered no request, for the copy.
     """
 
     kind: ClassVar[str] = "snapshot_taken"
@@ -82,12 +82,12 @@ class SnapshotTaken(Event):
 
 @dataclass(frozen=True)
 class ServerEnded(Event):
-    """By a server, last.
+    """The last event of a server.
 
     Attributes:
         moved_bytes: payload that was pushed to it and pulled from it.
         peak_memory_bytes: largest resident size of its process.
-        parameter_bytes, optimizer_bytes: what it holds.
+        parameter_bytes, optimizer_bytes: bytes that it holds.
     """
 
     kind: ClassVar[str] = "server_ended"

@@ -11,7 +11,7 @@ from headrace.spec.events.run import Event
 
 @dataclass(frozen=True)
 class WorkerStarted(Event):
-    """By a worker, when its replica stands."""
+    """A worker has built its replica."""
 
     kind: ClassVar[str] = "worker_started"
     host: str
@@ -22,16 +22,16 @@ class WorkerStarted(Event):
 
 @dataclass(frozen=True)
 class Stepped(Event):
-    """By a worker, after each step.
+    """A worker has finished a step.
 
     Attributes:
         step: counted from 0 over the whole run.
         epoch: counted from 0.
-        examples: this worker's, in this step; 0 where the last batch had none for it.
-        loss: mean over this worker's examples; None where it had none.
-        weight: what the loss weighs in the global batch's mean (examples, or tokens for `Mean` losses).
-        wait_s, compute_s, exchange_s, update_s: where the step's time went (wait: for data).
-        lease: of its data, where that is leased; -1 elsewhere.
+        examples: of this worker in this step; 0 where the last batch had none for it.
+        loss: mean over this worker's examples; None without examples.
+        weight: weight of the loss in the global batch's mean (examples, or tokens for `Mean` losses).
+        wait_s, compute_s, exchange_s, update_s: parts of the step's time; `wait_s` is for data.
+        lease: the data lease, where data is leased; else -1.
     """
 
     kind: ClassVar[str] = "stepped"
@@ -49,12 +49,12 @@ class Stepped(Event):
 
 @dataclass(frozen=True)
 class InputStageStats:
-    """What one stage of a worker's input has cost, in all threads or processes together.
+    """The cost of one stage of a worker's input, in all threads or processes together.
 
     Attributes:
         name: "source", "map(augment)", "batch".
-        busy_s: seconds in it.
-        waiting_s: of those, in which it did not compute: it waited for a disk, a network, a lock or a core.
+        busy_s: seconds in the stage.
+        waiting_s: of those, seconds without computing: waiting for a disk, a network, a lock or a core.
     """
 
     name: str
@@ -64,17 +64,17 @@ class InputStageStats:
 
 @dataclass(frozen=True)
 class InputStats(Event):
-    """By a worker, about once a second and at its end: how its batches have been read since it began.
+    """How a worker's batches were read since it started: about once a second, and at its end.
 
     Attributes:
         parallel: "inline", "threads" or "processes".
-        readers: how many threads or processes read; 1 where the worker does it itself.
+        readers: number of threads or processes that read; 1 where the worker itself reads.
         seconds: since the first batch was asked for.
-        waited_s: of those, in which the worker waited for a batch.
-        ready: batches that were there when one was asked for, summed; over `batches`, the queue's mean occupancy.
-        batches, examples, bytes: that came.
-        skipped: examples that could not be had and were left out.
-        stages: the source, each transform, and what makes the batch.
+        waited_s: of those, seconds in which the worker waited for a batch.
+        ready: sum, over all requests, of the batches that were ready; divided by `batches`, the mean queue occupancy.
+        batches, examples, bytes: received so far.
+        skipped: examples that could not be read and were left out.
+        stages: the source, each transform, and batching.
     """
 
     kind: ClassVar[str] = "fed"
@@ -92,14 +92,14 @@ class InputStats(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """By rank 0, after an evaluation over the whole evaluation set.
+    """By rank 0: an evaluation over the whole evaluation set.
 
     Attributes:
-        step: steps done when it was made.
-        epoch: epochs done.
-        examples: how many were counted, all workers together.
-        metrics: name to value; "loss" among them.
-        seconds: how long it took.
+        step: steps done before it.
+        epoch: epochs done before it.
+        examples: counted by all workers together.
+        metrics: name to value, "loss" among them.
+        seconds: its duration.
     """
 
     kind: ClassVar[str] = "evaluated"
@@ -112,13 +112,13 @@ class Evaluated(Event):
 
 @dataclass(frozen=True)
 class Saved(Event):
-    """By rank 0, when a checkpoint is on the disk.
+    """By rank 0: a checkpoint is on the disk.
 
     Attributes:
-        step: rounds that it holds.
+        step: rounds that it contains.
         bytes: of all its files.
         stall_s: how long training stood still on rank 0, for the copy.
-        write_s: how long writing took, while training went on.
+        write_s: how long writing took, while training continued.
     """
 
     kind: ClassVar[str] = "saved"
@@ -130,13 +130,13 @@ class Saved(Event):
 
 @dataclass(frozen=True)
 class NonFinite(Event):
-    """By rank 0, or by the rank whose loss ends the run: a loss or gradient was NaN or infinite.
+    """A loss or gradient was NaN or infinite, and did not reach the parameters.
 
-    Nothing of it has reached the parameters.
+    Rank 0 writes it, or the rank whose loss ends the run.
 
     Attributes:
         step: of the round, counted from 0.
-        ranks: whose loss it was; empty if only the gradient was.
+        ranks: the ranks with such a loss; empty if only the gradient was not finite.
         action: "raise", "skip" or "rollback".
     """
 
@@ -148,17 +148,17 @@ class NonFinite(Event):
 
 @dataclass(frozen=True)
 class ParametersAveraged(Event):
-    """When workers have met and their parameters were averaged: by rank 0, or by each where they meet through servers.
+    """Workers have averaged their parameters: by rank 0, or by each worker where they average through servers.
 
     Attributes:
         step: rounds done.
-        rounds: since the meeting before.
+        rounds: since the last averaging.
         period: rounds until the next.
-        why: that many, in words.
-        drift: the largest distance of a worker's parameters from the workers' mean, over the norm of the mean.
-        exchange_s: how long the meeting took rank 0, its wait for the others among it.
-        left_out: ranks whose parameters were not finite; they went on from the others' mean.
-        meeting: its number where each worker tells of it: then drift and time are that worker's own; else 0.
+        why: the reason for that period, as text.
+        drift: largest distance of a worker's parameters from the workers' mean, over the norm of the mean.
+        exchange_s: how long the averaging took rank 0, its wait for the others included.
+        left_out: ranks whose parameters were not finite; they continued from the others' mean.
+        meeting: its number where each worker writes an event, with its own drift and time; else 0.
     """
 
     kind = "averaged"
@@ -177,10 +177,10 @@ class StagePass:
     """One micro-batch through one stage, forward or backward.
 
     Attributes:
-        stage, micro_batch: which.
-        backward: in which direction.
-        began_s, ended_s: on the clock of the run, or of the host where nobody has told it.
-        waited_s: of that, for what other stages make.
+        stage, micro_batch: their indices.
+        backward: the direction.
+        began_s, ended_s: on the clock of the run, or of the host where the worker does not know the run's.
+        waited_s: of that time, seconds in which the stage waited for other stages.
     """
 
     stage: int
@@ -197,7 +197,7 @@ class PipelineStepTimed(Event):
 
     Attributes:
         step: counted from 0 over the whole run.
-        in_flight: most micro-batches so far whose activations waited for their backward at a time.
+        in_flight: the most micro-batches so far whose activations waited for their backward at a time.
         passes: of this worker in this step, in order.
     """
 
@@ -209,14 +209,13 @@ class PipelineStepTimed(Event):
 
 @dataclass(frozen=True)
 class WorkerEnded(Event):
-    """By a worker, last.
+    """The last event of a worker.
 
     Attributes:
         steps: steps done.
-        moved_bytes: bytes that this worker sent or wrote for others to read, and received, in the exchange.
+        moved_bytes: bytes that it sent or wrote for others to read, and received, in the exchange.
         peak_memory_bytes: largest resident size of its process.
-        parameter_bytes, optimizer_bytes: what this worker holds of its own (a copy shared by all is counted
-            by rank 0 alone).
+        parameter_bytes, optimizer_bytes: bytes that it holds itself (rank 0 alone counts a copy that all share).
     """
 
     kind: ClassVar[str] = "worker_ended"
