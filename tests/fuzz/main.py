@@ -39,11 +39,11 @@ READ += (
 READ += ("headrace.parameter_server.core.leases", "headrace.spec.plain")
 
 READING = {
-    "headrace.transport.frames": ("sort_of", "expect", "Reassembler"),
-    "headrace.transport.base": ("fit", "_words"),
+    "headrace.transport.frames": ("kind_of", "expect_number", "Reassembler"),
+    "headrace.transport.base": ("match", "_describe"),
     "headrace.parameter_server.wire.messages": ("decode",),
     "headrace.parameter_server.wire.layout": ("difference", "_compare", "_words"),
-    "headrace.parameter_server.replication.log": ("pushed_by", "parse_piece", "unpack"),
+    "headrace.parameter_server.replication.log": ("pushed_by", "parse_entry", "unpack"),
     "headrace.parameter_server.server.snapshots": ("unpack", "_refuse"),
     "headrace.parameter_server.core.leases": ("numbers_in",),
     "headrace.spec.plain": ("_build", "_build_union", "_build_dataclass", "_expect"),

@@ -96,7 +96,7 @@ def read_messages(data: bytes) -> None:
 def read_handshakes(data: bytes) -> None:
     """What a link says first, and how a worker describes its shards when it joins."""
     with suppress(ValueError):
-        taken = LAYOUT.fit(data)
+        taken = LAYOUT.match(data)
         assert data == taken.hello()
         assert (taken.parameters, taken.replies) == (LAYOUT.parameters, LAYOUT.replies)
         assert taken.pushes.lengths in (LAYOUT.pushes.lengths, ())
@@ -149,7 +149,7 @@ def read_logs(data: bytes) -> None:
     length = int.from_bytes(data[:2], "little")
     message, packed = data[2 : 2 + length], data[2 + length :]
     try:
-        head, mail = log.parse_piece(message)
+        head, mail = log.parse_entry(message)
     except ValueError:
         return
     assert head.kind in (Kind.FILL, Kind.MEMORY, Kind.ENTRY)

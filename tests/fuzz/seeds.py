@@ -104,7 +104,7 @@ def _logs() -> Iterator[bytes]:
         ReceivedMessage(3, push), {slot: torch.full((LENGTHS[slot],), slot, dtype=torch.uint8) for slot in (0, 1)}
     )
     for payload in LogPayload:
-        message = log.encode_piece(2, 7, piece, payload)
+        message = log.encode_entry(2, 7, piece, payload)
         packed = log.pack(LENGTHS, piece.pushed) if payload == LogPayload.CARRIED else b""
         yield len(message).to_bytes(2, "little") + message + bytes(packed)
     for kind, numbers in ((Kind.FILL, (1, 4, 0, 1, 3, 0)), (Kind.FILL, (1,)), (Kind.MEMORY, (3,)), (Kind.HELD, (1,))):

@@ -31,7 +31,7 @@ from headrace.parameter_server.wire.messages import Kind, Message
 from transport.faulty import Odds
 from transport.ways import open_link
 
-__all__ = ["FAULTS", "Board", "Count", "World", "address_file", "count", "form_of"]
+__all__ = ["FAULTS", "Board", "Count", "World", "address_file", "count", "layout_of"]
 
 FAULTS = [f"{way} {field.name}" for way in ("request", "reply") for field in fields(Odds)]
 SCRIPT = Path(__file__).with_name("counting_script.py")
@@ -92,7 +92,7 @@ class Count:
     seconds: float = 0.0
 
 
-def form_of(width: int) -> ShardLayout:
+def layout_of(width: int) -> ShardLayout:
     """Returns what every server holds."""
     return ShardLayout([ShardSpec("count", 0, (width,))])
 
@@ -162,10 +162,10 @@ class _Counting:
         self._until(lambda: all(address_file(world.folder, server).exists() for server in servers))
         for worker in range(world.workers):
             self._spawn("worker", worker, 0, worker)
-        form, copies = form_of(world.width), [torch.zeros(world.width) for _ in servers]
+        layout, copies = layout_of(world.width), [torch.zeros(world.width) for _ in servers]
         addresses = [address_file(world.folder, server).read_text() for server in servers]
-        links = [open_link(world.way, address, form.slots, form.push_slots) for address in addresses]
-        connections = [ServerConnection(link, form, [copy]) for link, copy in zip(links, copies, strict=True)]
+        links = [open_link(world.way, address, layout.slots, layout.push_slots) for address in addresses]
+        connections = [ServerConnection(link, layout, [copy]) for link, copy in zip(links, copies, strict=True)]
         client = Client(connections, worker=-1, observes=True)
         self.closing.callback(client.close)
         deeds = [self._kill] * world.kills + [self._freeze] * world.freezes

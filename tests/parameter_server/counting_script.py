@@ -26,7 +26,7 @@ from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.spec.model import ParameterSpec
 from headrace.transport.base import ClientTransport
-from parameter_server.counting import FAULTS, Board, address_file, form_of
+from parameter_server.counting import FAULTS, Board, address_file, layout_of
 from transport.faulty import Faults, FaultyLink, Odds
 from transport.ways import open_link, open_port
 
@@ -66,12 +66,14 @@ class Broken:
 
 
 def serve(number: int, folder: Path, way: str, width: int, workers: int, bug: str) -> None:
-    form = form_of(width)
-    applier = ShardOptimizer(form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (width,))])
+    layout = layout_of(width)
+    applier = ShardOptimizer(layout, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (width,))])
     machine = Shard(range(workers), Unbounded(), EveryPush())
     machines: list[Any] = [Broken(machine, bug) if bug else machine]
     coordinates = (LeaseTable(width, 1), 0, 1, 1) if number == 0 else None
-    server = Server(open_port(way, form.slots, form.push_slots), form, applier, machines, coordinates, grace_s=0.5)
+    server = Server(
+        open_port(way, layout.slots, layout.push_slots), layout, applier, machines, coordinates, grace_s=0.5
+    )
     part = address_file(folder, number).with_suffix(".part")
     part.write_text(server.address)
     part.rename(address_file(folder, number))
@@ -85,7 +87,7 @@ def work(board: Board, seat: int, client: Client, world: dict[str, Any], faults:
     while True:
         client.tell(Message(Kind.ASK, lease=lease))
         answer = client.lease()
-        if answer.kind == Kind.FENCE:
+        if answer.kind == Kind.SYNC_POINT:
             lease, fence = -1, answer.numbers[4]
             board.met[seat] = fence
             while board.go[0] <= fence:
@@ -109,20 +111,20 @@ def main() -> None:
     if role == "server":
         serve(number, folder, way, width, world["workers"], world["bug"])
         return
-    form, board, odds = form_of(width), Board(folder, world["seats"]), Odds(**world["odds"])
+    layout, board, odds = layout_of(width), Board(folder, world["seats"]), Odds(**world["odds"])
     board.pids[seat] = os.getpid()
     faults = Faults(1000 * world["seed"] + seat, odds, odds)
 
     def reach(server: int) -> ClientTransport:
         # Read anew each time: another server may go on in the place of the first.
         address = address_file(folder, server).read_text()
-        return FaultyLink(open_link(way, address, form.slots, form.push_slots), faults)
+        return FaultyLink(open_link(way, address, layout.slots, layout.push_slots), faults)
 
     check = partial(stay_with, os.getppid())
     try:
         connections = [
             ServerConnection(
-                reach(server), form, [torch.zeros(width)], server, "here", partial(reach, server), 20.0, 0.1
+                reach(server), layout, [torch.zeros(width)], server, "here", partial(reach, server), 20.0, 0.1
             )
             for server in range(world["servers"])
         ]

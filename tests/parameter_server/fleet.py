@@ -85,11 +85,11 @@ class Fleet:
 
     def link(self) -> ClientTransport:
         """Opens a link to the primary."""
-        view, form = self.authority.view, fleet_form(self.leases)
+        view, layout = self.authority.view, fleet_form(self.leases)
         if view is None or view.primary not in self.addresses:
             raise ConnectionRefusedError("there is no primary yet")
         address = self.addresses[view.primary]
-        return open_link(self.way, address, form.slots, form.push_slots, form.reply_slots)
+        return open_link(self.way, address, layout.slots, layout.push_slots, layout.reply_slots)
 
     def close(self) -> None:
         self._stop.set()
@@ -183,12 +183,12 @@ class Pusher:
             self.error = error
 
     def _push(self) -> None:
-        form = fleet_form(self._fleet.leases)
-        self._places = [torch.zeros(piece.shape) for piece in form.pieces]
+        layout = fleet_form(self._fleet.leases)
+        self._places = [torch.zeros(piece.shape) for piece in layout.pieces]
         link = self._fleet.link()
-        connection = ServerConnection(link, form, self._places, reopen=self._fleet.link, patience_s=DEADLINE_S)
+        connection = ServerConnection(link, layout, self._places, reopen=self._fleet.link, patience_s=DEADLINE_S)
         client = Client([connection], self._worker)
-        gradients = [torch.zeros(piece.shape) for piece in form.pieces]
+        gradients = [torch.zeros(piece.shape) for piece in layout.pieces]
         client.pull()
         for lease in range(self._worker, self._fleet.leases, self._step):
             if self._stop.is_set():

@@ -27,17 +27,19 @@ from transport.ways import open_link, open_port
 
 def main() -> None:
     launcher, number, way, leases = sys.argv[1:]
-    form = fleet_form(int(leases))
-    slots = (form.slots, form.push_slots, form.reply_slots)
+    layout = fleet_form(int(leases))
+    slots = (layout.slots, layout.push_slots, layout.reply_slots)
 
     def connect(address: str) -> object:
-        return open_link(way, address, form.slots, type(form.slots)(()), form.reply_slots)
+        return open_link(way, address, layout.slots, type(layout.slots)(()), layout.reply_slots)
 
-    pairing = ReplicatedTransport(open_port(way, *slots), form.push_slots, form.reply_slots, int(number), connect)  # type: ignore[arg-type]
-    specs = [ParameterSpec(piece.parameter, piece.shape) for piece in form.pieces]
-    applier = ShardOptimizer(form, partial(torch.optim.SGD, lr=1.0), specs)
-    machines = [Shard(range(1), Unbounded(), EveryPush()) for _ in range(len(form))]
-    server = Server(pairing.port, form, applier, machines, pairing=pairing)
+    replicated = ReplicatedTransport(
+        open_port(way, *slots), layout.push_slots, layout.reply_slots, int(number), connect
+    )  # type: ignore[arg-type]
+    specs = [ParameterSpec(piece.parameter, piece.shape) for piece in layout.pieces]
+    applier = ShardOptimizer(layout, partial(torch.optim.SGD, lr=1.0), specs)
+    machines = [Shard(range(1), Unbounded(), EveryPush()) for _ in range(len(layout))]
+    server = Server(replicated.transport, layout, applier, machines, replicated=replicated)
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect("\0" + launcher)
     line.send(json.dumps({"up": int(number), "pid": os.getpid(), "address": server.address}).encode())
@@ -50,9 +52,9 @@ def main() -> None:
             if not message:
                 raise SystemExit
             view = json.loads(message)
-            pairing.view(View(*view["view"]), view["address"])
-        if pairing.ready > told:
-            told = pairing.ready
+            replicated.view(View(*view["view"]), view["address"])
+        if replicated.ready > told:
+            told = replicated.ready
             line.send(json.dumps({"ready": told}).encode())
 
     server.serve(check)

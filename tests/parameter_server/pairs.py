@@ -90,12 +90,12 @@ class Runner:
         def connect(address: str) -> Any:
             return open_link(way, address, parameters, Slots(()), replies)
 
-        self.pairing = ReplicatedTransport(
+        self.replicated = ReplicatedTransport(
             open_port(way, parameters, pushes, replies), pushes, replies, number, connect, grace_s=0.2
         )
-        self.address = self.pairing.port.address
-        self.server = make(self.pairing)
-        self.pairing.attach(self.server.share, self.server.restore)
+        self.address = self.replicated.transport.address
+        self.server = make(self.replicated)
+        self.replicated.attach(self.server.share, self.server.restore)
         self._group = group
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -107,11 +107,11 @@ class Runner:
                 self.server.turn(0.05)
                 view = self._group.view
                 if view is not None:
-                    self.pairing.view(view, self._group.runners[view.primary].address)
+                    self.replicated.view(view, self._group.runners[view.primary].address)
         except BaseException as error:
             self.error = error
         finally:
-            self.pairing.port.close()
+            self.replicated.transport.close()
 
     def end(self) -> None:
         """Ends as a process does that is killed: without a word."""
@@ -135,7 +135,7 @@ class Group:
     def see(self, epoch: int, primary: int, backup: int | None = None) -> None:
         """Decides a view, and waits until its primary has heard of it and its backup can be promoted."""
         self.view = View(epoch, primary, backup)
-        leader = self.runners[primary].pairing
+        leader = self.runners[primary].replicated
         until(lambda: leader.leads and (backup is None or leader.ready == epoch), f"{self.view} came about")
 
     @contextmanager

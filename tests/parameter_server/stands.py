@@ -55,15 +55,15 @@ class Stand:
         faults: Faults | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self.form = ShardLayout([ShardSpec("weight", 0, (WIDTH,))], codec)
-        slots = (self.form.slots, self.form.push_slots, self.form.reply_slots)
+        self.layout = ShardLayout([ShardSpec("weight", 0, (WIDTH,))], codec)
+        slots = (self.layout.slots, self.layout.push_slots, self.layout.reply_slots)
         self.port: ServerTransport = (
             LocalServerTransport(*slots) if way == "local" else RemoteServerTransport(*slots, secret=SECRET)
         )
-        applier = ShardOptimizer(self.form, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
+        applier = ShardOptimizer(self.layout, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
         machines = [Shard(range(workers), Unbounded(), combination or EveryPush())]
         self.server = Server(
-            self.port, self.form, applier, machines, (LeaseTable(workers, 1000), 0, 1000, 1), grace_s=PATIENCE_S
+            self.port, self.layout, applier, machines, (LeaseTable(workers, 1000), 0, 1000, 1), grace_s=PATIENCE_S
         )
         self.machine = machines[0]
         self._way = way
@@ -83,7 +83,7 @@ class Stand:
 
     def link(self) -> ClientTransport:
         """Opens a link to it."""
-        slots = (self.form.slots, self.form.push_slots, self.form.reply_slots)
+        slots = (self.layout.slots, self.layout.push_slots, self.layout.reply_slots)
         link: ClientTransport = (
             LocalClientTransport(self.port.address, *slots)
             if self._way == "local"
@@ -97,7 +97,7 @@ class Stand:
         """Returns a client and the copy that it pulls to; one that opens other links, if it `lasts`."""
         copy = torch.zeros(WIDTH)
         reopen = self.link if lasts else None
-        connection = ServerConnection(self.link(), self.form, [copy], 7, "there", reopen, self._patience_s, PROBE_S)
+        connection = ServerConnection(self.link(), self.layout, [copy], 7, "there", reopen, self._patience_s, PROBE_S)
         client = Client([connection], worker, incarnation, observes=observes)
         self._clients.append(client)
         return client, copy

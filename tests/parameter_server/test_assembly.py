@@ -18,7 +18,7 @@ NOWHERE = "local:headrace-nobody-is-here"
 def connected(stand: Stand, closing: ExitStack, **others: object) -> Client:
     role = Role(1, "server", "here", "cpu", 1, -1)
     places = [[torch.zeros(WIDTH)]]
-    return connect([NOWHERE], [stand.form], places, (0, 0), lambda: None, [role], closing, **others)  # type: ignore[arg-type]
+    return connect([NOWHERE], [stand.layout], places, (0, 0), lambda: None, [role], closing, **others)  # type: ignore[arg-type]
 
 
 def test_a_server_that_has_died_before_a_worker_began_is_found_in_its_place() -> None:
@@ -50,4 +50,4 @@ def test_the_run_may_be_over_meanwhile() -> None:
 
     role = Role(1, "server", "here", "cpu", 1, -1)
     with standing("local") as stand, ExitStack() as closing, pytest.raises(InterruptedError, match="the run is over"):
-        connect([NOWHERE], [stand.form], [[torch.zeros(WIDTH)]], (0, 0), check, [role], closing, find=find)
+        connect([NOWHERE], [stand.layout], [[torch.zeros(WIDTH)]], (0, 0), check, [role], closing, find=find)

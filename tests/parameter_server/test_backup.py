@@ -28,7 +28,7 @@ def pushed(workers: list[Worker], count: int) -> None:
 
 def settled(group: Group, one: int, other: int) -> None:
     """Waits until both have dealt with all that there is."""
-    first, second = (group.runners[number].pairing for number in (one, other))
+    first, second = (group.runners[number].replicated for number in (one, other))
     until(lambda: not first._links.ends and not second._links.ends, "all ends are told")
     until(lambda: first._machine.last == second._machine.last, "the backup has got all")
 
@@ -92,7 +92,7 @@ def test_workers_go_on_with_whoever_is_promoted(way: str, regime: str) -> None:
         try:
             pushed(workers, 8)
             group.runners[0].end()
-            until(lambda: group.runners[1].pairing.severed, "the end is noticed")
+            until(lambda: group.runners[1].replicated.severed, "the end is noticed")
             group.see(2, 1, 2)
             done = min(each.pushed for each in workers)
             pushed(workers, done + 8)

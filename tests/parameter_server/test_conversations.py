@@ -59,10 +59,10 @@ class Wire(ServerTransport):
     def parameters(self, slot: int) -> Tensor:
         return FORM.slots.of(self.region, slot)
 
-    def changing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+    def writing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def show(self, slot: int, version: int) -> None:
+    def set_version(self, slot: int, version: int) -> None:
         """Nobody looks."""
 
     def receive(self, timeout_s: float) -> list[ReceivedMessage]:
@@ -123,7 +123,7 @@ class Worker:
             done, self.lease = self.lease, -1
             self.ask(Message(Kind.ASK, lease=done))
             return done
-        assert message.kind in (Kind.GRANT, Kind.FENCE)
+        assert message.kind in (Kind.GRANT, Kind.SYNC_POINT)
         self.lease = message.lease if message.kind == Kind.GRANT else -1
         return -1
 

@@ -24,7 +24,7 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def group(way: str) -> Iterator[Group]:
-    with Group(way, (SLOTS, SLOTS, None), lambda pairing: Scribe(pairing.port)).running() as group:
+    with Group(way, (SLOTS, SLOTS, None), lambda replicated: Scribe(replicated.transport)).running() as group:
         yield group
 
 
@@ -84,15 +84,15 @@ def test_a_backup_is_filled_while_pushes_go_on(way: str, group: Group) -> None:
         answered(link)
     group.spawn()
     group.view = View(2, 0, 1)
-    pairing = group.runners[0].pairing
+    replicated = group.runners[0].replicated
     for seed in range(3, 10_000):
         push(link, LARGE, seed)
         answered(link)
-        if pairing.ready == 2:
+        if replicated.ready == 2:
             break
     push(link, LARGE, 3)
     answered(link)
-    assert pairing.ready == 2
+    assert replicated.ready == 2
     until(lambda: book_of(group, 0) == book_of(group, 1), "the backup has caught up")
     link.close()
 
@@ -109,7 +109,7 @@ def test_the_promoted_one_goes_on_and_fills_another(way: str, group: Group) -> N
         answered(gone)
     group.runners[0].end()
     before = book_of(group, 0)
-    until(lambda: group.runners[1].pairing.severed, "the end of the link is noticed")
+    until(lambda: group.runners[1].replicated.severed, "the end of the link is noticed")
     until(lambda: book_of(group, 1) == before, "whatever was answered is held")
     group.see(2, 1, 2)
     with pytest.raises(ConnectionError):
@@ -135,7 +135,7 @@ def test_without_its_backup_a_primary_waits_until_it_is_told(way: str, group: Gr
     push(link, SMALL, 0)
     answered(link)
     group.runners[1].end()
-    until(lambda: group.runners[0].pairing.severed, "the end of the link is noticed")
+    until(lambda: group.runners[0].replicated.severed, "the end of the link is noticed")
     push(link, SMALL, 1)
     assert link.receive(0.3) is None
     group.see(2, 0)

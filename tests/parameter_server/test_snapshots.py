@@ -34,12 +34,12 @@ SERVERS = 2
 LEASES = WORKERS * ROUNDS
 
 
-def form_of(server: int) -> ShardLayout:
+def layout_of(server: int) -> ShardLayout:
     return ShardLayout([ShardSpec(f"count-{server}-{shard}", 0, (LEASES,)) for shard in range(2)])
 
 
 def server_of(server: int, admission: Admission, until: int) -> Server:
-    form = form_of(server)
+    form = layout_of(server)
     specs = [ParameterSpec(piece.parameter, piece.shape) for piece in form.pieces]
     machines = [Shard(range(WORKERS), admission, EveryPush()) for _ in form.pieces]
     fixed = not isinstance(admission, Unbounded)
@@ -107,7 +107,7 @@ class Life:
             raise PeerLost(0, "here", "killed")
 
     def _train(self, worker: int, closing: ExitStack) -> None:
-        forms = [form_of(server) for server in range(SERVERS)]
+        forms = [layout_of(server) for server in range(SERVERS)]
         places = [[torch.zeros(piece.shape) for piece in form.pieces] for form in forms]
         links = []
         for server, form in zip(self.servers, forms, strict=True):
@@ -120,7 +120,7 @@ class Life:
         while True:
             client.tell(Message(Kind.ASK, flag=late, lease=lease))
             answer = client.lease()
-            if answer.kind == Kind.FENCE:
+            if answer.kind == Kind.SYNC_POINT:
                 lease = -1
                 if not self._meet(client, worker, answer.numbers[4]):
                     return

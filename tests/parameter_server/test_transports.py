@@ -56,10 +56,10 @@ def serving(way: str, factory: Callable[..., torch.optim.Optimizer] = SGD) -> It
     """Lets servers serve, each in a thread."""
     stop = threading.Event()
     servers = []
-    for form in FORMS:
-        machines = [Shard(range(1), Unbounded(), EveryPush()) for _ in form.pieces]
+    for layout in FORMS:
+        machines = [Shard(range(1), Unbounded(), EveryPush()) for _ in layout.pieces]
         servers.append(
-            Server(open_port(way, form.slots, form.slots), form, ShardOptimizer(form, factory, SPECS), machines)
+            Server(open_port(way, layout.slots, layout.slots), layout, ShardOptimizer(layout, factory, SPECS), machines)
         )
 
     def serve(server: Server) -> None:
@@ -84,8 +84,8 @@ def joined(way: str, servers: Sequence[Server], model: nn.Linear) -> Iterator[Cl
     """Joins as worker 0, with a model whose parameters are its copy."""
     places = pieces_of(model.weight.data, model.bias.data)
     connections = [
-        ServerConnection(open_link(way, server.address, form.slots, form.slots), form, own)
-        for server, form, own in zip(servers, FORMS, places, strict=True)
+        ServerConnection(open_link(way, server.address, layout.slots, layout.slots), layout, own)
+        for server, layout, own in zip(servers, FORMS, places, strict=True)
     ]
     client = Client(connections, worker=0)
     try:
@@ -185,5 +185,5 @@ def test_what_is_not_finite_is_refused_counted_and_told(way: str, bad: float) ->
         assert torch.equal(parameters_of(model), before), "no shard has taken its part"
         assert client.push(gradients_of(model, *second), 2, pull=True) is None
         assert not torch.equal(parameters_of(model), before)
-        refused = [server.tally.event(0, 0.0).refused for server in servers]
-    assert refused == [{"not_finite": len(form)} for form in FORMS]
+        refused = [server.counters.event(0, 0.0).refused for server in servers]
+    assert refused == [{"not_finite": len(layout)} for layout in FORMS]

@@ -54,25 +54,25 @@ class Recipe:
         self, regime: str = "asynchronous", optimizer: str = "sgd", codec: str = "plain", extras: bool = False
     ):
         pieces = [ShardSpec("weight", 0, (200, 7)), ShardSpec("weight", 1400, (100, 7)), ShardSpec("bias", 0, (5,))]
-        self.form = partial(ShardLayout, [*pieces, ShardSpec("count", 0, (2,), "float64")], codec, codec)
+        self.layout = partial(ShardLayout, [*pieces, ShardSpec("count", 0, (2,), "float64")], codec, codec)
         self.regime = regime
         self._optimizer = OPTIMIZERS[optimizer]
         self._extras = extras
-        form = self.form()
-        self.slots = (form.slots, form.push_slots, form.reply_slots)
+        layout = self.layout()
+        self.slots = (layout.slots, layout.push_slots, layout.reply_slots)
 
-    def server(self, pairing: ReplicatedTransport) -> Server:
-        form = self.form()
+    def server(self, replicated: ReplicatedTransport) -> Server:
+        layout = self.layout()
         specs = [
             ParameterSpec(name, shape, "float64" if name == "count" else "float32") for name, shape in SHAPES.items()
         ]
         schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9)
         options = Options(schedule=schedule, ema_decay=0.9, warmup=2) if self._extras else Options()
         remedies = Remedies(divide=True, compensation=0.1, asynchronous_workers=2) if self._extras else Remedies()
-        applier = ShardOptimizer(form, self._optimizer, specs, RoundClock(options), remedies=remedies)
-        machines = [Shard(range(WORKERS), *REGIMES[self.regime]) for _ in range(len(form))]
+        applier = ShardOptimizer(layout, self._optimizer, specs, RoundClock(options), remedies=remedies)
+        machines = [Shard(range(WORKERS), *REGIMES[self.regime]) for _ in range(len(layout))]
         leases = LeaseTable(WORKERS, 1 << 20, fixed=self.regime != "asynchronous", workers=range(WORKERS))
-        return Server(pairing.port, form, applier, machines, (leases, 0, 1 << 20, 1), pairing=pairing)
+        return Server(replicated.transport, layout, applier, machines, (leases, 0, 1 << 20, 1), replicated=replicated)
 
 
 class Worker:
@@ -105,9 +105,9 @@ class Worker:
 
     def _open(self) -> Any:
         assert self._group.view is not None
-        form = self._recipe.form()
+        layout = self._recipe.layout()
         address = self._group.runners[self._group.view.primary].address
-        return open_link(self._way, address, form.slots, form.push_slots, form.reply_slots)
+        return open_link(self._way, address, layout.slots, layout.push_slots, layout.reply_slots)
 
     def _run(self) -> None:
         try:
@@ -117,9 +117,9 @@ class Worker:
 
     def _work(self) -> None:
         chance = torch.Generator().manual_seed(self._number)
-        form = self._recipe.form()
-        places = [torch.zeros(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in form.pieces]
-        self.client = client = Client([ServerConnection(self._open(), form, places, reopen=self._open)], self._number)
+        layout = self._recipe.layout()
+        places = [torch.zeros(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in layout.pieces]
+        self.client = client = Client([ServerConnection(self._open(), layout, places, reopen=self._open)], self._number)
         lease, late = -1, False
         # Whoever waits for others ends with them: each does as many rounds, or says that it goes.
         while not self._stop.is_set():

@@ -98,11 +98,11 @@ def test_means_of_rounds_are_nobodys(tmp_path, make_run):
 
 
 def test_what_a_server_really_says_is_understood(tmp_path, make_run):
-    tally = ServerCounters(ShardLayout([ShardSpec("weight", 0, (1000,)), ShardSpec("bias", 0, (10,))]))
-    tally.queued(3)
-    tally.stepped((0, 1), worker=1, staleness=2, seconds=0.101)
-    tally.answered(1, pushed=(0, 1), pulled=(0,), seconds=0.25)
-    servers = summarize(make_run(tmp_path / "a", extra=[tally.event(2, 2.0)])).servers
+    counters = ServerCounters(ShardLayout([ShardSpec("weight", 0, (1000,)), ShardSpec("bias", 0, (10,))]))
+    counters.queued(3)
+    counters.stepped((0, 1), worker=1, staleness=2, seconds=0.101)
+    counters.answered(1, pushed=(0, 1), pulled=(0,), seconds=0.25)
+    servers = summarize(make_run(tmp_path / "a", extra=[counters.event(2, 2.0)])).servers
     assert servers.staleness[1].counts == {2: 2}
     assert servers.waiting[1].answers_s == {2: 0.25}
     assert servers.by_rank[2].moved_bytes == 4000 + 40 + 4000

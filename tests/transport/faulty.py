@@ -149,8 +149,8 @@ class FaultyLink(ClientTransport):
     def fetch(self, slot: int, into: Tensor) -> int:
         return self._link.fetch(slot, into)
 
-    def shown(self, slot: int) -> int | None:
-        return self._link.shown(slot)
+    def current_version(self, slot: int) -> int | None:
+        return self._link.current_version(slot)
 
     def reply_slot(self, slot: int) -> Tensor:
         return self._link.reply_slot(slot)

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from headrace.transport.base import Slots, TransportLayout
-from headrace.transport.frames import FrameKind, Letter, letter, numbered
+from headrace.transport.frames import Frame, FrameKind, letter, numbered
 from headrace.transport.remote_server import RemoteServerTransport
 from headrace.transport.zeromq import Keys
 from transport.middle import FIRST, Middle, frame
@@ -38,7 +38,7 @@ _PADDING = range(8, 80)
 _DEADLINE_S = 30.0
 
 
-def genuine() -> list[Letter]:
+def genuine() -> list[Frame]:
     """Returns what a link says: its hello, then messages that are all different."""
     messages = [numbered(letter(FrameKind.LAST, b"genuine %d" % number), 1 + number) for number in range(LETTERS)]
     return [letter(FrameKind.HELLO, TransportLayout(SLOTS, SLOTS).hello()), *messages]

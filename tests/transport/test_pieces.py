@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.transport import frames as pieces
-from headrace.transport.frames import FrameKind, Reassembler, cut, letter, sort_of
+from headrace.transport.frames import FrameKind, Reassembler, cut, kind_of, letter
 
 SMALL = 16
 
@@ -38,7 +38,7 @@ def test_what_is_cut_is_put_together_again(lengths: list[int], blob: bytes, mess
         for parts in letters:
             assert sum(len(payload) for payload in parts[2:]) <= SMALL
             assert len(parts) <= 5
-        assert [sort_of(parts) for parts in letters] == [FrameKind.PART] * (len(letters) - 1) + [FrameKind.LAST], turn
+        assert [kind_of(parts) for parts in letters] == [FrameKind.PART] * (len(letters) - 1) + [FrameKind.LAST], turn
         # As they come from a socket: each part a piece of memory of its own.
         came = [collector.add([memoryview(bytearray(part)) for part in parts]) for parts in letters]
         assert came[:-1] == [None] * (len(letters) - 1)

@@ -60,10 +60,10 @@ def small(way: str) -> Iterator[Pair]:
 def serve(port: ServerTransport, mail: ReceivedMessage) -> None:
     """Makes what a link has pushed the parameters, and sends them all."""
     every = range(len(LENGTHS))
-    with port.changing(every):
+    with port.writing(every):
         for slot in every:
             port.parameters(slot).copy_(port.pushed(mail.peer, slot))
-            port.show(slot, 7 + slot)
+            port.set_version(slot, 7 + slot)
     port.send(mail.peer, b"done", every)
 
 
@@ -182,10 +182,10 @@ def test_no_read_is_torn(way: str) -> None:
         version = 0
         while not stop.is_set():
             version += 1
-            with pair.port.changing([0, 1]):
+            with pair.port.writing([0, 1]):
                 for slot in (0, 1):
                     pair.port.parameters(slot).view(torch.int64).fill_(version)
-                    pair.port.show(slot, version)
+                    pair.port.set_version(slot, version)
             for mail in pair.port.receive(0):
                 if mail.message:
                     pair.port.send(mail.peer, b"all", [0, 1])
@@ -298,7 +298,7 @@ def test_a_link_that_only_pulls_needs_no_place_for_pushes(way: str, replies: Slo
             port.pushed(mail.peer, 0)
         content = port.parameters(0) if replies is None else port.reply_slot(mail.peer, 0)
         content.fill_(5)
-        port.show(0, 1)
+        port.set_version(0, 1)
         port.send(mail.peer, b"there", [0])
         received = threading.Thread(target=lambda: mail_of(port, 1))
         received.start()

@@ -296,9 +296,9 @@ def test_an_update_does_not_change_what_is_on_its_way(port: RemoteServerTranspor
     place, seen = torch.empty(8, dtype=torch.uint8), []
     assert link.fetch(0, place) == -1
     for version in (1, 2):
-        with port.changing([0]):
+        with port.writing([0]):
             port.parameters(0).fill_(version)
-            port.show(0, version)
+            port.set_version(0, version)
         port.send(mail.peer, b"pulled", [0])
     for _ in range(2):
         next_of(link)

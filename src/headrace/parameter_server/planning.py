@@ -1,4 +1,4 @@
-"""What strategies with servers decide alike: who serves, who holds which shard, what a round costs."""
+"""Strategies with servers: checks of their options, the plan, and from the plan to servers and clients."""
 
 from __future__ import annotations
 
@@ -13,29 +13,45 @@ from torch import Tensor, nn
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
+from headrace.parameter_server.core.leases import LeaseTable
+from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.replication.transport import ReplicatedTransport
+from headrace.parameter_server.server.optimizer import ShardOptimizer
+from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
 from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.policies import PLACEMENTS
 from headrace.policies.placement import place
 from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.policies.sharding import parse_sharding
+from headrace.policies.staleness import Admission, Combination
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Role, Segment
+from headrace.spec.plan import Plan, Role, Segment
 from headrace.transport.base import ClientTransport, ServerTransport, Slots
 from headrace.transport.codec import CODECS
 from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
 
-_PIECES = {"shared_memory": "max_size:4MB", "tcp": "max_size:1MB"}
-"""How parameters are cut if nobody says how: while a server works on a piece, the next one is on its way. Over TCP a
-piece is a letter, which needs not be put together."""
+if TYPE_CHECKING:
+    from headrace.training.optimizer_state import MeanState
+
+_DEFAULT_SHARDING = {"shared_memory": "max_size:4MB", "tcp": "max_size:1MB"}
+"""While a server updates one shard, the next one is sent. Over TCP a shard of 1 MB fits in one frame."""
+
+_HELLO_S = 30.0
+_RECONNECT_HELLO_S = 2.0
+"""How long a server may take to answer a new client, and a client that reconnects, perhaps to the wrong server."""
+
+_CONNECT_S = 10.0
+"""How long a client tries to connect to a server that may have been replaced."""
+
+_POLL_S = 0.05
 
 
 def check_served(options: Options) -> None:
-    """Refuses options that cannot be had where workers do not go in step.
+    """Refuses options that need workers in lock-step.
 
     Raises:
         UsageError: with the remedy.
@@ -58,17 +74,21 @@ def check_served(options: Options) -> None:
 
 
 def check_whole(name: str, value: int | None) -> None:
-    """Raises:
-    UsageError: `value` is no whole number of at least 0, nor None.
-    """
+    """Raises UsageError unless `value` is None or a whole number of at least 0."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise UsageError(f"{name} must be a whole number of at least 0, got {value!r}")
 
 
-def check_backups(backups: int, servers: int) -> None:
-    """Raises:
-    UsageError: there cannot be so many.
-    """
+def check_server_options(
+    servers: int,
+    backups: int,
+    transport: str,
+    sharding: str | None = None,
+    placement: str = "greedy",
+    scale: str = "share",
+    codecs: Sequence[str] = (),
+) -> None:
+    """Raises UsageError, with the values that exist, if an option that all strategies with servers share is wrong."""
     if backups is None:
         raise UsageError("backups must be 0 or 1, got None")
     check_whole("backups", backups)
@@ -77,21 +97,8 @@ def check_backups(backups: int, servers: int) -> None:
             f"backups={backups} asks for {backups * servers} backups of {servers} server{'s' * (servers > 1)}, and a "
             "server has one at most; use backups=1, which gives each its own"
         )
-
-
-def check_seats(sharding: str | None, placement: str, scale: str, ways: tuple[str, str, str]) -> None:
-    """Refuses what does not exist.
-
-    Args:
-        sharding, placement, scale: as the strategies have them.
-        ways: transport, push codec, pull codec.
-
-    Raises:
-        UsageError: with what does exist.
-    """
     if sharding is not None:
         parse_sharding(sharding)
-    transport, *codecs = ways
     if placement not in PLACEMENTS:
         raise UnknownName("placement", placement, PLACEMENTS)
     if scale not in ("share", "full"):
@@ -103,22 +110,25 @@ def check_seats(sharding: str | None, placement: str, scale: str, ways: tuple[st
             raise UnknownName("codec", codec, CODECS)
 
 
-def seats(
+def plan_with_servers(
     strategy: str,
-    workers: int | None,
-    servers: int,
-    sharding: str | None,
-    placement: str,
+    options: Mapping[str, object],
     model: ModelSpec,
     cluster: Cluster,
+    *,
+    workers: int | None,
+    servers: int,
+    backups: int,
     transport: str,
+    sharding: str | None = None,
+    placement: str = "greedy",
     copies: int = 3,
-    backups: int = 0,
-) -> tuple[tuple[Role, ...], tuple[Segment, ...]]:
-    """Says who works, who serves, and which server has which shard.
+    spare_workers: int = 0,
+) -> Plan:
+    """Assigns workers, servers and backups to processes, and shards to servers.
 
-    A worker needs the model's size `copies` times: its parameters, what autograd makes, what lies on its way. A backup
-    holds what its server does, and is filled from a copy.
+    A worker needs the model's size `copies` times: its parameters, what autograd makes, what is being sent. A backup
+    needs what its server does, and is filled from a copy. The gradients of `spare_workers` are not needed in a round.
 
     Raises:
         InfeasiblePlan: with the numbers.
@@ -126,19 +136,24 @@ def seats(
     roles = worker_and_server_roles(strategy, workers, servers, cluster, backups)
     count = sum(role.kind == "worker" for role in roles)
     require_memory(strategy, (copies * count + 1 + 2 * backups) * model.trainable_bytes, cluster)
-    return roles, shards(model, range(count, count + servers), sharding, placement, transport)
+    segments = assign_shards(model, range(count, count + servers), sharding, placement, transport)
+    if spare_workers >= count:
+        raise InfeasiblePlan(
+            f"{spare_workers} of {count} workers cannot be backups; a round needs at least one gradient"
+        )
+    return Plan(strategy, dict(options), roles, (1,) * (count - spare_workers), model.trainable_bytes, segments)
 
 
-def shards(
+def assign_shards(
     model: ModelSpec, servers: Sequence[int], sharding: str | None, placement: str, transport: str
 ) -> tuple[Segment, ...]:
-    """Cuts a model's parameters, or those of a part of it, into shards, and says which server has which.
+    """Cuts the parameters of a model, or of a part of it, into shards, and assigns each to a server.
 
     Raises:
-        InfeasiblePlan: the optimizer needs whole parameters, or a server would have nothing to do.
+        InfeasiblePlan: the optimizer needs whole parameters, or a server would have no shard.
     """
     if sharding is None:
-        sharding = _PIECES[transport] if model.sliceable else "whole"
+        sharding = _DEFAULT_SHARDING[transport] if model.sliceable else "whole"
     if sharding != "whole" and not model.sliceable:
         raise InfeasiblePlan(
             f"sharding={sharding!r} cuts parameters, and the job's optimizer needs whole ones (as Muon does); "
@@ -147,94 +162,114 @@ def shards(
     return place(parse_sharding(sharding)(model.parameters), servers, PLACEMENTS[placement])
 
 
-if TYPE_CHECKING:
-    from headrace.spec.model import ModelSpec, ParameterSpec
-    from headrace.spec.plan import Plan, Role
-    from headrace.training.optimizer_state import MeanState
-
-_HELLO_S = 30.0
-_AGAIN_S = 2.0
-"""How long a server may take to greet a new link, and one that it has known: it may be the wrong one to wait for."""
-_PATIENCE_S = 10.0
-"""How long a link is tried that somebody may still be found for."""
-_SLICE_S = 0.05
-
-
-def form_of(plan: Plan, model: ModelSpec, rank: int, state: MeanState | None = None) -> ShardLayout:
-    """Returns the shards that a server holds: pieces of parameters, then those of an optimizer's state beside them."""
+def layout_of(plan: Plan, model: ModelSpec, rank: int, state: MeanState | None = None) -> ShardLayout:
+    """Returns the shards of one server: pieces of parameters, then the pieces of optimizer state that is averaged."""
     known = {parameter.name: parameter for parameter in model.parameters}
-    pieces = []
-    for segment in plan.segments:
-        if segment.owner != rank:
-            continue
-        parameter, length = known[segment.parameter], segment.stop - segment.start
-        # Rows stay rows, for optimizers that look at them; whatever cuts through a row is flat.
-        rows, rest = (parameter.shape[:1], parameter.shape[1:]) if parameter.shape else ((1,), ())
-        width = parameter.elements // rows[0] if rows[0] else 1
-        shape = parameter.shape if length == parameter.elements else (length,)
-        if width and length != parameter.elements and not length % width and not segment.start % width:
-            shape = (length // width, *rest)
-        pieces.append(ShardSpec(segment.parameter, segment.start, shape, parameter.dtype))
-    pieces += _beside(pieces, known, state) if state else ()
-    # Where there is one name for both, what is pulled travels as it is: it is nobody's difference to anything.
+    shards = [_shard_of(segment, known[segment.parameter]) for segment in plan.segments if segment.owner == rank]
+    shards += _state_shards(shards, known, state) if state else ()
+    # An option "codec" is of what is pushed; what is pulled is then sent as it is, the same for all workers.
     push = plan.options.get("push_codec", plan.options.get("codec", "plain"))
     pull = plan.options.get("pull_codec", "plain")
-    return ShardLayout(pieces, str(push), str(pull))
+    return ShardLayout(shards, str(push), str(pull))
 
 
-def _beside(pieces: Sequence[ShardSpec], known: Mapping[str, ParameterSpec], state: MeanState) -> list[ShardSpec]:
-    beside = []
+def _shard_of(segment: Segment, parameter: ParameterSpec) -> ShardSpec:
+    """Keeps rows, for optimizers that look at them; a segment that cuts through a row is flat."""
+    length = segment.stop - segment.start
+    rows, rest = (parameter.shape[:1], parameter.shape[1:]) if parameter.shape else ((1,), ())
+    width = parameter.elements // rows[0] if rows[0] else 1
+    shape = parameter.shape if length == parameter.elements else (length,)
+    if width and length != parameter.elements and not length % width and not segment.start % width:
+        shape = (length // width, *rest)
+    return ShardSpec(segment.parameter, segment.start, shape, parameter.dtype)
+
+
+def _state_shards(
+    shards: Sequence[ShardSpec], known: Mapping[str, ParameterSpec], state: MeanState
+) -> list[ShardSpec]:
+    found = []
     for like, spec in zip(state.likes, state.specs, strict=True):
-        for piece in (piece for piece in pieces if piece.parameter == like.name):
+        for shard in (shard for shard in shards if shard.parameter == like.name):
             if spec.shape == known[like.name].shape:
-                beside.append(ShardSpec(spec.name, piece.start, piece.shape, spec.dtype, exact=True))
-            elif not piece.start:
-                # What is of the whole parameter goes with its first piece.
-                beside.append(ShardSpec(spec.name, 0, spec.shape, spec.dtype, exact=True))
-    return beside
+                found.append(ShardSpec(spec.name, shard.start, shard.shape, spec.dtype, exact=True))
+            elif not shard.start:
+                # State of the whole parameter goes with the parameter's first shard.
+                found.append(ShardSpec(spec.name, 0, spec.shape, spec.dtype, exact=True))
+    return found
 
 
-def places_of(form: ShardLayout, module: nn.Module, beside: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-    """Returns where the shards lie in a module's parameters, which become contiguous, or in what is beside them."""
-    named = {**dict(module.named_parameters()), **(beside or {})}
+def places_of(layout: ShardLayout, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    """Returns flat views of the shards in a module's parameters, which become contiguous, or in optimizer state."""
+    named = {**dict(module.named_parameters()), **(state or {})}
     places = []
-    for piece in form.pieces:
-        parameter = named[piece.parameter]
+    for spec in layout.pieces:
+        parameter = named[spec.parameter]
         if not parameter.data.is_contiguous():
             parameter.data = parameter.data.contiguous()
-        places.append(parameter.data.view(-1)[piece.start : piece.start + piece.elements])
+        places.append(parameter.data.view(-1)[spec.start : spec.start + spec.elements])
     return places
 
 
-def open_port(form: ShardLayout, transport: str) -> ServerTransport:
-    """Opens a server's end: "shared_memory" for links of this host, "tcp" for others, encrypted."""
+def build_server(
+    plan: Plan,
+    rank: int,
+    layout: ShardLayout,
+    optimizer: ShardOptimizer,
+    policies: tuple[Admission, Combination],
+    leases: tuple[LeaseTable, int, int, int],
+    transport: str,
+    process: int,
+    *,
+    measures: bool = False,
+) -> Server:
+    """Builds what a server, or a backup of one, runs.
+
+    Args:
+        plan: of the run.
+        rank: of the server; a backup's is that of its server, `plan.server_of(rank)`.
+        layout: of its shards.
+        optimizer: of its shards.
+        policies: of every shard.
+        leases: of the run's data, the first round, the first sync point, and the rounds of a lease until then; only
+            the first server uses them.
+        transport: "shared_memory", or "tcp", which is encrypted.
+        process: number of this process, which no other process of the run ever has.
+        measures: see `Server`.
+    """
+    machines = [Shard(range(plan.replicas), *policies) for _ in range(len(layout))]
+    own = open_server_transport(layout, transport)
+    replicated = None
+    if plan.backups:
+
+        def connect_to_primary(address: str) -> ClientTransport:
+            return _open_client_transport(address, layout, Slots(()), _RECONNECT_HELLO_S)
+
+        replicated = ReplicatedTransport(own, layout.push_slots, layout.reply_slots, process, connect_to_primary)
+        own = replicated.transport
+    given = leases if rank == plan.servers[0] else None
+    return Server(own, layout, optimizer, machines, given, replicated=replicated, measures=measures)
+
+
+def open_server_transport(layout: ShardLayout, transport: str) -> ServerTransport:
+    """Opens a server's end: "shared_memory" for clients of this host, or "tcp"."""
     if transport == "shared_memory":
-        return LocalServerTransport(form.slots, form.push_slots, form.reply_slots)
+        return LocalServerTransport(layout.slots, layout.push_slots, layout.reply_slots)
     from headrace.transport.remote_server import RemoteServerTransport
 
-    port = RemoteServerTransport(form.slots, form.push_slots, form.reply_slots)
-    # It is told to this run's own processes alone, through memory that no other user sees.
-    port.address += f"#{port.secret.hex()}"
-    return port
+    remote = RemoteServerTransport(layout.slots, layout.push_slots, layout.reply_slots)
+    # Only this run's processes read it, in memory that no other user sees.
+    remote.address += f"#{remote.secret.hex()}"
+    return remote
 
 
-def pair(port: ServerTransport, form: ShardLayout, process: int) -> ReplicatedTransport:
-    """Returns what lets a server have a backup, or be one; `process` is its number, which no other process ever has."""
-
-    def call(address: str) -> ClientTransport:
-        return _link(address, form, Slots(()), _AGAIN_S)
-
-    return ReplicatedTransport(port, form.push_slots, form.reply_slots, process, call)
-
-
-def leads(client: Client, rank: int) -> bool:
-    """Returns whether a worker has to bring the parameters to begin with: rank 0 does, if nobody has."""
+def brings_parameters(client: Client, rank: int) -> bool:
+    """Returns whether a worker has to load the initial parameters: rank 0 does, unless it was done before."""
     return rank == 0 and bool(client.versions) and not client.ask(0, Message(Kind.BEGIN))
 
 
 def connect(
     addresses: Sequence[str],
-    forms: Sequence[ShardLayout],
+    layouts: Sequence[ShardLayout],
     places: Sequence[Sequence[Tensor]],
     worker: tuple[int, int],
     check: Callable[[], None],
@@ -246,38 +281,38 @@ def connect(
     in_turn: bool = False,
     find: Callable[[int], str] | None = None,
 ) -> Client:
-    """Returns a client of the servers at some addresses; `closing` ends its links.
+    """Returns a client of the servers at some addresses; `closing` closes its connections.
 
     Args:
         worker: its number and incarnation.
         together, observes, in_turn: see `Client`.
-        find: says where a server is now, by its place in `addresses`, when the link to it has ended; raises
-            ConnectionError if it is nowhere. None for where it was.
+        find: returns the present address of a server, by its index in `addresses`, when its connection has ended;
+            raises ConnectionError if there is none. None for the address that it had.
     """
 
-    def open_link(server: int, address: str, hello_s: float) -> ClientTransport:
-        form = forms[server]
-        return _link(address, form, Slots(()) if observes else form.push_slots, hello_s)
+    def open_one(server: int, address: str, hello_s: float) -> ClientTransport:
+        layout = layouts[server]
+        return _open_client_transport(address, layout, Slots(()) if observes else layout.push_slots, hello_s)
 
     connections = []
-    for index, (address, form, own, server) in enumerate(zip(addresses, forms, places, servers, strict=True)):
+    for index, (address, layout, own, server) in enumerate(zip(addresses, layouts, places, servers, strict=True)):
 
         def reopen(index: int = index, address: str = address) -> ClientTransport:
-            return open_link(index, find(index) if find else address, _AGAIN_S)
+            return open_one(index, find(index) if find else address, _RECONNECT_HELLO_S)
 
-        link = _opened(functools.partial(open_link, index, address, _HELLO_S), reopen if find else None, check)
-        closing.callback(link.close)
-        connections.append(ServerConnection(link, form, own, server.rank, server.host, reopen))
+        transport = _connect_once(functools.partial(open_one, index, address, _HELLO_S), reopen if find else None, check)
+        closing.callback(transport.close)
+        connections.append(ServerConnection(transport, layout, own, server.rank, server.host, reopen))
     client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)
     closing.callback(client.close)
     return client
 
 
-def _opened(
+def _connect_once(
     first: Callable[[], ClientTransport], again: Callable[[], ClientTransport] | None, check: Callable[[], None]
 ) -> ClientTransport:
-    """Opens a link; where the first way leads nowhere, since a server has died meanwhile, by the other one."""
-    deadline = monotonic() + _PATIENCE_S
+    """Opens a connection by `first`; if that fails because a server has been replaced, by `again`."""
+    deadline = monotonic() + _CONNECT_S
     while True:
         try:
             return first()
@@ -286,15 +321,15 @@ def _opened(
                 raise
             first = again
         check()
-        sleep(_SLICE_S)
+        sleep(_POLL_S)
 
 
-def _link(address: str, form: ShardLayout, pushes: Slots, hello_s: float) -> ClientTransport:
+def _open_client_transport(address: str, layout: ShardLayout, pushes: Slots, hello_s: float) -> ClientTransport:
     if address.startswith("local:"):
-        return LocalClientTransport(address, form.slots, pushes, form.reply_slots, hello_s=hello_s)
+        return LocalClientTransport(address, layout.slots, pushes, layout.reply_slots, hello_s=hello_s)
     from headrace.transport.remote_client import RemoteClientTransport
 
     where, _, secret = address.partition("#")
     return RemoteClientTransport(
-        where, form.slots, pushes, form.reply_slots, secret=bytes.fromhex(secret), hello_s=hello_s
+        where, layout.slots, pushes, layout.reply_slots, secret=bytes.fromhex(secret), hello_s=hello_s
     )

@@ -37,7 +37,7 @@ from headrace.parameter_server.planning import (
     check_served,
     check_whole,
     connect,
-    form_of,
+    layout_of,
     leads,
     open_port,
     pair,
@@ -143,31 +143,33 @@ class Downpour(Strategy):
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        forms = [form_of(plan, context.model, server) for server in context.servers.ranks]
-        places = [places_of(form, context.module) for form in forms]
-        agreement = context.agreement()
-        links = self._links(plan, context, forms, places, agreement)
+        layouts = [layout_of(plan, context.model, server) for server in context.servers.ranks]
+        places = [places_of(layout, context.module) for layout in layouts]
+        replica_group = context.agreement()
+        links = self._links(plan, context, layouts, places, replica_group)
         if context.inside:
             links.main.pulled = context.inside.spread
         exchange = DownpourExchange(
-            self, plan, links, forms, context, agreement, leads(links.main, context.servers.worker)
+            self, plan, links, layouts, context, replica_group, leads(links.main, context.servers.worker)
         )
         exchange.give(places)
-        return Replica(context.whole_model(exchange.held, portions=len(plan.shares)), exchange, exchange.portions)
+        return Replica(context.whole_model(exchange.buffer, portions=len(plan.shares)), exchange, exchange.portions)
 
     def _links(
         self,
         plan: Plan,
         context: WorkerContext,
-        forms: Sequence[ShardLayout],
+        layouts: Sequence[ShardLayout],
         places: Sequence[Sequence[Tensor]],
-        agreement: ReplicaGroup,
+        replica_group: ReplicaGroup,
     ) -> ServerLinks:
         servers, check = context.servers, context.group.check
         roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
-        opens = functools.partial(connect, servers.addresses(), forms, find=servers.find)
+        opens = functools.partial(connect, servers.addresses(), layouts, find=servers.find)
         if not self.overlap:
-            return ServerLinks(opens(places, who, check, roles, context.closing), places, self.fetch_every, agreement)
+            return ServerLinks(
+                opens(places, who, check, roles, context.closing), places, self.fetch_every, replica_group
+            )
         # One thread a link: what pushes and what fetches meanwhile has links of its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
         pushing = Background("push", opens(fetched, who, check, roles, context.closing))
@@ -180,23 +182,25 @@ class Downpour(Strategy):
             fetching.check()
 
         main = opens(places, who, watch, roles, context.closing, observes=True)
-        return ServerLinks(main, places, self.fetch_every, agreement, pushing, fetching, fetched)
+        return ServerLinks(main, places, self.fetch_every, replica_group, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         rank = plan.server_of(rank)
-        form = form_of(plan, context.model, rank)
-        pace = RoundClock(context.options, context.rounds_per_epoch, context.first)
-        applier = ShardOptimizer(form, context.optimizer, context.model.parameters, pace, self.scale == "full")
-        machines = [Shard(range(plan.replicas), Unbounded(), EveryPush()) for _ in range(len(form))]
+        layout = layout_of(plan, context.model, rank)
+        clock = RoundClock(context.options, context.rounds_per_epoch, context.first)
+        applier = ShardOptimizer(layout, context.optimizer, context.model.parameters, clock, self.scale == "full")
+        machines = [Shard(range(plan.replicas), Unbounded(), EveryPush()) for _ in range(len(layout))]
         until = context.first + blocks(context.first, context.until, self.push_every)
         alone = blocks(context.first, max(context.first, self.warmstart_steps), self.push_every)
         first = rank == plan.servers[0]
         members = range(plan.replicas)
         leases = LeaseTable(len(plan.shares), until, context.first, alone=alone, workers=members) if first else None
         coordinates = (leases, context.first, context.until, self.push_every) if leases else None
-        port = open_port(form, self.transport)
-        pairing = pair(port, form, context.process) if self.backups else None
-        return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
+        port = open_port(layout, self.transport)
+        replicated = pair(port, layout, context.process) if self.backups else None
+        return Server(
+            replicated.transport if replicated else port, layout, applier, machines, coordinates, replicated=replicated
+        )
 
 
 def _check_steps(name: str, count: int | None) -> None:
@@ -226,23 +230,23 @@ class DownpourExchange(ServedExchange):
         strategy: Downpour,
         plan: Plan,
         links: ServerLinks,
-        forms: Sequence[ShardLayout],
+        layouts: Sequence[ShardLayout],
         context: WorkerContext,
-        agreement: ReplicaGroup,
+        replica_group: ReplicaGroup,
         leads: bool,
     ) -> None:
-        held = GradientBuffer(forms, context.model)
-        super().__init__(links.main, forms, held, context.group, agreement, leads)
+        buffer = GradientBuffer(layouts, context.model)
+        super().__init__(links.main, layouts, buffer, context.group, replica_group, leads)
         copies = 2 if strategy.overlap else 1
         self.parameter_bytes = copies * sum(parameter.bytes for parameter in context.model.parameters)
         self.portions = ServerDataLeases(
-            LeaderClient(links.main, agreement.group), leads, len(forms), len(plan.shares),
+            LeaderClient(links.main, replica_group.group), leads, len(layouts), len(plan.shares),
             steady(strategy.push_every), links, strategy.warmstart_steps,
         )  # fmt: skip
         self._links = links
         self._weighed = strategy.scale == "share"
         self._local = LocalSteps(context)
-        self._accrued = GradientAccumulator(forms, context.model, self._weighed)
+        self._accrued = GradientAccumulator(layouts, context.model, self._weighed)
         self._spoilt = False
 
     def begin(self, round_: int) -> None:
@@ -254,16 +258,16 @@ class DownpourExchange(ServedExchange):
         if portions.lease < 0:
             # It had no data before the workers meet.
             return HEALTHY
-        verdict = self.judge(finite)
-        if verdict.apply:
-            self._local.step(self._round, self.held.gradients, portions.share if self._weighed else 1.0)
-            self._accrued.add(self.held, portions.share)
+        decision = self.judge(finite)
+        if decision.apply:
+            self._local.step(self._round, self.buffer.gradients, portions.share if self._weighed else 1.0)
+            self._accrued.add(self.buffer, portions.share)
         else:
             self._spoilt = True
         if not portions.left:
             self._pour()
         self._links.step()
-        return verdict
+        return decision
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         self._local.load(settings)
@@ -288,13 +292,13 @@ class DownpourExchange(ServedExchange):
         if pushing is None:
             push()
             # The lease is done when all ranks of the replica have pushed.
-            self.agreement.any(False)
+            self.replica_group.any(False)
             return
 
         def push_and_commit() -> None:
             push()
             # What another rank still pushes is there before anybody gets past the next fence.
-            if self.agreement.leads:
+            if self.replica_group.leads:
                 # Nobody looks at this link before the next push: what was only told could be lost.
                 client.ask(0, Message(Kind.COMMIT, lease=lease))
 

@@ -32,7 +32,7 @@ from headrace.parameter_server.planning import (
     check_served,
     check_whole,
     connect,
-    form_of,
+    layout_of,
     leads,
     open_port,
     pair,
@@ -144,14 +144,14 @@ class ParameterServer(Strategy):
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        servers, agreement = context.servers, context.agreement()
-        forms = [form_of(plan, context.model, server) for server in servers.ranks]
-        places = [places_of(form, context.module) for form in forms]
+        servers, replica_group = context.servers, context.agreement()
+        layouts = [layout_of(plan, context.model, server) for server in servers.ranks]
+        places = [places_of(layout, context.module) for layout in layouts]
         roles = [plan.roles[server] for server in servers.ranks]
         # Whoever drops what comes late must drop it whole.
         together = self.backup_workers > 0
         client = connect(
-            servers.addresses(), forms, places, (servers.worker, servers.incarnation), context.group.check, roles,
+            servers.addresses(), layouts, places, (servers.worker, servers.incarnation), context.group.check, roles,
             context.closing,
             together=together, find=servers.find,
         )  # fmt: skip
@@ -160,31 +160,33 @@ class ParameterServer(Strategy):
         brings = leads(client, servers.worker)
         # Where some are lost, others may have to do their portions alone.
         rests = plan.replaces and (self.staleness_bound is not None or self.backup_workers > 0)
-        spokesman = LeaderClient(client, agreement.group)
-        portions = ServerDataLeases(spokesman, brings, len(forms), len(plan.shares), rests=rests)
-        held = GradientBuffer(forms, context.model)
-        exchange = ParameterServerExchange(client, forms, portions, held, context, agreement, brings)
+        leader = LeaderClient(client, replica_group.group)
+        portions = ServerDataLeases(leader, brings, len(layouts), len(plan.shares), rests=rests)
+        buffer = GradientBuffer(layouts, context.model)
+        exchange = ParameterServerExchange(client, layouts, portions, buffer, context, replica_group, brings)
         exchange.give(places)
-        return Replica(context.whole_model(held, portions=len(plan.shares)), exchange, portions)
+        return Replica(context.whole_model(buffer, portions=len(plan.shares)), exchange, portions)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         rank = plan.server_of(rank)
-        form = form_of(plan, context.model, rank)
+        layout = layout_of(plan, context.model, rank)
         workers, first = plan.replicas, rank == plan.servers[0]
         admission, combination = self._regime(workers)
         full = self.scale == "full"
         schedule = RoundClock(context.options, context.rounds_per_epoch, context.first)
-        applier = ShardOptimizer(form, context.optimizer, context.model.parameters, schedule, full, self.remedies)
-        machines = [Shard(range(workers), admission, combination) for _ in range(len(form))]
+        applier = ShardOptimizer(layout, context.optimizer, context.model.parameters, schedule, full, self.remedies)
+        machines = [Shard(range(workers), admission, combination) for _ in range(len(layout))]
         # Whoever is bound to the others does as many rounds as they do.
         fixed = self.staleness_bound is not None and not self.backup_workers
         leases = (
             LeaseTable(len(plan.shares), context.until, context.first, fixed, workers=range(workers)) if first else None
         )
         coordinates = (leases, context.first, context.until, 1) if leases else None
-        port = open_port(form, self.transport)
-        pairing = pair(port, form, context.process) if self.backups else None
-        return Server(pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing)
+        port = open_port(layout, self.transport)
+        replicated = pair(port, layout, context.process) if self.backups else None
+        return Server(
+            replicated.transport if replicated else port, layout, applier, machines, coordinates, replicated=replicated
+        )
 
     def _regime(self, workers: int) -> tuple[Admission, Combination]:
         if self.staleness_bound == 0 or self.backup_workers:
@@ -206,14 +208,14 @@ class ParameterServerExchange(ServedExchange):
     def __init__(
         self,
         client: Client,
-        forms: Sequence[ShardLayout],
+        layouts: Sequence[ShardLayout],
         portions: ServerDataLeases,
-        held: GradientBuffer,
+        buffer: GradientBuffer,
         context: WorkerContext,
-        agreement: ReplicaGroup,
+        replica_group: ReplicaGroup,
         leads: bool,
     ) -> None:
-        super().__init__(client, forms, held, context.group, agreement, leads)
+        super().__init__(client, layouts, buffer, context.group, replica_group, leads)
         self.parameter_bytes = sum(parameter.bytes for parameter in context.model.parameters)
         self._portions = portions
         self._fresh = False
@@ -228,12 +230,12 @@ class ParameterServerExchange(ServedExchange):
         if portions.lease < 0:
             # It had no data before the workers meet, and nobody waits for it.
             return HEALTHY
-        verdict = self.judge(finite)
-        known = verdict.apply if self.agreement.looked or not verdict.apply else None
+        decision = self.judge(finite)
+        known = decision.apply if self.replica_group.looked or not decision.apply else None
         reason = self.client.push(
-            self.held.by_shard(), portions.lease, portions.weight, portions.share, known, pull=True
+            self.buffer.by_shard(), portions.lease, portions.weight, portions.share, known, pull=True
         )
         self._fresh = True
         # The lease is done when all ranks of the replica have pushed.
-        portions.late = self.agreement.any(reason == Reason.LATE)
-        return verdict
+        portions.late = self.replica_group.any(reason == Reason.LATE)
+        return decision

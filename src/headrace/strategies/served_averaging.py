@@ -42,7 +42,7 @@ from headrace.parameter_server.planning import (
     check_backups,
     check_seats,
     connect,
-    form_of,
+    layout_of,
     leads,
     open_port,
     pair,
@@ -159,43 +159,49 @@ class ServedAveragingConfig:
         named = dict(context.module.named_parameters())
         state = mean_state(named, local.updater.optimizer) if self.average_state else None
         beside = OptimizerMirror(state)
-        forms = [form_of(plan, context.model, server, state) for server in plan.servers]
-        own = [places_of(form, context.module, beside.named) for form in forms]
+        layouts = [layout_of(plan, context.model, server, state) for server in plan.servers]
+        own = [places_of(layout, context.module, beside.named) for layout in layouts]
         copy = [[torch.empty_like(place, device="cpu") for place in places] for places in own]
         servers = [plan.roles[server] for server in plan.servers]
         client = connect(
-            context.servers.addresses(), forms, copy, (rank, context.servers.incarnation), context.group.check, servers,
+            context.servers.addresses(), layouts, copy, (rank, context.servers.incarnation), context.group.check, servers,
             context.closing, together=True, in_turn=self._in_turn, find=context.servers.find,
         )  # fmt: skip
-        centre = CenterVariable(client, forms, own, copy, beside, keeps=not self.outer.agrees)
-        exchange = ServedAveragingExchange(self, plan, centre, forms, context, local, leads(client, rank))
-        exchange.give(centre.own)
+        center = CenterVariable(client, layouts, own, copy, beside, keeps=not self.outer.agrees)
+        exchange = ServedAveragingExchange(self, plan, center, layouts, context, local, leads(client, rank))
+        exchange.give(center.own)
         return Replica(context.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
 
     def server(self, plan: Plan, rank: int, context: ServerContext, by_share: bool = False) -> Server:
         """Builds what a server runs; `by_share` moves the average by the share of its rounds that contributed."""
         rank = plan.server_of(rank)
         state = _state_of(context) if self.average_state else None
-        form = form_of(plan, context.model, rank, state)
+        layout = layout_of(plan, context.model, rank, state)
         members, first = range(plan.workers), rank == plan.servers[0]
         # Schedules are the inner optimizer's, the moving average is that of the average.
-        pace = RoundClock(Options(ema_decay=context.options.ema_decay), context.rounds_per_epoch, context.first)
+        clock = RoundClock(Options(ema_decay=context.options.ema_decay), context.rounds_per_epoch, context.first)
         beside = state.specs if state else []
         optimizer = functools.partial(
             _outer_optimizer, {each.name for each in beside}, self._outer_options(plan.workers)
         )
-        applier = ShardOptimizer(form, optimizer, [*context.model.parameters, *beside], pace, full=not by_share)
+        applier = ShardOptimizer(layout, optimizer, [*context.model.parameters, *beside], clock, full=not by_share)
         combination = self._combination() if first or not self._in_turn else DecidedElsewhere()
-        machines = [Shard(members, Unbounded(), combination) for _ in range(len(form))]
+        machines = [Shard(members, Unbounded(), combination) for _ in range(len(layout))]
         until, span = first_stretch(self.period, self.post_local, context.first, context.until)
         # Whoever waits for all goes in step with them, and every run is the same.
         fixed, last = self.wait == "all", context.first + blocks(context.first, until, span)
         leases = LeaseTable(len(plan.shares), last, context.first, fixed, workers=members) if first else None
         coordinates = (leases, context.first, until, span) if leases else None
-        port = open_port(form, self.transport)
-        pairing = pair(port, form, context.process) if self.backups else None
+        port = open_port(layout, self.transport)
+        replicated = pair(port, layout, context.process) if self.backups else None
         return Server(
-            pairing.port if pairing else port, form, applier, machines, coordinates, pairing=pairing, measures=True
+            replicated.transport if replicated else port,
+            layout,
+            applier,
+            machines,
+            coordinates,
+            replicated=replicated,
+            measures=True,
         )
 
     @property
@@ -262,20 +268,20 @@ class ServedAveragingExchange(ServedExchange):
         self,
         service: ServedAveragingConfig,
         plan: Plan,
-        centre: CenterVariable,
-        forms: Sequence[ShardLayout],
+        center: CenterVariable,
+        layouts: Sequence[ShardLayout],
         context: WorkerContext,
         local: LocalExchange,
         leads: bool,
     ) -> None:
-        client = centre.client
-        held = GradientBuffer(forms, context.model)
-        super().__init__(client, forms, held, context.group, context.agreement(), leads)
+        client = center.client
+        buffer = GradientBuffer(layouts, context.model)
+        super().__init__(client, layouts, buffer, context.group, context.agreement(), leads)
         self._pacing = PeriodController(service.period, service.post_local, context.group)
         self.portions = ServerDataLeases(
-            client, leads, len(forms), len(plan.shares), self._pacing.stretch, centre, rests=service.wait != "nobody"
+            client, leads, len(layouts), len(plan.shares), self._pacing.stretch, center, rests=service.wait != "nobody"
         )
-        self._centre = centre
+        self._center = center
         self._outer = service.outer
         self._alpha = service.outer.beta / plan.workers if isinstance(service.outer, Elastic) else 0.0
         self._waits = service.wait != "nobody"
@@ -302,8 +308,8 @@ class ServedAveragingExchange(ServedExchange):
         if portions.lease < 0:
             # It had no data before the workers meet.
             return HEALTHY
-        verdict = self._inner.synchronize(finite)
-        if verdict.apply:
+        decision = self._inner.synchronize(finite)
+        if decision.apply:
             self._advance(self._round)
             self._inner.updater.apply(self._pieces, self._round)
             self._weight += portions.weight
@@ -313,11 +319,11 @@ class ServedAveragingExchange(ServedExchange):
             self._meet()
         elif self._drops and self.client.is_behind:
             self._give_up()
-        return replace(verdict, bad_losses=(self._group.rank,)) if verdict.bad_losses else verdict
+        return replace(decision, bad_losses=(self._group.rank,)) if decision.bad_losses else decision
 
     def swap_weights(self, averaged: bool) -> None:
         super().swap_weights(averaged)
-        self._centre.take()
+        self._center.take()
 
     def state(self) -> tuple[StatePiece, ...]:
         of_parameters = (piece for piece in super().state() if piece.parameter in self._names)
@@ -336,8 +342,8 @@ class ServedAveragingExchange(ServedExchange):
         self._inner.load([piece for piece in every if piece.key != AVERAGE], settings)
         self._pacing.load(settings)
         # What is averaged begins with it.
-        self._centre.gather()
-        self.give(self._centre.own, beside=True)
+        self._center.gather()
+        self.give(self._center.own, beside=True)
 
     def memory(self) -> tuple[int, int]:
         parameter_bytes, state_bytes = self._inner.memory()
@@ -357,13 +363,13 @@ class ServedAveragingExchange(ServedExchange):
                 "is a step behind would never be part of an average; wait longer, or use wait='all'"
             )
         weight, shares, self._weight, self._shares = self._weight, self._shares, 0.0, []
-        centre, portions = self._centre, self.portions
+        center, portions = self._center, self.portions
         began_s = perf_counter()
         if not self._waits:
             self.client.pull()
-        distances = centre.distances()
+        distances = center.distances()
         if self._alpha:
-            centre.approach(self._alpha)
+            center.approach(self._alpha)
         weight = weight if self._outer.weighted else float(weight > 0)
         reason = self.client.push(
             distances, portions.lease, weight, sum(shares) / len(shares),
@@ -373,10 +379,10 @@ class ServedAveragingExchange(ServedExchange):
         if spoilt and not self._averages_state:
             # Of what has made such parameters nothing is kept.
             self._inner.load(())
-        centre.take(all_of_it=spoilt or not self._alpha)
+        center.take(all_of_it=spoilt or not self._alpha)
         portions.late = reason == Reason.LATE
         if not portions.late and self._waits:
-            ended_s, norm = perf_counter(), centre.norm
+            ended_s, norm = perf_counter(), center.norm
             drift = self.client.apart / norm if norm else 0.0
             seen = Seen(len(shares), began_s - self._lease_s, ended_s - began_s, drift)
             left_out = (self._group.members[self._group.rank],) if spoilt else ()
@@ -384,11 +390,11 @@ class ServedAveragingExchange(ServedExchange):
 
     def _give_up(self) -> None:
         """Leaves the rest of a lease to others: the average has gone on, and what is made of an old one is dropped."""
-        nothing = [[None] * len(places) for places in self._centre.own]
+        nothing = [[None] * len(places) for places in self._center.own]
         share, self._weight, self._shares = self._shares[0], 0.0, []
         # Whoever waits for no one who has once been late waits for this worker again.
         reason = self.client.push(nothing, self.portions.lease, 0.0, share, pull=True, patience_s=self._patience_s)
-        self._centre.take(all_of_it=not self._alpha)
+        self._center.take(all_of_it=not self._alpha)
         self.portions.late = reason == Reason.LATE
 
 

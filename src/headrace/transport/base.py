@@ -81,7 +81,7 @@ class Slots:
         """Returns a slot of a `(nbytes,)` uint8 region."""
         return region[self.starts[slot] : self.starts[slot] + self.lengths[slot]]
 
-    def cut(self, region: Tensor) -> list[Tensor]:
+    def views(self, region: Tensor) -> list[Tensor]:
         """Returns all slots of a region."""
         return [self.of(region, slot) for slot in range(len(self))]
 
@@ -117,7 +117,7 @@ class TransportLayout:
         factor, least = _BLOBS
         return factor * max(self.parameters.lengths, default=0) + least
 
-    def fit(self, hello: bytes) -> TransportLayout:
+    def match(self, hello: bytes) -> TransportLayout:
         """Returns the layout of a link that says this: the same, perhaps without pushes.
 
         Raises:
@@ -157,7 +157,7 @@ class ServerTransport(ABC):
         moved_bytes: payload that has gone through it, both ways.
     """
 
-    vouched: bool = False
+    trusts_clients: bool = False
     address: str
     moved_bytes: int
 
@@ -166,11 +166,11 @@ class ServerTransport(ABC):
         """Returns the place of a shard's parameters, `(bytes,)` uint8: the server's own copy, which links read."""
 
     @abstractmethod
-    def changing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+    def writing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
         """Holds off readers of these parameters for as long as they are written to."""
 
     @abstractmethod
-    def show(self, slot: int, version: int) -> None:
+    def set_version(self, slot: int, version: int) -> None:
         """Says which version a shard's parameters are; inside `changing` where they have changed."""
 
     @abstractmethod
@@ -250,7 +250,7 @@ class ClientTransport(ABC):
             into: `(bytes,)` uint8.
         """
 
-    def shown(self, slot: int) -> int | None:
+    def current_version(self, slot: int) -> int | None:
         """Returns which version a shard's parameters are now; None where that is not to be seen from here."""
         return None
 

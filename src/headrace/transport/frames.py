@@ -39,7 +39,7 @@ _ENTRY = struct.Struct("<iqq")
 _FORM = 1
 _NUMBERS = 1 << 32
 
-Letter = list[bytes | memoryview]
+Frame = list[bytes | memoryview]
 """Head, message, payloads."""
 
 
@@ -73,18 +73,18 @@ class Payload:
     blob: memoryview = _NOTHING
 
 
-def letter(sort: FrameKind, message: bytes = b"") -> Letter:
+def control_frame(kind: FrameKind, message: bytes = b"") -> Frame:
     """Returns a letter without payload."""
-    return [_HEAD.pack(_FORM, sort, 0, 0), message]
+    return [_HEAD.pack(_FORM, kind, 0, 0), message]
 
 
-def numbered(parts: Letter, number: int) -> Letter:
+def numbered(parts: Frame, number: int) -> Frame:
     """Returns a letter with its number on its way, from 0 on: encryption alone does not tell that one is missing."""
     head, *rest = parts
     return [b"".join([head[:_NUMBER_AT], _NUMBER.pack(number % _NUMBERS), head[_HEAD.size :]]), *rest]
 
 
-def expect(parts: Sequence[bytes | memoryview], expected: int) -> None:
+def expect_number(parts: Sequence[bytes | memoryview], expected: int) -> None:
     """Looks at the number of a letter that `sort_of` has looked at.
 
     Raises:
@@ -95,7 +95,7 @@ def expect(parts: Sequence[bytes | memoryview], expected: int) -> None:
         raise ValueError(f"letter {number} came where {expected % _NUMBERS} was to come: some were lost on their way")
 
 
-def sort_of(parts: Sequence[bytes | memoryview]) -> FrameKind:
+def kind_of(parts: Sequence[bytes | memoryview]) -> FrameKind:
     """Returns what a letter is.
 
     Raises:
@@ -103,20 +103,20 @@ def sort_of(parts: Sequence[bytes | memoryview]) -> FrameKind:
     """
     if len(parts) < 2 or len(parts[0]) < _HEAD.size:
         raise ValueError(f"{len(parts)} parts are no letter")
-    form, sort, count, _ = _HEAD.unpack_from(parts[0])
+    form, kind, count, _ = _HEAD.unpack_from(parts[0])
     if form != _FORM or len(parts) != 2 + count or len(parts[0]) != _HEAD.size + count * _ENTRY.size:
         raise ValueError(f"a letter of form {form} with {len(parts)} parts says that it has {count} payloads")
     if len(parts[1]) > LARGEST_MESSAGE:
         raise ValueError(f"a message of {len(parts[1]):,} bytes is longer than {LARGEST_MESSAGE:,}")
-    return FrameKind(sort)
+    return FrameKind(kind)
 
 
-def cut(
+def to_frames(
     message: bytes,
     slots: Sequence[tuple[int, int]],
     take: Callable[[int], tuple[int, memoryview]],
     blob: bytes | bytearray | memoryview = b"",
-) -> Iterator[Letter]:
+) -> Iterator[Frame]:
     """Yields the letters of what is sent at once.
 
     A letter holds views, so it is to be copied before anybody writes to the slots again; the next may come later.
@@ -128,7 +128,7 @@ def cut(
         blob: to send.
     """
     entries: list[tuple[int, int, int]] = []
-    payloads, held = Letter(), 0
+    payloads, filled = Frame(), 0
     for slot, length in [*slots, *([(_BLOB, len(blob))] if blob else [])]:
         version, content, start = 0, _NOTHING, 0
         whole = min(length, PIECE_BYTES)
@@ -136,14 +136,14 @@ def cut(
             size = min(length - start, PART_BYTES, PIECE_BYTES)
             # What fits into one letter is not begun in the one before.
             next_size, next_count = (size, 1) if start else (whole, -(-whole // PART_BYTES))
-            if payloads and (held + next_size > PIECE_BYTES or len(payloads) + next_count > _PAYLOADS):
+            if payloads and (filled + next_size > PIECE_BYTES or len(payloads) + next_count > _PAYLOADS):
                 yield [_head(FrameKind.PART, entries), b"", *payloads]
-                entries, payloads, held = [], Letter(), 0
+                entries, payloads, filled = [], Frame(), 0
             if not start:
                 version, content = (0, memoryview(blob)) if slot == _BLOB else take(slot)
             entries.append((slot, start, version))
             payloads.append(content[start : start + size])
-            held += size
+            filled += size
             start += max(size, 1)
     yield [_head(FrameKind.LAST, entries), message, *payloads]
 
@@ -167,10 +167,10 @@ class Reassembler:
         Raises:
             ValueError: it is no such letter, or does not follow the one before.
         """
-        sort = sort_of(parts)
-        if sort not in (FrameKind.PART, FrameKind.LAST):
+        kind = kind_of(parts)
+        if kind not in (FrameKind.PART, FrameKind.LAST):
             raise ValueError(
-                f"a letter is {sort.name}, and only {FrameKind.PART.name} and {FrameKind.LAST.name} hold payload"
+                f"a letter is {kind.name}, and only {FrameKind.PART.name} and {FrameKind.LAST.name} hold payload"
             )
         entries = _ENTRY.iter_unpack(parts[0][_HEAD.size :])
         for (slot, start, version), content in zip(entries, parts[2:], strict=True):
@@ -178,14 +178,14 @@ class Reassembler:
                 self._extend_blob(start, content)
             else:
                 self._put(slot, start, version, content)
-        if sort == FrameKind.PART:
+        if kind == FrameKind.PART:
             return None
         unfinished = [slot for slot, filled in self._filled.items() if filled != self._lengths[slot]]
         if unfinished:
             raise ValueError(f"slot {unfinished[0]} came with {self._filled[unfinished[0]]:,} bytes only")
-        delivery = Payload(bytes(parts[1]), self._slots, memoryview(self._blob))
+        payload = Payload(bytes(parts[1]), self._slots, memoryview(self._blob))
         self._begin()
-        return delivery
+        return payload
 
     def _begin(self) -> None:
         self._slots: dict[int, tuple[int, Tensor]] = {}
@@ -225,5 +225,5 @@ class Reassembler:
             self._filled[slot] = start + size
 
 
-def _head(sort: FrameKind, entries: Sequence[tuple[int, int, int]]) -> bytes:
-    return _HEAD.pack(_FORM, sort, len(entries), 0) + b"".join([_ENTRY.pack(*entry) for entry in entries])
+def _head(kind: FrameKind, entries: Sequence[tuple[int, int, int]]) -> bytes:
+    return _HEAD.pack(_FORM, kind, len(entries), 0) + b"".join([_ENTRY.pack(*entry) for entry in entries])

@@ -155,7 +155,7 @@ class LocalClientTransport(ClientTransport):
             self._free()
             raise ConnectionError(f"no link to the server at {address}: {error}") from error
         self._words = self._shared.memory[: 8 * len(parameters)].cast("q")
-        self._sources = parameters.cut(self._shared.tensor(start=head))
+        self._sources = parameters.views(self._shared.tensor(start=head))
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -208,7 +208,7 @@ class LocalClientTransport(ClientTransport):
             else:
                 sleep(_NAP_S)
 
-    def shown(self, slot: int) -> int | None:
+    def current_version(self, slot: int) -> int | None:
         return self._words[slot] >> 1
 
     def reply_slot(self, slot: int) -> Tensor:

@@ -48,7 +48,7 @@ class LocalServerTransport(ServerTransport):
     replies: places of what a link pulls in another form; None if it pulls parameters as they are.
     """
 
-    vouched = True
+    trusts_clients = True
 
     def __init__(self, parameters: Slots, pushes: Slots, replies: Slots | None = None) -> None:
         self.moved_bytes = 0
@@ -82,11 +82,11 @@ class LocalServerTransport(ServerTransport):
     def parameters(self, slot: int) -> Tensor:
         return self._layout.parameters.of(self._region, slot)
 
-    def changing(self, slots: Sequence[int]) -> _Changing:
+    def writing(self, slots: Sequence[int]) -> _Changing:
         self._changing.slots = slots
         return self._changing
 
-    def show(self, slot: int, version: int) -> None:
+    def set_version(self, slot: int, version: int) -> None:
         self._words[slot] = version << 1 | self._words[slot] & 1
 
     def receive(self, timeout_s: float) -> list[ReceivedMessage]:
@@ -223,7 +223,7 @@ class LocalServerTransport(ServerTransport):
             self.drop(peer)
             return
         try:
-            layout = self._layout.fit(message)
+            layout = self._layout.match(message)
             if len(self._segments) >= _MOST_LINKS:
                 raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
             lengths = segment_bytes(layout)
@@ -240,7 +240,7 @@ class LocalServerTransport(ServerTransport):
             self.drop(peer)
             return
         regions = [segment.tensor() for segment in segments]
-        self._pushed[peer] = layout.pushes.cut(regions[0]) if layout.pushes else []
+        self._pushed[peer] = layout.pushes.views(regions[0]) if layout.pushes else []
         if layout.replies:
             self._replied[peer] = regions[-1]
         readable = os.open(f"/proc/self/fd/{self._shared.descriptor}", os.O_RDONLY | os.O_CLOEXEC)

@@ -12,7 +12,17 @@ from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
 from headrace.transport.base import ClientTransport, Slots, TransportLayout
-from headrace.transport.frames import FrameKind, Letter, Payload, Reassembler, cut, expect, letter, numbered, sort_of
+from headrace.transport.frames import (
+    Frame,
+    FrameKind,
+    Payload,
+    Reassembler,
+    control_frame,
+    expect_number,
+    kind_of,
+    numbered,
+    to_frames,
+)
 from headrace.transport.zeromq import Keys, connect, make_socket, waits, watch
 
 _STALL_S = 60.0
@@ -62,7 +72,7 @@ class RemoteClientTransport(ClientTransport):
         self._layout = TransportLayout(parameters, pushes, replies)
         self._region = torch.zeros(pushes.nbytes, dtype=torch.uint8)
         self._content = self._region.numpy().data
-        self._collector = Reassembler(self._layout.pulled.lengths, _BLOB_BYTES)
+        self._reassembler = Reassembler(self._layout.pulled.lengths, _BLOB_BYTES)
         self._arrived: deque[Payload] = deque()
         self._pulled: dict[int, tuple[int, Tensor]] = {}
         self._versions = [-1] * len(parameters)
@@ -78,7 +88,7 @@ class RemoteClientTransport(ClientTransport):
         self._poll.register(self._monitor, zmq.POLLIN)
         try:
             connect(self._socket, address)
-            self._put(letter(FrameKind.HELLO, self._layout.hello()))
+            self._put(control_frame(FrameKind.HELLO, self._layout.hello()))
             self._await_welcome(hello_s)
         except BaseException:
             self._free(0)
@@ -89,7 +99,7 @@ class RemoteClientTransport(ClientTransport):
 
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
         lengths = self._layout.pushes.lengths
-        for parts in cut(message, [(slot, lengths[slot]) for slot in slots], self._take, blob):
+        for parts in to_frames(message, [(slot, lengths[slot]) for slot in slots], self._take, blob):
             self._put(parts)
         self.moved_bytes += sum(lengths[slot] for slot in slots)
 
@@ -105,9 +115,9 @@ class RemoteClientTransport(ClientTransport):
             if left <= 0:
                 return None
             self._wait(left, zmq.POLLIN)
-        delivery = self._arrived.popleft()
-        self._pulled.update(delivery.slots)
-        return delivery.message, delivery.blob
+        payload = self._arrived.popleft()
+        self._pulled.update(payload.slots)
+        return payload.message, payload.blob
 
     def fetch(self, slot: int, into: Tensor) -> int:
         if self._layout.replies is None and slot in self._pulled:
@@ -145,7 +155,7 @@ class RemoteClientTransport(ClientTransport):
                 )
             self._wait(left, zmq.POLLIN)
 
-    def _put(self, parts: Letter) -> None:
+    def _put(self, parts: Frame) -> None:
         """Sends a letter; takes in what comes while there is no room, or two who send would wait for each other."""
         deadline = monotonic() + _STALL_S
         while True:
@@ -182,15 +192,15 @@ class RemoteClientTransport(ClientTransport):
                 self._end = self._end or f"it speaks as no server does: {error}"
 
     def _open(self, parts: Sequence[memoryview]) -> None:
-        sort = sort_of(parts)
-        expect(parts, self._heard)
+        kind = kind_of(parts)
+        expect_number(parts, self._heard)
         self._heard += 1
-        if sort == FrameKind.WELCOME:
+        if kind == FrameKind.WELCOME:
             self._welcome = True
-        elif sort == FrameKind.FAREWELL:
+        elif kind == FrameKind.FAREWELL:
             self._end = self._end or bytes(parts[1]).decode(errors="replace") or "it has ended the link"
         else:
-            delivery = self._collector.add(parts)
-            if delivery is not None:
-                self._arrived.append(delivery)
-                self.moved_bytes += sum(self._layout.pulled.lengths[slot] for slot in delivery.slots)
+            payload = self._reassembler.add(parts)
+            if payload is not None:
+                self._arrived.append(payload)
+                self.moved_bytes += sum(self._layout.pulled.lengths[slot] for slot in payload.slots)

@@ -27,15 +27,15 @@ from headrace.transport.connections import Connection, ConnectionGuard, wire_byt
 from headrace.transport.frames import (
     MOST_PARTS,
     PIECE_BYTES,
+    Frame,
     FrameKind,
-    Letter,
     Payload,
     Reassembler,
-    cut,
-    expect,
-    letter,
+    control_frame,
+    expect_number,
+    kind_of,
     numbered,
-    sort_of,
+    to_frames,
 )
 from headrace.transport.zeromq import Keys, is_loopback, listen, make_socket, waits
 
@@ -70,10 +70,10 @@ class _Peer:
     number: int
     routing: bytes
     line: Connection
-    collector: Reassembler
+    reassembler: Reassembler
     pushed: dict[int, Tensor] = field(default_factory=dict)
     replies: dict[int, Tensor] = field(default_factory=dict)
-    letters: deque[tuple[int, Iterator[Letter]]] = field(default_factory=deque)
+    frames: deque[tuple[int, Iterator[Frame]]] = field(default_factory=deque)
     owed: int = 0
     sent: int = 0
     heard: int = 0
@@ -85,14 +85,14 @@ class _Peer:
         Raises:
             ValueError: it is none, or not the next.
         """
-        delivery = self.collector.add(parts)
+        payload = self.reassembler.add(parts)
         self.heard += 1
-        expect(parts, self.heard)
-        return delivery
+        expect_number(parts, self.heard)
+        return payload
 
     def forget(self) -> None:
         """Lets go of what cannot be sent any more."""
-        self.letters.clear()
+        self.frames.clear()
         self.owed = 0
 
 
@@ -154,10 +154,10 @@ class RemoteServerTransport(ServerTransport):
     def parameters(self, slot: int) -> Tensor:
         return self._layout.parameters.of(self._region, slot)
 
-    def changing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+    def writing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def show(self, slot: int, version: int) -> None:
+    def set_version(self, slot: int, version: int) -> None:
         self._versions[slot] = version
 
     def receive(self, timeout_s: float) -> list[ReceivedMessage]:
@@ -207,8 +207,10 @@ class RemoteServerTransport(ServerTransport):
         take = self._taker(to, slots)
         lengths = self._layout.pulled.lengths
         self.moved_bytes += sum(lengths[slot] for slot in slots)
-        self._write(to, cut(message, [(slot, lengths[slot]) for slot in slots], take, blob), len(message) + len(blob))
-        if limited and len(to.letters) > 1 and to.owed > _OWED_BYTES:
+        self._write(
+            to, to_frames(message, [(slot, lengths[slot]) for slot in slots], take, blob), len(message) + len(blob)
+        )
+        if limited and len(to.frames) > 1 and to.owed > _OWED_BYTES:
             # It asks and does not read.
             to.forget()
             self._door.cut_off(to.line)
@@ -216,7 +218,7 @@ class RemoteServerTransport(ServerTransport):
     def drop(self, peer: int) -> None:
         to = self._peers.get(peer)
         if to is not None and to.until is None:
-            self._write(to, iter([letter(FrameKind.FAREWELL)]), 0)
+            self._write(to, iter([control_frame(FrameKind.FAREWELL)]), 0)
             to.until = monotonic() + _FAREWELL_S
 
     def close(self) -> None:
@@ -281,18 +283,18 @@ class RemoteServerTransport(ServerTransport):
     def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[ReceivedMessage]:
         peer.line.taken += sum(wire_bytes(len(part)) for part in parts)
         try:
-            delivery = peer.hear(parts)
-            if delivery is None:
+            payload = peer.hear(parts)
+            if payload is None:
                 return []
-            if not delivery.message:
+            if not payload.message:
                 raise ValueError("an empty message")
         except ValueError:
             # Whoever cannot speak properly harms itself alone.
             self.drop(peer.number)
             return [ReceivedMessage(peer.number, b"")]
-        peer.pushed.update({slot: content for slot, (_, content) in delivery.slots.items()})
-        self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in delivery.slots)
-        return [ReceivedMessage(peer.number, delivery.message, delivery.blob)]
+        peer.pushed.update({slot: content for slot, (_, content) in payload.slots.items()})
+        self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in payload.slots)
+        return [ReceivedMessage(peer.number, payload.message, payload.blob)]
 
     def _greet(self, routing: zmq.Frame, parts: Sequence[memoryview]) -> None:
         """Takes in a new link, if it is laid out as this port."""
@@ -301,21 +303,21 @@ class RemoteServerTransport(ServerTransport):
             return
         line.taken += sum(wire_bytes(len(part)) for part in parts)
         self._door.greet(line)
-        collector = Reassembler(self._layout.pushes.lengths, self._layout.blob_bytes)
-        peer = _Peer(next(self._numbers), routing.bytes, line, collector)
+        reassembler = Reassembler(self._layout.pushes.lengths, self._layout.blob_bytes)
+        peer = _Peer(next(self._numbers), routing.bytes, line, reassembler)
         self._peers[peer.number] = self._routes[peer.routing] = self._lines[line] = peer
         try:
-            if sort_of(parts) != FrameKind.HELLO:
+            if kind_of(parts) != FrameKind.HELLO:
                 raise ValueError("a link begins with its layout")
-            expect(parts, 0)
+            expect_number(parts, 0)
             if len(self._peers) > _MOST_LINKS:
                 raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
-            self._layout.fit(bytes(parts[1]))
+            self._layout.match(bytes(parts[1]))
         except ValueError as error:
-            self._write(peer, iter([letter(FrameKind.FAREWELL, str(error).encode())]), 0)
+            self._write(peer, iter([control_frame(FrameKind.FAREWELL, str(error).encode())]), 0)
             peer.until = monotonic() + _FAREWELL_S
         else:
-            self._write(peer, iter([letter(FrameKind.WELCOME)]), 0)
+            self._write(peer, iter([control_frame(FrameKind.WELCOME)]), 0)
 
     def _taker(self, peer: _Peer, slots: Sequence[int]) -> Callable[[int], tuple[int, memoryview]]:
         if self._layout.replies is not None:
@@ -330,8 +332,8 @@ class RemoteServerTransport(ServerTransport):
         # What goes in several letters must be of one version.
         return self._versions[slot], content if length <= PIECE_BYTES else memoryview(bytes(content))
 
-    def _write(self, peer: _Peer, letters: Iterator[Letter], owed: int) -> None:
-        peer.letters.append((owed, letters))
+    def _write(self, peer: _Peer, frames: Iterator[Frame], owed: int) -> None:
+        peer.frames.append((owed, frames))
         peer.owed += owed
         self._flush(peer)
 
@@ -343,12 +345,12 @@ class RemoteServerTransport(ServerTransport):
             if peer.until is not None and now > peer.until:
                 self._door.cut_off(peer.line)
                 peer.until = now + _FAREWELL_S
-        return any(peer.letters for peer in self._peers.values())
+        return any(peer.frames for peer in self._peers.values())
 
     def _flush(self, peer: _Peer) -> None:
         """Sends what a link has room for. Letters are made when there is room: until then nothing is copied."""
-        while peer.letters:
-            owed, letters = peer.letters[0]
+        while peer.frames:
+            owed, frames = peer.frames[0]
             try:
                 self._socket.send(peer.routing, zmq.NOBLOCK | zmq.SNDMORE)
             except zmq.Again:
@@ -359,9 +361,9 @@ class RemoteServerTransport(ServerTransport):
                 # Its end is about to be told.
                 peer.forget()
                 return
-            parts = next(letters)
+            parts = next(frames)
             self._socket.send_multipart(numbered(parts, peer.sent))
             peer.sent += 1
-            if sort_of(parts) != FrameKind.PART:
-                peer.letters.popleft()
+            if kind_of(parts) != FrameKind.PART:
+                peer.frames.popleft()
                 peer.owed -= owed

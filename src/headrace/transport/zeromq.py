@@ -70,9 +70,9 @@ class Keys:
         return secrets.compare_digest(key, z85.decode(self._public[1]))
 
 
-def make_socket(context: zmq.Context[zmq.Socket[bytes]], sort: int) -> zmq.Socket[bytes]:
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     """Returns a socket with limits to everything."""
-    made: zmq.Socket[bytes] = context.socket(sort)
+    made: zmq.Socket[bytes] = context.socket(kind)
     made.linger = 0
     made.sndhwm = made.rcvhwm = _HIGH_WATER
     # Of one part, with what its encryption adds: so much a stranger may make this process keep.

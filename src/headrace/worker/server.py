@@ -66,15 +66,15 @@ def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None
             check()
             if snapshots:
                 snapshots.look()
-            if server.pairing:
-                _follow_view(server.pairing, page, owner, process)
-                page.ranks[rank].heartbeat.promotable_epoch = server.pairing.ready
+            if server.replicated:
+                _follow_view(server.replicated, page, owner, process)
+                page.ranks[rank].heartbeat.promotable_epoch = server.replicated.ready
             if monotonic() - told > _TELL_EVERY_S:
                 told = monotonic()
-                journal.write(_by_rank(server.tally.event(rank, journal.now()), order.plan))
+                journal.write(_by_rank(server.counters.event(rank, journal.now()), order.plan))
 
         server.serve(look)
-        journal.write(_by_rank(server.tally.event(rank, journal.now()), order.plan))
+        journal.write(_by_rank(server.counters.event(rank, journal.now()), order.plan))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         journal.write(ServerEnded(rank, journal.now(), server.moved_bytes, peak, *server.memory()))
     except PeerLost:
@@ -145,12 +145,12 @@ def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) 
         raise CorruptCheckpoint(folder / name, str(error)) from error
 
 
-def _follow_view(pairing: ReplicatedTransport, page: ControlPage, server: int, process: int) -> None:
+def _follow_view(replicated: ReplicatedTransport, page: ControlPage, server: int, process: int) -> None:
     epoch, primary, backup = page.ranks[server].server_view.read()
     address = page.ranks[primary % len(page.ranks)].address.read() if epoch else ""
     # Whoever is to follow a primary must find it.
     if epoch and (process != backup or address):
-        pairing.view(View(epoch, primary, None if backup < 0 else backup), address)
+        replicated.view(View(epoch, primary, None if backup < 0 else backup), address)
 
 
 def _parts(order: RunSpec) -> ServerContext:

@@ -55,20 +55,20 @@ class CenterVariable:
     def __init__(
         self,
         client: Client,
-        forms: Sequence[ShardLayout],
+        layouts: Sequence[ShardLayout],
         own: Sequence[Sequence[Tensor]],
         copy: Sequence[Sequence[Tensor]],
-        beside: OptimizerMirror,
+        mirror: OptimizerMirror,
         keeps: bool,
     ) -> None:
         self.client, self.own = client, own
-        self._pieces = [form.pieces for form in forms]
+        self._pieces = [layout.pieces for layout in layouts]
         self._own, self._copy = ([*chain(*places)] for places in (own, copy))
         # Of what is beside the parameters nobody has one of its own for longer than a lease.
         apart = [not piece.exact for piece in chain(*self._pieces)]
         self._apart = [index for index, is_apart in enumerate(apart) if is_apart]
         self._rest = [index for index, is_apart in enumerate(apart) if not is_apart]
-        self._beside = beside
+        self._mirror = mirror
         self._keeps = keeps
         self._kept: list[Tensor] | None = None
         self._begun = False
@@ -78,7 +78,7 @@ class CenterVariable:
         taken = [*self._apart, *self._rest] if all_of_it else self._rest
         if taken:
             torch._foreach_copy_([self._own[index] for index in taken], [self._copy[index] for index in taken])
-        self._beside.spread()
+        self._mirror.spread()
 
     def renew(self) -> None:
         """Brings the centre up to date, and puts it where the parameters are."""
@@ -97,13 +97,13 @@ class CenterVariable:
 
     def distances(self) -> list[list[Tensor]]:
         """Returns, by server and shard, the way from what is this worker's to the centre."""
-        self._beside.gather()
+        self._mirror.gather()
         ways = (copy - own.to(copy.device) for own, copy in zip(self._own, self._copy, strict=True))
         return [[next(ways).view(piece.shape) for piece in pieces] for pieces in self._pieces]
 
     def gather(self) -> None:
         """Notes this worker's state of its optimizer."""
-        self._beside.gather()
+        self._mirror.gather()
 
     def approach(self, alpha: float) -> None:
         """Goes a part of the way to the centre."""

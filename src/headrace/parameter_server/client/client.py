@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.errors import PeerLost, ServerRefused
 from headrace.parameter_server.client.session import ServerConnection, Session
-from headrace.parameter_server.core.events import Among, Reason
+from headrace.parameter_server.core.events import Reason, RoundMembers
 from headrace.parameter_server.wire.layout import ShardLayout
 from headrace.parameter_server.wire.messages import Kind, Message, decode
 from headrace.training.clipping import all_finite
@@ -141,13 +141,13 @@ class Client:
         first, *others = self._servers
         first.push(head.kind, first.buckets[0], gradients[0], head)
         reason = first.finish(pull, monotonic() + patience_s)
-        last = decode(bytes(first.ask(Message(Kind.AMONG)))).numbers
+        last = decode(bytes(first.ask(Message(Kind.ROUND_MEMBERS)))).numbers
         # Whoever was of an earlier round does it again: the others know of no round but the last.
-        counts = bool(last) and self._worker in Among.of(last).workers and reason != Reason.LATE
+        counts = bool(last) and self._worker in RoundMembers.of(last).workers and reason != Reason.LATE
         reason = reason if counts else Reason.LATE
         for server, own in zip(others, gradients[1:], strict=True):
             if last:
-                server.ask(Message(Kind.AMONG, numbers=last))
+                server.ask(Message(Kind.ROUND_MEMBERS, numbers=last))
             if counts:
                 server.push(head.kind, server.buckets[0], own, head)
             elif pull:
@@ -169,8 +169,8 @@ class Client:
         Then no shard of it takes what this worker pushes.
         """
         first = self._servers[0]
-        shown = first.session.link.shown
-        return all((shown(shard) or 0) > version for shard, version in enumerate(first.versions))
+        current_version = first.session.transport.current_version
+        return all((current_version(shard) or 0) > version for shard, version in enumerate(first.versions))
 
     def forget(self) -> None:
         """Lets the next pull bring all parameters: this worker's copies are no more what was pulled last."""
@@ -217,10 +217,10 @@ class _Server:
     """One server, as a client sees it."""
 
     def __init__(self, connection: ServerConnection, session: Session, timeout_s: float, together: bool) -> None:
-        self.session, self.form = session, connection.form
-        self.buckets = [range(len(self.form))] if together else _buckets(self.form)
+        self.session, self.layout = session, connection.layout
+        self.buckets = [range(len(self.layout))] if together else _buckets(self.layout)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
-        self._versions = [-1] * len(self.form)
+        self._versions = [-1] * len(self.layout)
         self._connection = connection
         self._timeout_s = timeout_s
         self.apart = 0.0
@@ -244,7 +244,7 @@ class _Server:
             gradient, made_with = gradients[shard], max(0, known[shard])
             numbers.append(made_with if gradient is not None else ~made_with)
             if gradient is not None and sends:
-                self.form.encode(shard, gradient, self.session.seats[shard])
+                self.layout.encode(shard, gradient, self.session.push_views[shard])
                 present.append(shard)
         self.session.ask(head._replace(first=shards.start, numbers=tuple(numbers)), present)
         self._pending += 1
@@ -256,7 +256,7 @@ class _Server:
 
     def forget(self) -> None:
         """Takes the copies for unknown."""
-        self._versions = [-1] * len(self.form)
+        self._versions = [-1] * len(self.layout)
 
     def request(self, kind: Kind, shards: range) -> None:
         """Asks for the parameters of some shards."""
@@ -279,7 +279,7 @@ class _Server:
 
     def make_room(self, pulls: bool) -> None:
         """Waits until another push may be on its way."""
-        window = self.session.link.window
+        window = self.session.transport.window
         while window is not None and self._pending >= window:
             self._await_answer(pulls)
 
@@ -326,7 +326,7 @@ class _Server:
 
     def _takes(self, message: Message, awaited: int = 0) -> bool:
         """Whether an answer is none of those that are waited for here."""
-        if message.kind in (Kind.GRANT, Kind.FENCE):
+        if message.kind in (Kind.GRANT, Kind.SYNC_POINT):
             self._leases.append(message)
             return True
         return message.kind == Kind.DONE and message.number != awaited
@@ -350,15 +350,15 @@ class _Server:
         for shard, version in enumerate(message.numbers, message.first):
             if version == self._versions[shard]:
                 continue
-            if self.form.reply_slots is None:
+            if self.layout.reply_slots is None:
                 self._fetch_one(shard)
             else:
-                self.form.decode_reply(shard, self.session.link.reply_slot(shard), self._places[shard])
+                self.layout.decode_reply(shard, self.session.transport.reply_slot(shard), self._places[shard])
                 self._versions[shard] = version
 
     def _fetch_one(self, shard: int) -> None:
         try:
-            self._versions[shard] = self.session.link.fetch(shard, self._places[shard])
+            self._versions[shard] = self.session.transport.fetch(shard, self._places[shard])
         except ConnectionError as error:
             self.session.reconnect(error)
             self._versions[shard] = -1
@@ -374,13 +374,13 @@ def _graver(one: Reason | None, other: Reason | None) -> Reason | None:
     return Reason.LATE if Reason.LATE in (one, other) else one or other
 
 
-def _buckets(form: ShardLayout) -> list[range]:
+def _buckets(layout: ShardLayout) -> list[range]:
     """Returns the shards in pieces of about a megabyte."""
     buckets, start, nbytes = [], 0, 0
-    for shard, length in enumerate(form.slots.lengths):
+    for shard, length in enumerate(layout.slots.lengths):
         nbytes += length
         full = nbytes >= _BUCKET_BYTES or shard + 1 - start >= _BUCKET_SHARDS
-        if full or shard == len(form) - 1:
+        if full or shard == len(layout) - 1:
             buckets.append(range(start, shard + 1))
             start, nbytes = shard + 1, 0
     return buckets

@@ -103,7 +103,7 @@ class ServerDataLeases(DataLeases):
         answer = self._client.lease(self._rests)
         begin, first, until, self.span, block, which, *members = answer.numbers
         round_ = min(until, begin + (block - first) * self.span)
-        if answer.kind == Kind.FENCE:
+        if answer.kind == Kind.SYNC_POINT:
             self._fence, self.met = block, round_
             return SyncPoint(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
         if self._client.rested:

@@ -89,7 +89,7 @@ class ServerLinks:
         main: Client,
         places: Sequence[Sequence[Tensor]],
         fetch_every: int,
-        agreement: ReplicaGroup,
+        replica_group: ReplicaGroup,
         pushing: Background | None = None,
         fetching: Background | None = None,
         fetched: Sequence[Sequence[Tensor]] = (),
@@ -98,7 +98,7 @@ class ServerLinks:
         self.pushing = pushing
         self.versions = main.versions
         self._fetch_every = fetch_every
-        self._agreement = agreement
+        self._replica_group = replica_group
         self._since, self._ready = 0, False
         self._fetching = fetching
         self._places, self._fetched = ([place for own in each for place in own] for each in (places, fetched))
@@ -123,7 +123,7 @@ class ServerLinks:
                 self.pull()
             return
         self._ready |= self._fetching.wait() if due else self._fetching.done()
-        if self._agreement.all(self._ready):
+        if self._replica_group.all(self._ready):
             self._ready = False
             if self._places:
                 torch._foreach_copy_(self._places, self._fetched)

@@ -41,22 +41,22 @@ class ServedExchange(Exchange):
     def __init__(
         self,
         client: Client,
-        forms: Sequence[ShardLayout],
-        held: GradientBuffer,
+        layouts: Sequence[ShardLayout],
+        buffer: GradientBuffer,
         group: ProcessGroup,
-        agreement: ReplicaGroup,
+        replica_group: ReplicaGroup,
         leads: bool,
     ) -> None:
         self.client = client
         self._leads = leads
-        self.held = held
-        self.agreement = agreement
-        self._forms = forms
+        self.buffer = buffer
+        self.replica_group = replica_group
+        self._layouts = layouts
         self._group = group
 
     def judge(self, finite: bool) -> StepDecision:
         """Looks at this worker's gradient, and clips it."""
-        return self.agreement.judge(self.held, finite, self._group.rank)
+        return self.replica_group.judge(self.buffer, finite, self._group.rank)
 
     def update(self, round_: int) -> None:
         """The servers have, when they answered the push."""
@@ -67,7 +67,7 @@ class ServedExchange(Exchange):
     def swap_weights(self, averaged: bool) -> None:
         self._group.barrier()
         if self._group.rank == 0:
-            for server in range(len(self._forms)):
+            for server in range(len(self._layouts)):
                 self.client.ask(server, Message(Kind.AVERAGE, flag=averaged))
         self._group.barrier()
         self.client.pull()
@@ -75,7 +75,7 @@ class ServedExchange(Exchange):
     def state(self) -> tuple[StatePiece, ...]:
         pieces: list[StatePiece] = []
         for server in self._own():
-            for shard in range(len(self._forms[server])):
+            for shard in range(len(self._layouts[server])):
                 blob = self.client.ask(server, Message(Kind.STATE, shard, 1))
                 # In one order on all ranks: those of a replica may join theirs.
                 pieces += [StatePiece.parse(name, value) for name, value in sorted(load(blob).items())]
@@ -83,18 +83,18 @@ class ServedExchange(Exchange):
 
     def settings(self) -> dict[str, Any]:
         # Of a replica, one rank may hold nothing that is trained; the first one has.
-        settings: dict[str, Any] = json.loads(self.client.ask(0, Message(Kind.STATE))) if self._forms else {}
+        settings: dict[str, Any] = json.loads(self.client.ask(0, Message(Kind.STATE))) if self._layouts else {}
         return settings
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         by_parameter: dict[str, list[StatePiece]] = {}
         for state in pieces:
             by_parameter.setdefault(state.parameter, []).append(state)
-        for server in range(len(self._forms) if self._leads else 0):
+        for server in range(len(self._layouts) if self._leads else 0):
             said = "" if settings is None else json.dumps(settings)
             # First, because it forgets what state there was.
             self.client.ask(server, Message(Kind.LOAD), said.encode())
-            for shard, piece in enumerate(self._forms[server].pieces):
+            for shard, piece in enumerate(self._layouts[server].pieces):
                 own = by_parameter.get(piece.parameter, ())
                 blob = save({each.name: each.value.contiguous() for each in own})
                 self.client.ask(server, Message(Kind.LOAD, shard, 1), blob)
@@ -106,8 +106,8 @@ class ServedExchange(Exchange):
             places: of it, by server and shard.
             beside: only what is beside the parameters.
         """
-        for server, (form, own) in enumerate(zip(self._forms, places, strict=True) if self._leads else ()):
-            for shard, (piece, value) in enumerate(zip(form.pieces, own, strict=True)):
+        for server, (layout, own) in enumerate(zip(self._layouts, places, strict=True) if self._leads else ()):
+            for shard, (piece, value) in enumerate(zip(layout.pieces, own, strict=True)):
                 if piece.exact or not beside:
                     state = StatePiece(piece.parameter, PARAMETER, piece.start, value)
                     self.client.ask(server, Message(Kind.LOAD, shard, 1), save({state.name: value.cpu()}))
@@ -117,4 +117,4 @@ class ServedExchange(Exchange):
 
     def _own(self) -> range:
         """The servers whose state this worker brings into a checkpoint."""
-        return range(self._group.rank, len(self._forms), self._group.world)
+        return range(self._group.rank, len(self._layouts), self._group.world)

@@ -26,10 +26,12 @@ class GradientBuffer:
         model: whose trainable parameters come in this order.
     """
 
-    def __init__(self, forms: Sequence[ShardLayout], model: ModelSpec) -> None:
-        self._forms = forms
+    def __init__(self, layouts: Sequence[ShardLayout], model: ModelSpec) -> None:
+        self._layouts = layouts
         self._index = {parameter.name: index for index, parameter in enumerate(model.trainable)}
-        self._pushed = {self._index[piece.parameter] for form in forms for piece in form.pieces if not piece.exact}
+        self._pushed = {
+            self._index[piece.parameter] for layout in layouts for piece in layout.pieces if not piece.exact
+        }
         self._gradients: list[Tensor | None] = [None] * len(self._index)
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
@@ -91,11 +93,11 @@ class GradientBuffer:
     def by_shard(self) -> list[list[Tensor | None]]:
         """Returns the gradients by server and shard; None where the loss does not depend on the parameter."""
         flat = [None if gradient is None else gradient.reshape(-1) for gradient in self._gradients]
-        return [[self._cut(flat[self._index[piece.parameter]], form, shard) for shard, piece in enumerate(form.pieces)]
-                for form in self._forms]  # fmt: skip
+        return [[self._cut(flat[self._index[piece.parameter]], layout, shard) for shard, piece in enumerate(layout.pieces)]
+                for layout in self._layouts]  # fmt: skip
 
-    def _cut(self, flat: Tensor | None, form: ShardLayout, shard: int) -> Tensor | None:
-        piece = form.pieces[shard]
+    def _cut(self, flat: Tensor | None, layout: ShardLayout, shard: int) -> Tensor | None:
+        piece = layout.pieces[shard]
         return None if flat is None else flat[piece.start : piece.start + piece.elements].view(piece.shape)
 
 
@@ -111,27 +113,27 @@ class GradientAccumulator:
         weighed: whether shares count; else the sum is the plain one.
     """
 
-    def __init__(self, forms: Sequence[ShardLayout], model: ModelSpec, weighed: bool) -> None:
-        self._new = partial(GradientBuffer, forms, model)
+    def __init__(self, layouts: Sequence[ShardLayout], model: ModelSpec, weighed: bool) -> None:
+        self._new = partial(GradientBuffer, layouts, model)
         self._weighed = weighed
         self._sum = self._new()
         self._shares: list[float] = []
 
-    def add(self, held: GradientBuffer, share: float) -> None:
+    def add(self, buffer: GradientBuffer, share: float) -> None:
         """Adds the gradients of one step; those of no examples are none."""
         if share:
             self._shares.append(share)
-            self._sum.add(held, share / self._shares[0] if self._weighed else 1.0)
+            self._sum.add(buffer, share / self._shares[0] if self._weighed else 1.0)
 
     def take(self) -> tuple[list[list[Tensor | None]], float, int]:
         """Returns the sum by server and shard, the mean share, and of how many steps they are; then there are none."""
-        held, shares, self._sum, self._shares = self._sum, self._shares, self._new(), []
+        buffer, shares, self._sum, self._shares = self._sum, self._shares, self._new(), []
         if len(set(shares)) < 2:
-            return held.by_shard(), shares[0] if shares else 0.0, len(shares)
+            return buffer.by_shard(), shares[0] if shares else 0.0, len(shares)
         mean = sum(shares) / len(shares)
         if self._weighed:
-            held.multiply(shares[0] / mean)
-        return held.by_shard(), mean, len(shares)
+            buffer.multiply(shares[0] / mean)
+        return buffer.by_shard(), mean, len(shares)
 
 
 def _times(gradient: Tensor, factor: float) -> Tensor:
@@ -167,7 +169,7 @@ class ReplicaGroup:
         """Whether gradients that `judge` lets pass are known to be finite."""
         return self._clipper.checks
 
-    def judge(self, held: GradientBuffer, finite: bool, replica: int) -> StepDecision:
+    def judge(self, buffer: GradientBuffer, finite: bool, replica: int) -> StepDecision:
         """Looks at the replica's gradient, and clips it; all ranks call it.
 
         Args:
@@ -176,11 +178,11 @@ class ReplicaGroup:
             replica: which one this is; with its ranks come those of the next.
         """
         world = self.group.world
-        present = held.present
-        verdict = self._clipper.clip(present, present, finite)
-        if verdict.apply:
-            held.clip(self._options.clip_value, self._options.clip_norm, self.group.sum if world > 1 else None)
-        return replace(verdict, bad_losses=tuple(replica * world + place for place in verdict.bad_losses))
+        present = buffer.present
+        decision = self._clipper.clip(present, present, finite)
+        if decision.apply:
+            buffer.clip(self._options.clip_value, self._options.clip_norm, self.group.sum if world > 1 else None)
+        return replace(decision, bad_losses=tuple(replica * world + place for place in decision.bad_losses))
 
     def any(self, flag: bool) -> bool:
         """Returns whether it is so on any rank, when all have come to say."""

@@ -45,8 +45,8 @@ class ServerConnection:
         probe_s: after how long a wait to ask whether anything was lost on the way.
     """
 
-    link: ClientTransport
-    form: ShardLayout
+    transport: ClientTransport
+    layout: ShardLayout
     places: Sequence[Tensor]
     rank: int = 0
     host: str = "its host"
@@ -80,7 +80,7 @@ class Session:
         own = secrets.randbits(63)
         self._joining = encode(Message(Kind.JOIN, flag=observes, numbers=(worker, incarnation, own)))
         self._check = check
-        self._pushes = range(0 if observes else len(connection.form))
+        self._pushes = range(0 if observes else len(connection.layout))
         self._number = 0
         self._unanswered: dict[int, tuple[bytes, Sequence[int], bytes]] = {}
         self._silent_since: float | None = None
@@ -88,9 +88,9 @@ class Session:
         self._probe: tuple[int, tuple[int, ...]] = (0, ())
         self._moved_bytes = 0
         self._usable = False
-        self._sit(connection.link)
+        self._sit(connection.transport)
         try:
-            self._join(connection.link, connection.patience_s)
+            self._join(connection.transport, connection.patience_s)
         except (ConnectionError, TimeoutError) as error:
             self.reconnect(error)
         except BaseException:
@@ -100,7 +100,7 @@ class Session:
     @property
     def moved_bytes(self) -> int:
         """Payload that has gone over all links."""
-        return self._moved_bytes + (self.link.moved_bytes if self._usable else 0)
+        return self._moved_bytes + (self.transport.moved_bytes if self._usable else 0)
 
     def ask(self, message: Message, slots: Sequence[int] = (), blob: bytes = b"") -> int:
         """Sends a message, with what lies in some push slots, which must stay there until it is answered.
@@ -112,7 +112,7 @@ class Session:
         data = encode(message._replace(number=number))
         self._unanswered[number] = (data, slots, blob)
         try:
-            self.link.send(data, slots, blob)
+            self.transport.send(data, slots, blob)
         except (ConnectionError, TimeoutError) as error:
             self.reconnect(error)
         return number
@@ -128,7 +128,7 @@ class Session:
             most_s: how long to wait for one, if that is less than usual.
         """
         try:
-            received = self.link.receive(min(most_s, _SLICE_S))
+            received = self.transport.receive(min(most_s, _SLICE_S))
         except (ConnectionError, TimeoutError) as error:
             self.reconnect(error)
             return None
@@ -167,29 +167,29 @@ class Session:
         """Ends the conversation; says so, if nothing is waited for."""
         if self._usable and not self._unanswered:
             with suppress(ConnectionError, TimeoutError):
-                self.link.send(encode(Message(Kind.LEAVE, flag=1, number=self._number + 1)))
+                self.transport.send(encode(Message(Kind.LEAVE, flag=1, number=self._number + 1)))
         self._abandon()
 
     def _abandon(self) -> None:
         if self._usable:
-            self._moved_bytes += self.link.moved_bytes
+            self._moved_bytes += self.transport.moved_bytes
         self._usable = False
-        self.link.close()
+        self.transport.close()
 
-    def _sit(self, link: ClientTransport) -> None:
-        form = self._connection.form
-        self.link, self._usable = link, True
-        self._slots = [link.push_slot(shard) for shard in self._pushes]
-        self.seats = [form.seat(shard, slot) for shard, slot in zip(self._pushes, self._slots, strict=True)]
+    def _sit(self, transport: ClientTransport) -> None:
+        layout = self._connection.layout
+        self.transport, self._usable = transport, True
+        self._slots = [transport.push_slot(shard) for shard in self._pushes]
+        self.push_views = [layout.push_view(shard, slot) for shard, slot in zip(self._pushes, self._slots, strict=True)]
 
-    def _join(self, link: ClientTransport, most_s: float) -> None:
+    def _join(self, transport: ClientTransport, most_s: float) -> None:
         """Makes a link this client's; says again that it is where no answer comes."""
         deadline = monotonic() + most_s
         while monotonic() < deadline:
-            link.send(self._joining, (), self._connection.form.describe())
+            transport.send(self._joining, (), self._connection.layout.describe())
             again = min(deadline, monotonic() + self._connection.probe_s)
             while monotonic() < again:
-                received = link.receive(_SLICE_S)
+                received = transport.receive(_SLICE_S)
                 if received is None:
                     self._check()
                     continue
@@ -199,21 +199,21 @@ class Session:
                 self._hear(message, received[1])
         raise TimeoutError(f"it has not answered for {most_s:.1f} s")
 
-    def _resume(self, link: ClientTransport) -> None:
+    def _resume(self, transport: ClientTransport) -> None:
         """Goes on over a new link."""
         try:
             # The next one may be of more use.
-            self._join(link, self._connection.patience_s / 4)
+            self._join(transport, self._connection.patience_s / 4)
             for _, slots, _ in self._unanswered.values():
                 for slot in slots:
                     # Not encoded again: what was lost in encoding is kept for the next gradient, and is there once.
-                    link.push_slot(slot).copy_(self._slots[slot])
+                    transport.push_slot(slot).copy_(self._slots[slot])
             for data, slots, blob in self._unanswered.values():
-                link.send(data, slots, blob)
+                transport.send(data, slots, blob)
         except BaseException:
-            link.close()
+            transport.close()
             raise
-        self._sit(link)
+        self._sit(transport)
         self._silent_since = None
 
     def _look_after(self) -> None:
@@ -229,7 +229,7 @@ class Session:
             self._number += 1
             self._probe, self._probed_at = (self._number, tuple(self._unanswered)), now
             try:
-                self.link.send(encode(Message(Kind.ALIVE, number=self._number)))
+                self.transport.send(encode(Message(Kind.ALIVE, number=self._number)))
             except (ConnectionError, TimeoutError) as error:
                 self.reconnect(error)
 
@@ -248,7 +248,7 @@ class Session:
     def _hear_last_words(self) -> None:
         """The server may have said why it ends the link."""
         with suppress(ConnectionError, TimeoutError):
-            while (received := self.link.receive(0.0)) is not None:
+            while (received := self.transport.receive(0.0)) is not None:
                 message = decode(received[0])
                 if message.kind == Kind.ERROR:
                     self._hear(message, received[1])

@@ -100,7 +100,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Among:
+class RoundMembers:
     """Another server has ended a round: here, too, it is of the same workers, as far as they are members still.
 
     Attributes:
@@ -117,7 +117,7 @@ class Among:
         return (self.round, *chain.from_iterable(self.workers))
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Among:
+    def of(cls, numbers: Sequence[int]) -> RoundMembers:
         """Raises:
         ValueError: these are no such numbers.
         """
@@ -125,7 +125,7 @@ class Among:
         return cls(round_, tuple(zip(workers[::2], workers[1::2], strict=True)))
 
 
-Event = Join | Leave | Push | Pull | Settle | Renew | LeasesAhead | Close | Among
+Event = Join | Leave | Push | Pull | Settle | Renew | LeasesAhead | Close | RoundMembers
 
 
 class Reason(Enum):

@@ -17,7 +17,6 @@ from headrace.parameter_server.core.events import (
     Accumulate,
     Ack,
     Action,
-    Among,
     ApplyStep,
     Close,
     Event,
@@ -30,6 +29,7 @@ from headrace.parameter_server.core.events import (
     Refuse,
     Renew,
     Reply,
+    RoundMembers,
     Settle,
 )
 from headrace.parameter_server.core.leases import numbers_in, spans_of
@@ -40,7 +40,7 @@ _EXACTLY = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class PushResult:
     """What a member was told of its last push.
 
     Attributes:
@@ -75,9 +75,9 @@ class ShardState:
     done: tuple[tuple[int, ...], ...]
     contributed: tuple[Push, ...]
     waiting: tuple[Pull, ...]
-    told: tuple[Word, ...]
+    told: tuple[PushResult, ...]
     overdue: tuple[int, ...] = ()
-    last: Among | None = None
+    last: RoundMembers | None = None
     among: int = -1
     awaited: tuple[int, ...] | None = None
 
@@ -108,7 +108,7 @@ class Shard:
         self._contributed: dict[int, Push] = {}
         self._waiting: dict[int, Pull] = {}
         self._overdue: set[int] = set()
-        self.last: Among | None = None
+        self.last: RoundMembers | None = None
         self._among = -1
         self._awaited: set[int] | None = None
 
@@ -130,7 +130,7 @@ class Shard:
         if isinstance(event, LeasesAhead):
             self._ahead = event.leases
             return self._close() + self._release()
-        if isinstance(event, Among):
+        if isinstance(event, RoundMembers):
             if event.round > self._among:
                 self._among = event.round
                 self._awaited = {worker for worker, own in event.workers if self._incarnations.get(worker) == own}
@@ -149,7 +149,8 @@ class Shard:
             contributed=tuple(self._contributed.values()),
             waiting=tuple(self._waiting.values()),
             told=tuple(
-                Word(push, word.reason.value if isinstance(word, Refuse) else 0) for push, word in self._last.values()
+                PushResult(push, result.reason.value if isinstance(result, Refuse) else 0)
+                for push, result in self._last.values()
             ),
             overdue=tuple(sorted(self._overdue)),
             last=self.last,
@@ -175,7 +176,7 @@ class Shard:
         self._overdue = set(state.overdue)
         self.last, self._among = state.last, state.among
         self._awaited = None if state.awaited is None else set(state.awaited)
-        self._last = {word.push.worker: (word.push, _word_of(word)) for word in state.told}
+        self._last = {result.push.worker: (result.push, _answer_of(result)) for result in state.told}
 
     def _push(self, push: Push) -> list[Action]:
         worker = push.worker
@@ -212,14 +213,14 @@ class Shard:
         A duplicate is a round of its worker, too, which has made it because another was lost between shards. Were it
         none, two workers could each be the one that is waited for on a shard, while they wait on the other one.
         """
-        word: Ack | Refuse = Ack(push.worker, push.lease)
+        result: Ack | Refuse = Ack(push.worker, push.lease)
         if push.lease in self._done:
-            word = Refuse(push.worker, push.lease, Reason.DUPLICATE)
+            result = Refuse(push.worker, push.lease, Reason.DUPLICATE)
         elif not push.finite:
-            word = Refuse(push.worker, push.lease, Reason.NOT_FINITE)
+            result = Refuse(push.worker, push.lease, Reason.NOT_FINITE)
         self._done.add(push.lease)
-        self._last[push.worker] = (push, word)
-        return word
+        self._last[push.worker] = (push, result)
+        return result
 
     def _close(self, early: bool = False) -> list[Action]:
         """Ends the round if enough have contributed; `early` for whoever has."""
@@ -238,7 +239,7 @@ class Shard:
     def _end(self) -> list[Action]:
         """Ends the round with all who have contributed."""
         pushes = [push for _, push in sorted(self._contributed.items())]
-        self.last = Among(self.version, tuple((push.worker, push.incarnation) for push in pushes))
+        self.last = RoundMembers(self.version, tuple((push.worker, push.incarnation) for push in pushes))
         self._awaited = None
         answers = [self._finish(push) for push in pushes]
         counted = [
@@ -303,6 +304,6 @@ class Shard:
         return self._close() + self._release()
 
 
-def _word_of(word: Word) -> Ack | Refuse:
-    push = word.push
-    return Refuse(push.worker, push.lease, Reason(word.refused)) if word.refused else Ack(push.worker, push.lease)
+def _answer_of(result: PushResult) -> Ack | Refuse:
+    push = result.push
+    return Refuse(push.worker, push.lease, Reason(result.refused)) if result.refused else Ack(push.worker, push.lease)

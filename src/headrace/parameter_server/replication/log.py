@@ -52,7 +52,7 @@ class LogEntry:
 
 
 @dataclass
-class LogLinks:
+class LogConnections:
     """The links that the log knows, by numbers of its own.
 
     Attributes:
@@ -93,13 +93,13 @@ def pushed_by(message: bytes) -> list[int]:
         return []
 
 
-def encode_piece(epoch: int, number: int, piece: LogEntry, payload: LogPayload) -> bytes:
+def encode_entry(epoch: int, number: int, piece: LogEntry, payload: LogPayload) -> bytes:
     """Returns the message that a piece of the log is, without its payload."""
     mail = piece.mail
     return encode(Message(Kind.ENTRY, flag=payload, lease=number, numbers=(epoch, mail.peer))) + mail.message
 
 
-def parse_piece(data: bytes) -> tuple[Message, bytes]:
+def parse_entry(data: bytes) -> tuple[Message, bytes]:
     """Returns the head of a primary's message, and the mail in it, empty in all but pieces of the log.
 
     Raises:
@@ -164,19 +164,19 @@ class BackupLink:
         restore: makes the server what a snapshot says.
     """
 
-    def __init__(self, pushes: Slots, links: LogLinks, connect: Callable[[str], ClientTransport]) -> None:
+    def __init__(self, pushes: Slots, links: LogConnections, connect: Callable[[str], ClientTransport]) -> None:
         self.restore: Callable[[memoryview], object] = bytes
         self._links = links
         self._pushes = pushes
         self._connect = connect
-        self._link: ClientTransport | None = None
+        self._transport: ClientTransport | None = None
         self._places: dict[int, Sequence[Tensor]] = {}
         self._held: tuple[int, int] | None = None
 
     @property
     def follows(self) -> bool:
         """Whether there is a link."""
-        return self._link is not None
+        return self._transport is not None
 
     def open(self, epoch: int, process: int, address: str) -> None:
         """Calls the primary.
@@ -185,8 +185,8 @@ class BackupLink:
             ConnectionError: it is not there.
         """
         self.close()
-        self._link = self._connect(address)
-        self._link.send(encode(Message(Kind.FOLLOW, numbers=(epoch, process))))
+        self._transport = self._connect(address)
+        self._transport.send(encode(Message(Kind.FOLLOW, numbers=(epoch, process))))
 
     def receive(self, timeout_s: float, machine: Replication) -> list[LogEntry]:
         """Returns pieces of the log; nothing that was returned before may still wait.
@@ -197,14 +197,14 @@ class BackupLink:
         """
         self._say()
         pieces: list[LogEntry] = []
-        while self._link is not None and len(pieces) < _MOST:
-            received = self._link.receive(0.0 if pieces else timeout_s)
+        while self._transport is not None and len(pieces) < _MOST:
+            received = self._transport.receive(0.0 if pieces else timeout_s)
             if received is None:
                 break
-            head, message = parse_piece(received[0])
+            head, message = parse_entry(received[0])
             if head.kind == Kind.MEMORY:
                 place = torch.frombuffer(received[1], dtype=torch.uint8)
-                self._places[head.numbers[0]] = self._pushes.cut(place)
+                self._places[head.numbers[0]] = self._pushes.views(place)
                 continue
             if head.kind == Kind.FILL:
                 self._take_up(head, received[1], machine)
@@ -225,14 +225,14 @@ class BackupLink:
 
     def close(self) -> None:
         """Ends the link, if there is one."""
-        if self._link is not None:
-            self._link.close()
-        self._link, self._held = None, None
+        if self._transport is not None:
+            self._transport.close()
+        self._transport, self._held = None, None
         self._places.clear()
 
     def _say(self) -> None:
-        if self._held is not None and self._link is not None:
-            self._link.send(encode(Message(Kind.HELD, numbers=self._held)))
+        if self._held is not None and self._transport is not None:
+            self._transport.send(encode(Message(Kind.HELD, numbers=self._held)))
         self._held = None
 
     def _take_up(self, head: Message, snapshot: memoryview, machine: Replication) -> None:

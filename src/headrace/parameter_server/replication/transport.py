@@ -22,10 +22,10 @@ from torch import Tensor
 from headrace.parameter_server.replication.log import (
     LONGEST,
     BackupLink,
+    LogConnections,
     LogEntry,
-    LogLinks,
     LogPayload,
-    encode_piece,
+    encode_entry,
     pack,
     pushed_by,
 )
@@ -69,21 +69,21 @@ class ReplicatedTransport:
 
     def __init__(
         self,
-        port: ServerTransport,
+        transport: ServerTransport,
         pushes: Slots,
         replies: Slots | None,
         process: int,
         connect: Callable[[str], ClientTransport],
         grace_s: float = 2.0,
     ) -> None:
-        self.port: ServerTransport = _LogPort(port, self, replies)
+        self.transport: ServerTransport = _LogPort(transport, self, replies)
         self.ready = 0
         self.severed = False
-        self._real = port
+        self._real = transport
         self._lengths = pushes.lengths
         self._process = process
         self._machine = Replication(process)
-        self._links = LogLinks()
+        self._links = LogConnections()
         self._follower = BackupLink(pushes, self._links, connect)
         self._address = ""
         self._grace_s = grace_s
@@ -278,7 +278,7 @@ class ReplicatedTransport:
             payload, blob = LogPayload.CARRIED, pack(self._lengths, piece.pushed)
         elif piece.mail.blob:
             payload, blob = LogPayload.BLOB, piece.mail.blob
-        self._send(encode_piece(epoch, number, piece, payload), blob)
+        self._send(encode_entry(epoch, number, piece, payload), blob)
 
     def _send(self, message: bytes, blob: Blob) -> None:
         self._real.send(self._backup, message, blob=blob, limited=False)
@@ -314,29 +314,29 @@ class _LogPort(ServerTransport):
         replies: the places of what links pull in another form.
     """
 
-    def __init__(self, port: ServerTransport, pairing: ReplicatedTransport, replies: Slots | None) -> None:
-        self.vouched = port.vouched
-        self.address = port.address
+    def __init__(self, transport: ServerTransport, replicated: ReplicatedTransport, replies: Slots | None) -> None:
+        self.trusts_clients = transport.trusts_clients
+        self.address = transport.address
         self.moved_bytes = 0
-        self._port = port
-        self._pairing = pairing
+        self._transport = transport
+        self._replicated = replicated
         self._replies = replies
         self._pushed: Mapping[int, Tensor] = {}
 
     def parameters(self, slot: int) -> Tensor:
-        return self._port.parameters(slot)
+        return self._transport.parameters(slot)
 
-    def changing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
-        return self._port.changing(slots)
+    def writing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+        return self._transport.writing(slots)
 
-    def show(self, slot: int, version: int) -> None:
-        self._port.show(slot, version)
+    def set_version(self, slot: int, version: int) -> None:
+        self._transport.set_version(slot, version)
 
     def receive(self, timeout_s: float) -> list[ReceivedMessage]:
         # One at a time, so that what was pushed twice into one slot is dealt with as it came.
-        piece = self._pairing.receive(timeout_s)
+        piece = self._replicated.receive(timeout_s)
         self._pushed = piece.pushed if piece else {}
-        self.moved_bytes = self._port.moved_bytes
+        self.moved_bytes = self._transport.moved_bytes
         return [piece.mail] if piece else []
 
     def pushed(self, peer: int, slot: int) -> Tensor:
@@ -349,9 +349,9 @@ class _LogPort(ServerTransport):
         """It was, when it was received."""
 
     def reply_slot(self, peer: int, slot: int) -> Tensor:
-        outside = self._pairing.outside(peer)
+        outside = self._replicated.outside(peer)
         if outside is not None:
-            return self._port.reply_slot(outside, slot)
+            return self._transport.reply_slot(outside, slot)
         # Nobody will read it, and what encoding loses is to be the same everywhere.
         assert self._replies is not None
         return torch.empty(self._replies.lengths[slot], dtype=torch.uint8)
@@ -359,13 +359,13 @@ class _LogPort(ServerTransport):
     def send(
         self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
     ) -> None:
-        outside = self._pairing.outside(peer)
+        outside = self._replicated.outside(peer)
         if outside is not None:
-            self._port.send(outside, message, slots, blob, limited)
+            self._transport.send(outside, message, slots, blob, limited)
 
     def drop(self, peer: int) -> None:
-        self._pairing.drop(peer)
+        self._replicated.drop(peer)
 
     def close(self) -> None:
-        self._pairing.close()
-        self._port.close()
+        self._replicated.close()
+        self._transport.close()

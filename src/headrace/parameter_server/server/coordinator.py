@@ -301,6 +301,6 @@ class Coordinator:
                     (each, self._asked[each].member.incarnation) for each in answer.members if each in self._asked
                 )
                 fence = (*self._stretch, answer.round, answer.meeting, *members)
-                message = Message(Kind.FENCE, numbers=fence, number=asked.number)
+                message = Message(Kind.SYNC_POINT, numbers=fence, number=asked.number)
             asked.answer = encode(message)
             self._send(asked.member.peer, asked.answer)

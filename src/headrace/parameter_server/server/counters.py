@@ -20,16 +20,16 @@ class ServerCounters:
         busy_s: seconds in which it was not waiting for mail.
     """
 
-    def __init__(self, form: ShardLayout) -> None:
+    def __init__(self, layout: ShardLayout) -> None:
         self.busy_s = 0.0
-        self._names = tuple(piece.name for piece in form.pieces)
-        self._lengths = form.slots.lengths
-        self._pushed_lengths = form.push_slots.lengths
-        self._pulled_lengths = (form.reply_slots or form.slots).lengths
-        self._pushes = [0] * len(form)
-        self._pulls = [0] * len(form)
-        self._steps = [0] * len(form)
-        self._apply_s = [0.0] * len(form)
+        self._names = tuple(piece.name for piece in layout.pieces)
+        self._lengths = layout.slots.lengths
+        self._pushed_lengths = layout.push_slots.lengths
+        self._pulled_lengths = (layout.reply_slots or layout.slots).lengths
+        self._pushes = [0] * len(layout)
+        self._pulls = [0] * len(layout)
+        self._steps = [0] * len(layout)
+        self._apply_s = [0.0] * len(layout)
         self._staleness: dict[int, Counter[int]] = {}
         self._refused: Counter[str] = Counter()
         self._waited_s: dict[int, float] = {}

@@ -91,24 +91,24 @@ class ShardOptimizer:
 
     def __init__(
         self,
-        form: ShardLayout,
+        layout: ShardLayout,
         factory: Callable[..., Any],
         parameters: Sequence[ParameterSpec],
-        pace: RoundClock | None = None,
+        clock: RoundClock | None = None,
         full: bool = False,
         remedies: Remedies | None = None,
     ) -> None:
-        self._form = form
+        self._layout = layout
         self._full = full
         self._remedies = remedies or Remedies()
         self._template = build(factory, [(each.name, _ghost(each)) for each in parameters])
-        self._pace = pace or RoundClock()
-        self._round = self._pace.first
-        self._done = [float(self._round)] * len(form)
+        self._clock = clock or RoundClock()
+        self._round = self._clock.first
+        self._done = [float(self._round)] * len(layout)
         self._begun: set[int] = set()
         self._sent: dict[tuple[int, int], Tensor] = {}
 
-    def seat(self, tensors: Sequence[Tensor]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
         """Takes the places of all parameters: from now on they live there.
 
         Args:
@@ -117,11 +117,11 @@ class ShardOptimizer:
         self._parameters = [nn.Parameter(tensor) for tensor in tensors]
         by_name: dict[str, list[Tensor]] = {}
         owned: list[tuple[Segment, Tensor]] = []
-        for piece, parameter in zip(self._form.pieces, self._parameters, strict=True):
+        for piece, parameter in zip(self._layout.pieces, self._parameters, strict=True):
             by_name.setdefault(piece.parameter, []).append(parameter)
             owned.append((Segment(piece.parameter, piece.start, piece.start + piece.elements, 0), parameter))
         optimizer = build_over(self._template, by_name)
-        self._updater = Updater(optimizer, owned, self._pace.options, self._pace.rounds_per_epoch, self._template)
+        self._updater = Updater(optimizer, owned, self._clock.options, self._clock.rounds_per_epoch, self._template)
 
     def apply(
         self,
@@ -204,10 +204,10 @@ class ShardOptimizer:
             raise ValueError(f"no state of a shard: {error}") from error
         self._updater.load(pieces, index=shard)
 
-    def whole(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
+    def all_state(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
         """Returns all that it knows; the parameters are their owner's."""
         tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
-        for shard in range(len(self._form)):
+        for shard in range(len(self._layout)):
             tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
         # Optimizers that draw numbers go on with the same ones.
         tensors["random"] = torch.get_rng_state()
@@ -215,14 +215,14 @@ class ShardOptimizer:
             self._round, tuple(self._done), self.state().decode(), self._updater.swapped
         ), tensors
 
-    def become(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
+    def load_all(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
         """Becomes what another one of the same shards was.
 
         Raises:
             ValueError: no such one ever was so.
         """
-        if len(state.done) != len(self._form):
-            raise ValueError(f"the state is of {len(state.done)} shards, and {len(self._form)} are here")
+        if len(state.done) != len(self._layout):
+            raise ValueError(f"the state is of {len(state.done)} shards, and {len(self._layout)} are here")
         self.load(state.settings.encode())
         self._sent.clear()
         pieces: dict[int, list[StatePiece]] = {}
@@ -247,11 +247,11 @@ class ShardOptimizer:
 
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""
-        return sum(self._form.slots.lengths), self._updater.state_bytes()
+        return sum(self._layout.slots.lengths), self._updater.state_bytes()
 
     def _require(self, shard: int) -> None:
-        if not 0 <= shard < len(self._form):
-            raise ValueError(f"there is no shard {shard}, only {len(self._form)}")
+        if not 0 <= shard < len(self._layout):
+            raise ValueError(f"there is no shard {shard}, only {len(self._layout)}")
 
     def _compensated(self, shard: int, gradient: Tensor, worker: int) -> Tensor:
         then = self._sent.get((worker, shard))

@@ -19,7 +19,6 @@ from headrace.parameter_server.core.events import (
     Accumulate,
     Ack,
     Action,
-    Among,
     ApplyStep,
     Close,
     Join,
@@ -30,6 +29,7 @@ from headrace.parameter_server.core.events import (
     Refuse,
     Renew,
     Reply,
+    RoundMembers,
     Settle,
 )
 from headrace.parameter_server.core.shard import Shard, ShardState
@@ -120,21 +120,21 @@ class Requests:
 
     def __init__(
         self,
-        port: ServerTransport,
-        form: ShardLayout,
-        applier: ShardOptimizer,
+        transport: ServerTransport,
+        layout: ShardLayout,
+        optimizer: ShardOptimizer,
         machines: Sequence[Shard],
-        tally: ServerCounters,
+        counters: ServerCounters,
         measures: bool = False,
     ) -> None:
-        self._port = port
-        self._form = form
-        self._applier = applier
+        self._transport = transport
+        self._layout = layout
+        self._optimizer = optimizer
         self._machines = list(machines)
-        self._tally = tally
+        self._counters = counters
         self._measures = measures
-        self._tensors = [form.view(shard, port.parameters(shard)) for shard in range(len(form))]
-        applier.seat(self._tensors)
+        self._tensors = [layout.view(shard, transport.parameters(shard)) for shard in range(len(layout))]
+        optimizer.bind(self._tensors)
         self._open: dict[tuple[int, int], _Request] = {}
 
     def state(self) -> tuple[tuple[RequestState, ...], tuple[ShardState, ...], dict[str, Tensor]]:
@@ -159,7 +159,7 @@ class Requests:
         for machine, state in zip(self._machines, shards, strict=True):
             machine.load(state)
         every = range(len(self._machines))
-        with self._port.changing(every):
+        with self._transport.writing(every):
             for shard, tensor in enumerate(self._tensors):
                 tensor.copy_(like(tensors, f"parameter/{shard}", tensor))
             self.show_all()
@@ -185,13 +185,13 @@ class Requests:
     def show_all(self) -> None:
         """Says which versions the parameters are."""
         for shard, machine in enumerate(self._machines):
-            self._port.show(shard, machine.version)
+            self._transport.set_version(shard, machine.version)
 
     def show_average(self, on: bool) -> None:
         """Exchanges all parameters and their averages."""
-        with self._port.changing(range(len(self._machines))):
-            self._applier.show_average(on)
-        self.tell_all(Renew())
+        with self._transport.writing(range(len(self._machines))):
+            self._optimizer.show_average(on)
+        self.broadcast(Renew())
 
     def replace(self, shard: int, blob: bytes) -> None:
         """Replaces a shard's state by another.
@@ -201,33 +201,33 @@ class Requests:
         """
         if shard >= len(self._machines):
             raise ValueError(f"there is no shard {shard}, only {len(self._machines)}")
-        with self._port.changing([shard]):
-            self._applier.load(blob, shard)
+        with self._transport.writing([shard]):
+            self._optimizer.load(blob, shard)
         self._carry_out([(shard, self._machines[shard].handle(Renew()))])
 
-    def tell_all(self, event: Join | Leave | Settle | Renew | Close | Among) -> None:
+    def broadcast(self, event: Join | Leave | Settle | Renew | Close | RoundMembers) -> None:
         """Lets all shards handle an event."""
         self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
 
-    def show(self, member: Member, message: Message) -> None:
+    def answer_observer(self, member: Member, message: Message) -> None:
         """Answers who only looks: it waits for nobody."""
         shards = self._named(message)
         versions = tuple(self._machines[shard].version for shard in shards)
         changed = [shard for shard, new, had in zip(shards, versions, message.numbers, strict=True) if new != had]
         for shard, version in zip(shards, versions, strict=True):
-            self._port.show(shard, version)
+            self._transport.set_version(shard, version)
         worker, peer = member.worker, member.peer
         if changed:
-            self._applier.sent(worker, changed)
-        self._tally.answered(worker, (), changed, 0.0)
+            self._optimizer.sent(worker, changed)
+        self._counters.answered(worker, (), changed, 0.0)
         answer = Message(Kind.ANSWER, message.first, numbers=versions, number=message.number)
         self._reply(worker, peer, answer, changed)
 
     def _reply(self, worker: int, peer: int, message: Message, pulled: Sequence[int]) -> None:
-        if self._form.reply_slots is not None:
+        if self._layout.reply_slots is not None:
             for shard in pulled:
-                self._form.encode_reply(worker, shard, self._tensors[shard], self._port.reply_slot(peer, shard))
-        self._port.send(peer, encode(message), pulled)
+                self._layout.encode_reply(worker, shard, self._tensors[shard], self._transport.reply_slot(peer, shard))
+        self._transport.send(peer, encode(message), pulled)
 
     def _named(self, message: Message) -> range:
         shards = range(message.first, message.first + len(message.numbers))
@@ -252,7 +252,7 @@ class Requests:
         request = _Request(peer, message, shards, (pushes + pulls) * len(shards), gradients)
         for shard in shards:
             self._open[worker, shard] = request
-        finite = bool(message.flag) and (self._port.vouched or all_finite(list(gradients.values())))
+        finite = bool(message.flag) and (self._transport.trusts_clients or all_finite(list(gradients.values())))
         actions: _Actions = []
         for shard, version in zip(shards, message.numbers, strict=True):
             machine, made_with = self._machines[shard], max(version, ~version)
@@ -267,12 +267,12 @@ class Requests:
 
     def _gradients(self, peer: int, message: Message) -> dict[int, Tensor]:
         """Returns what a worker has pushed, by shard, without those on which its loss does not depend."""
-        unpack, pushed = self._form.decode, self._port.pushed
+        unpack, pushed = self._layout.decode, self._transport.pushed
         return {shard: unpack(shard, pushed(peer, shard)) for shard in message.pushed}
 
     def _carry_out(self, actions: _Actions) -> None:
         alone: dict[tuple[int, float, int], list[int]] = {}
-        words: list[tuple[int, Ack | Refuse | Reply]] = []
+        results: list[tuple[int, Ack | Refuse | Reply]] = []
         for shard, wanted in actions:
             for action in wanted:
                 if isinstance(action, ApplyStep):
@@ -282,13 +282,13 @@ class Requests:
                     else:
                         self._step_mean(shard, action)
                 elif not isinstance(action, Accumulate):
-                    words.append((shard, action))
+                    results.append((shard, action))
         for (worker, share, staleness), shards in alone.items():
             request = self._open[worker, shards[0]]
             present = [(shard, request.gradients[shard]) for shard in shards if shard in request.gradients]
             self._step(shards, present, worker, share, staleness, request.message.steps)
-        for shard, word in words:
-            self._tell(shard, word)
+        for shard, result in results:
+            self._tell(shard, result)
 
     def _step_mean(self, shard: int, step: ApplyStep) -> None:
         """Applies the mean of a round, added up in the order of the workers, so that every run adds alike."""
@@ -300,7 +300,7 @@ class Requests:
             if gradient is not None:
                 part = request.message.weight / weight
                 mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
-        if self._measures and mean is not None and not self._form.pieces[shard].exact:
+        if self._measures and mean is not None and not self._layout.pieces[shard].exact:
             for request in requests:
                 request.apart += float(torch.linalg.vector_norm(request.gradients[shard] - mean)) ** 2
         steps = max(request.message.steps for request in requests)
@@ -316,14 +316,14 @@ class Requests:
         steps: int = 1,
     ) -> None:
         began = perf_counter()
-        with self._port.changing(shards):
+        with self._transport.writing(shards):
             try:
-                self._applier.apply(gradients, shards, worker, share, staleness, steps)
+                self._optimizer.apply(gradients, shards, worker, share, staleness, steps)
             except Exception as error:
                 raise StepFailed(error) from error
             for shard in shards:
-                self._port.show(shard, self._machines[shard].version)
-        self._tally.stepped(shards, worker, staleness, perf_counter() - began)
+                self._transport.set_version(shard, self._machines[shard].version)
+        self._counters.stepped(shards, worker, staleness, perf_counter() - began)
 
     def _tell(self, shard: int, action: Ack | Refuse | Reply) -> None:
         """Notes what a shard says to a worker; sends the answer when it is complete."""
@@ -335,29 +335,29 @@ class Requests:
             if request.refused is None or action.reason == Reason.LATE:
                 request.refused = action.reason
             if action.lease >= 0:
-                self._tally.refused(action.reason.name.lower())
+                self._counters.refused(action.reason.name.lower())
         request.unsaid -= 1
         if not request.unsaid:
             self._answer(action.worker, request)
 
     def _answer(self, worker: int, request: _Request) -> None:
         asked, shards = request.message, request.shards
-        show, pulls = self._port.show, asked.kind != Kind.PUSH
+        set_version, pulls = self._transport.set_version, asked.kind != Kind.PUSH
         versions, pulled = [], []
         for shard, had in zip(shards, asked.numbers, strict=True):
             del self._open[worker, shard]
             version = self._machines[shard].version
             versions.append(version)
-            show(shard, version)
+            set_version(shard, version)
             if pulls and version != had:
                 pulled.append(shard)
         if pulled:
-            self._applier.sent(worker, pulled)
+            self._optimizer.sent(worker, pulled)
         flag = request.refused.value if request.refused else 0
         apart, numbers = min(request.apart, MOST_WEIGHT), tuple(versions)
         message = Message(Kind.ANSWER, asked.first, flag, asked.lease, apart, numbers=numbers, number=asked.number)
-        self._port.release(request.peer, shards)
+        self._transport.release(request.peer, shards)
         # Before it is counted, because somebody waits for it.
         self._reply(worker, request.peer, message, pulled)
         pushed = shards if asked.kind != Kind.PULL else ()
-        self._tally.answered(worker, pushed, pulled, perf_counter() - request.came)
+        self._counters.answered(worker, pushed, pulled, perf_counter() - request.came)

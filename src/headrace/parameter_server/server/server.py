@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import Replaced
-from headrace.parameter_server.core.events import Among, Close, Join, Leave, Settle
+from headrace.parameter_server.core.events import Close, Join, Leave, RoundMembers, Settle
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.replication.transport import ReplicatedTransport
@@ -56,45 +56,45 @@ class Server:
 
     def __init__(
         self,
-        port: ServerTransport,
-        form: ShardLayout,
-        applier: ShardOptimizer,
+        transport: ServerTransport,
+        layout: ShardLayout,
+        optimizer: ShardOptimizer,
         machines: Sequence[Shard],
         coordinates: tuple[LeaseTable, int, int, int] | None = None,
         grace_s: float = 2.0,
-        pairing: ReplicatedTransport | None = None,
+        replicated: ReplicatedTransport | None = None,
         measures: bool = False,
     ) -> None:
-        self.tally = ServerCounters(form)
-        self.pairing = pairing
-        self._port = port
-        self._form = form
-        self._applier = applier
+        self.counters = ServerCounters(layout)
+        self.replicated = replicated
+        self._transport = transport
+        self._layout = layout
+        self._optimizer = optimizer
         self._first = machines[0]
-        self._requests = Requests(port, form, applier, machines, self.tally, measures)
-        self._coordinator = Coordinator(*coordinates, port.send) if coordinates else None
+        self._requests = Requests(transport, layout, optimizer, machines, self.counters, measures)
+        self._coordinator = Coordinator(*coordinates, transport.send) if coordinates else None
         self._members = Membership()
         # With a backup, what is told again later must be part of the log.
-        self._grace = None if pairing else Grace(grace_s)
+        self._grace = None if replicated else Grace(grace_s)
         self._settled = -1
         self._begun = False
         self._ended = False
-        if pairing:
-            pairing.attach(self.share, self.restore)
+        if replicated:
+            replicated.attach(self.share, self.restore)
 
     @property
     def address(self) -> str:
         """Where clients find it."""
-        return self._port.address
+        return self._transport.address
 
     @property
     def moved_bytes(self) -> int:
         """Payload that was pushed to it and pulled from it."""
-        return self.tally.moved_bytes
+        return self.counters.moved_bytes
 
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""
-        return self._applier.memory()
+        return self._optimizer.memory()
 
     def snapshot(self) -> memoryview:
         """Returns all that it is, for `restore`."""
@@ -123,7 +123,7 @@ class Server:
             ValueError: it is none, or is of another model or strategy; what this server is then, is not said.
         """
         state, tensors = unpack(snapshot)
-        difference = self._form.difference(state.form.encode())
+        difference = self._layout.difference(state.form.encode())
         if difference:
             raise ValueError(difference.replace("the worker", "the snapshot"))
         if clocks is not None:
@@ -131,9 +131,9 @@ class Server:
         try:
             members = self._members.load(state.members)
             self._requests.load(state.requests, state.shards, tensors)
-            self._applier.become(state.applier, tensors)
+            self._optimizer.load_all(state.applier, tensors)
             lost = () if clocks is not None else (name for name in tensors if name.startswith("residual/"))
-            self._form.residuals = {name: tensors[name] for name in lost}
+            self._layout.residuals = {name: tensors[name] for name in lost}
             self._settled, self._begun, self._ended = state.settled, state.begun, state.ended
             if self._coordinator is not None and state.coordinator is not None:
                 self._coordinator.load(state.coordinator, members)
@@ -142,17 +142,17 @@ class Server:
 
     def _pack(self, allocate: Callable[[int], Tensor]) -> Tensor:
         requests, shards, tensors = self._requests.state()
-        applier, its_tensors = self._applier.whole()
+        optimizer, its_tensors = self._optimizer.all_state()
         coordinator = self._coordinator.state() if self._coordinator else None
-        form, members = self._form.describe().decode(), self._members.state()
+        layout, members = self._layout.describe().decode(), self._members.state()
         state = ServerState(
-            form, self._settled, self._begun, self._ended, members, requests, shards, applier, coordinator
+            layout, self._settled, self._begun, self._ended, members, requests, shards, optimizer, coordinator
         )
-        return pack(state, tensors | its_tensors | self._form.residuals, allocate)
+        return pack(state, tensors | its_tensors | self._layout.residuals, allocate)
 
     def close(self) -> None:
         """Ends all links."""
-        self._port.close()
+        self._transport.close()
 
     def serve(self, check: Callable[[], None]) -> None:
         """Serves until a worker says that the run has ended; `check` is called about ten times a second."""
@@ -162,16 +162,16 @@ class Server:
 
     def turn(self, timeout_s: float) -> None:
         """Deals with all mail that is there; waits for some, but not longer than `timeout_s`."""
-        mail = self._port.receive(timeout_s)
+        mail = self._transport.receive(timeout_s)
         if self._grace is not None:
             mail += self._grace.over(mail)
         began = perf_counter()
-        self.tally.queued(len(mail))
+        self.counters.queued(len(mail))
         try:
             self._deal_with(mail)
         except StepFailed as failed:
             raise failed.error from None
-        self.tally.busy_s += perf_counter() - began
+        self.counters.busy_s += perf_counter() - began
 
     def _deal_with(self, mail: Sequence[ReceivedMessage]) -> None:
         for each in mail:
@@ -188,9 +188,9 @@ class Server:
         message = Message(Kind.ERROR)
         if isinstance(error, Replaced):
             message = Message(Kind.ERROR, flag=1, numbers=(error.rank, error.incarnation))
-        self._port.send(peer, encode(message), blob=str(error).encode())
+        self._transport.send(peer, encode(message), blob=str(error).encode())
         self._forget(peer)
-        self._port.drop(peer)
+        self._transport.drop(peer)
 
     def _deal(self, mail: ReceivedMessage) -> None:
         if not mail.message:
@@ -212,7 +212,7 @@ class Server:
 
     def _deal_once(self, member: Member, mail: ReceivedMessage, message: Message) -> None:
         if message.kind == Kind.PULL and member.observes:
-            self._requests.show(member, message)
+            self._requests.answer_observer(member, message)
         elif message.kind in _PUSHES:
             self._requests.take(member, message)
         elif message.kind == Kind.ASK:
@@ -226,7 +226,7 @@ class Server:
         return self._coordinator
 
     def _join(self, peer: int, message: Message, blob: memoryview) -> None:
-        difference = self._form.difference(bytes(blob))
+        difference = self._layout.difference(bytes(blob))
         if difference:
             raise ValueError(difference)
         if len(message.numbers) != 3:
@@ -238,18 +238,18 @@ class Server:
                     self._refuse(each.peer, Replaced(member.worker, member.incarnation))
                 else:
                     self._forget(each.peer)
-                    self._port.drop(each.peer)
+                    self._transport.drop(each.peer)
             if before >= 0:
-                self._port.drop(before)
+                self._transport.drop(before)
             if not member.observes:
                 self._withdraw(member)
             self._requests.show_all()
-        self._port.send(peer, encode(Message(Kind.DONE)))
+        self._transport.send(peer, encode(Message(Kind.DONE)))
 
     def _withdraw(self, member: Member) -> None:
         """Makes a worker a member; what it has asked and is not answered is taken back: it will come again."""
         self._requests.drop(member.worker)
-        self._requests.tell_all(Join(member.worker, member.incarnation))
+        self._requests.broadcast(Join(member.worker, member.incarnation))
 
     def _end(self, peer: int) -> None:
         """Is told of the end of a link: once when it has ended, and once more when its worker's grace has."""
@@ -268,7 +268,7 @@ class Server:
         if member is None or member.observes:
             return
         self._requests.drop(member.worker)
-        self._requests.tell_all(Leave(member.worker))
+        self._requests.broadcast(Leave(member.worker))
         if self._coordinator is not None:
             self._coordinator.lost(member.worker)
 
@@ -281,31 +281,33 @@ class Server:
         numbers = self._requests.numbers(member.peer)
         if self._coordinator is not None:
             numbers.update(self._coordinator.open(member))
-        self._port.send(member.peer, encode(Message(Kind.OPEN, numbers=tuple(sorted(numbers)), number=message.number)))
+        self._transport.send(
+            member.peer, encode(Message(Kind.OPEN, numbers=tuple(sorted(numbers)), number=message.number))
+        )
 
     def _administer(self, member: Member, mail: ReceivedMessage, message: Message) -> None:
         """Does what is asked for between rounds, when nobody pushes; what comes again is answered alone."""
         blob = b""
         if message.kind == Kind.STATE:
-            blob = self._applier.state(message.first if message.flag else None)
+            blob = self._optimizer.state(message.first if message.flag else None)
         elif message.number != member.done:
             self._do(member, mail, message)
             member.done = message.number
-        if message.kind == Kind.AMONG and not message.numbers:
+        if message.kind == Kind.ROUND_MEMBERS and not message.numbers:
             last = self._first.last
-            blob = encode(Message(Kind.AMONG, numbers=last.numbers if last else ()))
+            blob = encode(Message(Kind.ROUND_MEMBERS, numbers=last.numbers if last else ()))
         if message.kind == Kind.BEGIN and self._begun:
             blob = b"begun"
         if message.kind == Kind.REST and self._has_answered(member):
             blob = b"answered"
-        self._port.send(mail.peer, encode(Message(Kind.DONE, number=message.number)), blob=blob)
+        self._transport.send(mail.peer, encode(Message(Kind.DONE, number=message.number)), blob=blob)
 
     def _settle(self, done: int) -> None:
         """Is told how many rounds are done, by all who have met: by some of them when new pushes have come since."""
         if done > self._settled:
             self._settled = done
-            self._applier.settle(done)
-            self._requests.tell_all(Settle())
+            self._optimizer.settle(done)
+            self._requests.broadcast(Settle())
 
     def _do(self, member: Member, mail: ReceivedMessage, message: Message) -> None:
         if message.kind in _LEASED:
@@ -314,7 +316,7 @@ class Server:
             if message.flag:
                 self._requests.replace(message.first, bytes(mail.blob))
             else:
-                self._applier.load(bytes(mail.blob))
+                self._optimizer.load(bytes(mail.blob))
         elif message.kind == Kind.AVERAGE:
             self._requests.show_average(bool(message.flag))
         elif message.kind == Kind.SETTLE:
@@ -324,14 +326,14 @@ class Server:
         elif message.kind == Kind.REST:
             # Whoever waits for data holds up nobody who has some; whose data is on its way does not wait.
             if not message.flag:
-                self._requests.tell_all(Join(member.worker, member.incarnation))
+                self._requests.broadcast(Join(member.worker, member.incarnation))
             elif not self._has_answered(member):
-                self._requests.tell_all(Leave(member.worker))
-        elif message.kind == Kind.AMONG:
+                self._requests.broadcast(Leave(member.worker))
+        elif message.kind == Kind.ROUND_MEMBERS:
             if message.numbers:
-                self._requests.tell_all(Among.of(message.numbers))
+                self._requests.broadcast(RoundMembers.of(message.numbers))
         elif message.kind == Kind.CLOSE:
-            self._requests.tell_all(Close(member.worker))
+            self._requests.broadcast(Close(member.worker))
         elif message.kind == Kind.LEAVE:
             # One of a worker's clients says it for all of them, or for itself.
             for each in [member] if message.flag else self._members.clients(member.worker):

@@ -82,7 +82,7 @@ class ShardLayout:
         """Returns a place of `(bytes,)` uint8 as the shard that lies there."""
         return place.view(self._dtypes[shard]).view(self.pieces[shard].shape)
 
-    def seat(self, shard: int, place: Tensor) -> Tensor:
+    def push_view(self, shard: int, place: Tensor) -> Tensor:
         """Returns a push slot as `encode` and `decode` take it: as the shard, where that travels as it is."""
         return self.view(shard, place) if isinstance(self._push[shard], Plain) else place
 

@@ -38,13 +38,13 @@ class Kind(IntEnum):
     BEGIN = 16
     REST = 17
     CLOSE = 18
-    AMONG = 19
+    ROUND_MEMBERS = 19
     FOLLOW = 32
     HELD = 33
 
     ANSWER = 64
     GRANT = 65
-    FENCE = 66
+    SYNC_POINT = 66
     DONE = 67
     ERROR = 68
     OPEN = 69
@@ -95,7 +95,7 @@ def encode(message: Message) -> bytes:
     """Returns a message as bytes."""
     kind, first, flag, lease, weight, share, numbers, steps, number = message
     count = len(numbers)
-    return _form(count).pack(_VERSION, kind, first, count, flag, steps, lease, weight, share, number, *numbers)
+    return _struct(count).pack(_VERSION, kind, first, count, flag, steps, lease, weight, share, number, *numbers)
 
 
 def decode(data: bytes) -> Message:
@@ -107,7 +107,7 @@ def decode(data: bytes) -> Message:
     count, rest = divmod(len(data) - _HEAD.size, 8)
     if count < 0 or rest or count > _MOST:
         raise ValueError(f"a message of {len(data)} bytes is none of form {_VERSION}")
-    version, kind, first, told, flag, steps, lease, weight, share, number, *numbers = _form(count).unpack(data)
+    version, kind, first, told, flag, steps, lease, weight, share, number, *numbers = _struct(count).unpack(data)
     if version != _VERSION or told != count:
         raise ValueError(f"no message of form {_VERSION}: {len(data)} bytes for {told} numbers of form {version}")
     if not -1 <= lease <= _LAST_LEASE:
@@ -121,5 +121,5 @@ def decode(data: bytes) -> Message:
 
 
 @functools.lru_cache(maxsize=256)
-def _form(count: int) -> struct.Struct:
+def _struct(count: int) -> struct.Struct:
     return struct.Struct(f"{_HEAD.format}{count}q")
