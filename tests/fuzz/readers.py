@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 from safetensors import deserialize
 
-from fuzz.reference import Refused, read_letters, read_message
+from fuzz.reference import Refused, parse_frames, read_message
 from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import BYTES, NAMES
 from headrace.parameter_server.core.leases import numbers_in
@@ -23,9 +23,9 @@ from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
 from headrace.parameter_server.wire.messages import Kind, decode, encode
 from headrace.spec.plain import to_plain
 from headrace.transport.base import Slots, TransportLayout
-from headrace.transport.frames import Reassembler, expect
+from headrace.transport.frames import Reassembler, expect_number
 
-__all__ = ["BLOB_BYTES", "LAYOUT", "LENGTHS", "READERS", "join_letters", "split_letters"]
+__all__ = ["BLOB_BYTES", "LAYOUT", "LENGTHS", "READERS", "join_frames", "split_letters"]
 
 LENGTHS = (8, 40, 0, 300)
 BLOB_BYTES = 50
@@ -35,16 +35,16 @@ HEADER_BYTES = 4096
 """Of the data behind a header that is read."""
 
 
-def join_letters(letters: list[list[bytes]]) -> bytes:
+def join_frames(frames: list[list[bytes]]) -> bytes:
     """Returns letters as one piece of bytes: the count of parts, then each with its length."""
     return b"".join(
-        bytes([len(parts)]) + b"".join(len(part).to_bytes(2, "little") + part for part in parts) for parts in letters
+        bytes([len(parts)]) + b"".join(len(part).to_bytes(2, "little") + part for part in parts) for parts in frames
     )
 
 
 def split_letters(data: bytes) -> list[list[bytes]]:
     """Returns the letters in a piece of bytes; what it breaks off in is shorter."""
-    letters, at = [], 0
+    frames, at = [], 0
     while at < len(data):
         count, at, parts = data[at], at + 1, []
         for _ in range(count):
@@ -53,14 +53,14 @@ def split_letters(data: bytes) -> list[list[bytes]]:
             length = int.from_bytes(data[at : at + 2], "little")
             parts.append(data[at + 2 : at + 2 + length])
             at += 2 + length
-        letters.append(parts)
-    return letters
+        frames.append(parts)
+    return frames
 
 
 def read_frames(data: bytes) -> None:
     """What a link sends after its hello."""
     collector = Reassembler(LENGTHS, BLOB_BYTES)
-    reference = read_letters(LENGTHS, BLOB_BYTES)
+    reference = parse_frames(LENGTHS, BLOB_BYTES)
     next(reference)
     for parts in split_letters(data):
         try:
@@ -69,7 +69,7 @@ def read_frames(data: bytes) -> None:
             assert isinstance(reference.send(parts), Refused)
             return
         with suppress(ValueError):
-            expect(parts, 1)
+            expect_number(parts, 1)
             assert parts[0][4:8] == b"\1\0\0\0"
         kept = sum(place.numel() for _, place in collector._slots.values()) + len(collector._blob)
         assert kept <= sum(LENGTHS) + BLOB_BYTES

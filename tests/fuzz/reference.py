@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headrace.parameter_server.wire.messages import Kind
 
-__all__ = ["Delivered", "Refused", "read_letters", "read_message"]
+__all__ = ["Delivered", "Refused", "parse_frames", "read_message"]
 
 KINDS = {kind.value for kind in Kind}
 Delivered = tuple[bytes, dict[int, tuple[int, bytes]], bytes]
@@ -43,7 +43,7 @@ def read_message(data: bytes) -> tuple[object, ...] | Refused:
     return kind, first, flag, lease, weight, share, tuple(numbers), steps, number
 
 
-def read_letters(lengths: Sequence[int], blob_bytes: int) -> Generator[Delivered | Refused | None, list[bytes], None]:
+def parse_frames(lengths: Sequence[int], blob_bytes: int) -> Generator[Delivered | Refused | None, list[bytes], None]:
     """Is sent letters, each as a list of parts; yields what they complete. Begin it with `next`."""
     places: dict[int, tuple[int, bytes]] = {}
     blob = b""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from fuzz.readers import FORM, LAYOUT, LENGTHS, join_letters
+from fuzz.readers import FORM, LAYOUT, LENGTHS, join_frames
 from headrace.checkpoint import header, manifest
 from headrace.checkpoint.header import TensorEntry
 from headrace.checkpoint.manifest import FileRecord, Manifest
@@ -24,7 +24,7 @@ from headrace.parameter_server.server.snapshots import ServerState
 from headrace.parameter_server.wire.messages import Kind, Message, encode
 from headrace.transport import frames as pieces
 from headrace.transport.base import ReceivedMessage
-from headrace.transport.frames import FrameKind, cut, letter, numbered
+from headrace.transport.frames import FrameKind, control_frame, numbered, to_frames
 
 __all__ = ["seeds"]
 
@@ -37,21 +37,21 @@ def seeds(name: str) -> list[bytes]:
 def _frames() -> Iterator[bytes]:
     every = list(enumerate(LENGTHS))
     for slots, blob in ((every, b"blob"), (every[:1], b""), ([], b"x" * 50), (every[3:], b"")):
-        letters = cut(
+        frames = to_frames(
             b"message", slots, lambda slot: (slot + 1, memoryview(bytes(range(256)) * 2)[: LENGTHS[slot]]), blob
         )
-        yield join_letters([[bytes(part) for part in parts] for parts in letters])
+        yield join_frames([[bytes(part) for part in parts] for parts in frames])
     entry = pieces._ENTRY.pack
     halves = [
         [pieces._HEAD.pack(1, FrameKind.PART, 1, 0) + entry(1, 0, 5), b"", bytes(30)],
         [pieces._HEAD.pack(1, FrameKind.LAST, 2, 1) + entry(1, 30, 5) + entry(-1, 0, 0), b"m", bytes(10), b"blob"],
     ]
-    yield join_letters(halves)
-    yield join_letters(halves * 2)
+    yield join_frames(halves)
+    yield join_frames(halves * 2)
     for length in (60_000, 60_001):
-        yield join_letters([[bytes(part) for part in numbered(letter(FrameKind.LAST, bytes(length)), 1)]])
+        yield join_frames([[bytes(part) for part in numbered(control_frame(FrameKind.LAST, bytes(length)), 1)]])
     for sort in FrameKind:
-        yield join_letters([[bytes(part) for part in letter(sort, b"m")]])
+        yield join_frames([[bytes(part) for part in control_frame(sort, b"m")]])
 
 
 def _handshakes() -> Iterator[bytes]:

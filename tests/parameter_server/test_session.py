@@ -83,7 +83,7 @@ def test_what_is_administered_is_done_once(way: str) -> None:
     done: list[int] = []
     with standing(way) as stand:
         client, _ = stand.client()
-        settle = stand.server._applier.settle
+        settle = stand.server._optimizer.settle
 
         def slowly(round_: int) -> None:
             settle(round_)
@@ -93,7 +93,7 @@ def test_what_is_administered_is_done_once(way: str) -> None:
                 stand.port.drop(peer)
                 stand.server._end(peer)
 
-        stand.server._applier.settle = slowly  # type: ignore[method-assign]
+        stand.server._optimizer.settle = slowly  # type: ignore[method-assign]
         for round_ in range(3):
             client.ask(0, Message(Kind.SETTLE, lease=round_))
     assert done == [0, 1, 2]

@@ -151,7 +151,7 @@ def test_hooks_of_the_optimizer_are_called_on_the_servers() -> None:
     model = zeros()
     with serving("local", partial(torch.optim.SGD, lr=0.05)) as servers, joined("local", servers, model) as client:
         for server in servers:
-            server._applier._updater.optimizer.register_step_pre_hook(lambda *_: called.append(1))
+            server._optimizer._updater.optimizer.register_step_pre_hook(lambda *_: called.append(1))
         client.pull()
         client.push(gradients_of(model, *batches()[0]), 0)
     assert len(called) == len(FORMS)

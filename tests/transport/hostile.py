@@ -11,15 +11,15 @@ from typing import Any
 import zmq
 
 from headrace.transport.base import Slots, TransportLayout
-from headrace.transport.frames import Frame, FrameKind, letter, numbered
+from headrace.transport.frames import Frame, FrameKind, control_frame, numbered
 from headrace.transport.remote_server import RemoteServerTransport
 from headrace.transport.zeromq import Keys
 from transport.middle import FIRST, Middle, frame
 
-__all__ = ["ATTACKS", "LETTERS", "NOTHING", "SLOTS", "Attacker", "record"]
+__all__ = ["ATTACKS", "FRAMES", "NOTHING", "SLOTS", "Attacker", "record"]
 
 SLOTS = Slots([8])
-LETTERS = 4
+FRAMES = 4
 """Genuine ones, after the hello, of two frames each."""
 
 ATTACKS = (
@@ -40,8 +40,8 @@ _DEADLINE_S = 30.0
 
 def genuine() -> list[Frame]:
     """Returns what a link says: its hello, then messages that are all different."""
-    messages = [numbered(letter(FrameKind.LAST, b"genuine %d" % number), 1 + number) for number in range(LETTERS)]
-    return [letter(FrameKind.HELLO, TransportLayout(SLOTS, SLOTS).hello()), *messages]
+    messages = [numbered(control_frame(FrameKind.LAST, b"genuine %d" % number), 1 + number) for number in range(FRAMES)]
+    return [control_frame(FrameKind.HELLO, TransportLayout(SLOTS, SLOTS).hello()), *messages]
 
 
 class Attacker:
@@ -75,7 +75,7 @@ class Attacker:
         middle, rng = self._middle, self._rng
         del middle.seen[:]
         middle.over.clear()
-        last = FIRST + 2 * LETTERS
+        last = FIRST + 2 * FRAMES
         # Later ones follow, so that the port would notice a frame that is missing.
         target = rng.randrange(FIRST if kind in ("removed", "reordered", "replayed later") else 0, last)
         held: list[bytes] = []
@@ -93,7 +93,7 @@ class Attacker:
         middle.alter = alter
         worker = self._context.socket(zmq.DEALER)
         worker.linger, worker.reconnect_ivl = 0, -1
-        Keys(self._port.secret).present(worker)
+        Keys(self._port.secret).protect_client(worker)
         worker.connect(middle.address)
         # Whoever is cut off early has nobody to say the rest to.
         with suppress(zmq.Again):
@@ -101,13 +101,13 @@ class Attacker:
                 worker.send_multipart(parts, zmq.NOBLOCK)
         heard = self._listen(worker)
         self._earlier = list(middle.seen) or self._earlier
-        expected = [b"genuine %d" % number for number in range(LETTERS)]
+        expected = [b"genuine %d" % number for number in range(FRAMES)]
         # A letter is two frames, and the hello is the first.
         most = (
             max(0, (target - FIRST) // 2 - 1) if kind != "replayed at once" else max(0, (target + 1 - FIRST) // 2 - 1)
         )
         if kind in _HARMLESS:
-            most = LETTERS
+            most = FRAMES
         if heard != expected[: len(heard)] or len(heard) > most or (kind == NOTHING and len(heard) < most):
             return f"{kind} frame {target}: the port heard {heard}"
         return ""
@@ -118,7 +118,7 @@ class Attacker:
         began = monotonic()
         while not (over := self._middle.over.is_set()) or worker is not None:
             heard += [mail.message for mail in self._port.receive(0.001) if mail.message]
-            if worker is not None and (over or monotonic() - began > self._quiet_s or len(heard) == LETTERS):
+            if worker is not None and (over or monotonic() - began > self._quiet_s or len(heard) == FRAMES):
                 worker.close()
                 worker = None  # type: ignore[assignment]
             if monotonic() - began > _DEADLINE_S:
@@ -165,13 +165,13 @@ def record(secret: bytes) -> list[bytes]:
     attacker = Attacker(port, [], random.Random(0))
     middle = attacker._middle
     worker = attacker._context.socket(zmq.DEALER)
-    Keys(secret).present(worker)
+    Keys(secret).protect_client(worker)
     worker.connect(middle.address)
     for parts in genuine():
         worker.send_multipart(parts)
     deadline = monotonic() + _DEADLINE_S
     heard = 0
-    while heard < LETTERS:
+    while heard < FRAMES:
         assert monotonic() < deadline
         heard += len(port.receive(0.01))
     frames = list(middle.seen)

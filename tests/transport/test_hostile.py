@@ -10,7 +10,7 @@ from time import monotonic
 import pytest
 import zmq
 
-from headrace.transport import connections as door
+from headrace.transport import connections
 from headrace.transport import remote_server as remote_port
 from headrace.transport.connections import Connection, wire_bytes
 from headrace.transport.frames import FrameKind
@@ -58,7 +58,7 @@ def test_strangers_are_not_heard(small: RemoteServerTransport, strange: list[byt
 def until(port: RemoteServerTransport, count: int) -> list[Connection]:
     """Serves the port until so many lines are left; returns them."""
     deadline = monotonic() + DEADLINE_S
-    while len(lines := list(port._door._lines.values())) > count:
+    while len(lines := list(port._guard._connections.values())) > count:
         assert monotonic() < deadline, f"{len(lines)} lines are left"
         assert port.receive(0.02) == []
     return lines
@@ -74,7 +74,7 @@ def call(port: RemoteServerTransport, said: bytes = b"") -> socket.socket:
 def test_of_many_who_say_nothing_the_oldest_go(
     port: RemoteServerTransport, link: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_HALF_OPEN", 3)
+    monkeypatch.setattr(connections, "_HALF_OPEN", 3)
     strangers = [call(port, greeting()[:20]) for _ in range(10)]
     until(port, 4)
     for each in strangers[:6]:
@@ -88,7 +88,7 @@ def test_of_many_who_say_nothing_the_oldest_go(
 
 def test_strangers_are_seen_while_nobody_serves(port: RemoteServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the middle of a long step, and before the first link."""
-    monkeypatch.setattr(door, "_HALF_OPEN", 3)
+    monkeypatch.setattr(connections, "_HALF_OPEN", 3)
     strangers = [call(port) for _ in range(10)]
     for each in strangers[:7]:
         each.settimeout(DEADLINE_S)
@@ -101,7 +101,7 @@ def test_strangers_are_seen_while_nobody_serves(port: RemoteServerTransport, mon
 def test_who_never_says_hello_is_shown_out(
     port: RemoteServerTransport, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_HELLO_S", 0.2)
+    monkeypatch.setattr(connections, "_HELLO_S", 0.2)
     silent = [call(port), call(port, greeting()), raw()]  # type: ignore[operator]
     until(port, 1)
     still_served(port, link)  # type: ignore[arg-type]
@@ -134,14 +134,14 @@ def test_a_message_that_hardly_ends_is_cut_off(
 ) -> None:
     """By somebody who holds the secret: ZeroMQ keeps all of it until it ends, and tells nobody."""
     brought: list[int] = []
-    look = door._brought
+    look = connections._sent_bytes
 
     def looking(descriptor: int) -> int:
         brought.append(look(descriptor))
         return brought[-1]
 
-    monkeypatch.setattr(door, "_AHEAD_BYTES", 1 << 22)
-    monkeypatch.setattr(door, "_brought", looking)
+    monkeypatch.setattr(connections, "_AHEAD_BYTES", 1 << 22)
+    monkeypatch.setattr(connections, "_sent_bytes", looking)
     broken = greeted(port, raw)  # type: ignore[arg-type]
     part, count = bytes(1 << 17), 4096
     for each in whole(number=1):
@@ -160,16 +160,16 @@ def test_a_letter_of_too_many_parts_is_not_kept(port: RemoteServerTransport, lin
     still_served(port, link)  # type: ignore[arg-type]
 
 
-def test_what_a_line_has_brought_is_counted_to_the_byte(port: RemoteServerTransport, raw: object) -> None:
+def test_what_a_connection_has_sent_is_counted_to_the_byte(port: RemoteServerTransport, raw: object) -> None:
     """Or links that live for long would be cut off at last."""
     made = greeted(port, raw)  # type: ignore[arg-type]
-    (line,) = port._door._lines.values()
-    before = door._brought(line.descriptor) - line.taken
+    (line,) = port._guard._connections.values()
+    before = connections._sent_bytes(line.descriptor) - line.taken
     for number in range(1, 200):
         made.send_multipart(whole(message=bytes(3 * number), number=number))
     mail_of(port, 199)
-    assert door._brought(line.descriptor) - line.taken == before
-    assert before < door._HELLO_BYTES
+    assert connections._sent_bytes(line.descriptor) - line.taken == before
+    assert before < connections._HELLO_BYTES
 
 
 @pytest.mark.parametrize("length", [0, 1, 222, 223, 100_000])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.transport import frames as pieces
-from headrace.transport.frames import FrameKind, Reassembler, cut, kind_of, letter
+from headrace.transport.frames import FrameKind, Reassembler, control_frame, kind_of, to_frames
 
 SMALL = 16
 
@@ -34,14 +34,16 @@ def test_what_is_cut_is_put_together_again(lengths: list[int], blob: bytes, mess
     collector = Reassembler(lengths, 50)
     slots = list(enumerate(lengths))
     for turn in range(2):
-        letters = list(cut(message, slots, lambda slot: (slot + 5, memoryview(content(slot, lengths[slot]))), blob))
-        for parts in letters:
+        frames = list(
+            to_frames(message, slots, lambda slot: (slot + 5, memoryview(content(slot, lengths[slot]))), blob)
+        )
+        for parts in frames:
             assert sum(len(payload) for payload in parts[2:]) <= SMALL
             assert len(parts) <= 5
-        assert [kind_of(parts) for parts in letters] == [FrameKind.PART] * (len(letters) - 1) + [FrameKind.LAST], turn
+        assert [kind_of(parts) for parts in frames] == [FrameKind.PART] * (len(frames) - 1) + [FrameKind.LAST], turn
         # As they come from a socket: each part a piece of memory of its own.
-        came = [collector.add([memoryview(bytearray(part)) for part in parts]) for parts in letters]
-        assert came[:-1] == [None] * (len(letters) - 1)
+        came = [collector.add([memoryview(bytearray(part)) for part in parts]) for parts in frames]
+        assert came[:-1] == [None] * (len(frames) - 1)
         delivery = came[-1]
         assert delivery is not None
         assert (delivery.message, bytes(delivery.blob)) == (message, blob)
@@ -58,9 +60,9 @@ def test_a_slot_is_looked_at_when_its_letter_is_made() -> None:
         taken.append(slot)
         return 0, memoryview(bytearray(10))
 
-    letters = cut(b"m", [(0, 10), (1, 10), (2, 10)], take)
+    frames = to_frames(b"m", [(0, 10), (1, 10), (2, 10)], take)
     for count in (1, 2, 3):
-        next(letters)
+        next(frames)
         assert taken == list(range(count))
 
 
@@ -75,8 +77,8 @@ def test_noise_is_refused_or_harmless(parts: list[bytes]) -> None:
 
 
 def test_pieces_of_different_versions_are_refused() -> None:
-    first, *_ = cut(b"m", [(0, 20)], lambda slot: (1, memoryview(bytearray(20))))
-    *_, second = cut(b"m", [(0, 20)], lambda slot: (2, memoryview(bytearray(20))))
+    first, *_ = to_frames(b"m", [(0, 20)], lambda slot: (1, memoryview(bytearray(20))))
+    *_, second = to_frames(b"m", [(0, 20)], lambda slot: (2, memoryview(bytearray(20))))
     collector = Reassembler([20], 0)
     assert collector.add([memoryview(bytearray(part)) for part in first]) is None
     with pytest.raises(ValueError, match="pieces of versions 1 and 2"):
@@ -85,20 +87,20 @@ def test_pieces_of_different_versions_are_refused() -> None:
 
 def test_an_unfinished_slot_is_refused() -> None:
     collector = Reassembler([20], 0)
-    first, *_ = cut(b"m", [(0, 20)], lambda slot: (1, memoryview(bytearray(20))))
+    first, *_ = to_frames(b"m", [(0, 20)], lambda slot: (1, memoryview(bytearray(20))))
     assert collector.add([memoryview(bytearray(part)) for part in first]) is None
     with pytest.raises(ValueError, match="slot 0 came with 16 bytes only"):
-        collector.add([memoryview(part) for part in letter(FrameKind.LAST, b"m")])
+        collector.add([memoryview(part) for part in control_frame(FrameKind.LAST, b"m")])
 
 
 def test_a_blob_is_not_longer_than_it_may_be() -> None:
-    (parts,) = cut(b"m", [], lambda slot: (0, memoryview(b"")), b"12345")
+    (parts,) = to_frames(b"m", [], lambda slot: (0, memoryview(b"")), b"12345")
     with pytest.raises(ValueError, match="the longest that may come has 4"):
         Reassembler([], 4).add([memoryview(part) for part in parts])
 
 
 def test_an_empty_slot_has_a_place() -> None:
-    (parts,) = cut(b"m", [(0, 0)], lambda slot: (3, memoryview(b"")))
+    (parts,) = to_frames(b"m", [(0, 0)], lambda slot: (3, memoryview(b"")))
     delivery = Reassembler([0], 0).add([memoryview(part) for part in parts])
     assert delivery is not None
     assert delivery.slots[0][0] == 3

@@ -16,7 +16,7 @@ import zmq
 from headrace.errors import UsageError
 from headrace.transport import zeromq
 from headrace.transport.base import ClientTransport, ReceivedMessage, Slots, TransportLayout
-from headrace.transport.frames import PART_BYTES, FrameKind, letter, numbered
+from headrace.transport.frames import PART_BYTES, FrameKind, control_frame, numbered
 from headrace.transport.remote_client import RemoteClientTransport
 from headrace.transport.remote_server import RemoteServerTransport
 from headrace.transport.zeromq import Keys, is_loopback
@@ -54,7 +54,7 @@ def raw(port: RemoteServerTransport) -> Iterator[Raw]:
         own = context.socket(zmq.DEALER)
         own.linger = 0
         own.reconnect_ivl = 24 * 3_600_000
-        Keys(SECRET).present(own)
+        Keys(SECRET).protect_client(own)
         own.connect(port.address)
         made.append(own)
         return own
@@ -66,14 +66,16 @@ def raw(port: RemoteServerTransport) -> Iterator[Raw]:
 
 
 def hello() -> list[bytes | memoryview]:
-    return letter(FrameKind.HELLO, TransportLayout(SLOTS, SLOTS).hello())
+    return control_frame(FrameKind.HELLO, TransportLayout(SLOTS, SLOTS).hello())
 
 
 def greeted(port: RemoteServerTransport, raw: Raw) -> zmq.Socket[bytes]:
     """Returns a socket that the port takes for a link."""
     made = raw()
     made.send_multipart(hello())
-    assert join(port, lambda: made.poll(int(1000 * DEADLINE_S)) and made.recv_multipart()) == letter(FrameKind.WELCOME)
+    assert join(port, lambda: made.poll(int(1000 * DEADLINE_S)) and made.recv_multipart()) == control_frame(
+        FrameKind.WELCOME
+    )
     return made
 
 
@@ -89,7 +91,7 @@ def still_served(port: RemoteServerTransport, link: ClientTransport) -> None:
 def cut_off(port: RemoteServerTransport, lines: int) -> None:
     """Serves the port until so many connections are left."""
     deadline = monotonic() + DEADLINE_S
-    while len(port._door._lines) > lines:
+    while len(port._guard._connections) > lines:
         assert monotonic() < deadline
         port.receive(0.05)
 
@@ -144,7 +146,7 @@ def test_whoever_knows_the_server_alone_is_refused(
         worker.curve_publickey, worker.curve_secretkey = zmq.curve_keypair()
         worker.curve_serverkey = keys._public[0]
 
-    monkeypatch.setattr(Keys, "present", present)
+    monkeypatch.setattr(Keys, "protect_client", present)
     with pytest.raises(ConnectionError, match="does not let this worker's key in"):
         join(port, lambda: RemoteClientTransport(port.address, SLOTS, SLOTS, secret=SECRET))
     still_served(port, link)
@@ -153,7 +155,7 @@ def test_whoever_knows_the_server_alone_is_refused(
 def test_whoever_does_not_encrypt_is_refused(
     port: RemoteServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Keys, "present", lambda keys, worker: None)
+    monkeypatch.setattr(Keys, "protect_client", lambda keys, worker: None)
     with pytest.raises(ConnectionError, match="no server of headrace"):
         join(port, lambda: RemoteClientTransport(port.address, SLOTS, SLOTS, secret=SECRET))
     still_served(port, link)
@@ -199,7 +201,7 @@ HOSTILE = {
     "another form": [b"\7\4\0\0\0\0\0\0", b"m"],
     "an unknown sort": [b"\1\x63\0\0\0\0\0\0", b"m"],
     "hello again": hello(),
-    "welcome": letter(FrameKind.WELCOME),
+    "welcome": control_frame(FrameKind.WELCOME),
     "no message": whole(message=b""),
     "a message too long": whole(message=bytes(60_001)),
     "payloads without parts": [b"\1\4\2\0\0\0\0\0" + entry(0, 0) * 2, b"m"],
@@ -223,7 +225,7 @@ def test_a_worker_that_breaks_the_rules_harms_itself_alone(
     port: RemoteServerTransport, link: ClientTransport, raw: Raw, parts: list[bytes]
 ) -> None:
     broken = greeted(port, raw)
-    broken.send_multipart(numbered(letter(FrameKind.PART), 1))
+    broken.send_multipart(numbered(control_frame(FrameKind.PART), 1))
     broken.send_multipart(numbered(parts, 2) if len(parts[0]) >= 8 else parts)
     (end,) = mail_of(port, 1)
     assert end.message == b""
@@ -242,18 +244,20 @@ def test_a_letter_out_of_its_turn_ends_the_link(
     still_served(port, link)
 
 
-def test_a_link_that_misses_a_letter_ends(port: RemoteServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_misses_a_frame_ends(port: RemoteServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     link = join(port, lambda: open_link("remote", port.address, SLOTS, SLOTS))
     link.send(b"here")
     (mail,) = mail_of(port, 1)
     port._peers[mail.peer].sent += 1
     port.send(mail.peer, b"there")
-    with pytest.raises(ConnectionError, match="letter 2 came where 1 was to come"):
+    with pytest.raises(ConnectionError, match="frame 2 arrived instead of 1"):
         join(port, lambda: next_of(link))
     link.close()
 
 
-@pytest.mark.parametrize("parts", [[b"x"], letter(FrameKind.LAST, b"m"), letter(FrameKind.HELLO, b"headrace")])
+@pytest.mark.parametrize(
+    "parts", [[b"x"], control_frame(FrameKind.LAST, b"m"), control_frame(FrameKind.HELLO, b"headrace")]
+)
 def test_who_does_not_begin_with_its_layout_is_never_heard(
     port: RemoteServerTransport, link: ClientTransport, raw: Raw, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +265,7 @@ def test_who_does_not_begin_with_its_layout_is_never_heard(
     for _ in range(3):
         raw().send_multipart(parts)
     deadline = monotonic() + DEADLINE_S
-    while len(port._door._lines) < 4:
+    while len(port._guard._connections) < 4:
         assert monotonic() < deadline
         assert port.receive(0.05) == []
     # It does not go by itself, so it is cut off.

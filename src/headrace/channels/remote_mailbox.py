@@ -192,8 +192,8 @@ class RemoteReceiver(Inbox):
         self._ended()
         if self._gate:
             # Not unbound, which would end the connection, too.
-            self._gate.came()
-            self._gate.look()
+            self._gate.count()
+            self._gate.update()
 
     def receive(self, read: Callable[[bytes, Tensor], T]) -> T:
         frames = self._line.until(self._next, self._ended)

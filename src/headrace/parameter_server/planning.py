@@ -184,9 +184,7 @@ def _shard_of(segment: Segment, parameter: ParameterSpec) -> ShardSpec:
     return ShardSpec(segment.parameter, segment.start, shape, parameter.dtype)
 
 
-def _state_shards(
-    shards: Sequence[ShardSpec], known: Mapping[str, ParameterSpec], state: MeanState
-) -> list[ShardSpec]:
+def _state_shards(shards: Sequence[ShardSpec], known: Mapping[str, ParameterSpec], state: MeanState) -> list[ShardSpec]:
     found = []
     for like, spec in zip(state.likes, state.specs, strict=True):
         for shard in (shard for shard in shards if shard.parameter == like.name):
@@ -300,7 +298,9 @@ def connect(
         def reopen(index: int = index, address: str = address) -> ClientTransport:
             return open_one(index, find(index) if find else address, _RECONNECT_HELLO_S)
 
-        transport = _connect_once(functools.partial(open_one, index, address, _HELLO_S), reopen if find else None, check)
+        transport = _connect_once(
+            functools.partial(open_one, index, address, _HELLO_S), reopen if find else None, check
+        )
         closing.callback(transport.close)
         connections.append(ServerConnection(transport, layout, own, server.rank, server.host, reopen))
     client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)

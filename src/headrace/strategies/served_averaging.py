@@ -32,22 +32,18 @@ from headrace.averaging.period import AutoPeriod, Seen, first_stretch
 from headrace.averaging.period_controller import PeriodController
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.client.center import CenterVariable, OptimizerMirror
-from headrace.parameter_server.client.data_leases import ServerDataLeases, blocks
+from headrace.parameter_server.client.data_leases import ServerDataLeases, leases_between
 from headrace.parameter_server.client.exchange import ServedExchange
-from headrace.parameter_server.client.gradients import GradientBuffer
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.leases import LeaseTable
-from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.planning import (
-    check_backups,
-    check_seats,
+    brings_parameters,
+    build_server,
+    check_server_options,
     connect,
     layout_of,
-    leads,
-    open_port,
-    pair,
     places_of,
-    seats,
+    plan_with_servers,
 )
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
@@ -103,8 +99,7 @@ class ServedAveragingConfig:
         longest = self.period if isinstance(self.period, int) else self.period.longest
         if longest > _MOST:
             raise UsageError(f"period must be at most {_MOST:,} through servers, got {longest:,}")
-        check_backups(self.backups, self.servers)
-        check_seats(None, "greedy", "full", (self.transport, "plain", "plain"))
+        check_server_options(self.servers, self.backups, self.transport)
         wait = self.wait
         if isinstance(wait, bool) or not (wait in ("all", "nobody") or isinstance(wait, int | float)):
             raise UsageError(f"wait must be 'all', 'nobody', a number of workers (3) or of seconds (3.0), got {wait!r}")
@@ -130,23 +125,23 @@ class ServedAveragingConfig:
         # The outer step treats every element alone, whatever the job's optimizer does.
         cut = replace(model, sliceable=True)
         # Beside its parameters and gradients, a worker has a copy of the average, and what lies on its way.
-        roles, segments = seats(
-            strategy, workers, self.servers, None, "greedy", cut, cluster, self.transport, 4, self.backups
+        plan = plan_with_servers(
+            strategy,
+            options,
+            cut,
+            cluster,
+            workers=workers,
+            servers=self.servers,
+            backups=self.backups,
+            transport=self.transport,
+            copies=4,
         )
-        count = sum(role.kind == "worker" for role in roles)
-        if isinstance(self.wait, int) and self.wait > count:
+        if isinstance(self.wait, int) and self.wait > plan.workers:
             raise InfeasiblePlan(
-                f"wait={self.wait} waits for {self.wait} workers and there are {count}; use wait='all', or at most "
-                f"wait={count}"
+                f"wait={self.wait} waits for {self.wait} workers and there are {plan.workers}; use wait='all', or at "
+                f"most wait={plan.workers}"
             )
-        return Plan(
-            strategy=strategy,
-            options=dict(options),
-            roles=roles,
-            shares=(1,) * count,
-            gradient_bytes=model.trainable_bytes,
-            segments=segments,
-        )
+        return plan
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         """Builds what a worker runs."""
@@ -164,12 +159,12 @@ class ServedAveragingConfig:
         copy = [[torch.empty_like(place, device="cpu") for place in places] for places in own]
         servers = [plan.roles[server] for server in plan.servers]
         client = connect(
-            context.servers.addresses(), layouts, copy, (rank, context.servers.incarnation), context.group.check, servers,
-            context.closing, together=True, in_turn=self._in_turn, find=context.servers.find,
+            context.servers.addresses(), layouts, copy, (rank, context.servers.incarnation), context.group.check,
+            servers, context.closing, together=True, in_turn=self._in_turn, find=context.servers.find,
         )  # fmt: skip
         center = CenterVariable(client, layouts, own, copy, beside, keeps=not self.outer.agrees)
-        exchange = ServedAveragingExchange(self, plan, center, layouts, context, local, leads(client, rank))
-        exchange.give(center.own)
+        exchange = ServedAveragingExchange(self, plan, center, layouts, context, local, brings_parameters(client, rank))
+        exchange.load_values(center.own)
         return Replica(context.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
 
     def server(self, plan: Plan, rank: int, context: ServerContext, by_share: bool = False) -> Server:
@@ -177,31 +172,24 @@ class ServedAveragingConfig:
         rank = plan.server_of(rank)
         state = _state_of(context) if self.average_state else None
         layout = layout_of(plan, context.model, rank, state)
-        members, first = range(plan.workers), rank == plan.servers[0]
+        first = rank == plan.servers[0]
         # Schedules are the inner optimizer's, the moving average is that of the average.
         clock = RoundClock(Options(ema_decay=context.options.ema_decay), context.rounds_per_epoch, context.first)
         beside = state.specs if state else []
         optimizer = functools.partial(
             _outer_optimizer, {each.name for each in beside}, self._outer_options(plan.workers)
         )
-        applier = ShardOptimizer(layout, optimizer, [*context.model.parameters, *beside], clock, full=not by_share)
+        shard_optimizer = ShardOptimizer(
+            layout, optimizer, [*context.model.parameters, *beside], clock, full=not by_share
+        )
         combination = self._combination() if first or not self._in_turn else DecidedElsewhere()
-        machines = [Shard(members, Unbounded(), combination) for _ in range(len(layout))]
         until, span = first_stretch(self.period, self.post_local, context.first, context.until)
         # Whoever waits for all goes in step with them, and every run is the same.
-        fixed, last = self.wait == "all", context.first + blocks(context.first, until, span)
-        leases = LeaseTable(len(plan.shares), last, context.first, fixed, workers=members) if first else None
-        coordinates = (leases, context.first, until, span) if leases else None
-        port = open_port(layout, self.transport)
-        replicated = pair(port, layout, context.process) if self.backups else None
-        return Server(
-            replicated.transport if replicated else port,
-            layout,
-            applier,
-            machines,
-            coordinates,
-            replicated=replicated,
-            measures=True,
+        fixed, last = self.wait == "all", context.first + leases_between(context.first, until, span)
+        table = LeaseTable(len(plan.shares), last, context.first, fixed, workers=range(plan.workers))
+        leases, policies = (table, context.first, until, span), (Unbounded(), combination)
+        return build_server(
+            plan, rank, layout, shard_optimizer, policies, leases, self.transport, context.process, measures=True
         )
 
     @property
@@ -275,11 +263,16 @@ class ServedAveragingExchange(ServedExchange):
         leads: bool,
     ) -> None:
         client = center.client
-        buffer = GradientBuffer(layouts, context.model)
-        super().__init__(client, layouts, buffer, context.group, context.agreement(), leads)
+        super().__init__(client, layouts, context.model, context.group, context.agreement(), leads)
         self._pacing = PeriodController(service.period, service.post_local, context.group)
         self.portions = ServerDataLeases(
-            client, leads, len(layouts), len(plan.shares), self._pacing.stretch, center, rests=service.wait != "nobody"
+            client,
+            self.replica_group.group,
+            leads,
+            len(plan.shares),
+            self._pacing.stretch,
+            center,
+            rests=service.wait != "nobody",
         )
         self._center = center
         self._outer = service.outer
@@ -332,7 +325,7 @@ class ServedAveragingExchange(ServedExchange):
 
     def settings(self) -> dict[str, Any]:
         # Others have done rounds that this worker has not.
-        self._advance(self.portions.met)
+        self._advance(self.portions.synced_round)
         return {**self._inner.settings(), "averaging": self._pacing.settings()}
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
@@ -343,7 +336,7 @@ class ServedAveragingExchange(ServedExchange):
         self._pacing.load(settings)
         # What is averaged begins with it.
         self._center.gather()
-        self.give(self._center.own, beside=True)
+        self.load_values(self._center.own, only_state=True)
 
     def memory(self) -> tuple[int, int]:
         parameter_bytes, state_bytes = self._inner.memory()

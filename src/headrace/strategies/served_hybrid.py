@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.parameter_server.planning import shards
+from headrace.parameter_server.planning import assign_shards
 from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -111,7 +111,7 @@ def served_plan(
         servers = [role.rank for role in roles[workers:] if role.stage == stage]
         sharding = outer.sharding if inner.partition else "whole"
         try:
-            segments += shards(held[stage], servers, sharding, outer.placement, outer.transport)
+            segments += assign_shards(held[stage], servers, sharding, outer.placement, outer.transport)
         except InfeasiblePlan as error:
             raise InfeasiblePlan(f"stage {stage} of {devices}: {error}") from None
     return replace(inner, strategy=strategy, roles=roles, shares=(1,) * replicas, segments=tuple(segments))

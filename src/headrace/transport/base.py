@@ -1,9 +1,8 @@
-"""Both ends of the way between a worker and a server: the seam that every transport implements.
+"""The seam of every transport between workers and servers: a client's end, a server's end, and what both must share.
 
-A `ClientTransport` is a worker's end, a `ServerTransport` the server's, for any number of clients. It carries three
-kinds of data: messages of a few hundred bytes; slots, whose place and length both ends know beforehand (gradients one
-way, parameters the other); and blobs, rare and of any length. Messages of one link arrive in the order in which
-they were sent.
+A transport carries three kinds of data: messages of a few hundred bytes; slots, whose place and length both ends know
+beforehand (gradients to the server, parameters to the client); and blobs, rare and of any length. The messages of one
+connection arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from torch import Tensor
 from headrace.shared_memory.segment import SharedSegment
 
 PROTOCOL = 1
-"""Which way of speaking this is; to be raised with every change of what goes over a link."""
+"""Version of the protocol; raised with every change of what is sent over a connection."""
 
 Blob = bytes | bytearray | memoryview | SharedSegment
-"""What is sent along with a message; on one host a segment is shared, not copied, and must stay as it is."""
+"""What is sent with a message. On one host a segment is shared, not copied, and must not change."""
 
 LARGEST_MESSAGE = 60_000
-"""Bytes; whatever is longer is a blob."""
+"""Bytes; anything longer is sent as a blob."""
 
 _ALIGN = 64
-_BLOBS = 16, 1 << 26
+_BLOB_FACTOR, _LEAST_BLOB_BYTES = 16, 1 << 26
 _GREETING = struct.Struct("<8sI")
-"""Whatever else changes, a hello begins with this."""
+"""The beginning of a hello, in every version of the protocol."""
 
 _HELLO = struct.Struct("<6Q")
 _MAGIC = b"headrace"
@@ -39,13 +38,13 @@ _NOTHING = memoryview(b"")
 
 @dataclass(frozen=True)
 class ReceivedMessage:
-    """What a port has received.
+    """A message that a server has received.
 
     Attributes:
-        peer: number of the link, never used twice by one port.
-        message: empty if the link is gone, however it went.
-        blob: what came along; empty for most.
-        memory: in which the link pushes; None if its pushes are sent.
+        peer: number of the connection, which one transport never uses twice.
+        message: empty if the connection has ended, for whatever reason.
+        blob: sent with it; usually empty.
+        memory: that the client writes its pushes to; None if they are sent.
     """
 
     peer: int
@@ -55,15 +54,7 @@ class ReceivedMessage:
 
 
 class Slots:
-    """Places of pieces of memory that lie side by side, each on a cache line of its own.
-
-    Args:
-        lengths: bytes of each.
-
-    Attributes:
-        starts, lengths: by slot, bytes.
-        nbytes: of all together.
-    """
+    """Places of given lengths in one region of memory, each on a cache line of its own; all numbers are bytes."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
@@ -88,12 +79,12 @@ class Slots:
 
 @dataclass(frozen=True)
 class TransportLayout:
-    """What both ends of a link must have alike.
+    """The slots that both ends of a connection must have alike.
 
     Attributes:
-        parameters: places of the shards' parameters.
-        pushes: places of what a link pushes; none for a link that only pulls.
-        replies: places of what a link pulls in another form; None if it pulls parameters as they are.
+        parameters: of the shards.
+        pushes: of a client's gradients; none for a client that only pulls.
+        replies: of encoded parameters; None if a client pulls the parameters as they are.
     """
 
     parameters: Slots
@@ -102,29 +93,28 @@ class TransportLayout:
 
     @property
     def pulled(self) -> Slots:
-        """What goes from the port to a link."""
+        """The slots that the server sends to a client."""
         return self.replies or self.parameters
 
     def hello(self) -> bytes:
-        """Returns what a link tells the port of it."""
+        """Returns a client's first message, which describes its layout."""
         every = (self.parameters, self.pushes, self.replies or Slots(()))
         numbers = [number for slots in every for number in (len(slots), sum(slots.lengths))]
         return _GREETING.pack(_MAGIC, PROTOCOL) + _HELLO.pack(*numbers)
 
     @property
     def blob_bytes(self) -> int:
-        """The longest blob that a link may send: a shard's state, of any optimizer, or the words of a few messages."""
-        factor, least = _BLOBS
-        return factor * max(self.parameters.lengths, default=0) + least
+        """The longest blob that a client may send: a shard's state of any optimizer, or a few messages."""
+        return _BLOB_FACTOR * max(self.parameters.lengths, default=0) + _LEAST_BLOB_BYTES
 
     def match(self, hello: bytes) -> TransportLayout:
-        """Returns the layout of a link that says this: the same, perhaps without pushes.
+        """Returns the layout of a client that sends this hello: this one, perhaps without pushes.
 
         Raises:
-            ValueError: it is another one.
+            ValueError: the client has another layout.
         """
         if len(hello) < _GREETING.size or not hello.startswith(_MAGIC):
-            raise ValueError("this is a parameter server of headrace, and whoever calls is no worker of it")
+            raise ValueError("this is a parameter server of headrace, and the client is not a worker of headrace")
         _, protocol = _GREETING.unpack_from(hello)
         if protocol != PROTOCOL:
             raise ValueError(
@@ -137,24 +127,24 @@ class TransportLayout:
                 return layout
         own, theirs = (_HELLO.unpack_from(each, _GREETING.size) for each in (self.hello(), hello))
         raise ValueError(
-            f"the server has {_words(own)}, the worker {_words(theirs)}; build the same model on both, with the "
+            f"the server has {_describe(own)}, the worker {_describe(theirs)}; build the same model on both, with the "
             "same sharding and compression"
         )
 
 
-def _words(numbers: Sequence[int]) -> str:
+def _describe(numbers: Sequence[int]) -> str:
     shards, nbytes, _, pushed, _, replied = numbers
     return f"{shards} shards of {nbytes:,} bytes, pushed in {pushed:,} and pulled in {replied or nbytes:,}"
 
 
 class ServerTransport(ABC):
-    """A server's end of all its links.
+    """A server's end of all its connections.
 
     Attributes:
-        vouched: whether links have looked at what they push. On one host they are this library's, and what they push
-            remains their own memory, which they could still change after any look of the server's.
-        address: where links find it.
-        moved_bytes: payload that has gone through it, both ways.
+        trusts_clients: whether clients have checked that what they push is finite. On one host clients are this
+            library's, and what they push remains their own memory, so that checking it in the server proves nothing.
+        address: where clients connect to.
+        moved_bytes: payload in both directions.
     """
 
     trusts_clients: bool = False
@@ -163,63 +153,60 @@ class ServerTransport(ABC):
 
     @abstractmethod
     def parameters(self, slot: int) -> Tensor:
-        """Returns the place of a shard's parameters, `(bytes,)` uint8: the server's own copy, which links read."""
+        """Returns the server's own copy of a shard's parameters, `(bytes,)` uint8, which clients read."""
 
     @abstractmethod
     def writing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
-        """Holds off readers of these parameters for as long as they are written to."""
+        """Returns a context in which these parameters may be written, while clients do not read them."""
 
     @abstractmethod
     def set_version(self, slot: int, version: int) -> None:
-        """Says which version a shard's parameters are; inside `changing` where they have changed."""
+        """Publishes the version of a shard's parameters; inside `writing` if they have changed."""
 
     @abstractmethod
     def receive(self, timeout_s: float) -> list[ReceivedMessage]:
-        """Returns all mail that is there; waits for some, but not longer than `timeout_s`."""
+        """Returns all messages that have arrived; waits for one, but not longer than `timeout_s`."""
 
     @abstractmethod
     def pushed(self, peer: int, slot: int) -> Tensor:
-        """Returns what a link has pushed into a slot, `(bytes,)` uint8; it lies there until it is released.
+        """Returns what a client has pushed into a slot, `(bytes,)` uint8; it stays there until it is released.
 
         Raises:
-            ValueError: it has not pushed.
+            ValueError: the client has not pushed.
         """
 
     @abstractmethod
     def release(self, peer: int, slots: Sequence[int]) -> None:
-        """Says that what a link has pushed into these slots is not needed any more; the next push may be put there."""
+        """Lets the client's next push overwrite what it has pushed into these slots."""
 
     @abstractmethod
     def reply_slot(self, peer: int, slot: int) -> Tensor:
-        """Returns where to put what a link pulls in another form than the server's own, `(bytes,)` uint8."""
+        """Returns where to write encoded parameters for a client, `(bytes,)` uint8."""
 
     @abstractmethod
     def send(
         self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
     ) -> None:
-        """Sends a message, with the parameters in `slots`. A link that is gone takes nothing and hurts nobody.
+        """Sends a message, with the parameters in `slots`; does nothing if the connection has ended.
 
-        Args:
-            peer: the link.
-            message, slots, blob: what.
-            limited: end the link if it leaves too much unread.
+        `limited` ends a connection whose client leaves too much unread.
         """
 
     @abstractmethod
     def drop(self, peer: int) -> None:
-        """Ends one link."""
+        """Ends one connection."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends all links; frees what they shared."""
+        """Ends all connections, and frees their memory."""
 
 
 class ClientTransport(ABC):
     """A worker's end.
 
     Attributes:
-        window: how many pushes may be on their way, because the port has to keep them; None for any number.
-        moved_bytes: payload that has gone through it, both ways.
+        window: how many pushes may be unanswered, because the server has to keep them; None for any number.
+        moved_bytes: payload in both directions.
     """
 
     window: int | None = None
@@ -227,37 +214,32 @@ class ClientTransport(ABC):
 
     @abstractmethod
     def push_slot(self, slot: int) -> Tensor:
-        """Returns where to put a shard's gradient before it is sent, `(bytes,)` uint8; it is kept between pushes."""
+        """Returns where to write a shard's gradient before it is sent, `(bytes,)` uint8; kept between pushes."""
 
     @abstractmethod
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        """Sends a message, with what lies in the push slots `slots`."""
+        """Sends a message, with the content of the push slots `slots`."""
 
     @abstractmethod
     def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
-        """Returns the next message and its blob; None if none came within `timeout_s`.
+        """Returns the next message and its blob; None if none arrived within `timeout_s`.
 
         Raises:
-            ConnectionError: the port is gone.
+            ConnectionError: the connection has ended.
         """
 
     @abstractmethod
     def fetch(self, slot: int, into: Tensor) -> int:
-        """Copies a shard's newest parameters that the port has sent, or shows; returns their version.
-
-        Args:
-            slot: which shard.
-            into: `(bytes,)` uint8.
-        """
+        """Copies a shard's newest parameters into `(bytes,)` uint8, and returns their version."""
 
     def current_version(self, slot: int) -> int | None:
-        """Returns which version a shard's parameters are now; None where that is not to be seen from here."""
+        """Returns the server's present version of a shard; None if only the server knows it."""
         return None
 
     @abstractmethod
     def reply_slot(self, slot: int) -> Tensor:
-        """Returns what the port has put into a reply slot, `(bytes,)` uint8."""
+        """Returns the encoded parameters that the server has sent, `(bytes,)` uint8."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the link."""
+        """Ends the connection."""

@@ -1,13 +1,13 @@
-"""Who stands at a server's door: strangers are many and cost little, and whoever brings too much is shown out.
+"""Connections to a server's ZeroMQ socket: who may connect, how many, and how much each may send.
 
     40 a second
-    accepted ──► half open ── CURVE, hello ──► a link
-                 at most 64, the oldest goes    may be 64 MiB ahead of what the port has taken
-                 16 KiB, 10 s
+    accepted ──► half open ── CURVE, hello ──► a client
+                 at most 64, the oldest is      may have sent 64 MiB that
+                 ended; 16 KiB, 10 s            the server has not taken
 
-ZeroMQ itself limits the length of one frame, but neither how many there are of a message that never ends, nor how many
-connections there are that never say what they are. The system knows what each has brought, and a thread looks at that,
-because the port's own may be in the middle of a step.
+ZeroMQ itself limits the length of one frame, but neither the frames of one message nor the connections that never say
+what they are. The operating system knows what each connection has sent, and a thread checks that, because the server's
+own thread may be in the middle of a step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOAD_BYTE, _AND, _IF_EQUAL, _RETURN = 0x30, 0x54, 0x15, 0x06
 _FLAGS_AT = 13
 _SYN, _ACK = 0x02, 0x10
 _DROP_SYN = (
-    # A socket that listens sees a packet from its TCP header on.
+    # A listening socket sees a packet from its TCP header on.
     (_LOAD_BYTE, 0, 0, _FLAGS_AT),
     (_AND, 0, 0, _SYN | _ACK),
     (_IF_EQUAL, 0, 1, _SYN),
@@ -45,17 +45,39 @@ _DROP_SYN = (
     (_RETURN, 0, 0, 0xFFFFFFFF),
 )
 
+_ZAP = "inproc://zeromq.zap.01"
+_WATCHED = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+_A_SECOND, _AT_ONCE = 40.0, 200.0
+"""New connections: a large run's workers at once, and afterwards those that replace lost ones."""
+
+_HALF_OPEN = 64
+"""Connections that have not said hello; each costs at most the memory of one frame."""
+
+_HELLO_S = 10.0
+_HELLO_BYTES = 1 << 14
+_AHEAD_BYTES = 1 << 26
+"""More than the frames that may wait at the server, and one that is being sent."""
+
+_HEARTBEAT_BYTES = 64
+"""A second, at most."""
+
+_MEASURE_EVERY_S = 0.05
+_MEASURE_EACH_S = 1e-4
+"""For each connection, so that a thousand do not keep a core busy."""
+
+_RECEIVED = struct.Struct("<Q")
+_RECEIVED_AT = 128
+"""Offset of tcpi_bytes_received in the system's tcp_info."""
+
 
 class AcceptLimiter:
-    """Belongs to one thread.
+    """Limits new connections to a listening socket to `a_second`, and `at_once` at a time. It belongs to one thread.
 
-    Args:
-        descriptor: of a socket that listens.
-        a_second: connections that may come.
-        at_once: that may come at a time.
-
-    Attributes:
-        closed: whether nobody is let in now.
+    The keys and the end of an unknown connection cost a third of a millisecond of processor time, so that many of them
+    would take a core from training. While too many come, a filter on the socket (classic BPF; McCanne, Jacobson, "The
+    BSD packet filter", 1993) drops the packets that open one: `closed`. Open connections are not affected, and TCP
+    tries again after a second.
     """
 
     def __init__(self, descriptor: int, a_second: float, at_once: float) -> None:
@@ -64,17 +86,17 @@ class AcceptLimiter:
         self._a_second = a_second
         self._at_once = at_once
         self._left = at_once
-        self._looked = monotonic()
+        self._updated = monotonic()
 
-    def came(self) -> None:
-        """Is told of a connection that has come."""
+    def count(self) -> None:
+        """Counts a new connection."""
         self._left -= 1
 
-    def look(self) -> None:
-        """Opens or closes; to be called now and then, and soon after connections have come."""
+    def update(self) -> None:
+        """Opens or closes; called regularly, and soon after new connections."""
         now = monotonic()
-        self._left = min(self._at_once, self._left + (now - self._looked) * self._a_second)
-        self._looked = now
+        self._left = min(self._at_once, self._left + (now - self._updated) * self._a_second)
+        self._updated = now
         if self._left < 0 and not self.closed:
             self._set(True)
         elif self._left >= self._at_once / 4 and self.closed:
@@ -93,46 +115,13 @@ class AcceptLimiter:
                 listening.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
             self.closed = closed
         finally:
-            # It stays in the hands of whoever listens.
+            # The descriptor stays open, because it is ZeroMQ's.
             listening.detach()
-
-
-_ZAP = "inproc://zeromq.zap.01"
-_WATCHED = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-
-_A_SECOND, _AT_ONCE = 40.0, 200.0
-"""Connections that may come: a large run's workers at once, and afterwards whoever comes in another's place."""
-
-_HALF_OPEN = 64
-"""Connections that have not said hello; each costs at most what one frame may have."""
-
-_HELLO_S = 10.0
-_HELLO_BYTES = 1 << 14
-_AHEAD_BYTES = 1 << 26
-"""More than the letters that may wait at the port, and one that is on its way."""
-
-_BEATS_BYTES = 64
-"""A second, at most, of what a connection says only to show that it lives."""
-
-_LOOK_EVERY_S = 0.05
-_LOOK_S = 1e-4
-"""For each line, so that a thousand do not keep a core busy."""
-
-_RECEIVED = struct.Struct("<Q")
-_RECEIVED_AT = 128
-"""Where tcpi_bytes_received lies in the system's tcp_info."""
 
 
 @dataclass(eq=False)
 class Connection:
-    """A connection.
-
-    Attributes:
-        descriptor: the socket's, in ZeroMQ's hands.
-        since: when it was accepted.
-        taken: bytes that the port has taken from it.
-        greeted: whether it has said hello.
-    """
+    """An accepted TCP connection; the descriptor belongs to ZeroMQ, `taken` counts the bytes read from its socket."""
 
     descriptor: int
     since: float = field(default_factory=monotonic)
@@ -141,14 +130,10 @@ class Connection:
 
 
 class ConnectionGuard:
-    """One socket's connections; what it offers belongs to the socket's thread, and a thread of its own looks out.
+    """Authenticates and limits the connections of one ZeroMQ socket that does not listen yet.
 
-    Args:
-        socket: not listening yet.
-        keys: of the run: decide who gets in.
-
-    Attributes:
-        bell: a descriptor that is readable when lines have ended.
+    Its methods belong to the socket's thread; a thread of its own watches the connections. `ended_fd` is a descriptor
+    that is readable when connections have ended.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], keys: Keys) -> None:
@@ -157,152 +142,154 @@ class ConnectionGuard:
         self._zap.bind(_ZAP)
         self._watched = socket
         self._monitor = watch(socket, _WATCHED)
-        keys.guard(socket)
-        self._gate: AcceptLimiter | None = None
-        self._lines: dict[int, Connection] = {}
+        keys.protect_server(socket)
+        self._limiter: AcceptLimiter | None = None
+        self._connections: dict[int, Connection] = {}
         self._half_open: dict[Connection, None] = {}
         self._ended: list[Connection] = []
         self._lock = threading.Lock()
-        self._over = False
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._look_out, name="headrace-door", daemon=True)
+        self._closing = False
+        self.ended_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="headrace-guard", daemon=True)
         self._thread.start()
 
-    def line(self, descriptor: int) -> Connection | None:
+    def find(self, descriptor: int) -> Connection | None:
         """Returns the connection that has a descriptor now."""
         with self._lock:
-            self._hear()
-            return self._lines.get(descriptor)
+            self._read_events()
+            return self._connections.get(descriptor)
 
-    def greet(self, line: Connection) -> None:
-        """Is told that a connection has said hello."""
+    def greet(self, connection: Connection) -> None:
+        """Notes that a connection has said hello."""
         with self._lock:
-            line.greeted = True
-            self._half_open.pop(line, None)
+            connection.greeted = True
+            self._half_open.pop(connection, None)
 
-    def ended(self) -> list[Connection]:
-        """Returns the connections that have ended since the last time."""
+    def take_ended(self) -> list[Connection]:
+        """Returns the connections that have ended since the last call."""
         if not self._ended:
             return []
         with self._lock, suppress(BlockingIOError):
             ended, self._ended = self._ended, []
-            os.eventfd_read(self.bell)
+            os.eventfd_read(self.ended_fd)
         return ended
 
-    def cut_off(self, line: Connection) -> None:
-        """Breaks a connection; ZeroMQ itself has no word for it."""
+    def disconnect(self, connection: Connection) -> None:
+        """Ends a connection, for which ZeroMQ has no function."""
         with self._lock:
-            self._cut_off(line)
+            self._disconnect(connection)
 
-    def show_out(self) -> None:
-        """Breaks with those that have had time to say hello; to be called when all that came has been read."""
+    def disconnect_silent(self) -> None:
+        """Ends connections that have not said hello in time; called when all that has arrived was read."""
         if not self._half_open:
             return
         with self._lock:
-            late = [line for line in self._half_open if monotonic() - line.since > _HELLO_S]
-            for line in late:
-                self._cut_off(line)
+            for connection in [each for each in self._half_open if monotonic() - each.since > _HELLO_S]:
+                self._disconnect(connection)
 
     def close(self) -> None:
-        """Ends the thread; before the socket is closed."""
-        self._over = True
-        os.eventfd_write(self._call, 1)
+        """Ends the thread; called before the socket is closed."""
+        self._closing = True
+        os.eventfd_write(self._close_fd, 1)
         self._thread.join()
         self._watched.disable_monitor()
         self._monitor.close(0)
         self._zap.close(0)
-        os.close(self._call)
-        os.close(self.bell)
+        os.close(self._close_fd)
+        os.close(self.ended_fd)
 
-    def _look_out(self) -> None:
+    def _run(self) -> None:
         poll = select.epoll()
-        for descriptor in (self._zap.FD, self._monitor.FD, self._call):
+        for descriptor in (self._zap.FD, self._monitor.FD, self._close_fd):
             poll.register(descriptor, select.EPOLLIN)
-        looked = monotonic()
+        measured = monotonic()
         with poll:
-            while not self._over:
-                pause = max(_LOOK_EVERY_S, _LOOK_S * len(self._lines))
-                # Before the first wait, too: ZeroMQ wakes nobody who has not found out that there is nothing.
+            while not self._closing:
+                pause = max(_MEASURE_EVERY_S, _MEASURE_EACH_S * len(self._connections))
+                # Before the first wait, too: ZeroMQ signals its descriptor only after a read has found nothing.
                 with self._lock:
-                    self._admit()
-                    self._hear()
+                    self._authenticate()
+                    self._read_events()
                     while len(self._half_open) > _HALF_OPEN:
-                        self._cut_off(next(iter(self._half_open)))
-                    if self._gate is not None:
-                        self._gate.look()
-                    if monotonic() - looked >= pause:
+                        self._disconnect(next(iter(self._half_open)))
+                    if self._limiter is not None:
+                        self._limiter.update()
+                    if monotonic() - measured >= pause:
                         self._measure()
-                        looked = monotonic()
-                busy = self._lines or (self._gate is not None and self._gate.closed)
-                poll.poll(max(0.0, looked + pause - monotonic()) if busy else None)
+                        measured = monotonic()
+                busy = self._connections or (self._limiter is not None and self._limiter.closed)
+                poll.poll(max(0.0, measured + pause - monotonic()) if busy else None)
 
-    def _admit(self) -> None:
-        """Answers whether those who knock hold the secret."""
+    def _authenticate(self) -> None:
+        """Answers ZeroMQ's requests whether a client's key is the workers' key."""
         while waits(self._zap):
             request = self._zap.recv_multipart()
             known = len(request) == 7 and request[5] == b"CURVE" and self._keys.admits(request[6])
             status = [b"200", b"OK", b"worker"] if known else [b"400", b"unknown key", b""]
             self._zap.send_multipart([b"1.0", request[1], *status, b""])
 
-    def _hear(self) -> None:
-        """Takes note of connections that have come and gone."""
+    def _read_events(self) -> None:
+        """Notes which connections were accepted, and which have ended."""
         while waits(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart())
             descriptor = event["value"]
             if event["event"] == zmq.EVENT_LISTENING:
-                self._gate = AcceptLimiter(descriptor, _A_SECOND, _AT_ONCE)
+                self._limiter = AcceptLimiter(descriptor, _A_SECOND, _AT_ONCE)
                 continue
             if event["event"] == zmq.EVENT_ACCEPTED:
-                assert self._gate is not None, "whoever is not there yet accepts nobody"
-                self._gate.came()
-                line = self._lines[descriptor] = Connection(descriptor)
-                self._half_open[line] = None
+                assert self._limiter is not None, "a socket accepts only after it listens"
+                self._limiter.count()
+                connection = self._connections[descriptor] = Connection(descriptor)
+                self._half_open[connection] = None
                 continue
-            gone = self._lines.pop(descriptor, None)
-            if gone is not None:
-                self._half_open.pop(gone, None)
-                self._ended.append(gone)
-                os.eventfd_write(self.bell, 1)
+            ended = self._connections.pop(descriptor, None)
+            if ended is not None:
+                self._half_open.pop(ended, None)
+                self._ended.append(ended)
+                os.eventfd_write(self.ended_fd, 1)
 
-    def _cut_off(self, line: Connection) -> None:
-        # It counts no more, whenever its end is told.
-        self._half_open.pop(line, None)
-        with suppress(OSError), socket.socket(fileno=os.dup(line.descriptor)) as connection:
-            # A descriptor gets a new meaning only after the end of the old one was told: look after it is held.
-            self._hear()
-            if self._lines.get(line.descriptor) is line:
-                connection.shutdown(socket.SHUT_RDWR)
+    def _disconnect(self, connection: Connection) -> None:
+        # It does not count any more, whenever ZeroMQ reports its end.
+        self._half_open.pop(connection, None)
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as held:
+            # A descriptor is used again only after the end of its connection was reported, so that holding a copy and
+            # reading the events makes sure that it still is this connection's.
+            self._read_events()
+            if self._connections.get(connection.descriptor) is connection:
+                held.shutdown(socket.SHUT_RDWR)
 
     def _measure(self) -> None:
-        """Breaks with those that bring more than anybody has asked for."""
+        """Ends connections that have sent more than they may."""
         now = monotonic()
-        for line, brought in [(line, _brought(line.descriptor)) for line in self._lines.values()]:
-            allowed = _AHEAD_BYTES + int(_BEATS_BYTES * (now - line.since)) if line.greeted else _HELLO_BYTES
-            if brought - line.taken > allowed:
-                # Where the descriptor has got a new meaning meanwhile, this finds out.
-                self._cut_off(line)
+        for connection, sent in [(each, _sent_bytes(each.descriptor)) for each in self._connections.values()]:
+            allowed = _HELLO_BYTES
+            if connection.greeted:
+                allowed = _AHEAD_BYTES + int(_HEARTBEAT_BYTES * (now - connection.since))
+            if sent - connection.taken > allowed:
+                # `_disconnect` finds out whether the descriptor has been used again meanwhile.
+                self._disconnect(connection)
 
 
 def wire_bytes(length: int) -> int:
-    """Returns what a frame of this length has with its encryption (CurveZMQ, ZMTP 3.1)."""
+    """Returns the length of a ZeroMQ frame with its encryption (CurveZMQ, ZMTP 3.1)."""
     encrypted = length + 33
     return encrypted + (2 if encrypted <= 255 else 9)
 
 
-def _brought(descriptor: int) -> int:
-    """Returns the bytes that a connection has brought and that were read from it."""
+def _sent_bytes(descriptor: int) -> int:
+    """Returns the bytes that a client has sent and that were read from the connection."""
     try:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
     except OSError:
         return 0
     try:
-        known = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
         unread = array.array("i", [0])
         fcntl.ioctl(descriptor, termios.FIONREAD, unread)
-        return int(_RECEIVED.unpack_from(known, _RECEIVED_AT)[0]) - unread[0]
+        return int(_RECEIVED.unpack_from(info, _RECEIVED_AT)[0]) - unread[0]
     except (OSError, struct.error):
-        # It has gone, and its end is about to be told.
+        # The connection has ended, which is about to be reported.
         return 0
     finally:
         connection.detach()

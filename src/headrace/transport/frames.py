@@ -1,11 +1,11 @@
-"""How messages, slots and blobs are cut into pieces of about a megabyte, and put together again.
+"""Divides messages, slots and blobs into frames of about a megabyte, and reassembles them.
 
-    ┌──────┬─────────┬─────────┬─────────┬──      the head says what it is and which of its way, and of each payload
-    │ head │ message │ payload │ payload │ ...    its slot, where in the slot it begins, and the version that it is of
+    ┌──────┬─────────┬─────────┬─────────┬──      the head has the kind and number of the frame, and of each payload
+    │ head │ message │ payload │ payload │ ...    its slot, where in the slot it begins, and its version
     └──────┴─────────┴─────────┴─────────┴──
 
-What does not fit into one such letter goes in several, of which the last holds the message. While one letter is being
-encrypted the one before is being decrypted.
+What does not fit into one frame goes into several, of which the last holds the message. While one frame is encrypted
+the one before is decrypted.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from headrace.transport.base import LARGEST_MESSAGE
 
 PIECE_BYTES = 1 << 20
-"""Payload of one letter, at most."""
+"""Payload of one frame, at most."""
 
 PART_BYTES = 1 << 17
-"""One payload, at most. A port has to take a part before it knows from whom it is, so it is not much."""
+"""One payload, at most; small, because a server reads it before it knows who has sent it."""
 
 _PAYLOADS = 1024
 MOST_PARTS = 2 + _PAYLOADS
-"""Of one letter."""
+"""Of one frame."""
 
 _BLOB = -1
 _NOTHING = memoryview(b"")
@@ -44,29 +44,23 @@ Frame = list[bytes | memoryview]
 
 
 class FrameKind(IntEnum):
-    """What a letter is."""
+    """What a frame is."""
 
     HELLO = 1
-    """A link's first; the message is its layout."""
+    """A client's first; the message is its layout."""
     WELCOME = 2
-    """The port's answer to it."""
+    """The server's answer to it."""
     PART = 3
-    """More of the same follows."""
+    """More frames of the same message follow."""
     LAST = 4
-    """The rest of it, or the whole."""
+    """The last frame of a message, or its only one."""
     FAREWELL = 5
-    """The port has ended the link; the message says why."""
+    """The server has ended the connection; the message says why."""
 
 
 @dataclass
 class Payload:
-    """What has been sent at once, put together.
-
-    Attributes:
-        message: of `send`.
-        slots: a version and `(bytes,)` uint8, by slot.
-        blob: of `send`.
-    """
+    """What one call of `send` has sent; `slots` has a version and the content, `(bytes,)` uint8, by slot."""
 
     message: bytes = b""
     slots: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
@@ -74,38 +68,30 @@ class Payload:
 
 
 def control_frame(kind: FrameKind, message: bytes = b"") -> Frame:
-    """Returns a letter without payload."""
+    """Returns a frame without payload."""
     return [_HEAD.pack(_FORM, kind, 0, 0), message]
 
 
 def numbered(parts: Frame, number: int) -> Frame:
-    """Returns a letter with its number on its way, from 0 on: encryption alone does not tell that one is missing."""
+    """Returns a frame with its number on this connection, from 0: encryption alone does not detect a lost frame."""
     head, *rest = parts
     return [b"".join([head[:_NUMBER_AT], _NUMBER.pack(number % _NUMBERS), head[_HEAD.size :]]), *rest]
 
 
 def expect_number(parts: Sequence[bytes | memoryview], expected: int) -> None:
-    """Looks at the number of a letter that `sort_of` has looked at.
-
-    Raises:
-        ValueError: it is another one than the expected.
-    """
+    """Checks the number of a frame that `kind_of` has checked; raises ValueError if it is another one."""
     (number,) = _NUMBER.unpack_from(parts[0], _NUMBER_AT)
     if number != expected % _NUMBERS:
-        raise ValueError(f"letter {number} came where {expected % _NUMBERS} was to come: some were lost on their way")
+        raise ValueError(f"frame {number} arrived instead of {expected % _NUMBERS}: frames were lost")
 
 
 def kind_of(parts: Sequence[bytes | memoryview]) -> FrameKind:
-    """Returns what a letter is.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Returns what a frame is; raises ValueError if it is not a frame."""
     if len(parts) < 2 or len(parts[0]) < _HEAD.size:
-        raise ValueError(f"{len(parts)} parts are no letter")
+        raise ValueError(f"{len(parts)} parts are not a frame")
     form, kind, count, _ = _HEAD.unpack_from(parts[0])
     if form != _FORM or len(parts) != 2 + count or len(parts[0]) != _HEAD.size + count * _ENTRY.size:
-        raise ValueError(f"a letter of form {form} with {len(parts)} parts says that it has {count} payloads")
+        raise ValueError(f"a frame of version {form} with {len(parts)} parts says that it has {count} payloads")
     if len(parts[1]) > LARGEST_MESSAGE:
         raise ValueError(f"a message of {len(parts[1]):,} bytes is longer than {LARGEST_MESSAGE:,}")
     return FrameKind(kind)
@@ -117,15 +103,10 @@ def to_frames(
     take: Callable[[int], tuple[int, memoryview]],
     blob: bytes | bytearray | memoryview = b"",
 ) -> Iterator[Frame]:
-    """Yields the letters of what is sent at once.
+    """Yields the frames of a message with the content of some slots, given as (slot, bytes), and a blob.
 
-    A letter holds views, so it is to be copied before anybody writes to the slots again; the next may come later.
-
-    Args:
-        message: not longer than `LARGEST_MESSAGE`.
-        slots: those to send, with their lengths in bytes.
-        take: returns a slot's version and content, which must stay as it is if it is longer than a letter.
-        blob: to send.
+    `take` returns a slot's version and content, which must not change if it is longer than a frame. A frame holds
+    views, so it has to be sent or copied before the slots are written to again; the next frame may be taken later.
     """
     entries: list[tuple[int, int, int]] = []
     payloads, filled = Frame(), 0
@@ -134,7 +115,7 @@ def to_frames(
         whole = min(length, PIECE_BYTES)
         while start < length or not start:
             size = min(length - start, PART_BYTES, PIECE_BYTES)
-            # What fits into one letter is not begun in the one before.
+            # What fits into one frame is not divided.
             next_size, next_count = (size, 1) if start else (whole, -(-whole // PART_BYTES))
             if payloads and (filled + next_size > PIECE_BYTES or len(payloads) + next_count > _PAYLOADS):
                 yield [_head(FrameKind.PART, entries), b"", *payloads]
@@ -149,12 +130,7 @@ def to_frames(
 
 
 class Reassembler:
-    """Puts the letters of one sender together; it holds no more than the slots and the longest blob.
-
-    Args:
-        lengths: bytes, by slot.
-        blob_bytes: the longest blob that may come.
-    """
+    """Reassembles the frames of one sender; its memory is limited to the slots' `lengths` and the longest blob."""
 
     def __init__(self, lengths: Sequence[int], blob_bytes: int) -> None:
         self._lengths = lengths
@@ -162,15 +138,15 @@ class Reassembler:
         self._begin()
 
     def add(self, parts: Sequence[memoryview]) -> Payload | None:
-        """Takes a letter, `PART` or `LAST`; returns what it completes.
+        """Takes a frame, `PART` or `LAST`; returns the payload if the frame completes one.
 
         Raises:
-            ValueError: it is no such letter, or does not follow the one before.
+            ValueError: it is another kind of frame, or does not follow the one before.
         """
         kind = kind_of(parts)
         if kind not in (FrameKind.PART, FrameKind.LAST):
             raise ValueError(
-                f"a letter is {kind.name}, and only {FrameKind.PART.name} and {FrameKind.LAST.name} hold payload"
+                f"a frame is {kind.name}, and only {FrameKind.PART.name} and {FrameKind.LAST.name} hold payload"
             )
         entries = _ENTRY.iter_unpack(parts[0][_HEAD.size :])
         for (slot, start, version), content in zip(entries, parts[2:], strict=True):
@@ -193,7 +169,7 @@ class Reassembler:
         self._blob = bytearray()
 
     def _extend_blob(self, start: int, content: memoryview) -> None:
-        # Copied, because small pieces would take many times their length if they were kept as they came.
+        # Copied, because small pieces would take many times their length as objects of their own.
         if start != len(self._blob) or start + len(content) > self._blob_bytes:
             raise ValueError(
                 f"a blob has a piece of {len(content):,} bytes at {start:,}, after {len(self._blob):,}; "
@@ -211,7 +187,7 @@ class Reassembler:
                 f"slot {slot} of {length:,} bytes has a piece of {size:,} bytes at {start:,}, after {filled:,}"
             )
         if start == 0:
-            # What comes in one piece stays where it is.
+            # What arrives in one piece is not copied.
             whole = size == length > 0
             place = torch.frombuffer(content, dtype=torch.uint8) if whole else torch.empty(length, dtype=torch.uint8)
             self._slots[slot] = (version, place)

@@ -82,7 +82,7 @@ class RemoteClientTransport(ClientTransport):
         keys = Keys(secret)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, zmq.DEALER)
-        keys.present(self._socket)
+        keys.protect_client(self._socket)
         self._monitor = watch(self._socket, sum(event.value for event in _ENDS))
         self._poll = zmq.Poller()
         self._poll.register(self._monitor, zmq.POLLIN)

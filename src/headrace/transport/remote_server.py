@@ -69,7 +69,7 @@ class _Peer:
 
     number: int
     routing: bytes
-    line: Connection
+    connection: Connection
     reassembler: Reassembler
     pushed: dict[int, Tensor] = field(default_factory=dict)
     replies: dict[int, Tensor] = field(default_factory=dict)
@@ -134,16 +134,16 @@ class RemoteServerTransport(ServerTransport):
         self._numbers = count()
         self._peers: dict[int, _Peer] = {}
         self._routes: dict[bytes, _Peer] = {}
-        self._lines: dict[Connection, _Peer] = {}
+        self._by_connection: dict[Connection, _Peer] = {}
         self._told: list[_Peer] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._socket.router_mandatory = True
-        self._door = ConnectionGuard(self._socket, keys)
+        self._guard = ConnectionGuard(self._socket, keys)
         # What tells others, as `headrace doctor`, whose process this is.
         self._mark = memory_file("port")
         self._poll = epoll()
-        for descriptor in (self._socket.FD, self._door.bell):
+        for descriptor in (self._socket.FD, self._guard.ended_fd):
             self._poll.register(descriptor, EPOLLIN)
         try:
             self.address = listen(self._socket, address)
@@ -166,7 +166,7 @@ class RemoteServerTransport(ServerTransport):
         self._told = []
         deadline = monotonic() + timeout_s
         while True:
-            ended = self._door.ended()
+            ended = self._guard.take_ended()
             mail = self._read()
             waiting = self._flush_all()
             # Last, because all that they have sent came before they went. What it was is needed until it is dealt with.
@@ -176,7 +176,7 @@ class RemoteServerTransport(ServerTransport):
             if mail or left <= 0:
                 return mail
             if not waits(self._socket):
-                self._door.show_out()
+                self._guard.disconnect_silent()
                 # That a link has room again is told once, and sending to another one may have swallowed it.
                 self._poll.poll(min(left, _AGAIN_S) if waiting else left)
 
@@ -213,7 +213,7 @@ class RemoteServerTransport(ServerTransport):
         if limited and len(to.frames) > 1 and to.owed > _OWED_BYTES:
             # It asks and does not read.
             to.forget()
-            self._door.cut_off(to.line)
+            self._guard.disconnect(to.connection)
 
     def drop(self, peer: int) -> None:
         to = self._peers.get(peer)
@@ -224,14 +224,14 @@ class RemoteServerTransport(ServerTransport):
     def close(self) -> None:
         deadline = monotonic() + _FAREWELL_S
         while not self._context.closed and self._flush_all() and monotonic() < deadline:
-            self._part(self._door.ended())
+            self._part(self._guard.take_ended())
             self._poll.poll(_AGAIN_S)
         self._free(int(_FAREWELL_S * 1000))
 
     def _free(self, linger_ms: int) -> None:
         self._poll.close()
         if not self._context.closed:
-            self._door.close()
+            self._guard.close()
             self._socket.close(linger_ms)
             self._context.term()
             os.close(self._mark)
@@ -239,8 +239,8 @@ class RemoteServerTransport(ServerTransport):
     def _part(self, ended: Sequence[Connection]) -> list[_Peer]:
         """Lets go of links whose lines have ended; returns those whose end is news."""
         news = []
-        for line in ended:
-            peer = self._lines.get(line)
+        for connection in ended:
+            peer = self._by_connection.get(connection)
             if peer is None:
                 continue
             peer.forget()
@@ -253,7 +253,7 @@ class RemoteServerTransport(ServerTransport):
     def _remove(self, peer: _Peer) -> None:
         del self._peers[peer.number]
         del self._routes[peer.routing]
-        del self._lines[peer.line]
+        del self._by_connection[peer.connection]
 
     def _read(self) -> list[ReceivedMessage]:
         """Takes what is there, but not for ever, even if it comes faster than it is taken."""
@@ -281,7 +281,7 @@ class RemoteServerTransport(ServerTransport):
         return parts
 
     def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[ReceivedMessage]:
-        peer.line.taken += sum(wire_bytes(len(part)) for part in parts)
+        peer.connection.taken += sum(wire_bytes(len(part)) for part in parts)
         try:
             payload = peer.hear(parts)
             if payload is None:
@@ -298,14 +298,14 @@ class RemoteServerTransport(ServerTransport):
 
     def _greet(self, routing: zmq.Frame, parts: Sequence[memoryview]) -> None:
         """Takes in a new link, if it is laid out as this port."""
-        line = self._door.line(int(routing.get(zmq.SRCFD)))
-        if line is None:
+        connection = self._guard.find(int(routing.get(zmq.SRCFD)))
+        if connection is None:
             return
-        line.taken += sum(wire_bytes(len(part)) for part in parts)
-        self._door.greet(line)
+        connection.taken += sum(wire_bytes(len(part)) for part in parts)
+        self._guard.greet(connection)
         reassembler = Reassembler(self._layout.pushes.lengths, self._layout.blob_bytes)
-        peer = _Peer(next(self._numbers), routing.bytes, line, reassembler)
-        self._peers[peer.number] = self._routes[peer.routing] = self._lines[line] = peer
+        peer = _Peer(next(self._numbers), routing.bytes, connection, reassembler)
+        self._peers[peer.number] = self._routes[peer.routing] = self._by_connection[connection] = peer
         try:
             if kind_of(parts) != FrameKind.HELLO:
                 raise ValueError("a link begins with its layout")
@@ -343,7 +343,7 @@ class RemoteServerTransport(ServerTransport):
         for peer in list(self._peers.values()):
             self._flush(peer)
             if peer.until is not None and now > peer.until:
-                self._door.cut_off(peer.line)
+                self._guard.disconnect(peer.connection)
                 peer.until = now + _FAREWELL_S
         return any(peer.frames for peer in self._peers.values())
 

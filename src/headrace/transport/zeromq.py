@@ -1,9 +1,9 @@
-"""What both ends of a ZeroMQ connection have alike: keys, limits, and how its end is noticed.
+"""What both ends of a ZeroMQ connection share: keys, limits, and how its end is noticed.
 
-Whoever holds the run's secret has the same two Curve25519 key pairs, the servers' and the workers':
+Every process that has the run's secret derives the same two Curve25519 key pairs, the servers' and the workers':
 
-    run's secret ──BLAKE2b──► servers' key pair        a server lets in who has the workers',
-                 └─BLAKE2b──► workers' key pair        a worker speaks to who has the servers'
+    run's secret ──BLAKE2b──► servers' key pair        a server accepts clients with the workers' keys,
+                 └─BLAKE2b──► workers' key pair        a worker connects to the servers' keys alone
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from headrace.transport.frames import PART_BYTES
 
 _SHORTEST_SECRET = 16
 _HIGH_WATER = 16
-"""Letters that wait on either side of a connection, at most."""
+"""Frames that wait on either side of a connection, at most."""
 
-_BEAT_MS, _SILENCE_MS = 5_000, 20_000
-"""A host that says nothing for so long is gone, though nobody has said so."""
+_HEARTBEAT_MS, _TIMEOUT_MS = 5_000, 20_000
+"""A host that is silent for so long is taken for lost."""
 
 _HANDSHAKE_MS = 30_000
 _NEVER_MS = 24 * 3_600_000
@@ -32,13 +32,10 @@ _watches = count()
 
 
 class Keys:
-    """The key pairs of a run.
-
-    Args:
-        secret: at least 16 bytes that nobody can guess, `secrets.token_bytes(32)`.
+    """The key pairs of a run, from its secret: at least 16 random bytes, as of `secrets.token_bytes(32)`.
 
     Raises:
-        UsageError: it is too short.
+        UsageError: the secret is too short.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -53,42 +50,42 @@ class Keys:
         ]
         self._public = [zmq.curve_public(private) for private in self._private]
 
-    def guard(self, server: zmq.Socket[bytes]) -> None:
-        """Makes a socket encrypt, and ask at its `Door` whether to let somebody in; see `admits`."""
+    def protect_server(self, server: zmq.Socket[bytes]) -> None:
+        """Makes a socket encrypt, and ask its `ConnectionGuard` whether to accept a client; see `admits`."""
         server.curve_server = True
         server.curve_secretkey, server.curve_publickey = self._private[0], self._public[0]
-        # With a domain, nobody gets in where nobody is at the door.
+        # With a domain, ZeroMQ refuses every client if there is no guard.
         server.zap_domain = b"headrace"
 
-    def present(self, worker: zmq.Socket[bytes]) -> None:
-        """Makes a socket encrypt, and speak to nobody but a server of this run."""
+    def protect_client(self, worker: zmq.Socket[bytes]) -> None:
+        """Makes a socket encrypt, and connect only to a server of this run."""
         worker.curve_secretkey, worker.curve_publickey = self._private[1], self._public[1]
         worker.curve_serverkey = self._public[0]
 
     def admits(self, key: bytes) -> bool:
-        """Tells whether 32 bytes are the workers' public key."""
+        """Returns whether 32 bytes are the workers' public key."""
         return secrets.compare_digest(key, z85.decode(self._public[1]))
 
 
 def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """Returns a socket with limits to everything."""
+    """Returns a socket with all limits set."""
     made: zmq.Socket[bytes] = context.socket(kind)
     made.linger = 0
     made.sndhwm = made.rcvhwm = _HIGH_WATER
-    # Of one part, with what its encryption adds: so much a stranger may make this process keep.
+    # One part and what its encryption adds: an unknown client can make this process keep so much.
     made.maxmsgsize = PART_BYTES + (1 << 10)
     made.handshake_ivl = made.connect_timeout = _HANDSHAKE_MS
-    made.heartbeat_ivl, made.heartbeat_timeout = _BEAT_MS, _SILENCE_MS
-    # A connection that was lost has lost letters: its link has ended long before another would come. Without one at
-    # all ZeroMQ would throw away what has come and is not read yet.
+    made.heartbeat_ivl, made.heartbeat_timeout = _HEARTBEAT_MS, _TIMEOUT_MS
+    # A lost connection has lost frames, so it must not reconnect by itself. Without a reconnection ZeroMQ would drop
+    # frames that have arrived and are not read yet.
     made.reconnect_ivl = _NEVER_MS
     return made
 
 
 def watch(watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-    """Returns a socket that tells what happens to the connections of another."""
+    """Returns a socket that receives events of another socket's connections."""
     monitor: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
-    # Without a limit: whoever has to wait until this is read can neither send nor receive.
+    # Without a limit, because a socket whose monitor is full can neither send nor receive.
     monitor.rcvhwm = 0
     address = f"inproc://watch-{next(_watches)}"
     watched.monitor(address, events)
@@ -97,12 +94,12 @@ def watch(watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
 
 
 def waits(socket: zmq.Socket[bytes]) -> bool:
-    """Tells whether there is something to receive."""
+    """Returns whether there is something to receive."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def listen(socket: zmq.Socket[bytes], address: str) -> str:
-    """Makes a socket listen; returns the address with the port's number.
+    """Makes a socket listen; returns the address with the port number.
 
     Raises:
         UsageError: it cannot listen there.
@@ -119,10 +116,10 @@ def listen(socket: zmq.Socket[bytes], address: str) -> str:
 
 
 def connect(socket: zmq.Socket[bytes], address: str) -> None:
-    """Begins to connect a socket.
+    """Starts to connect a socket.
 
     Raises:
-        UsageError: this is no address.
+        UsageError: this is not an address.
     """
     socket.ipv6 = "[" in address
     try:
@@ -134,10 +131,10 @@ def connect(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Tells whether an address, "tcp://127.0.0.1:0", can be reached from its own machine alone."""
+    """Returns whether an address, "tcp://127.0.0.1:0", can be reached only from its own machine."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         return ip_address(host).is_loopback
     except ValueError:
-        # The name of a host or of an interface: it may be any.
+        # The name of a host or of an interface, which may be reachable.
         return False

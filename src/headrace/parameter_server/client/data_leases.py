@@ -1,4 +1,4 @@
-"""A worker's portions of the data, leased from the first server."""
+"""A worker's data, leased from the first server."""
 
 from __future__ import annotations
 
@@ -6,67 +6,69 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.client.gradients import LeaderClient
 from headrace.parameter_server.wire.messages import Kind, Message
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 
-_LOOK_EVERY_S = 0.005
+_POLL_S = 0.005
 
-Stretch = Callable[[int, int], tuple[int, int]]
-"""From rounds that are done and the next fence to that fence, or an earlier one, and the rounds of a block up to it."""
+_SHARED_NUMBERS = 6
+"""Numbers of a grant or sync point that all ranks of a replica need: all but the members, as none is lost alone."""
+
+NextSyncPoint = Callable[[int, int], tuple[int, int]]
+"""From the rounds done and the planned next sync point to the actual one, and the rounds of a lease until then."""
 
 
-class SideWork(Protocol):
-    """What a worker has going on beside its steps, on links of its own."""
+class BackgroundWork(Protocol):
+    """What a worker does beside its steps, on connections of its own."""
 
     @property
     def moved_bytes(self) -> int:
-        """Payload that went over those links."""
+        """Payload that these connections have carried."""
 
     def renew(self) -> None:
-        """Lets what goes on come to its end, and brings the parameters up to date."""
+        """Waits until the work has ended, and brings the parameters up to date."""
 
     def resume(self) -> None:
-        """Is told that the next lease begins."""
+        """Called when the next lease begins."""
 
     def close(self) -> None:
-        """Ends it all, and the links."""
+        """Ends the work, and closes its connections."""
 
 
 class ServerDataLeases(DataLeases):
-    """A lease is of a block: so many rounds, or what is left of them before the next fence.
+    """Leases data for one replica, whose ranks each have one of these: the first rank asks, and tells the others.
 
-    How many may change at a fence, where all meet; whoever gets a lease is told.
+    A lease is of `span` rounds, or of those left before the next sync point. The span may change at a sync point.
 
     Args:
-        client: of this worker.
-        leads: whether this worker brings the parameters to begin with.
-        servers: how many there are.
-        parts: portions of a round.
-        stretch: where all meet, returns from how many rounds are done and the next fence where the next fence is to be,
-            perhaps an earlier one, and the rounds of a block up to there.
-        aside: brings the parameters up to date where all meet; None to pull them.
-        rests: whether others, who may not be far ahead of this worker, need not wait for it while it waits for data.
-        alone: rounds from the run's begin on that worker 0 does alone, to the end of a block.
+        client: of this rank.
+        group: the ranks of the replica.
+        leads: whether this worker loads the initial parameters.
+        parts: leases of a round.
+        next_sync_point: called at every sync point.
+        background: brings the parameters up to date at a sync point; None to pull them.
+        alone: rounds from the run's start that only worker 0 computes, to the end of a lease.
+        rests: whether other workers, if their lead is bounded, need not wait for this one while it waits for data.
 
     Attributes:
-        lease: the one that is held, or has just been pushed; -1 for none, or where somebody else commits it.
-        late: whether its push was refused because it came too late, so that others have to do it.
-        weight, share: what the gradient of the last step is worth.
+        lease: the one that is held, or has just been pushed; -1 for none, or if the background work commits it.
+        late: whether its push was refused because it came too late, so that it is given out again.
+        weight, share: of the gradient of the last step.
         left: rounds of the lease that are still to be computed.
-        span: rounds of a lease, but for the last before a fence.
-        met: rounds that were done where all met last.
+        span: rounds of a lease, except the last before a sync point.
+        synced_round: rounds that were done at the last sync point.
     """
 
     def __init__(
         self,
-        client: Client | LeaderClient,
+        client: Client,
+        group: ProcessGroup,
         leads: bool,
-        servers: int,
         parts: int,
-        stretch: Stretch | None = None,
-        aside: SideWork | None = None,
+        next_sync_point: NextSyncPoint | None = None,
+        background: BackgroundWork | None = None,
         alone: int = 0,
         rests: bool = False,
     ) -> None:
@@ -74,43 +76,44 @@ class ServerDataLeases(DataLeases):
         self.late = False
         self.weight, self.share = 0.0, 0.0
         self.left, self.span = 0, 1
-        self.met = 0
+        self.synced_round = 0
         self._client = client
-        self._leads = leads
-        self._servers = servers
+        self._group = group
+        self.leads = leads
+        self._servers = range(len(client.versions))
         self._parts = parts
-        self._stretch = stretch or steady(1)
-        self._aside = aside
+        self._next_sync_point = next_sync_point or fixed_span(1)
+        self._background = background
         self._alone = alone
         self._rests = rests
-        # Blocks are counted on over fences, so that no lease has the number of another.
-        self._fence = 0
+        # Leases are numbered on over sync points, so that no two have the same number.
+        self._sync_point = 0
 
     def begin(self) -> None:
-        # Of a replica, one rank may hold nothing that is trained.
-        while self._servers and not self._client.ask(0, Message(Kind.BEGIN, flag=self._leads)):
-            time.sleep(_LOOK_EVERY_S)
+        # A rank of a replica may have no trainable parameter, and so no server.
+        while self._servers and not self._client.ask(0, Message(Kind.BEGIN, flag=self.leads)):
+            time.sleep(_POLL_S)
         self.renew()
 
     def ask(self, leaves: bool = False) -> None:
         if leaves:
             self._leave()
             return
-        self._client.tell(Message(Kind.ASK, flag=self.late, lease=self.lease))
+        self._tell(Message(Kind.ASK, flag=self.late, lease=self.lease))
         self.lease, self.late = -1, False
 
     def next(self) -> Lease | SyncPoint:
-        answer = self._client.lease(self._rests)
-        begin, first, until, self.span, block, which, *members = answer.numbers
-        round_ = min(until, begin + (block - first) * self.span)
+        answer = self._receive()
+        begin, first, until, self.span, number, which, *members = answer.numbers
+        round_ = min(until, begin + (number - first) * self.span)
         if answer.kind == Kind.SYNC_POINT:
-            self._fence, self.met = block, round_
+            self._sync_point, self.synced_round = number, round_
             return SyncPoint(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
         if self._client.rested:
-            # Meanwhile others have gone on, and what is made of old parameters would be late.
+            # Others have gone on meanwhile, so that a gradient of the old parameters would be late.
             self.renew()
-        if self._aside:
-            self._aside.resume()
+        if self._background:
+            self._background.resume()
         self.lease = answer.lease
         self.left = min(self.span, until - round_)
         return Lease(round_, which, self._parts, self.left, answer.lease)
@@ -120,49 +123,64 @@ class ServerDataLeases(DataLeases):
         self.left -= 1
 
     def halt(self) -> None:
-        self._client.tell(Message(Kind.HALT))
+        self._tell(Message(Kind.HALT))
 
     def advance(self, done: int, until: int) -> None:
-        until, span = self._stretch(done, until)
-        for server in range(self._servers):
+        until, span = self._next_sync_point(done, until)
+        for server in self._servers:
             self._client.ask(server, Message(Kind.SETTLE, lease=done))
-        alone = blocks(done, max(done, self._alone), span)
-        ahead = self._fence + blocks(done, until, span)
-        self._client.tell(Message(Kind.ADVANCE, lease=self._fence, numbers=(ahead, alone, done, until, span)))
+        alone = leases_between(done, max(done, self._alone), span)
+        ahead = self._sync_point + leases_between(done, until, span)
+        self._tell(Message(Kind.ADVANCE, lease=self._sync_point, numbers=(ahead, alone, done, until, span)))
 
     @property
     def moved_bytes(self) -> int:  # type: ignore[override]
-        return self._client.moved_bytes + (self._aside.moved_bytes if self._aside else 0)
+        return self._client.moved_bytes + (self._background.moved_bytes if self._background else 0)
 
     def renew(self) -> None:
-        if self._aside:
-            self._aside.renew()
+        if self._background:
+            self._background.renew()
         else:
             self._client.pull()
 
     def end(self) -> None:
-        for server in range(self._servers):
+        for server in self._servers:
             self._client.ask(server, Message(Kind.END))
 
     def close(self) -> None:
-        if self._aside:
-            self._aside.close()
+        if self._background:
+            self._background.close()
         self._client.close()
 
     def _leave(self) -> None:
-        if self._aside:
-            self._aside.renew()
+        if self._background:
+            self._background.renew()
         if self.lease >= 0:
-            self._client.tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease))
-        for server in range(self._servers):
+            self._tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease))
+        for server in self._servers:
             self._client.ask(server, Message(Kind.LEAVE))
 
+    def _tell(self, message: Message) -> None:
+        if self._group.rank == 0:
+            self._client.tell(message)
 
-def steady(span: int) -> Stretch:
-    """Returns what leaves fences where they are, and makes all blocks of so many rounds."""
+    def _receive(self) -> Message:
+        """Waits for the next grant or sync point, and returns it on every rank of the replica."""
+        if self._group.world == 1:
+            return self._client.lease(self._rests)
+        told = [0.0] * (2 + _SHARED_NUMBERS)
+        if self._group.rank == 0:
+            message = self._client.lease(self._rests)
+            told = [float(message.kind), float(message.lease), *map(float, message.numbers[:_SHARED_NUMBERS])]
+        kind, lease, *numbers = map(int, self._group.sum(told))
+        return Message(Kind(kind), lease=lease, numbers=tuple(numbers))
+
+
+def fixed_span(span: int) -> NextSyncPoint:
+    """Returns a `NextSyncPoint` that keeps the planned sync points, and leases of `span` rounds."""
     return lambda _, until: (until, span)
 
 
-def blocks(first: int, until: int, span: int) -> int:
-    """Returns how many blocks of `span` rounds there are from one fence to the next."""
+def leases_between(first: int, until: int, span: int) -> int:
+    """Returns how many leases of `span` rounds one worker has from round `first` to a sync point at `until`."""
     return -(-(until - first) // span)

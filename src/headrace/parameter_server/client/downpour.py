@@ -1,25 +1,32 @@
-"""What goes on while a worker computes: one thing at a time, in a thread with links of its own."""
+"""What a worker of Downpour SGD runs: local steps, and pushes and fetches in threads beside them."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.client.gradients import ReplicaGroup
+from headrace.parameter_server.client.data_leases import ServerDataLeases
+from headrace.parameter_server.client.exchange import ServedExchange
+from headrace.parameter_server.client.gradients import GradientAccumulator, ReplicaGroup
+from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.training.clipping import HEALTHY, StepDecision
+from headrace.training.optimizer import build
+from headrace.training.optimizer_state import StatePiece
+from headrace.training.update import Schedule
 
 
 class Background:
-    """Args:
-    name: of the thread.
-    client: used by that thread alone.
-
-    Attributes:
-        client: see there.
-    """
+    """Runs one task at a time in a thread, which alone uses `client`."""
 
     def __init__(self, name: str, client: Client) -> None:
         self.client = client
@@ -28,36 +35,36 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, task: Callable[[], object]) -> None:
-        """Does something; waits for what was begun before."""
+        """Starts a task when the one before has ended."""
         self.wait()
 
         def run() -> None:
             try:
                 task()
-            except BaseException as error:  # raised again by whoever waits
+            except BaseException as error:  # raised again by `check`
                 self._error = error
 
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
 
     def wait(self) -> bool:
-        """Returns when nothing is going on any more: whether anything was; raises what went wrong."""
+        """Waits until no task runs, and raises its error; returns whether there was a task."""
         begun = self._join()
         self.check()
         return begun
 
     def done(self) -> bool:
-        """Whether what was begun has just come to its end; it says so once, and raises what went wrong."""
+        """Returns True once for every task that has ended, and raises its error; does not wait."""
         return self._thread is not None and not self._thread.is_alive() and self.wait()
 
     def check(self) -> None:
-        """Raises what went wrong, if anything did; for whoever waits for what would never come then."""
+        """Raises a task's error, for a thread that waits for what this task would have done."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def close(self) -> None:
-        """Waits for the thread, and ends the links; an error of the thread is the end's, not its cause."""
+        """Waits for the thread, and closes the connections; a task's error is dropped, as it follows from the end."""
         self._join()
         self.client.close()
 
@@ -69,19 +76,18 @@ class Background:
 
 
 class ServerLinks:
-    """A worker's clients: one for all, or one for each of its threads.
+    """A worker's clients: one for everything, or one for each of its threads.
 
     Args:
-        main: asks for data, and does what is done where all workers meet.
-        places: of its copies.
-        fetch_every: steps between two fetches, counted from wherever all met.
-        agreement: of this worker's replica: what is fetched comes in on all its ranks at once.
-        pushing, fetching: what pushes and fetches in the background; None where `main` does both.
-        fetched: the places of what is fetched in the background.
+        main: leases the data, and is used where all workers synchronize.
+        places: of this worker's parameters.
+        fetch_every: steps between two fetches.
+        replica_group: fetched parameters are taken over on all of its ranks at once.
+        pushing, fetching: push and fetch in the background; None if `main` does both.
+        fetched: the places that `fetching` writes to.
 
     Attributes:
-        main, pushing: see there.
-        versions: of the parameters that this worker goes on from, by server and shard.
+        versions: of the parameters that this worker computes with, by server and shard.
     """
 
     def __init__(
@@ -102,19 +108,20 @@ class ServerLinks:
         self._since, self._ready = 0, False
         self._fetching = fetching
         self._places, self._fetched = ([place for own in each for place in own] for each in (places, fetched))
+        self._backgrounds = [each for each in (pushing, fetching) if each is not None]
 
     def pull(self) -> None:
         """Brings the parameters up to date now."""
-        # Local steps have moved them since.
+        # Local steps have changed them since the last pull.
         self.main.forget()
         self.main.pull()
         self.versions = self.main.versions
         self._since = 0
 
     def step(self) -> None:
-        """Brings the parameters up to date if that is due; in the background, where those fetched before come in now.
+        """Takes over what the background has fetched, and starts the next fetch when it is due, or pulls instead.
 
-        Whoever fetches slowly is waited for when the next fetch is due, or nothing fetched would ever come in.
+        A fetch that is not done when the next one is due is waited for; otherwise a slow one would never be used.
         """
         self._since += 1
         due = self._since == self._fetch_every
@@ -134,24 +141,154 @@ class ServerLinks:
             self._fetching.start(self._fetching.client.pull)
 
     def renew(self) -> None:
-        """Lets what goes on in the background come to its end, and brings the parameters up to date."""
-        for background in self._backgrounds():
+        """Waits until the background is idle, and brings the parameters up to date."""
+        for background in self._backgrounds:
             background.wait()
         self._ready = False
         self.pull()
 
     def resume(self) -> None:
-        """Goes on from what was fetched."""
+        """The next lease begins with the parameters that were fetched."""
 
     @property
     def moved_bytes(self) -> int:
-        """Payload of what goes on in the background."""
-        return sum(background.client.moved_bytes for background in self._backgrounds())
+        """Payload of the background's connections."""
+        return sum(background.client.moved_bytes for background in self._backgrounds)
 
     def close(self) -> None:
-        """Ends what goes on in the background."""
-        for background in self._backgrounds():
+        """Ends the background's threads and connections."""
+        for background in self._backgrounds:
             background.close()
 
-    def _backgrounds(self) -> list[Background]:
-        return [each for each in (self.pushing, self._fetching) if each is not None]
+
+class LocalSteps:
+    """Plain SGD on this worker's own parameters, with the learning rates of the job's optimizer and schedule."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: ModelSpec,
+        optimizer: Callable[..., Any],
+        options: Options,
+        rounds_per_epoch: int,
+        first: int,
+    ) -> None:
+        named = dict(module.named_parameters())
+        meta = [
+            (name, nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad))
+            for name, tensor in named.items()
+        ]
+        template = build(optimizer, meta)
+        self._schedule = Schedule(options, template, template, rounds_per_epoch)
+        index = {parameter.name: number for number, parameter in enumerate(model.trainable)}
+        self._groups = [
+            (group, [(index[name], named[name].data) for name in group["param_names"] if name in index])
+            for group in template.param_groups
+        ]
+        self._round = first
+
+    @torch.no_grad()
+    def step(self, round_: int, gradients: Sequence[Tensor | None], share: float) -> None:
+        """Updates the parameters with one gradient."""
+        while self._round < round_:
+            self._schedule.advance(self._round)
+            self._round += 1
+        with self._schedule.warmed(round_, share):
+            for group, members in self._groups:
+                updated = [
+                    (tensor, gradient) for number, tensor in members if (gradient := gradients[number]) is not None
+                ]
+                if updated:
+                    tensors, present = zip(*updated, strict=True)
+                    sign = 1.0 if group.get("maximize") else -1.0
+                    torch._foreach_add_(list(tensors), list(present), alpha=sign * float(group["lr"]))
+
+    def load(self, settings: Mapping[str, Any] | None) -> None:
+        """Sets the schedule to where it was saved."""
+        if settings is not None:
+            self._schedule.load(settings)
+
+
+class DownpourExchange(ServedExchange):
+    """Steps locally, and pushes the accumulated gradient of a lease when the lease ends.
+
+    `weighted` counts a gradient by its share of a round.
+    """
+
+    def __init__(
+        self,
+        links: ServerLinks,
+        layouts: Sequence[ShardLayout],
+        model: ModelSpec,
+        group: ProcessGroup,
+        replica_group: ReplicaGroup,
+        leases: ServerDataLeases,
+        local: LocalSteps,
+        weighted: bool,
+    ) -> None:
+        super().__init__(links.main, layouts, model, group, replica_group, leases.leads)
+        if links.pushing:
+            # The places that the background fetches to.
+            self.parameter_bytes *= 2
+        self._leases = leases
+        self._links = links
+        self._weighted = weighted
+        self._local = local
+        self._accumulated = GradientAccumulator(layouts, model, weighted)
+        self._nonfinite = False
+
+    def begin(self, round_: int) -> None:
+        # A user's own loop calls it after forward: the parameters must not change before the gradient is there.
+        self._round = round_
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        leases = self._leases
+        if leases.lease < 0:
+            # This worker had no data before the sync point.
+            return HEALTHY
+        decision = self.judge(finite)
+        if decision.apply:
+            self._local.step(self._round, self.buffer.gradients, leases.share if self._weighted else 1.0)
+            self._accumulated.add(self.buffer, leases.share)
+        else:
+            self._nonfinite = True
+        if not leases.left:
+            self._push()
+        self._links.step()
+        return decision
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self._local.load(settings)
+        super().load(pieces, settings)
+
+    def swap_weights(self, averaged: bool) -> None:
+        self.client.forget()
+        super().swap_weights(averaged)
+
+    def _push(self) -> None:
+        """Pushes the accumulated gradient; in the background if there is one, which then commits the lease."""
+        leases, pushing = self._leases, self._links.pushing
+        gradients, share, steps = self._accumulated.take()
+        # The sum has not been checked. If every gradient of a lease was left out, the server is told whether one was
+        # not finite.
+        finite, self._nonfinite = None if steps else not self._nonfinite, False
+        client, lease = pushing.client if pushing else self.client, leases.lease
+        push = functools.partial(
+            client.push, gradients, lease, float(steps > 0), share, finite,
+            steps=max(1, steps), versions=self._links.versions,
+        )  # fmt: skip
+        if pushing is None:
+            push()
+            # The lease is done when all ranks of the replica have pushed.
+            self.replica_group.any(False)
+            return
+
+        def push_and_commit() -> None:
+            push()
+            # No worker passes the next sync point before the pushes of the replica's other ranks have arrived.
+            if self.replica_group.leads:
+                # Asked, not told: this connection is idle until the next push, and what is told could be lost.
+                client.ask(0, Message(Kind.COMMIT, lease=lease))
+
+        pushing.start(push_and_commit)
+        leases.lease = -1

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
-from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.wire.layout import ShardLayout
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import GradientClipper, LossScale, StepDecision, clip_coefficient, squared_norm
@@ -93,12 +91,11 @@ class GradientBuffer:
     def by_shard(self) -> list[list[Tensor | None]]:
         """Returns the gradients by server and shard; None where the loss does not depend on the parameter."""
         flat = [None if gradient is None else gradient.reshape(-1) for gradient in self._gradients]
-        return [[self._cut(flat[self._index[piece.parameter]], layout, shard) for shard, piece in enumerate(layout.pieces)]
-                for layout in self._layouts]  # fmt: skip
+        return [[_slice(flat[self._index[spec.parameter]], spec) for spec in layout.pieces] for layout in self._layouts]
 
-    def _cut(self, flat: Tensor | None, layout: ShardLayout, shard: int) -> Tensor | None:
-        piece = layout.pieces[shard]
-        return None if flat is None else flat[piece.start : piece.start + piece.elements].view(piece.shape)
+
+def _slice(flat: Tensor | None, spec: ShardSpec) -> Tensor | None:
+    return None if flat is None else flat[spec.start : spec.start + spec.elements].view(spec.shape)
 
 
 class GradientAccumulator:
@@ -165,7 +162,7 @@ class ReplicaGroup:
         self._clipper = GradientClipper(looking, group, scale, immediate=device.type == "cpu")
 
     @property
-    def looked(self) -> bool:
+    def checks(self) -> bool:
         """Whether gradients that `judge` lets pass are known to be finite."""
         return self._clipper.checks
 
@@ -191,54 +188,3 @@ class ReplicaGroup:
     def all(self, flag: bool) -> bool:
         """Returns whether it is so on every rank, when all have come to say."""
         return not self.any(not flag)
-
-
-class LeaderClient:
-    """A client of which all ranks of a replica have one, and the first of them speaks about data for all.
-
-    Args:
-        client: of this rank.
-        group: the ranks of the replica.
-    """
-
-    def __init__(self, client: Client, group: ProcessGroup) -> None:
-        self._client = client
-        self._group = group
-
-    @property
-    def rested(self) -> bool:
-        """As of `Client`."""
-        return self._client.rested
-
-    @property
-    def moved_bytes(self) -> int:
-        """As of `Client`."""
-        return self._client.moved_bytes
-
-    def ask(self, server: int, message: Message, blob: bytes = b"") -> bytes:
-        """As of `Client`."""
-        return self._client.ask(server, message, blob)
-
-    def pull(self) -> None:
-        """As of `Client`."""
-        self._client.pull()
-
-    def tell(self, message: Message) -> None:
-        """Tells whoever gives out the data something, once."""
-        if self._group.rank == 0:
-            self._client.tell(message)
-
-    def lease(self, rests: bool = False) -> Message:
-        """Waits for the next word about data, and returns it on every rank."""
-        if self._group.world == 1:
-            return self._client.lease(rests)
-        said = [0.0] * (2 + _WORDS)
-        if self._group.rank == 0:
-            message = self._client.lease(rests)
-            said = [float(message.kind), float(message.lease), *map(float, message.numbers[:_WORDS])]
-        kind, lease, *numbers = map(int, self._group.sum(said))
-        return Message(Kind(kind), lease=lease, numbers=tuple(numbers))
-
-    def close(self) -> None:
-        """As of `Client`."""
-        self._client.close()
