@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.averaging.period import AutoPeriod, Period, Seen, first_period, next_period
+from headrace.averaging.period import AutoPeriod, Measured, Period, first_period, next_period
 from headrace.errors import UsageError
 
 STEP_S = 0.01
@@ -19,7 +19,7 @@ def live(wish: int | AutoPeriod, meetings: int, exchange_s: float, drift: Callab
     periods = [first_period(wish)]
     for meeting in range(meetings):
         rounds = periods[-1].rounds
-        seen = Seen(rounds, rounds * STEP_S, exchange_s if meeting else 0.0, drift(meeting, rounds))
+        seen = Measured(rounds, rounds * STEP_S, exchange_s if meeting else 0.0, drift(meeting, rounds))
         periods.append(next_period(periods[-1], seen, wish))
     return periods
 
@@ -69,7 +69,7 @@ def test_an_exchange_that_has_become_cheap_shortens_it() -> None:
     wish, period = AutoPeriod(), Period(512, "", 1024)
     rounds = []
     for _ in range(7):
-        period = next_period(period, Seen(period.rounds, period.rounds * STEP_S, 0.01, 0.001), wish)
+        period = next_period(period, Measured(period.rounds, period.rounds * STEP_S, 0.01, 0.001), wish)
         rounds.append(period.rounds)
     assert rounds == [256, 128, 64, 32, 32, 32, 32]
     assert share(period, 0.01) <= 0.05
@@ -87,7 +87,7 @@ def test_it_is_always_between_1_and_the_longest(
     wish = AutoPeriod(allowed, drift, longest)
     period = first_period(wish)
     for train_s, exchange_s, seen in world:
-        period = next_period(period, Seen(period.rounds, train_s, exchange_s, seen), wish)
+        period = next_period(period, Measured(period.rounds, train_s, exchange_s, seen), wish)
         assert 1 <= period.rounds <= longest
         assert 1 <= period.most <= longest
         assert period.why

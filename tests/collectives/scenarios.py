@@ -210,7 +210,7 @@ def use_the_wire(host: SharedMemoryGroup, page: ControlPage, store: str, apart: 
     if wire.gather(own).tolist() != [[200], [201]]:
         wrong.append("gather")
     pieces = torch.tensor([[host.rank, to, 255] for to in range(2)], dtype=torch.uint8)
-    if wire.trade(pieces).tolist() != [[rank, host.rank, 255] for rank in range(2)]:
+    if wire.all_to_all(pieces).tolist() != [[rank, host.rank, 255] for rank in range(2)]:
         wrong.append("trade")
     if wire.sum([0.1, host.rank]) != [0.1 + 0.1, 1.0]:
         wrong.append("numbers")
@@ -245,7 +245,7 @@ def give_and_take(host: SharedMemoryGroup, page: ControlPage) -> list[str]:
         if not torch.equal(host.gather(every[host.rank]), torch.stack(every)):
             wrong.append(f"gather of {length}")
         pieces = [[made(length, torch.uint8, seed=9 * giver + to) for to in range(host.world)] for giver in range(4)]
-        given = host.trade(torch.stack(pieces[host.rank]))
+        given = host.all_to_all(torch.stack(pieces[host.rank]))
         if not torch.equal(given, torch.stack([pieces[giver][host.rank] for giver in range(host.world)])):
             wrong.append(f"trade of {length}")
     return wrong

@@ -32,7 +32,7 @@ def test_everybody_gets_what_everybody_has_and_what_it_is_given(world: int) -> N
     def act(host: ThreadCollective) -> tuple[list[list[int]], list[list[int]]]:
         own = torch.tensor([200 + host.rank, 7], dtype=torch.uint8)
         pieces = torch.tensor([[host.rank, to, 255] for to in range(world)], dtype=torch.uint8)
-        return host.gather(own).tolist(), host.trade(pieces).tolist()
+        return host.gather(own).tolist(), host.all_to_all(pieces).tolist()
 
     for rank, (gathered, given) in enumerate(together(world, act)):
         assert gathered == [[200 + peer, 7] for peer in range(world)]

@@ -1,22 +1,23 @@
-"""A worker's part in meetings at which parameters are averaged."""
+"""Workers that step on their own and average their parameters: the synchronization, and the exchange around it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
 
 from headrace.averaging.outer_steps import OuterStep
-from headrace.averaging.period import AutoPeriod, Period, Seen, first_period, next_period
+from headrace.averaging.period import AutoPeriod, Measured, first_period, next_period
 from headrace.averaging.worker_average import ExtraState, WorkerAverage
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import RunFailed, UsageError
 from headrace.spec.model import ModelSpec
-from headrace.training.clipping import all_finite
+from headrace.training.clipping import StepDecision, all_finite
+from headrace.training.exchange import Exchange, UpdatingExchange
 from headrace.training.gradients import FlatLayout
 from headrace.training.optimizer_state import StatePiece
 from headrace.training.synchronization import PeriodicSync, SyncResult
@@ -30,11 +31,13 @@ _LOST = "headrace.lost"
 
 @dataclass(frozen=True)
 class AveragingConfig:
-    """Attributes:
-    period: rounds between two meetings, or the bounds of one that adapts.
-    outer: the outer step.
-    average_state: whether the optimizers' state is averaged, too.
-    post_local: rounds at the beginning after each of which workers meet.
+    """When workers average, and what.
+
+    Attributes:
+        period: rounds between two synchronizations, or the bounds of a period that adapts.
+        outer: the outer step.
+        average_state: whether the optimizers' state is averaged, too.
+        post_local: rounds at the beginning after each of which workers synchronize.
     """
 
     period: int | AutoPeriod
@@ -43,10 +46,10 @@ class AveragingConfig:
     post_local: int
 
 
-def seated(
+def place_in_average(
     module: nn.Module, model: ModelSpec, group: ProcessGroup, make: Callable[[FlatLayout], WorkerAverage]
 ) -> WorkerAverage:
-    """Lets a module's trainable parameters lie where they are averaged, and what is kept begin with them."""
+    """Moves a module's trainable parameters to where they are averaged; what is kept begins as a copy of them."""
     average = make(FlatLayout(model.trainable))
     named = dict(module.named_parameters())
     for spec, view in zip(model.trainable, average.layout.views(average.own), strict=True):
@@ -58,7 +61,7 @@ def seated(
 
 
 def require_alike(module: nn.Module, model: ModelSpec, rank: int) -> None:
-    """Refuses a module that is not of the run's model: its parameters would be averaged with others than their like.
+    """Refuses a module that is not the run's model: its parameters would be averaged with different ones.
 
     Raises:
         UsageError: it is not.
@@ -80,13 +83,9 @@ def _form(name: str, form: tuple[tuple[int, ...], str] | None) -> str:
 
 
 class ParameterAverager(PeriodicSync):
-    """Args:
-    habits: when, and what for.
-    average: of the parameters, which lie in it.
-    rest: averages what lies elsewhere.
-    updater: of this worker's own steps.
-    group: the workers.
-    first: the round that the run begins with.
+    """Averages the workers' parameters, which lie in `average`, and their extra state.
+
+    `updater` makes this worker's own steps; `first` is the round that the run begins with.
 
     Attributes:
         worth: what this worker's part of the last round was worth.
@@ -95,32 +94,32 @@ class ParameterAverager(PeriodicSync):
 
     def __init__(
         self,
-        habits: AveragingConfig,
+        config: AveragingConfig,
         average: WorkerAverage,
-        rest: ExtraState | None,
+        extra: ExtraState | None,
         updater: Updater,
         group: ProcessGroup,
         first: int,
     ) -> None:
-        self._habits = habits
+        self._config = config
         self._average = average
-        self._rest = rest
+        self._extra = extra
         self._updater = updater
         self._group = group
-        self._period = first_period(habits.period)
-        self._met = first
+        self._period = first_period(config.period)
+        self._synced_round = first
         self._rounds = 0
         self._weight = 0.0
         self._exchange_s = 0.0
-        self._left = self._looked = perf_counter()
+        self._left_s = self._swapped_s = perf_counter()
         self._saved: Tensor | None = None
         self._swapped = False
         self.worth = 0.0
-        self.kept_bytes = average.nbytes + (rest.nbytes if rest else 0)
+        self.kept_bytes = average.nbytes + (extra.nbytes if extra else 0)
 
     def coming(self, done: int) -> int:
-        rounds = 1 if self._met < self._habits.post_local else self._period.rounds
-        return max(done, self._met + rounds)
+        rounds = 1 if self._synced_round < self._config.post_local else self._period.rounds
+        return max(done, self._synced_round + rounds)
 
     def weigh(self, weight: float) -> None:
         self.worth = weight
@@ -128,35 +127,36 @@ class ParameterAverager(PeriodicSync):
         self._rounds += 1
 
     def meet(self, done: int) -> SyncResult:
-        began = perf_counter()
-        if self._rest:
-            self._rest.gather()
+        began_s = perf_counter()
+        if self._extra:
+            self._extra.gather()
         self._average.publish()
-        finite = all_finite([*self._average.elements, *(self._rest.elements if self._rest else ())])
-        weights, train_s, exchange_s = self._agree(done, finite, began - self._left)
-        measured = self._average.combine(weights)
-        if self._rest:
-            self._rest.combine(weights)
-        # The second meeting: all parts of all copies are written.
-        *squares, norm = self._group.sum([*measured.squares, measured.norm])
+        finite = all_finite([*self._average.elements, *(self._extra.elements if self._extra else ())])
+        weights, train_s, exchange_s = self._agree(done, finite, began_s - self._left_s)
+        sums = self._average.combine(weights)
+        if self._extra:
+            self._extra.combine(weights)
+        # The second barrier: all parts of all copies are written.
+        *squares, norm = self._group.sum([*sums.squares, sums.norm])
         self._average.take()
-        if self._rest:
-            self._rest.spread()
-        if not finite:
-            self._forget()
+        if self._extra:
+            self._extra.spread()
+        if not finite and not self._config.average_state:
+            # A state that has led to such parameters is dropped with them.
+            self._updater.load(())
         drift = math.sqrt(max(squares) / norm) if norm else 0.0
-        rounds, self._met = self._rounds, done
+        rounds, self._synced_round = self._rounds, done
         self._rounds, self._weight = 0, 0.0
-        if done >= self._habits.post_local:
-            seen = Seen(max(1, rounds), train_s, exchange_s, drift)
-            self._period = next_period(self._period, seen, self._habits.period)
+        if done >= self._config.post_local:
+            measured = Measured(max(1, rounds), train_s, exchange_s, drift)
+            self._period = next_period(self._period, measured, self._config.period)
         left_out = tuple(rank for rank, weight in enumerate(weights) if weight < 0)
-        self._left = perf_counter()
-        self._exchange_s = self._left - began
+        self._left_s = perf_counter()
+        self._exchange_s = self._left_s - began_s
         return SyncResult(rounds, self.coming(done + 1) - done, self._period.why, drift, left_out)
 
     def end(self, done: int) -> SyncResult | None:
-        return self.meet(done) if self._rounds and self._habits.outer.agrees else None
+        return self.meet(done) if self._rounds and self._config.outer.agrees else None
 
     def swap_weights(self, averaged: bool) -> None:
         if averaged == self._swapped:
@@ -166,15 +166,16 @@ class ParameterAverager(PeriodicSync):
             if self._saved is not None:
                 self._average.own.copy_(self._saved)
                 self._saved = None
-            # Evaluations are no training, and make no exchange cheaper.
-            self._left += perf_counter() - self._looked
+            # Time in evaluations does not count as training, which an exchange is compared with.
+            self._left_s += perf_counter() - self._swapped_s
             return
-        self._looked = perf_counter()
-        if self._rounds or not self._habits.outer.agrees:
+        self._swapped_s = perf_counter()
+        if self._rounds or not self._config.outer.agrees:
             self._saved = self._average.own.clone()
             self._average.publish()
             finite = all_finite(self._average.elements)
-            self._average.combine(self._agree(self._met + self._rounds, finite, 0.0)[0], look=True)
+            weights, _, _ = self._agree(self._synced_round + self._rounds, finite, 0.0)
+            self._average.combine(weights, preview=True)
             self._group.barrier()
             self._average.take()
 
@@ -182,14 +183,14 @@ class ParameterAverager(PeriodicSync):
         pieces = [
             piece for i, region in enumerate(self._average.lost) for piece in self._pieces(f"{_LOST}-{i}", region)
         ]
-        if not self._habits.outer.agrees:
+        if not self._config.outer.agrees:
             pieces += self._pieces(PARAMETER, self._average.own)
-        # What rank 0 has besides is what all begin with who find nothing of their own.
-        alone = self._group.rank and not self._habits.average_state
+        # Rank 0's is in the checkpoint for workers that find no state of their own.
+        alone = self._group.rank and not self._config.average_state
         return (*pieces, *(self._updater.state() if alone else ()))
 
     def kept(self) -> tuple[StatePiece, ...]:
-        """Returns what the outer step keeps, but for the parameters."""
+        """Returns what the outer step keeps, except the parameters."""
         return tuple(
             piece
             for index, region in enumerate(self._average.kept[1:], 1)
@@ -198,19 +199,17 @@ class ParameterAverager(PeriodicSync):
 
     def settings(self) -> dict[str, Any]:
         """Returns the period as JSON values."""
-        return {"period": self._period.rounds, "most": self._period.most, "why": self._period.why}
+        return self._period.settings()
 
     def load(self, pieces: Sequence[StatePiece], settings: Mapping[str, Any] | None) -> None:
-        """Takes up what `kept` and `settings` returned; of a run that did not average there is nothing."""
-        saved = (settings or {}).get("averaging")
-        if saved and isinstance(self._habits.period, AutoPeriod):
-            self._period = Period(int(saved["period"]), str(saved["why"]), int(saved["most"]))
+        """Loads what `kept` and `settings` returned; a run that did not average has none of it."""
+        self._period = self._period.restored(settings, self._config.period) or self._period
         places = {f"{_OUTER}-{index}": region for index, region in enumerate(self._average.kept)}
         places |= {f"{_LOST}-{index}": region for index, region in enumerate(self._average.lost)}
         for piece in pieces:
             if piece.key in places:
                 piece.copy_to(self._average.layout.flat(places[piece.key], piece.parameter), 0)
-        # Where one region is everybody's, all have written the same into it.
+        # Where all ranks share one region, all have written the same into it.
         self._group.barrier()
 
     def _pieces(self, key: str, region: Tensor) -> list[StatePiece]:
@@ -218,16 +217,16 @@ class ParameterAverager(PeriodicSync):
         return [StatePiece(name, key, 0, self._average.layout.flat(region, name).clone()) for name in names]
 
     def _agree(self, done: int, finite: bool, train_s: float) -> tuple[list[float], float, float]:
-        """Returns every copy's weight in the mean; the slowest worker's time since the last meeting, and the time that
-        one took whoever came last to it. All ranks' parameters are written when it returns.
+        """Returns every copy's weight in the mean; the slowest worker's time since the last synchronization, and the
+        time that one took the worker that came last to it. All ranks' parameters are written when it returns.
 
         Raises:
             RunFailed: no worker has finite parameters.
         """
         rank, world = self._group.rank, self._group.world
-        # Each says its own among zeros, so that all know all.
+        # Each rank writes its own numbers among zeros, so that the sum tells all of them.
         told = [0.0] * (3 * world)
-        own = self._weight if self._habits.outer.weighted else 1.0
+        own = self._weight if self._config.outer.weighted else 1.0
         told[3 * rank : 3 * rank + 3] = own if finite else -1.0, train_s, self._exchange_s
         told = self._group.sum(told)
         weights = told[::3]
@@ -241,7 +240,49 @@ class ParameterAverager(PeriodicSync):
         shares = [-1.0 if weight < 0 else weight / total if total else 1 / len(live) for weight in weights]
         return shares, max(told[1::3]), min(told[2::3])
 
-    def _forget(self) -> None:
-        """Begins with the optimizer anew: what has led here is as little worth as where it led."""
-        if not self._habits.average_state:
-            self._updater.load(())
+
+class AveragingExchange(Exchange):
+    """The worker's own step, and the state of its averager.
+
+    `first` is the first of the ranks of this worker's replica.
+    """
+
+    def __init__(self, first: int, local: UpdatingExchange, averager: ParameterAverager) -> None:
+        self._first = first
+        self._local = local
+        self._averager = averager
+
+    def begin(self, round_: int) -> None:
+        self._local.begin(round_)
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        decision = self._local.synchronize(finite)
+        return replace(decision, bad_losses=tuple(self._first + place for place in decision.bad_losses))
+
+    def update(self, round_: int) -> None:
+        # A worker that had no example has no gradient, and makes no step.
+        if self._averager.worth:
+            self._local.update(round_)
+        else:
+            self._local.skip(round_)
+
+    def skip(self, round_: int) -> None:
+        self._local.skip(round_)
+
+    def swap_weights(self, averaged: bool) -> None:
+        self._local.swap_weights(averaged)
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return (*self._local.state(), *self._averager.kept())
+
+    def settings(self) -> dict[str, Any]:
+        return {**self._local.settings(), "averaging": self._averager.settings()}
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        every = tuple(pieces)
+        self._local.load(every, settings)
+        self._averager.load(every, settings)
+
+    def memory(self) -> tuple[int, int]:
+        parameters, state = self._local.memory()
+        return parameters, state + self._averager.kept_bytes

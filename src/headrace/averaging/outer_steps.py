@@ -1,8 +1,8 @@
-"""The outer step: what workers that train by themselves make of their copies when they meet.
+"""The outer step: how the averaged copies move the workers' parameters at a synchronization.
 
-mean       local SGD: everybody goes on from the mean of all
-Nesterov   DiLoCo: how far the mean has come since the last meeting is a gradient, for SGD with Nesterov momentum
-Elastic    EASGD: workers stay where they are, but for a pull towards a centre that they pull towards them
+mean       local SGD: all workers go on from the mean
+Nesterov   DiLoCo: how far the mean has moved is a gradient, for SGD with Nesterov momentum
+Elastic    EASGD: each worker keeps its parameters, pulled towards a center, which is pulled towards the workers
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class OuterStep(ABC):
     """Moves the workers' copies of some elements, and what is kept beside them.
 
     Attributes:
-        copies_kept: how many tensors of the model's size are kept from one meeting to the next; the first begins as the
-            parameters, all others as 0.
+        copies_kept: how many tensors of the model's size are kept between synchronizations; the first begins as the
+            parameters, the others as 0.
         weighted: whether the mean is weighted by examples.
         agrees: whether all workers go on from the same parameters.
     """
@@ -34,25 +34,17 @@ class OuterStep(ABC):
 
     @abstractmethod
     def model(self, kept: Sequence[Tensor], mean: Tensor) -> Tensor:
-        """Returns the trained model's elements, if the workers' mean is this; changes nothing.
+        """Returns the trained model's elements for a mean of the copies; changes nothing.
 
-        Args:
-            kept: `copies_kept` tensors in the form of `mean`.
-            mean: of the copies.
+        `kept` has `copies_kept` tensors in the form of `mean`.
         """
 
     @abstractmethod
     def step(self, kept: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
-        """Moves what is kept, and copies.
-
-        Args:
-            kept, mean: as of `model`.
-            copies: those that are here, of all workers or of one.
-            workers: how many copies `mean` is of.
-        """
+        """Changes what is kept, and the copies that are here: all, or this worker's. `mean` is of `workers` copies."""
 
     def sgd(self) -> Mapping[str, float | bool]:
-        """Returns the options of the `torch.optim.SGD` that does the same with how far the mean has come as gradient.
+        """Returns the options of a `torch.optim.SGD` that does the same, given the way of the mean as gradient.
 
         Raises:
             UsageError: none does.
@@ -115,11 +107,11 @@ class Nesterov(OuterStep):
 class Elastic(OuterStep):
     """The elastic force (Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", 2015, section 3.1).
 
-    `x_i -= alpha (x_i - centre)` for every worker, and `centre += alpha sum (x_i - centre)`. The centre is the trained
+    `x_i -= alpha (x_i - center)` for every worker, and `center += alpha sum (x_i - center)`. The center is the trained
     model.
 
     Attributes:
-        beta: alpha times the number of workers; the paper's 0.9, above 1 it does not come to rest.
+        beta: alpha times the number of workers; the paper's 0.9, above 1 it does not converge.
     """
 
     beta: float = 0.9
@@ -132,15 +124,15 @@ class Elastic(OuterStep):
         _check_number("beta", self.beta, lambda beta: 0 < beta <= 1, "above 0 and of at most 1")
 
     def model(self, kept: Sequence[Tensor], mean: Tensor) -> Tensor:
-        (centre,) = kept
-        return centre
+        (center,) = kept
+        return center
 
     def step(self, kept: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
-        (centre,) = kept
+        (center,) = kept
         for copy in copies:
-            copy.lerp_(centre, self.beta / workers)
+            copy.lerp_(center, self.beta / workers)
         # alpha times the sum is beta times the mean.
-        centre.lerp_(mean, self.beta)
+        center.lerp_(mean, self.beta)
 
 
 def _check_number(name: str, value: object, holds: Callable[[float], bool], form: str) -> None:

@@ -1,14 +1,18 @@
-"""How many rounds workers go on by themselves before they meet: as many as the exchange costs, and the drift allows."""
+"""How many rounds workers step on their own before they synchronize: as many as the exchange costs and drift allows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
+from headrace.training.synchronization import SyncResult
 
 _SOON = 4
-"""Rounds before workers whose period adapts come to know of each other's."""
+"""Rounds before workers whose period adapts first tell each other what they have measured."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,10 @@ class AutoPeriod:
 
 @dataclass(frozen=True)
 class Period:
-    """What has been decided.
+    """The present period.
 
     Attributes:
-        rounds: until the next meeting.
+        rounds: until the next synchronization.
         why: in words.
         most: rounds that drift allows, as far as it is known.
     """
@@ -53,15 +57,27 @@ class Period:
     why: str
     most: int
 
+    def settings(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {"period": self.rounds, "most": self.most, "why": self.why}
+
+    @staticmethod
+    def restored(settings: Mapping[str, Any] | None, target: int | AutoPeriod) -> Period | None:
+        """Returns the period that an exchange's settings hold; None where they hold none, or it does not adapt."""
+        saved = (settings or {}).get("averaging")
+        if not saved or not isinstance(target, AutoPeriod):
+            return None
+        return Period(int(saved["period"]), str(saved["why"]), int(saved["most"]))
+
 
 @dataclass(frozen=True)
-class Seen:
-    """What a meeting has measured.
+class Measured:
+    """What one synchronization has measured.
 
     Attributes:
         rounds: since the one before.
         train_s: that they took the slowest worker.
-        exchange_s: that the last exchange took whoever waited for nobody; 0 where there was none.
+        exchange_s: that the last exchange took a worker that waited for no other; 0 where there was none.
         drift: see `AutoPeriod`.
     """
 
@@ -71,14 +87,14 @@ class Seen:
     drift: float
 
 
-def first_period(wish: int | AutoPeriod) -> Period:
+def first_period(target: int | AutoPeriod) -> Period:
     """Returns the period that a run begins with."""
-    if isinstance(wish, AutoPeriod):
-        return Period(1, "nothing is measured yet", wish.longest)
-    return Period(wish, "as asked for", wish)
+    if isinstance(target, AutoPeriod):
+        return Period(1, "nothing is measured yet", target.longest)
+    return Period(target, "as asked for", target)
 
 
-def next_period(now: Period, seen: Seen, wish: int | AutoPeriod) -> Period:
+def next_period(now: Period, measured: Measured, target: int | AutoPeriod) -> Period:
     """Returns the next period.
 
     It at most doubles, so that a drift that grows is seen in time, and at most halves, because one measurement may be
@@ -87,51 +103,122 @@ def next_period(now: Period, seen: Seen, wish: int | AutoPeriod) -> Period:
     Args:
         now: the period that has just ended.
         seen: what it has shown.
-        wish: how long it should be.
+        target: how long it should be.
     """
-    if not isinstance(wish, AutoPeriod):
+    if not isinstance(target, AutoPeriod):
         return now
-    if seen.drift > wish.drift:
+    if measured.drift > target.drift:
         shorter = max(1, now.rounds // 2)
-        return Period(shorter, f"drift {seen.drift:.3g} is above {wish.drift:g}", shorter)
-    most = min(wish.longest, 2 * now.most) if seen.drift < wish.drift / 2 else now.most
-    if not (seen.exchange_s and seen.train_s):
+        return Period(shorter, f"drift {measured.drift:.3g} is above {target.drift:g}", shorter)
+    most = min(target.longest, 2 * now.most) if measured.drift < target.drift / 2 else now.most
+    if not (measured.exchange_s and measured.train_s):
         return replace(now, most=most)
-    share = seen.exchange_s / (seen.exchange_s + seen.train_s)
+    share = measured.exchange_s / (measured.exchange_s + measured.train_s)
     # So many rounds that the exchange takes its share of them and itself.
-    exact = seen.exchange_s * seen.rounds / seen.train_s * (1 / wish.exchange_share - 1)
-    enough = max(math.ceil(min(exact, wish.longest)), now.rounds // 2)
+    exact = measured.exchange_s * measured.rounds / measured.train_s * (1 / target.exchange_share - 1)
+    enough = max(math.ceil(min(exact, target.longest)), now.rounds // 2)
     costs = f"the exchange takes {share:.1%} of the time"
-    if wish.exchange_share / 2 <= share <= wish.exchange_share:
-        return Period(min(now.rounds, most), f"{costs}, at most {wish.exchange_share:.0%} is allowed", most)
+    if target.exchange_share / 2 <= share <= target.exchange_share:
+        return Period(min(now.rounds, most), f"{costs}, at most {target.exchange_share:.0%} is allowed", most)
     rounds = max(1, min(enough, most, 2 * now.rounds))
     held = f", and drift allows {most}" * (rounds == most < min(enough, 2 * now.rounds))
-    return Period(rounds, f"{costs}, at most {wish.exchange_share:.0%} is allowed{held}", most)
+    return Period(rounds, f"{costs}, at most {target.exchange_share:.0%} is allowed{held}", most)
 
 
-def first_stretch(wish: int | AutoPeriod, post_local: int, first: int, until: int) -> tuple[int, int]:
-    """Returns the round of the first fence of a run whose period changes at fences alone, and its period until there.
+def first_stretch(target: int | AutoPeriod, post_local: int, first: int, until: int) -> tuple[int, int]:
+    """Returns the first sync point of a run whose period changes at sync points alone, and its period until there.
 
     Args:
-        wish: how long the period should be.
-        post_local: rounds at the beginning after each of which workers meet.
+        target: the period, or its bounds.
+        post_local: rounds at the beginning after each of which workers average.
         first: the round that the run begins with.
-        until: the round of the first fence, whatever the period.
+        until: the round of the first sync point, whatever the period.
     """
     if first < post_local:
         return min(until, post_local), 1
-    if isinstance(wish, AutoPeriod):
+    if isinstance(target, AutoPeriod):
         return min(until, first + _SOON), 1
-    return until, wish
+    return until, target
 
 
-def next_stretch(now: Period, wish: int | AutoPeriod, post_local: int, done: int, until: int) -> tuple[int, int]:
-    """Returns the same for the fence where `done` rounds are done.
+def next_stretch(now: Period, target: int | AutoPeriod, post_local: int, done: int, until: int) -> tuple[int, int]:
+    """Returns the same for the sync point where `done` rounds are done.
 
-    A period that adapts gets a fence where the rounds of the run have doubled, so that it can double, too.
+    A period that adapts gets a sync point where the rounds of the run have doubled, so that it can double, too.
     """
     if done < post_local:
         return min(until, post_local), 1
-    if isinstance(wish, AutoPeriod):
+    if isinstance(target, AutoPeriod):
         until = min(until, max(_SOON, 1 << done.bit_length()))
     return until, now.rounds
+
+
+class PeriodController:
+    """The period of workers that average through servers; it changes at sync points, as leases are as long for all.
+
+    Args:
+        target: the period, or its bounds.
+        post_local: rounds at the beginning after each of which workers average.
+        group: the workers.
+    """
+
+    def __init__(self, target: int | AutoPeriod, post_local: int, group: ProcessGroup) -> None:
+        self._target = target
+        self._post_local = post_local
+        self._group = group
+        self._period = first_period(target)
+        self._known = False
+        self._measured: list[Measured] = []
+
+    def note(self, measured: Measured, span: int, number: int, left_out: tuple[int, ...]) -> SyncResult:
+        """Notes an average; returns its result.
+
+        Args:
+            measured: at it.
+            span: rounds of a lease now.
+            number: of the average.
+            left_out: this worker, if its parameters were not finite.
+        """
+        self._measured.append(measured)
+        why = self._period.why if span == self._period.rounds else f"post_local={self._post_local}"
+        return SyncResult(measured.rounds, span, why, measured.drift, left_out, number, measured.exchange_s)
+
+    def stretch(self, done: int, until: int) -> tuple[int, int]:
+        """Returns how all go on from a sync point, where all call it; see `next_stretch`."""
+        if isinstance(self._target, AutoPeriod) and done >= self._post_local:
+            self._period = self._group.together(self._agree)
+        self._measured.clear()
+        return next_stretch(self._period, self._target, self._post_local, done, until)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the period as JSON values."""
+        return self._period.settings()
+
+    def load(self, settings: Mapping[str, Any] | None) -> None:
+        """Loads what `settings` returned; a run that did not average has none of it."""
+        if restored := Period.restored(settings, self._target):
+            self._period, self._known = restored, True
+
+    def _agree(self) -> Period:
+        """Returns the next period; a worker that has joined since the last learns it from the others."""
+        rank, world, own = self._group.rank, self._group.world, self._measured
+        told = [0.0] * (6 * world)
+        known = (self._period.rounds, self._period.most) if self._known else (0, 0)
+        mine = (
+            max((each.rounds for each in own), default=0),
+            # A worker that was late does not count in what an exchange costs, and all of them wait for the last.
+            max((each.train_s for each in own), default=0.0),
+            min((each.exchange_s for each in own), default=0.0),
+            max((each.drift for each in own), default=0.0),
+        )
+        told[6 * rank : 6 * rank + 6] = *known, *mine
+        told = self._group.sum(told)
+        rounds, most = int(max(told[0::6])), int(max(told[1::6]))
+        now = Period(rounds, self._period.why, most) if rounds else self._period
+        self._known = True
+        span = int(max(told[2::6]))
+        if not span:
+            return now
+        exchange_s = min(each for each, had in zip(told[4::6], told[2::6], strict=True) if had)
+        # The rounds that were measured may be fewer than the period.
+        return next_period(now, Measured(span, max(told[3::6]), exchange_s, max(told[5::6])), self._target)

@@ -1,13 +1,15 @@
-"""The workers' copies of the same tensors, and their way to the mean: in shared memory, or by a collective.
+"""Averages the workers' copies of the same tensors: in shared memory, or by a collective.
 
-In shared memory every worker's copy lies where all see it. Rank r averages the r-th part of all copies, and writes the
-result into each of them:
+In shared memory all workers see every copy. Rank r averages the r-th part of all copies, and writes the result into
+each of them:
 
     worker 0   │ steps on C0 ─┐            ┌─► part 0 of C0, C1 ◄─ mean of part 0 ─┐
                │              ├─ barrier ──┤                                       ├─ barrier ──► steps on C0
     worker 1   │ steps on C1 ─┘            └─► part 1 of C0, C1 ◄─ mean of part 1 ─┘
 
-Workers that meet rarely step on memory of their own, which may lie in large pages, and bring it there and back.
+Workers that rarely synchronize step on memory of their own, which may lie in large pages, and copy it there and back.
+
+What is averaged beside the parameters, running statistics and optimizers' state, is `ExtraState`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from headrace.training.gradients import FlatLayout
 from headrace.training.optimizer_state import MeanState, describe_tensor, mean_state
 
 _CHUNK = 65_536
-"""Elements that are worked on at a time, so that they stay in a core's cache."""
+"""Elements that are averaged at a time, so that they stay in a core's cache."""
 
 
 def averaged_traffic(nbytes: int, workers: int) -> int:
@@ -40,7 +42,7 @@ def averaged_traffic(nbytes: int, workers: int) -> int:
 
 @dataclass(frozen=True)
 class AverageSums:
-    """What a rank has measured of what it has averaged; the sums over ranks are those of the whole.
+    """Sums over the elements that a rank has averaged; added up over ranks they are those of the whole.
 
     Attributes:
         squares: squared distance from the mean, by rank.
@@ -57,9 +59,9 @@ class WorkerAverage(ABC):
     Attributes:
         layout: places of the tensors.
         own: this worker's copy, `(nbytes,)` uint8.
-        shown: where the others see it, if that is not where it is.
+        shown: where the others see it, if it is not there.
         kept: what the outer step keeps beside it, in the same form.
-        lost: what this worker still owes the others, because it was lost on the way, in the same form.
+        lost: what was lost of what this worker sent, and is sent with the next, in the same form.
         nbytes: that this rank adds to the host.
     """
 
@@ -76,40 +78,33 @@ class WorkerAverage(ABC):
         return [span.of(self.own) for span in self.layout.spans]
 
     def begin(self) -> None:
-        """Lets what is kept begin with the copies, which are all alike."""
+        """Begins what is kept as the copies, which are all alike."""
         for region in self.kept[:1]:
             region.copy_(self.own)
 
     def publish(self) -> None:
-        """Brings this worker's copy where the others see it; before all ranks meet to combine them."""
+        """Copies this worker's copy to where the others see it; a barrier follows before ranks combine them."""
         if self.shown is not None:
             self.shown.copy_(self.own)
 
     def take(self) -> None:
-        """Brings it back; when they have met again."""
+        """Copies it back, after another barrier."""
         if self.shown is not None:
             self.own.copy_(self.shown)
 
     @abstractmethod
-    def combine(self, weights: Sequence[float], look: bool = False) -> AverageSums:
-        """Brings the copies together; all ranks have written theirs, and meet again before they read them.
+    def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
+        """Averages the copies, and applies the outer step; a barrier comes before and after.
 
         Args:
-            weights: of the copies in their mean, by rank, with a sum of 1; a copy that is to be left out has a negative
-                one, and becomes the mean first.
-            look: let the trained model stand in every copy's place, and what is kept as it is.
+            weights: of the copies in their mean, by rank, with a sum of 1; a copy that is left out has a negative one,
+                and is replaced by the mean first.
+            preview: write the trained model into every copy, and leave what is kept as it is.
         """
 
 
 class SharedMemoryAverage(WorkerAverage):
-    """In shared memory.
-
-    Args:
-        layout: places of the tensors; of floating-point types alone.
-        group: the workers of this host.
-        outer: what becomes of the copies.
-        apart: let this worker's copy lie in memory of its own between meetings.
-    """
+    """Averages in shared memory; if `apart`, this worker's copy lies in memory of its own between synchronizations."""
 
     def __init__(self, layout: FlatLayout, group: ProcessGroup, outer: OuterStep, apart: bool) -> None:
         self.layout = layout
@@ -127,46 +122,39 @@ class SharedMemoryAverage(WorkerAverage):
         self._outer = outer
         self._traffic = averaged_traffic(layout.nbytes, group.world)
 
-    def combine(self, weights: Sequence[float], look: bool = False) -> AverageSums:
+    def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
         total = AverageSums([0.0] * len(weights), 0.0)
         for copies, kept in zip(self._copies, self._kept, strict=True):
             for start in range(0, len(copies[0]), _CHUNK):
                 stop = start + _CHUNK
                 chunks = [copy[start:stop] for copy in copies]
-                move = functools.partial(moved, self._outer, [each[start:stop] for each in kept], look)
-                total = _plus(total, _combine(chunks, weights, move))
+                apply = functools.partial(apply_outer, self._outer, [each[start:stop] for each in kept], preview)
+                total = _plus(total, _combine(chunks, weights, apply))
         self._group.moved_bytes += self._traffic
         return total
 
 
 class CollectiveAverage(WorkerAverage):
-    """By a collective that carries tensors; each rank holds all that is kept.
+    """Averages by a collective that carries tensors; each rank holds all that is kept."""
 
-    Args:
-        layout: places of the tensors; of floating-point types alone.
-        wire: of all workers.
-        device: where the tensors live.
-        outer: what becomes of the copies.
-    """
-
-    def __init__(self, layout: FlatLayout, wire: Collective, device: torch.device, outer: OuterStep) -> None:
+    def __init__(self, layout: FlatLayout, collective: Collective, device: torch.device, outer: OuterStep) -> None:
         self.layout = layout
         self.own, *kept = (
             torch.zeros(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(1 + outer.copies_kept)
         )
         self.kept = tuple(kept)
         self.nbytes = layout.nbytes * (1 + outer.copies_kept)
-        self._wire = wire
+        self._collective = collective
         self._outer = outer
 
-    def combine(self, weights: Sequence[float], look: bool = False) -> AverageSums:
+    def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
         total = AverageSums([0.0] * len(weights), 0.0)
-        rank = self._wire.rank
+        rank = self._collective.rank
         workers = sum(weight >= 0 for weight in weights)
         for span in self.layout.spans:
             copy, kept = span.of(self.own), [span.of(region) for region in self.kept]
             mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
-            self._wire.all_reduce(mean)
+            self._collective.all_reduce(mean)
             # The mean is the same on all ranks, and its norm is counted once.
             measured = AverageSums(total.squares, total.norm + (0.0 if rank else squared(mean)))
             if weights[rank] < 0:
@@ -174,12 +162,12 @@ class CollectiveAverage(WorkerAverage):
             else:
                 measured.squares[rank] += squared(copy - mean)
             total = measured
-            moved(self._outer, kept, look, mean, [copy], workers)
+            apply_outer(self._outer, kept, preview, mean, [copy], workers)
         return total
 
 
 def _combine(
-    copies: Sequence[Tensor], weights: Sequence[float], move: Callable[[Tensor, Sequence[Tensor], int], None]
+    copies: Sequence[Tensor], weights: Sequence[float], apply: Callable[[Tensor, Sequence[Tensor], int], None]
 ) -> AverageSums:
     live = [rank for rank, weight in enumerate(weights) if weight >= 0]
     first, *others = live
@@ -193,15 +181,15 @@ def _combine(
         elif others:
             squares[rank] = squared(copy - mean)
     norm = squared(mean)
-    move(mean, copies, len(live))
+    apply(mean, copies, len(live))
     return AverageSums(squares, norm)
 
 
-def moved(
-    outer: OuterStep, kept: Sequence[Tensor], look: bool, mean: Tensor, copies: Sequence[Tensor], workers: int
+def apply_outer(
+    outer: OuterStep, kept: Sequence[Tensor], preview: bool, mean: Tensor, copies: Sequence[Tensor], workers: int
 ) -> None:
-    """Lets the outer step move copies, or the trained model stand in their places."""
-    if not look:
+    """Applies the outer step to copies, or writes the trained model into them."""
+    if not preview:
         outer.step(kept, mean, copies, workers)
         return
     model = outer.model(kept, mean)
@@ -219,14 +207,7 @@ def _plus(one: AverageSums, other: AverageSums) -> AverageSums:
 
 
 class ExtraState:
-    """Args:
-    buffers: running statistics.
-    state: of the optimizer.
-    make: returns what averages tensors of a layout.
-
-    Attributes:
-        nbytes: that it adds to the host.
-    """
+    """Averages running statistics (`buffers`) and the optimizers' state; `make` builds the average of a layout."""
 
     def __init__(
         self, buffers: Sequence[Tensor], state: MeanState, make: Callable[[FlatLayout], WorkerAverage]
@@ -245,7 +226,7 @@ class ExtraState:
         return self._average.elements
 
     def gather(self) -> None:
-        """Brings this worker's to where it is averaged."""
+        """Copies this worker's to where it is averaged."""
         for buffer, view in zip(self._buffers, self._statistics, strict=True):
             view.copy_(buffer)
         self._state.gather(self._kept)
@@ -255,25 +236,19 @@ class ExtraState:
         self._average.combine(weights)
 
     def spread(self) -> None:
-        """Brings the means back."""
+        """Copies the means back."""
         for buffer, view in zip(self._buffers, self._statistics, strict=True):
             buffer.copy_(view)
         self._state.spread(self._kept)
 
 
-def remainder(
+def extra_state(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     average_state: bool,
     make: Callable[[FlatLayout], WorkerAverage],
 ) -> ExtraState | None:
-    """Returns what is averaged beside the parameters; None where there is nothing.
-
-    Args:
-        module: the model.
-        optimizer: over its parameters.
-        average_state: whether its state is averaged.
-        make: see `ExtraState`.
+    """Returns what averages a module's running statistics, and its optimizer's state if asked; None for neither.
 
     Raises:
         UsageError: the state has no mean.

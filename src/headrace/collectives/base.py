@@ -65,7 +65,7 @@ class Collective(ABC):
         self.all_reduce(every)
         return every
 
-    def trade(self, pieces: Tensor) -> Tensor:
+    def all_to_all(self, pieces: Tensor) -> Tensor:
         """Gives row i of a contiguous `(world, nbytes)` uint8 tensor to rank i; returns what all give this one."""
         return self.gather(pieces.view(-1)).view(self.world, *pieces.shape)[:, self.rank]
 

@@ -167,7 +167,7 @@ class MultiHostGroup(ProcessGroup):
         self.moved_bytes += 2 * (self.world - 1) * len(tensor)
         return every
 
-    def trade(self, pieces: Tensor) -> Tensor:
+    def all_to_all(self, pieces: Tensor) -> Tensor:
         options = AllToAllOptions()
         options.timeout = _FOREVER
         given = torch.empty_like(pieces)

@@ -142,7 +142,7 @@ class SharedMemoryGroup(ProcessGroup):
                 place[start : start + len(piece)] = source
         return every
 
-    def trade(self, pieces: Tensor) -> Tensor:
+    def all_to_all(self, pieces: Tensor) -> Tensor:
         given = torch.empty_like(pieces)
         slots, each = self._ring(), self._slot_bytes // self.world
         self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]

@@ -65,7 +65,7 @@ class TorchDistributed(Collective):
         self.moved_bytes += 2 * (self.world - 1) * len(tensor)
         return every
 
-    def trade(self, pieces: Tensor) -> Tensor:
+    def all_to_all(self, pieces: Tensor) -> Tensor:
         given = torch.empty_like(pieces)
         dist.all_to_all_single(given, pieces)
         self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]

@@ -1,4 +1,4 @@
-"""Parameter averaging: every worker trains by itself, and from time to time all go on from the mean of what they are.
+"""Parameter averaging: every worker takes local steps, and from time to time all average their parameters.
 
     compute, update                        synchronize, every `period` rounds
     a step of the job's own optimizer      average parameters, weighted by the examples of each worker since
@@ -15,19 +15,23 @@ Names of the same with other numbers: local SGD (Stich, 2019), post-local SGD (L
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from headrace.averaging.averager import AveragingConfig, ParameterAverager, require_alike, seated
+from headrace.averaging.averager import (
+    AveragingConfig,
+    AveragingExchange,
+    ParameterAverager,
+    place_in_average,
+    require_alike,
+)
 from headrace.averaging.coded_average import CodedAverage
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
 from headrace.averaging.period import AutoPeriod
-from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAverage, WorkerAverage, remainder
+from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAverage, WorkerAverage, extra_state
 from headrace.errors import UnknownName, UsageError
 from headrace.parameter_server.server.server import Server
-from headrace.policies.roles import require_memory, worker_roles
-from headrace.policies.sharding import everywhere
+from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -42,14 +46,12 @@ from headrace.strategies.strategy import (
     check_count,
     describe_options,
 )
-from headrace.training.clipping import StepDecision
-from headrace.training.exchange import Exchange, Replica
+from headrace.training.exchange import Replica
 from headrace.training.gradients import FlatLayout
-from headrace.training.optimizer_state import StatePiece
 from headrace.transport.codec import CODECS
 
 _RARELY = 8
-"""Rounds from one meeting to the next for which it pays to bring the parameters there and back."""
+"""From so many rounds between synchronizations on, it pays to copy the parameters there and back."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,15 @@ class ParameterAveraging(Strategy):
 
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
-        period: rounds between two meetings; "auto", or an `AutoPeriod` with bounds of one's own, adapts it.
-        outer: what the meeting makes of the mean: None takes it as it is, "nesterov" or `Nesterov(...)` is DiLoCo's,
-            "elastic" or `Elastic(...)` EASGD's.
+        period: rounds between two synchronizations; "auto", or an `AutoPeriod` with bounds of one's own, adapts it.
+        outer: what a synchronization does with the mean: None takes it as it is, "nesterov" or `Nesterov(...)` is
+            DiLoCo's, "elastic" or `Elastic(...)` EASGD's.
         average_optimizer_state: average the optimizers' state, too; else each worker keeps its own.
-        post_local: rounds at the beginning after each of which workers meet; behind them, every `period` rounds.
+        post_local: rounds at the beginning after each of which workers synchronize; then, every `period` rounds.
         codec: how outer gradients travel: "plain", "bf16", or "int8" with error feedback.
         via: "all_reduce" among the workers, or "server", where workers may come and go.
-        wait: whom a meeting waits for: "all", or so many workers, or so many seconds after the first has come (a
-            float): whoever comes later is left out, and goes on from the average. "nobody" is asynchronous EASGD.
+        wait: whom an average waits for: "all", or so many workers, or so many seconds after the first has come (a
+            float): a worker that comes later is left out, and goes on from the average. "nobody" is asynchronous EASGD.
         servers: how many hold shards, via "server".
         backups: of each server: with 1, nothing is lost with a server, and the run goes on.
         transport: to them: "shared_memory" on one host, or "tcp".
@@ -114,7 +116,7 @@ class ParameterAveraging(Strategy):
     @property
     def _service(self) -> ServedAveragingConfig:
         return ServedAveragingConfig(
-            self._wish, outer_step(self.outer), self.wait, self.servers, self.backups, self.transport,
+            self._target, outer_step(self.outer), self.wait, self.servers, self.backups, self.transport,
             self.post_local, self.average_optimizer_state,
         )  # fmt: skip
 
@@ -123,7 +125,7 @@ class ParameterAveraging(Strategy):
         return isinstance(self.period, int) and self.period >= _RARELY
 
     @property
-    def _wish(self) -> int | AutoPeriod:
+    def _target(self) -> int | AutoPeriod:
         return AutoPeriod() if isinstance(self.period, str) else self.period
 
     def check(self, options: Options) -> None:
@@ -137,7 +139,7 @@ class ParameterAveraging(Strategy):
                     f"{name}={value!r} needs all workers in every round, and those of {self.name} meet every "
                     f"{self.period} rounds (period); {remedy}"
                 )
-        # Servers have one average, of which there is a moving one.
+        # Servers have one average, and keep a moving average of it.
         if options.ema_decay is not None and self.via == "all_reduce":
             raise UsageError(
                 f"ema_decay={options.ema_decay:g} averages parameters over rounds, and under {self.name} each worker's "
@@ -147,18 +149,11 @@ class ParameterAveraging(Strategy):
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         if self.via == "server":
             return self._service.plan(self.name, describe_options(self), self.workers, model, cluster)
-        roles = worker_roles(self.name, self.workers, cluster, spread=True)
-        # Each worker: its copy, what autograd makes, a copy while the model is looked at, and where workers meet; all
+        # Each worker: its copy, what autograd makes, a copy during evaluations, and where copies are averaged; all
         # together: what is kept.
-        copies = (3 + self._apart) * len(roles) + outer_step(self.outer).copies_kept
-        require_memory(self.name, copies * model.trainable_bytes, cluster)
-        return Plan(
-            strategy=self.name,
-            options=describe_options(self),
-            roles=roles,
-            shares=(1,) * len(roles),
-            gradient_bytes=model.trainable_bytes,
-            segments=everywhere(model.parameters),
+        copies = (3 + self._apart, outer_step(self.outer).copies_kept)
+        return data_parallel_plan(
+            self.name, describe_options(self), self.workers, model, cluster, copies=copies, spread=True
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
@@ -172,24 +167,23 @@ class ParameterAveraging(Strategy):
         require_alike(context.module, context.model, rank)
         broadcast(context.module, context.wire or context.group)
         outer = outer_step(self.outer)
-        habits = AveragingConfig(self._wish, outer, self.average_optimizer_state, self.post_local)
-        average = seated(
-            context.module,
-            context.model,
-            context.group,
-            lambda layout: self._average(layout, context, outer, self._apart),
+        config = AveragingConfig(self._target, outer, self.average_optimizer_state, self.post_local)
+        group, module, model = context.group, context.module, context.model
+        average = place_in_average(
+            module, model, group, lambda layout: self._average(layout, context, outer, self._apart)
         )
         local = LocalExchange(plan.segments, context)
-        rest = remainder(
-            context.module,
+        plain = replace(self, codec="plain")
+        extra = extra_state(
+            module,
             local.updater.optimizer,
             self.average_optimizer_state,
-            lambda layout: replace(self, codec="plain")._average(layout, context, MeanStep()),
+            lambda layout: plain._average(layout, context, MeanStep()),
         )
-        gathering = ParameterAverager(habits, average, rest, local.updater, context.group, context.first)
+        averager = ParameterAverager(config, average, extra, local.updater, group, context.first)
         compute = context.whole_model(portions=len(plan.shares))
         first = rank * (context.inside.group.world if context.inside else 1)
-        return Replica(compute, AveragingExchange(first, local, gathering), meetings=gathering)
+        return Replica(compute, AveragingExchange(first, local, averager), meetings=averager)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         return (
@@ -214,56 +208,6 @@ DiLoCo: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging
 
 EASGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16, outer=Elastic())
 """Elastic averaging SGD, every 16 rounds if not told otherwise (Zhang et al., 2015)."""
-
-
-class AveragingExchange(Exchange):
-    """The worker's own step; what it does with the others is the gathering's.
-
-    Args:
-        first: of the ranks of this worker's replica.
-        local: its step.
-        gathering: its part in the meetings.
-    """
-
-    def __init__(self, first: int, local: LocalExchange, gathering: ParameterAverager) -> None:
-        self._first = first
-        self._local = local
-        self._gathering = gathering
-
-    def begin(self, round_: int) -> None:
-        self._local.begin(round_)
-
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        verdict = self._local.synchronize(finite)
-        return replace(verdict, bad_losses=tuple(self._first + place for place in verdict.bad_losses))
-
-    def update(self, round_: int) -> None:
-        # Who had no example has no gradient, and no step to make.
-        if self._gathering.worth:
-            self._local.update(round_)
-        else:
-            self._local.skip(round_)
-
-    def skip(self, round_: int) -> None:
-        self._local.skip(round_)
-
-    def swap_weights(self, averaged: bool) -> None:
-        self._local.swap_weights(averaged)
-
-    def state(self) -> tuple[StatePiece, ...]:
-        return (*self._local.state(), *self._gathering.kept())
-
-    def settings(self) -> dict[str, Any]:
-        return {**self._local.settings(), "averaging": self._gathering.settings()}
-
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        every = tuple(pieces)
-        self._local.load(every, settings)
-        self._gathering.load(every, settings)
-
-    def memory(self) -> tuple[int, int]:
-        parameters, state = self._local.memory()
-        return parameters, state + self._gathering.kept_bytes
 
 
 def _check_period(period: object) -> None:

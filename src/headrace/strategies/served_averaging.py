@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from headrace.averaging.averager import require_alike
 from headrace.averaging.outer_steps import Elastic, MeanStep, OuterStep
-from headrace.averaging.period import AutoPeriod, Seen, first_stretch
-from headrace.averaging.period_controller import PeriodController
+from headrace.averaging.period import AutoPeriod, Measured, PeriodController, first_stretch
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.client.center import CenterVariable, OptimizerMirror
 from headrace.parameter_server.client.data_leases import ServerDataLeases, leases_between
@@ -377,9 +376,9 @@ class ServedAveragingExchange(ServedExchange):
         if not portions.late and self._waits:
             ended_s, norm = perf_counter(), center.norm
             drift = self.client.apart / norm if norm else 0.0
-            seen = Seen(len(shares), began_s - self._lease_s, ended_s - began_s, drift)
+            seen = Measured(len(shares), began_s - self._lease_s, ended_s - began_s, drift)
             left_out = (self._group.members[self._group.rank],) if spoilt else ()
-            portions.meeting = self._pacing.saw(seen, portions.span, self.client.versions[0][0], left_out)
+            portions.meeting = self._pacing.note(seen, portions.span, self.client.versions[0][0], left_out)
 
     def _give_up(self) -> None:
         """Leaves the rest of a lease to others: the average has gone on, and what is made of an old one is dropped."""

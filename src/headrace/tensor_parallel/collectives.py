@@ -94,7 +94,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: Collective) -> Tensor:
         slot[: stop - start] = front[start:stop]
     if not given.numel():
         return torch.zeros_like(_own(x, dim, group))
-    got = group.trade(given.view(world, -1).view(torch.uint8)).contiguous().view(x.dtype).view_as(given)
+    got = group.all_to_all(given.view(world, -1).view(torch.uint8)).contiguous().view(x.dtype).view_as(given)
     start, stop = rows(length, group.rank, world)
     total = got[0, : stop - start].clone()
     for other in got[1:]:
