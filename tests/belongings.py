@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from headrace.engine.local.engine import close_kept_engine
+
 __all__ = ["belongings", "descriptors", "left_since"]
 
 
@@ -30,7 +32,11 @@ def descriptors() -> set[tuple[int, int, int, str]]:
 
 
 def belongings() -> dict[str, set[object]]:
-    """Returns threads, children, descriptors, and shared memory that has a name or is mapped."""
+    """Returns threads, children, descriptors, and shared memory that has a name or is mapped.
+
+    The engine that `fit` keeps for the next call is ended first, so that all else is seen.
+    """
+    close_kept_engine()
     # Before all else, because it collects what nobody holds.
     held: set[object] = set(descriptors())
     maps = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())

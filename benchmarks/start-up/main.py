@@ -1,4 +1,4 @@
-"""From the command to the end of the first step with 2 workers: `headrace train` against torchrun + DDP; and --help."""
+"""From the command to the end of the first step with 2 workers: `headrace train` against torchrun + DDP; `hr.fit`; and --help."""
 
 from __future__ import annotations
 
@@ -48,15 +48,31 @@ def help_text() -> float:
     return time.monotonic() - began
 
 
+def fits(count: int) -> list[float]:
+    """Returns for each of `count` calls of `hr.fit` in one new process the seconds to the end of its first step."""
+    script = Path(__file__).parent / "fits.py"
+    ended = subprocess.run([sys.executable, script, str(count)], check=True, capture_output=True, text=True)
+    return [float(line) for line in ended.stdout.splitlines()]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--fits", type=int, help="instead: so many calls of hr.fit in one process, such as 100")
+    arguments = parser.parse_args()
+    if arguments.fits:
+        seconds = fits(arguments.fits)
+        later = sorted(seconds[1:]) or seconds
+        print(f"first {seconds[0]:.3f} s, then median {later[len(later) // 2]:.3f} s, at most {later[-1]:.3f} s")
+        raise SystemExit
+    rounds = arguments.rounds
     names = {
+        "hr.fit, first call": lambda: fits(1)[0],
+        "hr.fit, second call": lambda: fits(2)[1],
         "headrace train, first step": headrace,
         "torchrun + DDP, first step": torchrun,
         "headrace --help": help_text,
     }
     figures = alternate(names, rounds)
-    ratios = {"headrace / torchrun": ratio(figures, *list(names)[:2])}
+    ratios = {"headrace / torchrun": ratio(figures, "headrace train, first step", "torchrun + DDP, first step")}
     report(Path(__file__).parent, "start-up", "s", figures, ratios)

@@ -91,14 +91,15 @@ def test_from_a_thread_other_than_main(any_engine: Engine) -> None:
     assert [run.status for run in runs] == ["ok"]
 
 
-def test_somebody_elses_answer_to_sigint_stays() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_users_own_handler_of_a_signal_stays(number: signal.Signals) -> None:
     page = ControlPage(SharedSegment.create(ControlPage.nbytes(1), "control"), 1)
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    before = signal.signal(number, lambda number, _: came.append(number))
     try:
-        with orderly_interrupts(page):
-            os.kill(os.getpid(), signal.SIGINT)
+        with orderly_interrupts(page) as interrupts:
+            os.kill(os.getpid(), number)
     finally:
-        signal.signal(signal.SIGINT, before)
-    assert (came, page.stop) == ([signal.SIGINT], 0)
+        signal.signal(number, before)
+    assert (came, page.stop, interrupts.terminated) == ([number], 0, False)
     page.segment.close()

@@ -20,7 +20,7 @@ from engine.conftest import below, state, until
 from engine.lasting import OFTEN, ROUNDS, STRATEGIES, files_of, lasting_job, left_by
 from engine.ranks import free_port
 from headrace.checkpoint import CheckpointFolder
-from headrace.engine import termination
+from headrace.engine import signals
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.signals import ECHO_S, TERMINATED, orderly_interrupts, terminate
 from headrace.shared_memory.control_page import ControlPage
@@ -321,7 +321,7 @@ def test_the_second_signal_ends_the_process_at_once(page: ControlPage, monkeypat
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     # What the other tests' engine has started is not this command's.
-    monkeypatch.setattr(termination, "_companions", set())
+    monkeypatch.setattr(signals, "_companions", set())
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         with orderly_interrupts(page) as interrupts:
@@ -344,7 +344,7 @@ def test_an_echo_after_the_run_does_not_break_off_the_commands_end(
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     # What the other tests' engine has started is not this command's.
-    monkeypatch.setattr(termination, "_companions", set())
+    monkeypatch.setattr(signals, "_companions", set())
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         with orderly_interrupts(page):
@@ -369,17 +369,6 @@ def test_one_that_comes_to_the_group_too(tmp_path: Path) -> None:
         time.sleep(0.003)
         process.send_signal(signal.SIGTERM)
         check_left(process, children, tmp_path / "run", 1)
-
-
-def test_somebody_elses_answer_to_sigterm_stays(page: ControlPage) -> None:
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        with orderly_interrupts(page) as interrupts:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert (came, page.stop, interrupts.terminated) == ([signal.SIGTERM], 0, False)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_an_ignored_one_stays_ignored(page: ControlPage) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.api.fit import fit
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.engine.base import Engine
-from headrace.engine.local.engine import LocalEngine
+from headrace.engine.local.engine import kept_engine
 from headrace.errors import UnfitMachine, UsageError
 from headrace.report.model.summary import References, Summary, verdict
 from headrace.report.views.page import write_page
@@ -84,8 +85,7 @@ def compare(
     directory = Path(keeper.path if keeper else run_dir or ".").absolute()
     if (directory / "comparison.json").exists():
         raise UsageError(f"{directory} holds a comparison already; name another run_dir, or delete it")
-    own = LocalEngine() if engine is None else None
-    try:
+    with nullcontext(engine) if engine else kept_engine() as own:
 
         def run(strategy: Strategy, label: str, job: Job = job, seconds: float | None = None) -> Run:
             return fit(
@@ -95,7 +95,7 @@ def compare(
                 run_dir=directory / label,
                 on_event=on_event,
                 timeout_s=timeout_s,
-                engine=own or engine,
+                engine=own,
                 seconds=seconds,
                 checkpoints=False,
             )
@@ -106,9 +106,6 @@ def compare(
             if runs[-1].interrupted:
                 break
         references = References() if runs[-1].interrupted else _measure(job, runs, run)
-    finally:
-        if own:
-            own.close()
     return Comparison(tuple(runs), references, directory, _write(directory, runs, references), keeper)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -16,7 +17,7 @@ from headrace.api.run_directory import ResumeRequest
 from headrace.api.supervision import OnEvent, supervise
 from headrace.data import as_pipeline
 from headrace.engine.base import Engine
-from headrace.engine.local.engine import LocalEngine
+from headrace.engine.local.engine import kept_engine
 from headrace.engine.signals import TERMINATED, Terminated
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.rendezvous import join, launched_ranks, of_first, total_of_hosts
@@ -61,8 +62,8 @@ def fit(
             goes with the returned run.
         on_event: called in this process with every event, in the order of their writing.
         timeout_s: a process without a sign of life for this long counts as lost.
-        engine: what runs the workers; None for local processes, or for the launcher's (torchrun) where there
-            is one.
+        engine: what runs the workers; None for the launcher's processes (torchrun) where there are some, else for
+            local ones, which fork from a process that has imported torch and is kept until this one ends.
         seconds: ends the run in order after this time.
         checkpoints: when to save; None for `Checkpoints()` where there is a `run_dir`; True, False.
         resume: True goes on from the last checkpoint of `run_dir`; or from that of another run's directory, or
@@ -159,34 +160,34 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     keeper = TemporaryRunDir() if wanted is None else None
     directory = wanted or Path(keeper.path if keeper else ".")
     description = describe_run(job, prepared, plan) if checkpoints or wish.resume else {}
-    own = None if wish.engine else (LaunchedEngine(timeout_s) if ranks else LocalEngine())
-    running = own or wish.engine
-    assert running is not None
-    order = RunSpec(
-        job=job,
-        train=train,
-        strategy=chosen,
-        plan=plan,
-        model=prepared.model,
-        weighed=prepared.weighed,
-        run_dir=directory,
-        started=monotonic(),
-        timeout_s=timeout_s,
-        seconds=wish.seconds,
-        checkpoints=checkpoints,
-        description=description,
-    )
-    try:
-        status = supervise(order, prepared, running, going, wish.on_event)
-    finally:
-        if own:
-            own.close()
+    with _engine(wish, ranks) as engine:
+        order = RunSpec(
+            job=job,
+            train=train,
+            strategy=chosen,
+            plan=plan,
+            model=prepared.model,
+            weighed=prepared.weighed,
+            run_dir=directory,
+            started=monotonic(),
+            timeout_s=timeout_s,
+            seconds=wish.seconds,
+            checkpoints=checkpoints,
+            description=description,
+        )
+        status = supervise(order, prepared, engine, going, wish.on_event)
     if status == TERMINATED:
         # Whoever sent it wants this process to end, and now all is saved.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.raise_signal(signal.SIGTERM)
         raise Terminated
     return Run(job, plan, directory, status, prepared.module, keeper)
+
+
+def _engine(wish: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:
+    if wish.engine is not None:
+        return nullcontext(wish.engine)
+    return closing(LaunchedEngine(wish.timeout_s)) if ranks else kept_engine()
 
 
 def _profiled(job: Job, prepared: JobInfo, strategy: Strategy, cluster: Cluster) -> JobInfo:

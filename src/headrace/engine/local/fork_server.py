@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
@@ -203,6 +204,7 @@ class ForkServer:
         self._probe = LivenessProbe(self._process.pid)
         self._stopped_at: float | None = None
         self._ready = False
+        _open.add(self)
 
     def spawn(self, rank: int, order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Forks a process that does `order` (see `engine.process`) with copies of these descriptors.
@@ -229,10 +231,6 @@ class ForkServer:
     def is_alive(self) -> bool:
         """Whether the fork server has not ended."""
         return self._process.poll() is None
-
-    def is_lost(self) -> bool:
-        """Whether the fork server has ended though nobody closed the fork server."""
-        return self._socket.fileno() >= 0 and not self.is_alive()
 
     def check(self, timeout_s: float) -> None:
         """Raises:
@@ -261,10 +259,14 @@ class ForkServer:
             timeout_s = 0.0
         return found
 
-    def close(self) -> None:
-        """Ends the fork server and every process of it."""
+    def leave(self) -> None:
+        """Closes this process's end of the socket, the last of which ends the fork server."""
         self._socket.close()
         leave_alone(self._process.pid)
+
+    def close(self) -> None:
+        """Ends the fork server and every process of it."""
+        self.leave()
         if not self._ready or self._probe.is_stopped():
             # It has no worker to end, and would import to the end first; or it cannot hear.
             self._process.kill()
@@ -298,3 +300,15 @@ class ForkServer:
     def _gone(self) -> UnfitMachine:
         code = self._process.wait(_CLOSE_S)
         return UnfitMachine(f"the process that starts the workers ended with code {code}; see above")
+
+
+_open: weakref.WeakSet[ForkServer] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for fork_server in list(_open):
+        fork_server.leave()
+
+
+# A child that the user's code forks would hold the socket, and with it the fork server, beyond this process's end.
+os.register_at_fork(after_in_child=_leave_all)
