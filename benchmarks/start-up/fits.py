@@ -1,4 +1,4 @@
-"""Calls `hr.fit` several times in one process; prints for each the seconds from the call to the end of its first step."""
+"""Calls `hr.fit` several times in one process; prints the seconds from each call to the end of its first step."""
 
 from __future__ import annotations
 

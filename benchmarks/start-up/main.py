@@ -1,4 +1,4 @@
-"""From the command to the end of the first step with 2 workers: `headrace train` against torchrun + DDP; `hr.fit`; and --help."""
+"""From the command to the end of the first step with 2 workers, against torchrun + DDP; of `hr.fit`; and --help."""
 
 from __future__ import annotations
 
