@@ -1,188 +1,241 @@
-"""A worker's way through a run whose data is leased: portions, and the fences at which the workers meet."""
+"""Workers that lease their data, one piece of a round at a time, and meet at sync points alone."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
 
-from headrace.collectives.base import ProcessGroup
-from headrace.data import Loader
 from headrace.errors import UsageError
-from headrace.shared_memory.control_page import RankRecord
-from headrace.spec.job import Share
+from headrace.spec.share import Share
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
-from headrace.worker.events import EventWriter
+from headrace.worker.control import RunControl
+from headrace.worker.loops.base import Loop
 from headrace.worker.loops.periodic import averaged_event
 from headrace.worker.run_spec import RunSpec
+from headrace.worker.session import Session
 
 
-def next_fence(order: RunSpec, rounds_per_epoch: int, done: int) -> int:
-    """Returns the first round after `done` before which all workers must meet: to evaluate, to save, to end."""
-    options, job = order.job.options, order.job
-    rounds = job.steps or (job.epochs or 0) * rounds_per_epoch
-    fences = [rounds]
-    if job.eval_data is not None:
-        fences.append(_after(done, options.eval_every or rounds_per_epoch))
-    if order.train is not None:
-        # A loop of one's own may do what it likes after an epoch, and when it would evaluate.
-        fences += [_after(done, rounds_per_epoch), _after(done, options.eval_every or rounds_per_epoch)]
-    if order.checkpoints and order.checkpoints.every_steps:
-        fences.append(_after(done, order.checkpoints.every_steps))
-    return min(fences)
+class LeasedLoop(Loop):
+    """The loop of workers that push to servers: elastic, each at its own speed.
 
-
-def _after(done: int, every: int) -> int:
-    return (done // every + 1) * every
-
-
-class LeasedLoop:
-    """Args:
-    order: the run.
-    portions: its leases.
-    loader: of the training data.
-    group: the workers.
-    record: this worker's, of the control page.
-    journal: of this process.
-
-    Attributes:
-        fence: rounds that are done at the fence where this worker stands; -1 while it is at none.
-        wanted_away: whether it was asked to leave, and has asked for nothing since.
-        lease: of the last portion; -1 where that was nothing.
+    A sync point is a round before which all workers meet: to evaluate, to save, to end.
     """
 
-    def __init__(
-        self,
-        order: RunSpec,
-        portions: DataLeases,
-        loader: Loader,
-        group: ProcessGroup,
-        record: RankRecord,
-        journal: EventWriter,
-    ) -> None:
-        self.fence = -1
-        self.wanted_away = False
-        self.lease = -1
-        self._record = record
-        self._order = order
-        self._portions = portions
-        self._loader = loader
-        self._group = group
-        self._journal = journal
-        self._portion: Lease | None = None
+    def __init__(self, session: Session, control: RunControl, leases: DataLeases) -> None:
+        self.reporter = session.run.plan.replica_leader(session.rank)
+        self._session = session
+        self._control = control
+        self._leases = leases
+        self._lease: Lease | None = None
         self._rest = range(0)
-        self._stepped = False
-        self._asked = False
-        self._held = False
+        self._point = -1  # rounds that are done at the sync point where this worker is; -1 elsewhere
+        self._open = session.progress.done < session.progress.rounds
+        control.statistics_weight = 0.0
+        self._agreed = self._halted = self._asked = self._stepped = self._holds = self._leaving = False
 
-    def next(self) -> tuple[int, Share] | None:
-        """Waits for a portion; returns its round, and its data. None where the workers meet.
+    def begin(self) -> None:
+        self._leases.begin()
 
-        A worker that has got nothing since the last fence gets an empty share before the next, so that the body of
-        every worker's loop comes to the fence.
+    def shares(self) -> Iterator[Share]:
+        progress, control = self._session.progress, self._control
+        self._open = not control.stopper.over and progress.done < progress.rounds
+        # A worker's own lease may be of the last round while others still do theirs: the run ends at a sync point.
+        while self._open:
+            share = self._next()
+            if self._leaving:
+                self._leases.ask(leaves=True)
+                return
+            if share is not None:
+                progress.share = share
+                yield share
+            if self._reach_sync_point():
+                control.save_if_due()
+                self._open = not control.is_last()
+                if self._open:
+                    self._leave_sync_point()
+
+    def part(self, batch: Any) -> Share:
+        share = self._session.progress.share
+        return Share(batch, share.examples, share.examples, share.epoch)
+
+    @property
+    def at_sync_point(self) -> bool:
+        return self._agreed or not self._open
+
+    def require_sync_point(self, what: str) -> None:
+        if self._open and self._point < 0:
+            raise UsageError(
+                f"the loop on rank {self._session.rank} {what} after {self._session.progress.done} rounds, where its "
+                "portions of the data are not done; workers that do not go in step meet where worker.evaluation_due "
+                "or worker.epoch_ended: evaluate and break there, on every worker; steps=... makes a job shorter"
+            )
+
+    def weigh(self, weight: float) -> None:
+        share = self._session.progress.share
+        if share.examples:
+            # Data of weight zero still is data: where all is such, one device makes a step with zeros, too.
+            weight = max(weight, sys.float_info.min)
+        self._leases.weigh(weight, share.examples / share.of if share.of else 0.0)
+
+    @property
+    def late(self) -> bool:  # type: ignore[override]
+        return self._leases.late
+
+    def advance(self) -> None:
+        self._holds = False
+        self._control.statistics_weight = float(self._session.progress.examples)
+        result, self._leases.meeting = self._leases.meeting, None
+        if result is not None:
+            events = self._session.events
+            events.write(averaged_event(events.rank, events.now(), self._session.progress.done, result))
+        if self._leases.late:
+            # The rest of the lease comes again, together with what was late.
+            self._rest, self._lease = range(0), None
+        if not self._rest:
+            self._ask()
+        self._ask_for_sync_point()
+        self._reach_sync_point()
+
+    def agree(self) -> None:
+        self._control.stopper.agree(self._session.group)
+
+    def leave(self) -> bool:
+        if not self._leaving:
+            self.require_sync_point("ended")
+        return not self._leaving
+
+    def end(self) -> None:
+        group = self._session.group
+        # A worker that still asks must be answered.
+        group.barrier()
+        # Workers that hold the same part of the model have the same servers.
+        if self._session.mates.rank == 0:
+            self._leases.end()
+        # Not earlier: if the first is lost, another worker does it.
+        group.barrier()
+
+    def close(self) -> None:
+        self._leases.close()
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._leases.moved_bytes
+
+    def _next(self) -> Share | None:
+        """Blocks until there is a lease; returns its next share, or None at a sync point.
+
+        A worker without a lease since the last sync point gets an empty share before the next one, so that the body
+        of every worker's loop reaches the sync point.
         """
-        if self._held:
+        progress, loader = self._session.progress, self._session.loader
+        if self._holds:
             raise UsageError(
                 "the loop went on without worker.step() or worker.update(); a portion of the data that is not trained "
                 "on would be missing from its epoch"
             )
         if not self._rest:
             self._ask()
-            self.at_fence()
-        if self.wanted_away:
+            self._receive()
+        if self._leaving:
             return None
-        if self._portion is not None and not self._rest:
+        began = perf_counter()
+        if self._lease is not None and not self._rest:
             self._asked = False
-            self._rest = range(self._portion.round, self._portion.round + self._portion.rounds)
-        if self._portion is not None:
-            portion, round_, self._rest = self._portion, self._rest[0], self._rest[1:]
-            self.lease = portion.lease
-            self._portion = portion if self._rest else None
-            self._stepped = self._held = True
-            return round_, self._loader.portion(round_, portion.part, portion.parts)
-        if not self._stepped:
-            self._stepped, self.lease = True, -1
-            return self.fence - 1, self._loader.nothing(self.fence - 1)
-        return None
-
-    def weigh(self, weight: float, share: Share) -> None:
-        """Says what the gradient of the portion is worth."""
-        if share.examples:
-            # Data that weighs nothing is data: where all is such, one device makes a step with zeros, too.
-            weight = max(weight, sys.float_info.min)
-        self._portions.weigh(weight, share.examples / share.of if share.of else 0.0)
-
-    @property
-    def late(self) -> bool:
-        """Whether the last portion's gradient came too late to count."""
-        return self._portions.late
-
-    def pushed(self, done: int) -> None:
-        """Asks for the next portion, when the last has been pushed, after so many rounds."""
-        self._held = False
-        met, self._portions.meeting = self._portions.meeting, None
-        if met is not None:
-            self._journal.write(averaged_event(self._journal.rank, self._journal.now(), done, met))
-        if self._portions.late:
-            # What is left of it comes again with what is done.
-            self._rest, self._portion = range(0), None
-        if not self._rest:
-            self._ask()
-
-    def at_fence(self) -> bool:
-        """Waits until this worker has its next portion or has come to a fence; then all have the same parameters."""
-        if self.fence >= 0:
-            return True
-        if self._portion is None and self._asked:
-            answer = self._portions.next()
-            if isinstance(answer, Lease):
-                self._portion = answer
-            else:
-                self._meet(answer)
-        return self.fence >= 0
-
-    def halt(self) -> None:
-        """Asks for a fence soon."""
-        self._portions.halt()
-
-    def require_fence(self, rank: int, what: str, done: int) -> None:
-        """Refuses what a loop may do at a fence alone: elsewhere the others would wait, for portions or for a meeting.
-
-        Raises:
-            UsageError: this worker is at no fence.
-        """
-        if self.fence < 0:
-            raise UsageError(
-                f"the loop on rank {rank} {what} after {done} rounds, where its portions of the data are not done; "
-                "workers that do not go in step meet where worker.evaluation_due or worker.epoch_ended: evaluate and "
-                "break there, on every worker; steps=... makes a job shorter"
-            )
-
-    def leave_fence(self) -> None:
-        """Goes on, when all that was to be done here is done."""
-        done, self.fence, self._asked, self._stepped = self.fence, -1, False, False
-        self._group.together(self._group.barrier)
-        until = next_fence(self._order, self._loader.rounds_per_epoch, done)
-        self._portions.advance(done, until)
-
-    def leave(self) -> None:
-        """Leaves for good, between two portions, while others go on."""
-        self._portions.ask(leaves=True)
+            self._rest = range(self._lease.round, self._lease.round + self._lease.rounds)
+        if self._lease is not None:
+            lease, round_, self._rest = self._lease, self._rest[0], self._rest[1:]
+            self.lease, progress.round = lease.lease, round_
+            self._lease = lease if self._rest else None
+            self._stepped = self._holds = True
+            share = loader.portion(round_, lease.part, lease.parts)
+        elif not self._stepped:
+            self._stepped, self.lease, progress.round = True, -1, self._point - 1
+            share = loader.nothing(progress.round)
+        else:
+            return None
+        progress.waited_s += perf_counter() - began
+        return share
 
     def _ask(self) -> None:
-        if self._asked or self.fence >= 0:
+        if self._asked or self._point >= 0:
             return
-        if self._record.leave:
-            self.wanted_away = True
+        if self._session.page.fates[self._session.rank][1]:
+            self._leaving = True
             return
-        self._portions.ask()
+        self._leases.ask()
         self._asked = True
 
-    def _meet(self, fence: SyncPoint) -> None:
-        self.fence = fence.round
-        self._group.regroup(fence.members, fence.meeting)
+    def _receive(self) -> None:
+        """Blocks until what was asked for is there: a lease, or a sync point, where the parameters are fetched."""
+        if self._point >= 0 or self._lease is not None or not self._asked:
+            return
+        began = perf_counter()
+        answer = self._leases.next()
+        self._session.progress.waited_s += perf_counter() - began
+        if isinstance(answer, Lease):
+            self._lease = answer
+        else:
+            self._meet(answer)
 
-        def renew() -> None:
-            self._group.barrier()
-            self._portions.renew()
-            self._group.barrier()
+    def _meet(self, point: SyncPoint) -> None:
+        group = self._session.group
+        self._point = point.round
+        group.regroup(point.members, point.meeting)
 
-        self._group.together(renew)
+        def fetch() -> None:
+            group.barrier()
+            self._leases.renew()
+            group.barrier()
+
+        group.together(fetch)
+
+    def _ask_for_sync_point(self) -> None:
+        # Every worker does, because none knows which of them lives long enough.
+        if self._point < 0 and not self._halted and self._control.wants_meeting():
+            self._halted = True
+            self._leases.halt()
+
+    def _reach_sync_point(self) -> bool:
+        """Blocks until this worker has its next lease or is at a sync point, where all agree on what is done."""
+        if self._agreed or not self._open:
+            return True
+        self._receive()
+        if self._point < 0:
+            return False
+        self._agreed, self._halted = True, False
+        self._session.progress.round = self._point - 1
+        group = self._session.group
+
+        def decide() -> None:
+            self._control.ask(self._session.progress.done)
+            group.barrier()
+
+        group.together(decide)
+        return True
+
+    def _leave_sync_point(self) -> None:
+        done, self._point = self._point, -1
+        self._agreed = self._asked = self._stepped = False
+        group = self._session.group
+        group.together(group.barrier)
+        self._leases.advance(done, next_sync_point(self._session.run, self._session.loader.rounds_per_epoch, done))
+
+
+def next_sync_point(run: RunSpec, rounds_per_epoch: int, done: int) -> int:
+    """Returns the first round after `done` before which all workers must meet."""
+    options, job = run.job.options, run.job
+    points = [job.steps or (job.epochs or 0) * rounds_per_epoch]
+    if job.eval_data is not None:
+        points.append(_after(done, options.eval_every or rounds_per_epoch))
+    if run.train is not None:
+        # A loop of the user's may act after an epoch, or where it would evaluate.
+        points += [_after(done, rounds_per_epoch), _after(done, options.eval_every or rounds_per_epoch)]
+    if run.checkpoints and run.checkpoints.every_steps:
+        points.append(_after(done, run.checkpoints.every_steps))
+    return min(points)
+
+
+def _after(done: int, every: int) -> int:
+    return (done // every + 1) * every

@@ -1,51 +1,77 @@
-"""A worker's way through a run whose workers go on by themselves, and meet after some rounds."""
+"""Workers that take local steps, and synchronize their parameters after a period of rounds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 from headrace.spec.events import ParametersAveraged
+from headrace.spec.share import Share
+from headrace.training.exchange import StatePiece
 from headrace.training.synchronization import PeriodicSync, SyncResult
-from headrace.worker.events import EventWriter
+from headrace.worker.control import RunControl
+from headrace.worker.loops.rounds import RoundLoop
+from headrace.worker.session import Session
 
 
-class PeriodicLoop:
-    """Args:
-    meetings: this worker's part in them.
-    rank: of this worker.
-    journal: of this process.
-    """
+class PeriodicLoop(RoundLoop):
+    """The loop of parameter averaging by all-reduce."""
 
-    def __init__(self, meetings: PeriodicSync, rank: int, journal: EventWriter) -> None:
-        self.meetings = meetings
-        self._rank = rank
-        self._journal = journal
+    meets = True
 
-    def come(self, done: int) -> float:
-        """Meets the others, if that is after so many rounds; returns the seconds that it took."""
-        if self.meetings.coming(done) > done:
+    def __init__(self, session: Session, control: RunControl, sync: PeriodicSync) -> None:
+        super().__init__(session, control)
+        self._sync = sync
+        self.reporter = session.run.plan.replica_leader(session.rank)
+
+    def next_meeting(self) -> int:
+        return self._sync.coming(self._session.progress.done)
+
+    def count(self, share: Share) -> Share:
+        return share
+
+    def part(self, batch: Any) -> Share:
+        share = self._session.progress.share
+        return Share(batch, share.examples, share.examples, share.epoch)
+
+    def weigh(self, weight: float) -> None:
+        self._sync.weigh(weight)
+
+    def synchronize(self) -> float:
+        done = self._session.progress.done
+        if self._sync.coming(done) > done:
             return 0.0
+        return self._meet(self._sync.meet)
+
+    def trained_weights(self) -> AbstractContextManager[None]:
+        return self._sync.trained_weights()
+
+    def own_state(self) -> tuple[StatePiece, ...]:
+        return self._sync.own()
+
+    def finish(self) -> None:
+        self._meet(self._sync.end)
+
+    def adopt_trained_weights(self) -> None:
+        self._sync.adopt_trained_weights()
+
+    def _meet(self, meet: Callable[[int], SyncResult | None]) -> float:
         began = perf_counter()
-        self._tell(self.meetings.meet(done), done, began)
-        return perf_counter() - began
-
-    def end(self, done: int) -> None:
-        """Lets this worker's model be the trained one."""
-        began = perf_counter()
-        met = self.meetings.end(done)
-        if met is not None:
-            self._tell(met, done, began)
-
-    def _tell(self, met: SyncResult, done: int, began: float) -> None:
-        if self._rank == 0:
-            self._journal.write(
-                averaged_event(0, self._journal.now(), done, replace(met, took_s=perf_counter() - began))
-            )
+        done = self._session.progress.done
+        result = meet(done)
+        took_s = perf_counter() - began
+        if result is not None and self._session.rank == 0:
+            events = self._session.events
+            events.write(averaged_event(0, events.now(), done, replace(result, took_s=took_s)))
+        return took_s
 
 
-def averaged_event(rank: int, now: float, done: int, met: SyncResult) -> ParametersAveraged:
-    """Returns the event that tells of a meeting after so many rounds."""
+def averaged_event(rank: int, now: float, done: int, result: SyncResult) -> ParametersAveraged:
+    """Returns the event of a synchronization after so many rounds."""
     return ParametersAveraged(
-        rank, now, done, met.rounds, met.period, met.why, met.drift, met.took_s, met.left_out, met.number
+        *(rank, now, done, result.rounds, result.period, result.why, result.drift, result.took_s),
+        *(result.left_out, result.number),
     )

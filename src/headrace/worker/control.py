@@ -1,0 +1,98 @@
+"""When a run saves and when it ends: the same decision on every worker."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from headrace.worker.evaluation import EarlyStopper
+from headrace.worker.loaded_checkpoint import LoadedCheckpoint
+from headrace.worker.losses import LossReader
+from headrace.worker.saving import Saver
+from headrace.worker.session import Session
+from headrace.worker.state import WorkerState
+
+
+class RunControl:
+    """Rank 0 decides at one synchronization what all workers do at the next; the control page carries the decision.
+
+    Attributes:
+        stopper: says when evaluations have stopped improving.
+        statistics_weight: weight of this worker's running statistics in their mean over the workers.
+    """
+
+    def __init__(self, session: Session, losses: LossReader) -> None:
+        run, group, page = session.run, session.group, session.page
+        self.stopper = EarlyStopper(run.job.options.early_stopping)
+        self.statistics_weight = 1.0
+        self._progress = session.progress
+        self._group = group
+        self._page = page
+        self._losses = losses
+        self._saves = run.checkpoints is not None
+        self._saver = Saver(run, group, page, session.events)
+        self._state = WorkerState(
+            run, session.rank, session.replica, group, self.stopper, session.loader.rounds_per_epoch
+        )
+        self._is_replacement = session.is_replacement
+        self._deadline = run.deadline(session.is_replacement)
+        in_place = run.resume is not None and run.resume.folder == self._saver.folder.path
+        self._was_over = in_place and session.progress.done >= session.progress.rounds
+
+    def ask(self, meeting: int) -> None:
+        """Lets rank 0 decide whether to save or to end at the next meeting, which is after so many rounds.
+
+        It decides before the meeting's first barrier, so that every worker knows after it.
+        """
+        page = self._page
+        if self._group.rank == 0 and (page.stop or monotonic() > self._deadline) and not page.stop_after:
+            page.stop_after = meeting
+        self._saver.ask(self._progress.done, meeting)
+
+    def wants_meeting(self) -> bool:
+        """Whether the run is to end soon, or a checkpoint is due by the clock."""
+        return bool(self._page.stop) or monotonic() > self._deadline or self._saver.overdue
+
+    def is_last(self) -> bool:
+        """Whether the run ends after the current round."""
+        done = self._progress.done
+        return done >= self._progress.rounds or self.stopper.over or 0 < self._page.stop_after <= done
+
+    def save_if_due(self) -> None:
+        """Saves where rank 0 has decided so; the last checkpoint of a run is `save_last`'s."""
+        if self._saver.wanted(self._progress.done) and not self.is_last():
+            self._save()
+
+    def save_first(self, rolls_back: bool) -> None:
+        """Saves before the first round where a rollback or a server's snapshot needs it, or a history was left."""
+        if not self._is_replacement and self._saver.must_begin(self._progress.done, rolls_back):
+            self._save()
+            # Only then may training go on: a history that was left must not come back.
+            self._saver.wait()
+
+    def save_last(self) -> None:
+        """Saves the end of the run, and waits until it is on the disk."""
+        if self._saves and self._saver.saved != self._progress.done and not self._was_over:
+            self._save()
+        self._saver.wait()
+
+    def resume(self, stored: LoadedCheckpoint) -> None:
+        """Restores this worker's state from a checkpoint."""
+        self._state.load(stored)
+
+    def roll_back(self) -> None:
+        """Restores the newest checkpoint of this run on all workers."""
+        self._saver.wait()
+        # After rank 0's write has ended, the checkpoint is there for all.
+        self._group.barrier()
+        self._state.bring_back(LoadedCheckpoint(self._saver.newest()))
+
+    def _save(self) -> None:
+        self._group.together(self._save_once)
+
+    def _save_once(self) -> None:
+        began = monotonic()
+        # A loss that was not read yet may be NaN, and then this state is not worth keeping.
+        self._losses.read()
+        done = self._progress.done
+        tensors, description = self._state.take(done, self.statistics_weight)
+        self._saver.save(done, tensors, description, began)

@@ -1,0 +1,80 @@
+"""What the parts of one worker share: its run, its replica, its data, the other workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.collectives.base import ProcessGroup
+from headrace.data import Loader
+from headrace.shared_memory.control_page import ControlPage
+from headrace.spec.share import Share
+from headrace.training.exchange import Replica
+from headrace.worker.evaluation import Evaluation
+from headrace.worker.events import EventWriter
+from headrace.worker.run_spec import RunSpec
+
+
+@dataclass
+class Progress:
+    """How far a worker is.
+
+    Attributes:
+        rounds: of the whole run.
+        round: the one that is being done, from 0; the last one done in a run that goes on from a checkpoint.
+        share: the data of the current step.
+        waited_s: seconds that the worker waited for that data.
+        examples: that this worker has trained on so far.
+    """
+
+    rounds: int
+    round: int = -1
+    share: Share = Share(None, 0, 0, 0)
+    waited_s: float = 0.0
+    examples: int = 0
+
+    @property
+    def done(self) -> int:
+        """Rounds that are done when the current one is."""
+        return self.round + 1
+
+
+@dataclass(frozen=True)
+class Session:
+    """One worker of a run.
+
+    Attributes:
+        run: what to train, and how.
+        rank: index in the run.
+        replica: the model and its three verbs.
+        loader: of the training data.
+        evaluation: of the evaluation data; None where the job has none.
+        group: all workers.
+        page: the run's control page.
+        events: this process's event file.
+        progress: how far this worker is.
+    """
+
+    run: RunSpec
+    rank: int
+    replica: Replica
+    loader: Loader
+    evaluation: Evaluation | None
+    group: ProcessGroup
+    page: ControlPage
+    events: EventWriter
+    progress: Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        job, resume = self.run.job, self.run.resume
+        rounds = job.steps or (job.epochs or 0) * self.loader.rounds_per_epoch
+        object.__setattr__(self, "progress", Progress(rounds, resume.done - 1 if resume else -1))
+
+    @property
+    def is_replacement(self) -> bool:
+        """Whether this worker's process has replaced one that was lost."""
+        return bool(self.page.fates[self.rank][0] > 0)
+
+    @property
+    def mates(self) -> ProcessGroup:
+        """The workers that hold the same part of the model as this one."""
+        return self.replica.compute.mates or self.group
