@@ -34,6 +34,7 @@ from headrace.strategies import Strategy, WorkerContext
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer_state import StatePiece
+from headrace.training.synchronization import PeriodicSync
 from headrace.training.whole_model import Objective
 
 __all__ = [
@@ -197,18 +198,18 @@ class Saved:
 
 def step(replica: Replica, share: Share, round_: int) -> StepDecision:
     """Does one round as a worker does."""
-    meetings = replica.meetings
+    sync = replica.sync if isinstance(replica.sync, PeriodicSync) else None
     replica.exchange.begin(round_)
-    computed = replica.compute.run(dataclasses.replace(share, of=share.examples) if meetings else share)
-    if meetings:
-        meetings.weigh(computed.weight)
+    computed = replica.compute.run(dataclasses.replace(share, of=share.examples) if sync else share)
+    if sync:
+        sync.weigh(computed.weight)
     verdict = replica.exchange.synchronize(computed.loss is None or bool(computed.loss.isfinite()))
     if verdict.apply:
         replica.exchange.update(round_)
     else:
         replica.exchange.skip(round_)
-    if meetings and meetings.coming(round_ + 1) == round_ + 1:
-        meetings.meet(round_ + 1)
+    if sync and sync.coming(round_ + 1) == round_ + 1:
+        sync.meet(round_ + 1)
     return verdict
 
 

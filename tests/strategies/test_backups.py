@@ -12,6 +12,7 @@ import pytest
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.parameter_server.replication.failover import server_of
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
@@ -26,7 +27,7 @@ def test_every_server_has_its_backup_behind_all_servers(strategy: Callable[..., 
     plan = strategy(workers=2, servers=2, backups=1, sharding="fixed_shards:2").plan(MODEL, CLUSTER)
     assert [role.kind for role in plan.roles] == ["worker"] * 2 + ["server"] * 2 + ["backup"] * 2
     assert (plan.workers, plan.servers, plan.backups, plan.shares) == (2, (2, 3), (4, 5), (1, 1))
-    assert [plan.server_of(rank) for rank in (2, 3, 4, 5)] == [2, 3, 2, 3]
+    assert [server_of(plan, rank) for rank in (2, 3, 4, 5)] == [2, 3, 2, 3]
     assert {segment.owner for segment in plan.segments} == {2, 3}
     assert from_plain(Plan, json.loads(json.dumps(to_plain(plan)))) == plan
 

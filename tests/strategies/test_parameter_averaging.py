@@ -22,6 +22,7 @@ from headrace.spec.events import Evaluated, ParametersAveraged
 from headrace.strategies import parameter_averaging
 from headrace.training.exchange import Replica
 from headrace.training.optimizer_state import StatePiece
+from headrace.training.synchronization import PeriodicSync
 from strategies.contract_models import ADAM, COUNTS, MODELS, VARIANTS, Case, Convolutional, dense, images
 from strategies.contract_options import SCHEDULES
 from strategies.contract_runs import Saved, distance, drive, held, step, train, with_replicas
@@ -229,12 +230,12 @@ def test_to_look_changes_nothing_over_a_wire(codec: str, outer: str | None) -> N
     strategy = hr.ParameterAveraging(2, period=3, outer=outer, codec=codec)
 
     def act(looks: bool, rank: int, replica: Replica, loader: Loader) -> list[Mapping[str, Tensor]]:
-        assert replica.meetings is not None
+        assert isinstance(replica.sync, PeriodicSync)
         seen = []
         for round_, share in enumerate(itertools.islice(loader.rounds(), 7)):
             step(replica, share, round_)
             for averaged in (True, True, False, False) if looks else ():
-                replica.meetings.swap_weights(averaged)
+                replica.sync.swap_weights(averaged)
                 seen += [held(replica).tensors] if averaged else []
         # What was seen in the end is what all are together; and where each has gone.
         return [*seen[-1:], held(replica).tensors]
@@ -251,11 +252,11 @@ def test_what_was_lost_on_the_wire_is_saved_too(codec: str, outer: str | None) -
     strategy, job = hr.ParameterAveraging(2, period=2, outer=outer, codec=codec), CASES["adam"].job(COUNTS["uneven"])
 
     def act(stop: int, rank: int, replica: Replica, loader: Loader) -> tuple[Saved, list[StatePiece], Saved]:
-        assert replica.meetings is not None
+        assert isinstance(replica.sync, PeriodicSync)
         for round_, share in enumerate(itertools.islice(loader.rounds(), stop)):
             step(replica, share, round_)
-        own = list(replica.meetings.own())
-        with replica.meetings.swapped_weights():
+        own = list(replica.sync.own())
+        with replica.sync.swapped_weights():
             shown = held(replica)
         return shown, own, held(replica)
 

@@ -14,7 +14,6 @@ from collectives.seats import together
 from headrace.collectives.threads import ThreadCollective
 from headrace.metrics import Mean
 from headrace.spec.job import Share
-from headrace.strategies.strategy import WorkerContext
 from headrace.training.batch_norm import synchronise_batch_norm
 from headrace.training.whole_model import Objective, WholeModel
 
@@ -194,16 +193,3 @@ def test_a_batch_of_any_form_comes_to_the_device() -> None:
     assert (placed["name"], placed["count"]) == ("a", 3)
     here = (torch.ones(1), [torch.ones(2)])
     assert WholeModel(nn.Linear(1, 1), Objective(F.mse_loss)).place(here) is here
-
-
-def test_parts_open_their_wire_once_and_only_when_asked() -> None:
-    opened: list[int] = []
-
-    def parts(connect: Callable[[], Any] | None) -> WorkerContext:
-        return WorkerContext(nn.Linear(1, 1), None, None, None, None, None, connect)  # type: ignore[arg-type]
-
-    wired = parts(lambda: opened.append(1) or "wire")  # type: ignore[func-returns-value]
-    assert opened == []
-    assert wired.wire == wired.wire == "wire"
-    assert opened == [1]
-    assert parts(None).wire is None

@@ -18,7 +18,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import NonFiniteGradient, NonFiniteLoss, RunFailed, UsageError, WorkerFailed
 from headrace.spec.events import NonFinite
-from headrace.worker.nonfinite import MOST_IN_A_ROW
+from headrace.worker.losses import MOST_IN_A_ROW
 
 BATCH = 12
 ROUNDS = 8

@@ -30,7 +30,7 @@ from headrace.spec.options import Checkpoints
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
-from headrace.worker.main import objective_of
+from headrace.worker.building import objective_of
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.worker import Worker
 

@@ -20,8 +20,8 @@ from headrace.spec.plan import Plan
 from headrace.training.compute import parameters_and_buffers
 from headrace.training.optimizer import build
 from headrace.training.update import group_settings, make, plain
-from headrace.worker.loaded_checkpoint import making_sense
 from headrace.worker.run_spec import ResumePoint
+from headrace.worker.state import making_sense
 
 _LEFT_BEHIND = " (reset_optimizer=True leaves its state behind)"
 _NEW_ONE = " (reset_optimizer=True takes the new one)"

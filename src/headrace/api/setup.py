@@ -29,7 +29,7 @@ from headrace.strategies.strategy import broadcast
 from headrace.training.central_storage import place_parameters, share_parameters
 from headrace.training.compute import describe
 from headrace.training.reduction import CollectiveReduction, Reduction, SharedMemoryReduction
-from headrace.worker.batch_counts import counted
+from headrace.worker.loops.rounds import count_examples
 
 _STRATEGIES = ("central_storage", "mirrored", "one_device")
 
@@ -105,7 +105,7 @@ class ShareLoader:
         self._epoch += 1
         try:
             for _ in range(len(self)):
-                share = counted(next(shares), self._loader.drops, self._host)
+                share = count_examples(next(shares), self._loader.drops, self._host)
                 self.weight = share.examples / max(1, share.of)
                 yield share.batch
         finally:

@@ -14,10 +14,10 @@ from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.finished_ranks import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
-from headrace.worker.loaded_checkpoint import random_states, restore_random_states
 from headrace.worker.main import work
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import serve
+from headrace.worker.state import random_states, restore_random_states
 
 _LOOK_EVERY_S = 0.05
 

@@ -224,7 +224,7 @@ def build_server(
 
     Args:
         plan: of the run.
-        rank: of the server; a backup's is that of its server, `plan.server_of(rank)`.
+        rank: of the server; a backup's is that of its server, `server_of(plan, rank)`.
         layout: of its shards.
         optimizer: of its shards.
         policies: of every shard.

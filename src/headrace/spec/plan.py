@@ -121,6 +121,16 @@ class Plan:
         """
         return bool(self.servers) and self.replicas == self.workers
 
+    @property
+    def assigns_data(self) -> bool:
+        """Whether each replica always gets the same share of a global batch; else any may get any part of it."""
+        return not self.servers
+
+    @property
+    def data_shares(self) -> tuple[int, ...]:
+        """Relative weights of the replicas' shares of the data."""
+        return self.shares if self.assigns_data else (1,) * self.replicas
+
     def role(self, rank: int) -> Role:
         """Returns what a rank is; those behind all others are workers that have joined a run that went on."""
         if rank < len(self.roles):
@@ -146,7 +156,16 @@ class Plan:
         stage = self.role(rank).stage
         return rank == min(role.rank for role in self.roles if role.kind == "worker" and role.stage == stage)
 
-    def server_of(self, rank: int) -> int:
-        """Returns the server whose shards a server or a backup holds: their owner in `segments`."""
-        backups = self.backups
-        return self.servers[backups.index(rank)] if rank in backups else rank
+
+def name_of(plan: Plan, rank: int) -> str:
+    """Returns how errors name a worker: with what it holds of the model, where that is not all."""
+    part = plan.part_of(rank)
+    return f"rank {rank} ({part})" if part else f"rank {rank}"
+
+
+def replica_leader(plan: Plan, rank: int) -> int:
+    """Returns the first rank of the replica that a worker belongs to; a worker that has joined is its own."""
+    if rank >= len(plan.roles):
+        return rank
+    mates = (role for role in plan.roles if role.kind == "worker" and role.data_rank == plan.roles[rank].data_rank)
+    return min(role.rank for role in mates)

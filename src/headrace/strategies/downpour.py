@@ -39,6 +39,7 @@ from headrace.parameter_server.planning import (
     places_of,
     plan_with_servers,
 )
+from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire.layout import ShardLayout
@@ -176,7 +177,7 @@ class Downpour(Strategy):
         return ServerLinks(main, places, self.fetch_every, replica_group, pushing, fetching, fetched)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
-        rank, first = plan.server_of(rank), context.first
+        rank, first = server_of(plan, rank), context.first
         layout = layout_of(plan, context.model, rank)
         clock = RoundClock(context.options, context.rounds_per_epoch, first)
         optimizer = ShardOptimizer(layout, context.optimizer, context.model.parameters, clock, self.scale == "full")

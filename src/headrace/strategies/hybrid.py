@@ -176,13 +176,13 @@ class Hybrid(Strategy):
         within = [other.rank for other in workers if other.data_rank == role.data_rank]
         across = [other.rank for other in workers if other.stage == role.stage]
         group, mates = everyone.subgroup(within), everyone.subgroup(across)
-        near = replace(context, group=group, connect=_itself(group))
+        near = replace(context, group=group, device_group=_itself(group))
         inside = (
             self.inner.inside(near, everyone, mates)
             if isinstance(self.inner, TensorParallel)
             else self._stages(plan, near, everyone, mates)
         )
-        own = replace(context, model=inside.model, group=mates, connect=_itself(mates), inside=inside)
+        own = replace(context, model=inside.model, group=mates, device_group=_itself(mates), inside=inside)
         if isinstance(self.outer, Served):
             # Replicas that are threads share one generator, and while one is traced no other may go on and draw.
             everyone.barrier()
@@ -243,20 +243,20 @@ class _Stages(ModelParallelGroup):
         return replica
 
 
-def _itself(group: ProcessGroup) -> Callable[[], Collective] | None:
-    return None if group.one_memory else lambda: group
+def _itself(group: ProcessGroup) -> Callable[[], Collective | None]:
+    return lambda: None if group.one_memory else group
 
 
 def _alone(cluster: Cluster, devices: int) -> Cluster:
     """Returns a cluster of one replica's devices, that on most hosts: whether all fit is asked elsewhere."""
     if len(cluster.hosts) == 1 or cluster.ranks is None or cluster.ranks < devices:
-        group = replace(cluster.hosts[0], memory_bytes=_ENOUGH_BYTES, ranks=())
-        return replace(cluster, hosts=(group,), ranks=devices if cluster.ranks else None)
+        host = replace(cluster.hosts[0], memory_bytes=_ENOUGH_BYTES, ranks=())
+        return replace(cluster, hosts=(host,), ranks=devices if cluster.ranks else None)
     found: list[tuple[Host, ...]] = []
     for first in range(0, cluster.ranks - devices + 1, devices):
         within = range(first, first + devices)
-        placed = ((group, tuple(rank - first for rank in group.ranks if rank in within)) for group in cluster.hosts)
-        found.append(tuple(replace(group, memory_bytes=_ENOUGH_BYTES, ranks=ranks) for group, ranks in placed if ranks))
+        placed = ((host, tuple(rank - first for rank in host.ranks if rank in within)) for host in cluster.hosts)
+        found.append(tuple(replace(host, memory_bytes=_ENOUGH_BYTES, ranks=ranks) for host, ranks in placed if ranks))
     return replace(cluster, hosts=max(found, key=lambda hosts: len(hosts)), ranks=devices)
 
 

@@ -60,7 +60,7 @@ class Mirrored(Strategy):
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         always = context.synchronise_batch_norm()
         group, module, trainable = context.group, context.module, context.model.trainable
-        devices = context.wire
+        devices = context.device_group()
         broadcast(module, devices or group)
         reduction: Reduction
         if devices is None:

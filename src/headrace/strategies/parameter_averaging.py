@@ -159,13 +159,13 @@ class ParameterAveraging(Strategy):
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         if self.via == "server":
             return self._service.replica(plan, rank, context)
-        if self.codec != "plain" and context.wire is None:
+        if self.codec != "plain" and context.device_group() is None:
             raise UsageError(
                 f"codec={self.codec!r} saves bytes on a wire, and workers of one host average in memory that they "
                 "share, where nothing travels; use codec='plain'"
             )
         require_alike(context.module, context.model, rank)
-        broadcast(context.module, context.wire or context.group)
+        broadcast(context.module, context.device_group() or context.group)
         outer = outer_step(self.outer)
         config = AveragingConfig(self._target, outer, self.average_optimizer_state, self.post_local)
         group, module, model = context.group, context.module, context.model
@@ -183,7 +183,7 @@ class ParameterAveraging(Strategy):
         averager = ParameterAverager(config, average, extra, local.updater, group, context.first)
         compute = context.whole_model(portions=len(plan.shares))
         first = rank * (context.inside.group.world if context.inside else 1)
-        return Replica(compute, AveragingExchange(first, local, averager), meetings=averager)
+        return Replica(compute, AveragingExchange(first, local, averager), sync=averager)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         return (
@@ -193,11 +193,12 @@ class ParameterAveraging(Strategy):
     def _average(
         self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False
     ) -> WorkerAverage:
-        if context.wire is None:
+        devices = context.device_group()
+        if devices is None:
             return SharedMemoryAverage(layout, context.group, outer, apart)
         if self.codec == "plain":
-            return CollectiveAverage(layout, context.wire, context.device, outer)
-        return CodedAverage(layout, context.wire, context.device, outer, self.codec)
+            return CollectiveAverage(layout, devices, context.device, outer)
+        return CodedAverage(layout, devices, context.device, outer, self.codec)
 
 
 LocalSGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16)

@@ -32,6 +32,7 @@ from headrace.parameter_server.planning import (
     places_of,
     plan_with_servers,
 )
+from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
@@ -153,7 +154,7 @@ class ParameterServer(Strategy):
         return Replica(context.whole_model(exchange.buffer, portions=len(plan.shares)), exchange, leases)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
-        rank, workers = plan.server_of(rank), plan.replicas
+        rank, workers = server_of(plan, rank), plan.replicas
         layout = layout_of(plan, context.model, rank)
         clock = RoundClock(context.options, context.rounds_per_epoch, context.first)
         full = self.scale == "full"

@@ -44,6 +44,7 @@ from headrace.parameter_server.planning import (
     places_of,
     plan_with_servers,
 )
+from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire.layout import ShardLayout
@@ -168,7 +169,7 @@ class ServedAveragingConfig:
 
     def server(self, plan: Plan, rank: int, context: ServerContext, by_share: bool = False) -> Server:
         """Builds what a server runs; `by_share` moves the average by the share of its rounds that contributed."""
-        rank = plan.server_of(rank)
+        rank = server_of(plan, rank)
         state = _state_of(context) if self.average_state else None
         layout = layout_of(plan, context.model, rank, state)
         first = rank == plan.servers[0]

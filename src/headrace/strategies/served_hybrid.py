@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.parameter_server.directory import ServerDirectory
 from headrace.parameter_server.planning import assign_shards
 from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.spec.cluster import Cluster
@@ -31,7 +32,7 @@ from headrace.spec.plan import Plan, Role, Segment
 from headrace.strategies.downpour import Downpour
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.strategy import ServerDirectory, Strategy, WorkerContext, describe_options
+from headrace.strategies.strategy import Strategy, WorkerContext, describe_options
 from headrace.training.exchange import Replica
 
 Served = ParameterServer | Downpour

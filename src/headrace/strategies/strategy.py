@@ -17,6 +17,7 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
 from headrace.parameter_server.client.gradients import ReplicaGroup
+from headrace.parameter_server.directory import ServerDirectory
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
@@ -33,26 +34,6 @@ from headrace.training.whole_model import CompiledModule, ModelParallelGroup, Ob
 
 
 @dataclass(frozen=True)
-class ServerDirectory:
-    """What a worker knows of the servers before it asks them.
-
-    Attributes:
-        ranks: theirs.
-        worker: the number by which they know this worker.
-        addresses: waits until every server can be reached, and returns where, in the order of their ranks.
-        find: returns where a server can be reached now, by its place among the servers; raises ConnectionError if it
-            cannot be.
-        incarnation: of this worker, by which they know it: how many there were in its place before.
-    """
-
-    ranks: tuple[int, ...] = ()
-    worker: int = 0
-    addresses: Callable[[], tuple[str, ...]] = tuple
-    find: Callable[[int], str] | None = None
-    incarnation: int = 0
-
-
-@dataclass(frozen=True)
 class WorkerContext:
     """What an engine hands to a strategy in one worker.
 
@@ -63,8 +44,8 @@ class WorkerContext:
         optimizer: the job's factory.
         options: the job's.
         group: the workers.
-        connect: opens a collective that carries the devices' own tensors; None where they live in the memory of one
-            host.
+        device_group: connects, at its first call, the collective that carries the devices' own tensors, and returns it;
+            returns None where they live in the memory of one host.
         rounds_per_epoch: of the training data.
         full_batch: examples of a round, but for an epoch's last one.
         first: the round that the run begins with.
@@ -81,19 +62,14 @@ class WorkerContext:
     optimizer: Callable[..., Any]
     options: Options
     group: ProcessGroup
-    connect: Callable[[], Collective] | None = None
+    device_group: Callable[[], Collective | None] = lambda: None
     rounds_per_epoch: int = 1
     full_batch: int = 1
     first: int = 0
     closing: ExitStack = field(default_factory=ExitStack)
-    servers: ServerDirectory = ServerDirectory()
+    servers: ServerDirectory = field(default_factory=ServerDirectory)
     sample: Callable[[], Any] = tuple
     inside: ModelParallelGroup | None = None
-
-    @cached_property
-    def wire(self) -> Collective | None:
-        """Carries tensors between devices or hosts, opened when it is first asked for; None on one CPU host."""
-        return self.connect() if self.connect else None
 
     @cached_property
     def device(self) -> torch.device:
@@ -162,7 +138,7 @@ class WorkerContext:
         """Makes BatchNorm global if the options ask for it; returns whether layers now talk to each other."""
         if self.options.batch_norm != "sync" or self.group.world == 1:
             return False
-        return synchronise_batch_norm(self.module, self.wire or self.group)
+        return synchronise_batch_norm(self.module, self.device_group() or self.group)
 
 
 @dataclass(frozen=True)

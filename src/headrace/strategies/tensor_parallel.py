@@ -103,7 +103,7 @@ class TensorParallel(Strategy):
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         alone = ThreadCollective(ThreadGroup(1), 0)
         inside = self.inside(context, context.group, alone)
-        own = replace(context, model=inside.model, group=alone, connect=None, inside=inside)
+        own = replace(context, model=inside.model, group=alone, device_group=lambda: None, inside=inside)
         exchange = LocalExchange(everywhere(own.model.parameters), own)
         return inside.finish(Replica(own.whole_model(), exchange))
 
@@ -117,10 +117,10 @@ class TensorParallel(Strategy):
         """
         group = context.group
         require_own_chance(context.module, group)
-        broadcast(context.module, context.wire or group)
+        broadcast(context.module, context.device_group() or group)
         # torch.fx traces in one thread, and meanwhile no other may run a model.
         group.barrier()
-        made = split(context.module, self.rules, context.wire or group)
+        made = split(context.module, self.rules, context.device_group() or group)
         group.barrier()
         return SlicedReplica(made, group, everyone, mates, describe(context.module, context.model.sliceable))
 

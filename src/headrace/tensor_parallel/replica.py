@@ -211,8 +211,10 @@ class SlicedReplica(ModelParallelGroup):
                 parameter.data.copy_(dense)
 
     def finish(self, replica: Replica) -> Replica:
-        meetings = SplitPeriodicSync(replica.meetings, self._split) if replica.meetings else None
-        return replace(replica, exchange=SplitExchange(replica.exchange, self._split), meetings=meetings)
+        sync = replica.sync
+        if isinstance(sync, PeriodicSync):
+            sync = SplitPeriodicSync(sync, self._split)
+        return replace(replica, exchange=SplitExchange(replica.exchange, self._split), sync=sync)
 
 
 class SplitModel(Compute):

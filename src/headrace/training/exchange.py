@@ -167,12 +167,10 @@ class Replica:
 
     Attributes:
         compute, exchange: the verbs.
-        portions: leases the data, under strategies whose workers do not go in step; None where round follows round on
-            all of them.
-        meetings: synchronizes the workers, under strategies whose workers step on their own in between.
+        sync: what the training loop needs beside the exchange: the data leases of workers that do not go in lockstep,
+            or the periodic synchronization of workers that take local steps; None for lockstep.
     """
 
     compute: Compute
     exchange: Exchange
-    portions: DataLeases | None = None
-    meetings: PeriodicSync | None = None
+    sync: DataLeases | PeriodicSync | None = None

@@ -5,29 +5,32 @@ from __future__ import annotations
 from time import monotonic
 
 from headrace.worker.evaluation import EarlyStopper
-from headrace.worker.loaded_checkpoint import LoadedCheckpoint
+from headrace.worker.loops.base import SameWeights, TrainedWeights
 from headrace.worker.losses import LossReader
 from headrace.worker.saving import Saver
-from headrace.worker.session import Session
-from headrace.worker.state import WorkerState
+from headrace.worker.session import WorkerSession
+from headrace.worker.state import LoadedCheckpoint, WorkerState
 
 
 class RunControl:
     """Rank 0 decides at one synchronization what all workers do at the next; the control page carries the decision.
 
     Attributes:
+        losses: reads the losses of this worker's steps.
         stopper: says when evaluations have stopped improving.
+        weights: what the run would leave now; set with the loop.
         statistics_weight: weight of this worker's running statistics in their mean over the workers.
     """
 
-    def __init__(self, session: Session, losses: LossReader) -> None:
+    def __init__(self, session: WorkerSession) -> None:
         run, group, page = session.run, session.group, session.page
         self.stopper = EarlyStopper(run.job.options.early_stopping)
         self.statistics_weight = 1.0
+        self.weights: TrainedWeights = SameWeights()
         self._progress = session.progress
         self._group = group
         self._page = page
-        self._losses = losses
+        self.losses = LossReader(session)
         self._saves = run.checkpoints is not None
         self._saver = Saver(run, group, page, session.events)
         self._state = WorkerState(
@@ -92,7 +95,7 @@ class RunControl:
     def _save_once(self) -> None:
         began = monotonic()
         # A loss that was not read yet may be NaN, and then this state is not worth keeping.
-        self._losses.read()
+        self.losses.read()
         done = self._progress.done
-        tensors, description = self._state.take(done, self.statistics_weight)
+        tensors, description = self._state.take(self.weights, done, self.statistics_weight)
         self._saver.save(done, tensors, description, began)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ class Evaluation:
         self._group = group
         self._mates = replica.compute.mates or group
 
-    def run(self, weight: float = 1.0) -> tuple[dict[str, float], int]:
+    def run(self, trained_weights: AbstractContextManager[None], weight: float) -> tuple[dict[str, float], int]:
         """Returns the metrics, the same on every worker, and how many examples were counted.
 
         Args:
+            trained_weights: a context in which the model has the weights to evaluate.
             weight: of this worker's running statistics in their mean.
         """
         job = self._job
@@ -50,8 +51,7 @@ class Evaluation:
         sums = [0.0] * (2 * len(measures) + 1)
         module = self._replica.compute.module
         training = module.training
-        meetings = self._replica.meetings
-        with meetings.swapped_weights() if meetings else nullcontext(), self._averaged(weight):
+        with trained_weights, self._averaged(weight):
             module.eval()
             for share in self._loader(self._group.rank, self._group.world).sweep():
                 if share.examples:

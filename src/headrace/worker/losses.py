@@ -1,16 +1,18 @@
-"""A worker's losses on their way from its device to the events: at once, or many at a time."""
+"""A worker's losses: read at once or many at a time; what follows from one that is not finite."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from time import monotonic
 
 import torch
 from torch import Tensor
 
-from headrace.errors import NonFiniteLoss
-from headrace.shared_memory.control_page import ControlPage
-from headrace.worker.events import EventWriter
+from headrace.errors import NonFiniteGradient, NonFiniteLoss
+from headrace.spec.events import NonFinite
+from headrace.training.clipping import StepDecision
+from headrace.worker.session import WorkerSession
 
 _READ_EVERY_S = 0.25
 
@@ -19,18 +21,14 @@ _Head = tuple[int, int, int, float, int]
 
 
 class LossReader:
-    """Args:
-    rank: of this worker.
-    at_once: whether a loss is read where it is noted.
-    page: where the last is shown.
-    journal: of this process.
-    """
+    """Reads losses at once where the device is the CPU or the options must know them; else a few times a second."""
 
-    def __init__(self, rank: int, at_once: bool, page: ControlPage, journal: EventWriter) -> None:
-        self._rank = rank
-        self._at_once = at_once
-        self._page = page
-        self._journal = journal
+    def __init__(self, session: WorkerSession) -> None:
+        options, role = session.run.job.options, session.run.plan.role(session.rank)
+        self._at_once = role.device == "cpu" or options.on_nonfinite != "raise" or options.precision == "fp16"
+        self._rank = session.rank
+        self._page = session.page
+        self._events = session.events
         self._unread: list[tuple[_Head, Tensor, list[float]]] = []
         self._read = monotonic()
 
@@ -66,4 +64,75 @@ class LossReader:
             if not math.isfinite(number):
                 raise NonFiniteLoss(self._rank, step, number)
             self._page.ranks[self._rank].heartbeat.loss = number
-        self._journal.stepped(step, epoch, examples, number, weight, lease, *times_s)
+        self._events.stepped(step, epoch, examples, number, weight, lease, *times_s)
+
+
+MOST_IN_A_ROW = {"skip": 10, "rollback": 3}
+"""After so many bad rounds without a good one between them, the run ends: it would go on for ever."""
+
+
+class NonFiniteHandler:
+    """Skips, rolls back, or raises, after a round whose loss or gradient is not finite.
+
+    Args:
+        session: of this worker.
+        roll_back: restores the last checkpoint.
+        reporter: the rank that writes the event: rank 0, or the first of those that decide together.
+    """
+
+    def __init__(self, session: WorkerSession, roll_back: Callable[[], None], reporter: int) -> None:
+        self._action = session.run.job.options.on_nonfinite
+        self._group = session.group
+        self._page = session.page
+        self._events = session.events
+        self._roll_back = roll_back
+        self._reporter = reporter
+        self._row = 0
+        # A bad forward pass may have changed buffers.
+        self._buffers = list(session.replica.compute.module.buffers()) if self._action != "raise" else []
+        self._kept: list[Tensor] = []
+
+    def before(self) -> None:
+        """Keeps what a round's forward pass may change beside the gradients."""
+        if not self._buffers:
+            return
+        if self._row == 0 or not self._kept:
+            with torch.no_grad():
+                self._kept = [buffer.clone() for buffer in self._buffers]
+
+    def good(self) -> None:
+        """Notes a round whose update was made."""
+        self._row = 0
+
+    def bad(self, verdict: StepDecision, step: int) -> None:
+        """Does what was asked for.
+
+        Raises:
+            NonFiniteLoss, NonFiniteGradient: that was to raise, or it has happened too often in a row.
+        """
+        if verdict.overflow:
+            return
+        self._row += 1
+        gives_up = self._row > MOST_IN_A_ROW.get(self._action, 0)
+        rank = self._group.rank
+        speaker = verdict.bad_losses[0] if gives_up and verdict.bad_losses else self._reporter
+        if rank == speaker:
+            action = "raise" if gives_up else self._action
+            self._events.write(NonFinite(rank, self._events.now(), step, verdict.bad_losses, action))
+        if gives_up:
+            if rank != speaker:
+                # One error is enough; the others end with its rank.
+                self._group.barrier()
+            if verdict.bad_losses:
+                raise NonFiniteLoss(speaker, step, self._page.ranks[speaker].heartbeat.loss, self._row)
+            raise NonFiniteGradient(step, self._row)
+        with torch.no_grad():
+            for buffer, kept in zip(self._buffers, self._kept, strict=True):
+                buffer.copy_(kept)
+        if self._action == "rollback":
+            self._roll_back()
+
+    def tell(self, rank: int, loss: float) -> None:
+        """Lets the others know a loss that is not finite, before they ask who it was."""
+        if not math.isfinite(loss):
+            self._page.ranks[rank].heartbeat.loss = loss

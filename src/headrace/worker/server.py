@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from headrace.data import as_pipeline
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
-from headrace.parameter_server.replication.failover import process_number
+from headrace.parameter_server.replication.failover import process_number, server_of
 from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
@@ -21,7 +21,7 @@ from headrace.spec.events import Failed, Notice, ServerEnded, ServerStarted, Ser
 from headrace.spec.plan import Plan
 from headrace.strategies.strategy import ServerContext
 from headrace.worker.events import EventWriter
-from headrace.worker.loops.leased import next_fence
+from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.main import user_traceback
 from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec
 
@@ -46,7 +46,7 @@ def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None
     try:
         process = process_number(page, rank)
         server = order.strategy.server(order.plan, rank, replace(_parts(order), process=process))
-        owner = order.plan.server_of(rank)
+        owner = server_of(order.plan, rank)
         place = order.plan.servers.index(owner)
         if order.resume and order.resume.snapshots:
             _go_on(server, order.resume, order.resume.snapshots, place)
@@ -163,5 +163,5 @@ def _parts(order: RunSpec) -> ServerContext:
         options=job.options,
         rounds_per_epoch=rounds_per_epoch,
         first=first,
-        until=next_fence(order, rounds_per_epoch, first),
+        until=next_sync_point(order, rounds_per_epoch, first),
     )

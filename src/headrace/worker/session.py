@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.training.exchange import Replica
 from headrace.worker.evaluation import Evaluation
 from headrace.worker.events import EventWriter
@@ -28,7 +28,7 @@ class Progress:
 
     rounds: int
     round: int = -1
-    share: Share = Share(None, 0, 0, 0)
+    share: Share = field(default_factory=lambda: Share(None, 0, 0, 0))
     waited_s: float = 0.0
     examples: int = 0
 
@@ -39,7 +39,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Session:
+class WorkerSession:
     """One worker of a run.
 
     Attributes:
@@ -72,7 +72,7 @@ class Session:
     @property
     def is_replacement(self) -> bool:
         """Whether this worker's process has replaced one that was lost."""
-        return bool(self.page.fates[self.rank][0] > 0)
+        return bool(self.page.ranks[self.rank].restarts)
 
     @property
     def mates(self) -> ProcessGroup:

@@ -1,34 +1,35 @@
-"""One worker's part of a run's state: taken for a checkpoint, and put back from one."""
+"""One worker's part of a run's state: taken for a checkpoint, and restored from one."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headrace.checkpoint import Checkpoint
 from headrace.collectives.base import ProcessGroup
+from headrace.errors import CorruptCheckpoint, HeadraceError
+from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.batch_norm import averaged_buffers
+from headrace.training.compute import Compute, parameters_and_buffers
 from headrace.training.exchange import Replica
-from headrace.training.update import AVERAGE
+from headrace.training.optimizer_state import StatePiece
+from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.evaluation import EarlyStopper, average
-from headrace.worker.loaded_checkpoint import (
-    LoadedCheckpoint,
-    making_sense,
-    model_tensors,
-    own_pieces,
-    owned_pieces,
-    random_states,
-    restore_random_states,
-)
+from headrace.worker.loops.base import TrainedWeights
 from headrace.worker.run_spec import RunSpec
 
 
 class WorkerState:
     """Args:
-    order: the run.
+    run: what to train.
     rank: of this worker.
     replica: of this worker.
     group: the workers.
@@ -38,14 +39,14 @@ class WorkerState:
 
     def __init__(
         self,
-        order: RunSpec,
+        run: RunSpec,
         rank: int,
         replica: Replica,
         group: ProcessGroup,
         stopper: EarlyStopper,
         rounds_per_epoch: int,
     ) -> None:
-        self._order = order
+        self._run = run
         self._rank = rank
         self._replica = replica
         self._group = group
@@ -53,26 +54,26 @@ class WorkerState:
         self._rounds_per_epoch = rounds_per_epoch
         self._model = replica.compute.module
         self._mates = replica.compute.mates or group
-        self._device = torch.device(order.plan.role(rank).device)
+        self._device = torch.device(run.plan.role(rank).device)
 
-    def take(self, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def take(self, weights: TrainedWeights, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns copies of this worker's part, and what is said of the whole; all workers do it together.
 
         Args:
+            weights: what the run would leave now.
             done: rounds.
             weight: of this worker's running statistics in their mean.
         """
-        exchange, rank, meetings = self._replica.exchange, self._group.rank, self._replica.meetings
-        tensors = {**owned_pieces(exchange.state(), self._order.plan, rank), **random_states(self._device)}
-        if meetings:
-            tensors |= own_pieces(meetings.own())
-        with meetings.swapped_weights() if meetings else nullcontext():
+        exchange, rank = self._replica.exchange, self._group.rank
+        tensors = {**owned_pieces(exchange.state(), self._run.plan, rank), **random_states(self._device)}
+        tensors |= own_pieces(weights.own_state())
+        with weights.swapped():
             averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
             average(list(averaged.values()), self._mates, weight)
-            leads = self._order.plan.leads(rank)
+            leads = self._run.plan.leads(rank)
             tensors |= model_tensors(self._replica.compute, leads, self._mates.world, averaged)
         description = {
-            **self._order.description,
+            **self._run.description,
             "epoch": done // self._rounds_per_epoch,
             "round_of_epoch": done % self._rounds_per_epoch,
             "settings": exchange.settings(),
@@ -83,7 +84,7 @@ class WorkerState:
 
     def load(self, stored: LoadedCheckpoint) -> None:
         """Takes up what a checkpoint says of this worker."""
-        resume = self._order.resume
+        resume = self._run.resume
         assert resume is not None
         with making_sense(stored.path):
             # Whoever comes in another's place is alone, and no part of the checkpoint is its own.
@@ -103,3 +104,163 @@ class WorkerState:
         """Makes everything what a checkpoint of this history says; the data goes on."""
         self._replica.exchange.load([*stored.pieces(), *stored.parameter_pieces()])
         stored.load_buffers(self._model, self._rank, self._group.world)
+
+
+def local_buffers(module: nn.Module, world: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers that a worker must find again as they were, by checkpoint name, if others have other ones."""
+    kept = module.state_dict(keep_vars=True) if world == 1 else {}
+    for name, buffer in module.named_buffers():
+        if name not in kept and not buffer.is_meta:
+            yield f"local/{name}", buffer
+
+
+def model_tensors(compute: Compute, leads: bool, world: int, averaged: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of what a rank saves of the model itself: training changes it while it is written.
+
+    Args:
+        compute: this worker's.
+        leads: whether it is the first of those that hold the same part of the model.
+        world: how many these are.
+        averaged: copies of averaged running statistics, by the `id` of the buffer.
+    """
+    tensors = {
+        name: averaged[id(each)] if id(each) in averaged else each.detach().clone()
+        for name, each in compute.whole_tensors(leads)
+    }
+    return tensors | {name: buffer.detach().clone() for name, buffer in local_buffers(compute.module, world)}
+
+
+def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[str, Tensor]:
+    """Returns the pieces that this rank saves: what several hold is saved by the first of them."""
+    shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
+    leads = plan.leads(rank)
+    return {f"state/{piece.name}": piece.value for piece in pieces if leads or piece.parameter not in shared}
+
+
+def own_pieces(pieces: tuple[StatePiece, ...]) -> dict[str, Tensor]:
+    """Returns the pieces that a rank saves for itself."""
+    return {f"own/{piece.name}": piece.value for piece in pieces}
+
+
+def seed_random(seed: int) -> None:
+    """Seeds this process's generators: torch's, numpy's and Python's."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Returns the states of this process's generators: torch's, numpy's and Python's."""
+    _, words, normal = random.getstate()
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
+    states = {
+        "random/torch": torch.get_rng_state(),
+        "random/python": torch.tensor(words, dtype=torch.int64),
+        "random/python-normal": torch.tensor([] if normal is None else [normal], dtype=torch.float64),
+        "random/numpy": torch.tensor(
+            [*numpy["state"]["key"].tolist(), numpy["state"]["pos"], numpy["has_gauss"]], dtype=torch.int64
+        ),
+        "random/numpy-normal": torch.tensor([numpy["gauss"]], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        states["random/cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Puts back what `random_states` returned."""
+    torch.set_rng_state(states["random/torch"].clone())
+    normal = states["random/python-normal"].tolist()
+    random.setstate((3, tuple(states["random/python"].tolist()), normal[0] if normal else None))
+    *keys, position, has_normal = states["random/numpy"].tolist()
+    cached = states["random/numpy-normal"].item()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_normal, cached))
+    if device.type == "cuda" and "random/cuda" in states:
+        torch.cuda.set_rng_state(states["random/cuda"].clone(), device)
+
+
+@contextmanager
+def making_sense(path: Path) -> Iterator[None]:
+    """Makes of whatever goes wrong with the content of a checkpoint a `CorruptCheckpoint`.
+
+    Its digests fit, so it is whole; but whoever has made it was no run of headrace.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, HeadraceError):
+            raise
+        raise CorruptCheckpoint(path, f"its content makes no sense: {type(error).__name__}: {error}") from error
+
+
+class LoadedCheckpoint:
+    """What a checkpoint holds, read and verified.
+
+    Args:
+        checkpoint: whose files are read.
+
+    Attributes:
+        path: its folder.
+        step: rounds that it holds.
+        description: what its saver said of it.
+        ranks: how many saved it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = checkpoint.path
+        self.step = checkpoint.step
+        self.description = checkpoint.description
+        self.ranks = len(checkpoint.ranks)
+        self._by_rank = {rank: checkpoint.read(rank) for rank in checkpoint.ranks}
+        self._model = {
+            name: tensor
+            for tensors in self._by_rank.values()
+            for name, tensor in tensors.items()
+            if name.startswith(("parameter/", "buffer/"))
+        }
+
+    def load_module(self, module: nn.Module) -> None:
+        """Gives a whole module the parameters, and the buffers as they were saved for all."""
+        with torch.no_grad():
+            for name, tensor in parameters_and_buffers(module):
+                tensor.copy_(self._model[name])
+
+    def load_buffers(self, module: nn.Module, rank: int, world: int) -> None:
+        """Gives a module this rank's own buffers, or what was saved of them for all where it has none."""
+        own = self._by_rank[rank] if self.ranks == world else {}
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                saved = own.get(f"local/{name}", self._model.get(f"buffer/{name}"))
+                if saved is None or buffer.is_meta:
+                    continue
+                # One that is not part of the model's state may have grown, and is made again.
+                if saved.shape == buffer.shape or f"buffer/{name}" in self._model:
+                    buffer.copy_(saved)
+
+    def random(self, rank: int) -> dict[str, Tensor]:
+        """Returns the states of a rank's generators."""
+        return {name: tensor for name, tensor in self._by_rank[rank].items() if name.startswith("random/")}
+
+    def pieces(self, rank: int | None = None) -> list[StatePiece]:
+        """Returns the optimizer's state and the averages, of all ranks.
+
+        Args:
+            rank: whose own pieces take the place of the others'; None for nobody's.
+        """
+        found = {
+            name.removeprefix("state/"): tensor
+            for tensors in self._by_rank.values()
+            for name, tensor in tensors.items()
+            if name.startswith("state/")
+        }
+        own = self._by_rank[rank] if rank is not None else {}
+        found |= {name.removeprefix("own/"): tensor for name, tensor in own.items() if name.startswith("own/")}
+        return [StatePiece.parse(name, tensor) for name, tensor in found.items()]
+
+    def parameter_pieces(self) -> list[StatePiece]:
+        """Returns the parameters in the form of state, for those who update them."""
+        return [
+            StatePiece(name.removeprefix("parameter/"), PARAMETER, 0, tensor.flatten())
+            for name, tensor in self._model.items()
+            if name.startswith("parameter/")
+        ]

@@ -155,7 +155,7 @@ class Monitor:
         """Lets the others know that a process is gone for good, and starts another one in its place."""
         record, place = self._page.ranks[rank], self._replaceable[rank]
         # Also when all is done but that the servers are told so.
-        if rank in self._failover and self._order.plan.server_of(rank) in self._left:
+        if rank in self._failover and self._failover.server_of(rank) in self._left:
             self._succeed(rank, cause)
         examples = record.heartbeat.examples
         place.in_vain = 0 if examples > place.examples else place.in_vain + 1
@@ -246,7 +246,7 @@ class Monitor:
 
     def _note_end(self, rank: int) -> None:
         """Notes that a server has ended, itself or its backup."""
-        self._left.discard(self._order.plan.server_of(rank))
+        self._left.discard(self._failover.server_of(rank))
         if not self._left:
             self._ended_at = min(self._ended_at, monotonic())
 

@@ -27,6 +27,11 @@ def primary_address(page: ControlPage, plan: Plan, server: int) -> str:
     return page.ranks[primary % len(page.ranks)].address.read() if epoch else ""
 
 
+def server_of(plan: Plan, rank: int) -> int:
+    """Returns the server whose shards a server or a backup holds: their owner in the plan's segments."""
+    return plan.servers[plan.backups.index(rank)] if rank in plan.backups else rank
+
+
 class FailoverController:
     """The launcher's side: it alone decides.
 
@@ -40,9 +45,13 @@ class FailoverController:
         self._page = page
         self._authorities = {server: Authority() for server in plan.servers} if plan.backups else {}
 
+    def server_of(self, rank: int) -> int:
+        """Returns the server whose shards the process at a rank holds."""
+        return server_of(self._plan, rank)
+
     def __contains__(self, rank: int) -> bool:
         """Whether the run goes on if the process at a rank is lost."""
-        return self._plan.server_of(rank) in self._authorities
+        return server_of(self._plan, rank) in self._authorities
 
     def up(self, rank: int) -> None:
         """Is told that a process is started at a rank."""
@@ -74,7 +83,7 @@ class FailoverController:
         return ready
 
     def _tell(self, rank: int, news: News) -> None:
-        server = self._plan.server_of(rank)
+        server = server_of(self._plan, rank)
         view = self._authorities[server].handle(news)
         if view is not None:
             backup = -1 if view.backup is None else view.backup

@@ -3,29 +3,72 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
-from headrace.spec.share import Share
-from headrace.training.exchange import StatePiece
+from headrace.spec.job import Share
+from headrace.training.optimizer_state import StatePiece
+
+
+class TrainedWeights(ABC):
+    """The weights that the run would leave now, where a worker's own may differ from them."""
+
+    @abstractmethod
+    def swapped(self) -> AbstractContextManager[None]:
+        """Returns a context in which the module has them; every worker enters it."""
+
+    @abstractmethod
+    def adopt(self) -> None:
+        """Leaves them in the module, at the end of the run."""
+
+    @abstractmethod
+    def own_state(self) -> tuple[StatePiece, ...]:
+        """Returns the state that belongs to this worker alone."""
+
+
+class SameWeights(TrainedWeights):
+    """Every worker has them."""
+
+    def swapped(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def adopt(self) -> None:
+        """There is nothing to do."""
+
+    def own_state(self) -> tuple[StatePiece, ...]:
+        return ()
 
 
 class Loop(ABC):
-    """Where one worker gets its data, and where it synchronizes with the others.
+    """Where one worker gets its data, and where it synchronizes with the others; a context while the worker trains.
 
     Attributes:
         lease: number of the data lease of the current step; -1 where data is not leased.
         late: whether the current step's gradient came too late to count; its data comes again.
         reporter: the rank that reports a round which was not finite.
+        moved_bytes: payload that went to and from other processes, beside that of collectives.
+        weights: what the run would leave now.
     """
 
-    lease: int = -1
-    late: bool = False
-    reporter: int = 0
+    def __init__(self, reporter: int = 0, weights: TrainedWeights | None = None) -> None:
+        self.lease = -1
+        self.late = False
+        self.reporter = reporter
+        self.moved_bytes = 0
+        self.weights = weights or SameWeights()
+
+    def __enter__(self) -> None:  # noqa: B027  (only leases have to begin)
+        """Prepares the first step, when the replica is complete."""
+
+    def __exit__(  # noqa: B027
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Releases what the loop holds of the machine, however the worker ends."""
 
     @abstractmethod
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Generator[Share, None, None]:
         """Yields this worker's data, step by step; saves and ends between two steps where that is due."""
 
     @abstractmethod
@@ -47,9 +90,6 @@ class Loop(ABC):
             UsageError: this worker is at no sync point.
         """
 
-    def begin(self) -> None:  # noqa: B027  (only leases have to begin)
-        """Prepares the first step, when the replica is complete."""
-
     def weigh(self, weight: float) -> None:  # noqa: B027  (lockstep weights are known from the share)
         """Is told the weight of the current step's loss, before the exchange synchronizes."""
 
@@ -60,17 +100,6 @@ class Loop(ABC):
     def advance(self) -> None:  # noqa: B027  (only leases are asked for)
         """Ends a step: asks for the next data, and blocks until it or a sync point is there."""
 
-    def agree(self) -> None:  # noqa: B027  (workers in lockstep have seen the same)
-        """Brings what workers know of earlier evaluations to those that joined later."""
-
-    def trained_weights(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model has the weights that the run would leave now."""
-        return nullcontext()
-
-    def own_state(self) -> tuple[StatePiece, ...]:
-        """Returns the state that belongs to this worker alone."""
-        return ()
-
     def leave(self) -> bool:
         """Ends the loop; returns whether this worker meets the others now, and did not leave them earlier.
 
@@ -79,19 +108,8 @@ class Loop(ABC):
         """
         return True
 
-    def finish(self) -> None:  # noqa: B027  (gradients that were all-reduced leave nothing to do)
+    def finish(self) -> None:  # noqa: B027  (all-reduced gradients leave nothing to do)
         """Gives this worker the trained model, when all loops have ended."""
-
-    def adopt_trained_weights(self) -> None:  # noqa: B027
-        """Leaves the trained weights in the model, after the last checkpoint."""
 
     def end(self) -> None:  # noqa: B027
         """Releases the processes that served the loop; every worker calls it."""
-
-    def close(self) -> None:  # noqa: B027
-        """Releases what the loop holds of the machine, however the worker ends."""
-
-    @property
-    def moved_bytes(self) -> int:
-        """Payload that went to and from other processes, beside that of collectives."""
-        return 0

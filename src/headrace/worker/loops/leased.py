@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from time import perf_counter
+from types import TracebackType
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace.spec.share import Share
+from headrace.spec.job import Share
+from headrace.spec.plan import replica_leader
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.periodic import averaged_event
 from headrace.worker.run_spec import RunSpec
-from headrace.worker.session import Session
+from headrace.worker.session import WorkerSession
 
 
 class LeasedLoop(Loop):
@@ -23,8 +25,8 @@ class LeasedLoop(Loop):
     A sync point is a round before which all workers meet: to evaluate, to save, to end.
     """
 
-    def __init__(self, session: Session, control: RunControl, leases: DataLeases) -> None:
-        self.reporter = session.run.plan.replica_leader(session.rank)
+    def __init__(self, session: WorkerSession, control: RunControl, leases: DataLeases) -> None:
+        super().__init__(replica_leader(session.run.plan, session.rank))
         self._session = session
         self._control = control
         self._leases = leases
@@ -35,10 +37,19 @@ class LeasedLoop(Loop):
         control.statistics_weight = 0.0
         self._agreed = self._halted = self._asked = self._stepped = self._holds = self._leaving = False
 
-    def begin(self) -> None:
-        self._leases.begin()
+    def __enter__(self) -> None:
+        try:
+            self._leases.begin()
+        except BaseException:
+            self._leases.close()
+            raise
 
-    def shares(self) -> Iterator[Share]:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leases.close()
+
+    def shares(self) -> Generator[Share, None, None]:
         progress, control = self._session.progress, self._control
         self._open = not control.stopper.over and progress.done < progress.rounds
         # A worker's own lease may be of the last round while others still do theirs: the run ends at a sync point.
@@ -79,9 +90,9 @@ class LeasedLoop(Loop):
             weight = max(weight, sys.float_info.min)
         self._leases.weigh(weight, share.examples / share.of if share.of else 0.0)
 
-    @property
-    def late(self) -> bool:  # type: ignore[override]
-        return self._leases.late
+    def synchronize(self) -> float:
+        self.late = self._leases.late
+        return 0.0
 
     def advance(self) -> None:
         self._holds = False
@@ -90,7 +101,7 @@ class LeasedLoop(Loop):
         if result is not None:
             events = self._session.events
             events.write(averaged_event(events.rank, events.now(), self._session.progress.done, result))
-        if self._leases.late:
+        if self.late:
             # The rest of the lease comes again, together with what was late.
             self._rest, self._lease = range(0), None
         if not self._rest:
@@ -98,10 +109,8 @@ class LeasedLoop(Loop):
         self._ask_for_sync_point()
         self._reach_sync_point()
 
-    def agree(self) -> None:
-        self._control.stopper.agree(self._session.group)
-
     def leave(self) -> bool:
+        self.moved_bytes = self._leases.moved_bytes
         if not self._leaving:
             self.require_sync_point("ended")
         return not self._leaving
@@ -115,13 +124,6 @@ class LeasedLoop(Loop):
             self._leases.end()
         # Not earlier: if the first is lost, another worker does it.
         group.barrier()
-
-    def close(self) -> None:
-        self._leases.close()
-
-    @property
-    def moved_bytes(self) -> int:
-        return self._leases.moved_bytes
 
     def _next(self) -> Share | None:
         """Blocks until there is a lease; returns its next share, or None at a sync point.
@@ -161,7 +163,7 @@ class LeasedLoop(Loop):
     def _ask(self) -> None:
         if self._asked or self._point >= 0:
             return
-        if self._session.page.fates[self._session.rank][1]:
+        if self._session.page.ranks[self._session.rank].leave:
             self._leaving = True
             return
         self._leases.ask()
@@ -209,6 +211,8 @@ class LeasedLoop(Loop):
         group = self._session.group
 
         def decide() -> None:
+            # A worker that joined later knows nothing of the evaluations before.
+            self._control.stopper.agree(group)
             self._control.ask(self._session.progress.done)
             group.barrier()
 

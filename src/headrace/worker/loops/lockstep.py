@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from headrace.collectives.base import ProcessGroup
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.training.batch_norm import averaged_buffers
 from headrace.worker.loops.rounds import RoundLoop, count_examples
 
@@ -23,7 +23,8 @@ class LockstepLoop(RoundLoop):
         return self._session.progress.done
 
     def count(self, share: Share) -> Share:
-        return count_examples(share, self._session)
+        session = self._session
+        return count_examples(share, session.loader.drops, session.group, session.replica.compute.counts)
 
     def part(self, batch: Any) -> Share:
         share = self._session.progress.share

@@ -9,12 +9,28 @@ from time import perf_counter
 from typing import Any
 
 from headrace.spec.events import ParametersAveraged
-from headrace.spec.share import Share
-from headrace.training.exchange import StatePiece
+from headrace.spec.job import Share
+from headrace.spec.plan import replica_leader
+from headrace.training.optimizer_state import StatePiece
 from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.control import RunControl
+from headrace.worker.loops.base import TrainedWeights
 from headrace.worker.loops.rounds import RoundLoop
-from headrace.worker.session import Session
+from headrace.worker.session import WorkerSession
+
+
+class _AveragedWeights(TrainedWeights):
+    def __init__(self, sync: PeriodicSync) -> None:
+        self._sync = sync
+
+    def swapped(self) -> AbstractContextManager[None]:
+        return self._sync.swapped_weights()
+
+    def adopt(self) -> None:
+        self._sync.adopt_averaged_weights()
+
+    def own_state(self) -> tuple[StatePiece, ...]:
+        return self._sync.own()
 
 
 class PeriodicLoop(RoundLoop):
@@ -22,10 +38,9 @@ class PeriodicLoop(RoundLoop):
 
     meets = True
 
-    def __init__(self, session: Session, control: RunControl, sync: PeriodicSync) -> None:
-        super().__init__(session, control)
+    def __init__(self, session: WorkerSession, control: RunControl, sync: PeriodicSync) -> None:
+        super().__init__(session, control, replica_leader(session.run.plan, session.rank), _AveragedWeights(sync))
         self._sync = sync
-        self.reporter = session.run.plan.replica_leader(session.rank)
 
     def next_meeting(self) -> int:
         return self._sync.coming(self._session.progress.done)
@@ -46,17 +61,8 @@ class PeriodicLoop(RoundLoop):
             return 0.0
         return self._meet(self._sync.meet)
 
-    def trained_weights(self) -> AbstractContextManager[None]:
-        return self._sync.trained_weights()
-
-    def own_state(self) -> tuple[StatePiece, ...]:
-        return self._sync.own()
-
     def finish(self) -> None:
         self._meet(self._sync.end)
-
-    def adopt_trained_weights(self) -> None:
-        self._sync.adopt_trained_weights()
 
     def _meet(self, meet: Callable[[int], SyncResult | None]) -> float:
         began = perf_counter()

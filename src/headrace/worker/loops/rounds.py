@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from time import perf_counter
 
 import torch
 
+from headrace.collectives.base import ProcessGroup
 from headrace.data import delivered
 from headrace.errors import UsageError
-from headrace.spec.share import Share
+from headrace.spec.job import Share
 from headrace.worker.control import RunControl
-from headrace.worker.loops.base import Loop
-from headrace.worker.session import Session
+from headrace.worker.loops.base import Loop, TrainedWeights
+from headrace.worker.session import WorkerSession
 
 
 class RoundLoop(Loop):
     """Round after round, a share of every global batch for each worker."""
 
-    def __init__(self, session: Session, control: RunControl) -> None:
+    def __init__(
+        self, session: WorkerSession, control: RunControl, reporter: int = 0, weights: TrainedWeights | None = None
+    ) -> None:
+        super().__init__(reporter, weights)
         self._session = session
         self._control = control
 
@@ -37,7 +41,7 @@ class RoundLoop(Loop):
     def meets(self) -> bool:
         """Whether the workers' steps meet, so that none may leave one out."""
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Generator[Share, None, None]:
         session, progress, control = self._session, self._session.progress, self._control
         first = progress.done
         device = torch.device(session.run.plan.role(session.rank).device)
@@ -65,7 +69,7 @@ class RoundLoop(Loop):
 
     def _has_stepped(self) -> bool:
         session = self._session
-        return bool(session.page.beats[session.rank][1] == session.progress.done)
+        return bool(session.page.ranks[session.rank].heartbeat.step == session.progress.done)
 
     def _require_step(self) -> None:
         # A worker that leaves out a round would take the others' next meeting for another one.
@@ -76,12 +80,16 @@ class RoundLoop(Loop):
             )
 
 
-def count_examples(share: Share, session: Session) -> Share:
+def count_examples(share: Share, drops: bool, group: ProcessGroup, counts: bool = True) -> Share:
     """Returns a share that knows how many examples all workers have together; all workers call it.
 
-    The number is known without asking unless the data may leave examples out.
+    Args:
+        share: of this worker.
+        drops: whether the data may leave examples out; if not, the share knows already.
+        group: the workers.
+        counts: whether this worker speaks for its replica, whose ranks all have the same share.
     """
-    if not session.loader.drops:
+    if not drops:
         return share
-    (total,) = session.group.sum([float(share.examples * session.replica.compute.counts)])
+    (total,) = group.sum([float(share.examples * counts)])
     return replace(share, of=int(total))

@@ -1,0 +1,200 @@
+"""What a worker is built of: the model, what the strategy gets, the data, the evaluation."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
+from headrace.errors import UsageError
+from headrace.machine import cores
+from headrace.parameter_server.directory import find_servers
+from headrace.policies.threads import threads_per_worker
+from headrace.shared_memory.control_page import ControlPage
+from headrace.spec.events import Notice
+from headrace.spec.job import Job
+from headrace.spec.plan import Plan, Role, name_of
+from headrace.strategies.strategy import WorkerContext
+from headrace.training.exchange import Replica
+from headrace.training.whole_model import Objective
+from headrace.worker.evaluation import Evaluation
+from headrace.worker.events import EventWriter, InputReporter
+from headrace.worker.run_spec import RunSpec
+
+
+def build_module(job: Job) -> nn.Module:
+    """Builds the job's model from its seed, or copies the one that it is."""
+    torch.manual_seed(job.seed)
+    return copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+
+
+def objective_of(job: Job, weighed: bool = False) -> Objective:
+    """Returns what the job's model is trained on."""
+    loss = job.task.loss if job.task else job.loss
+    assert loss is not None  # Job holds that it has one of them
+    return Objective(loss, job.inputs, job.target, weighed)
+
+
+def build_context(
+    run: RunSpec,
+    role: Role,
+    page: ControlPage,
+    module: nn.Module,
+    loader: Loader,
+    devices: DeviceGroup,
+    closing: ExitStack,
+) -> WorkerContext:
+    """Returns what the strategy builds a replica from; `closing` closes what the strategy opens."""
+    group = devices.group
+    group.ends.names = [name_of(run.plan, rank) for rank in range(group.world)]
+    if role.device != "cpu":
+        torch.cuda.set_device(role.device)
+        module.to(role.device)
+    return WorkerContext(
+        module=module,
+        model=run.model,
+        objective=objective_of(run.job, run.weighed),
+        optimizer=run.job.optimizer,
+        options=run.job.options,
+        group=group,
+        device_group=devices,
+        rounds_per_epoch=loader.rounds_per_epoch,
+        full_batch=loader.full_batch,
+        first=run.resume.done if run.resume else 0,
+        closing=closing,
+        servers=find_servers(run.plan, role.rank, page, group),
+        sample=lambda: _sample(run.job),
+    )
+
+
+def build_loader(run: RunSpec, role: Role, group: ProcessGroup, events: EventWriter) -> tuple[Loader, InputReporter]:
+    """Returns the loader of a worker's training data, and what writes its events."""
+    reporter = InputReporter(role.rank, events)
+    job, plan = run.job, run.plan
+    data = assign_data(as_pipeline(job.data)[0], plan, role, group)
+    budget = replace(_cpu_budget(plan, role), say=lambda line: events.write(Notice(role.rank, events.now(), line)))
+    loader = Loader(
+        data.pipeline, job.seed, job.global_batch_size, data.shares, data.rank, cpu_budget=budget, tell=reporter.tell
+    )
+    return loader, reporter
+
+
+def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessGroup) -> Evaluation | None:
+    """Returns what evaluates; None where the job has no evaluation data."""
+    job, plan = run.job, run.plan
+    if job.eval_data is None:
+        return None
+    pipeline, _ = as_pipeline(job.eval_data)
+    budget = _cpu_budget(plan, role)
+
+    def loader(rank: int, world: int) -> Loader:
+        each = plan.workers // plan.replicas
+        shares = (1,) * (world // each)
+        # Where workers may join and leave, those that are there evaluate.
+        fixed = plan.assigns_data
+        data = assign_data(pipeline, plan, role, group) if fixed else DataAssignment(pipeline, shares, rank // each)
+        batch = job.options.eval_batch_size
+        size = batch * len(shares) if batch else max(job.global_batch_size, len(shares))
+        return Loader(data.pipeline, job.seed, size, data.shares, data.rank, ordered=True, cpu_budget=budget)
+
+    return Evaluation(job, replica, functools.cache(loader), group)
+
+
+class DeviceGroup:
+    """Connects the collective for the devices' own tensors when it is first called; None where memory is shared.
+
+    Attributes:
+        group: all workers.
+        moved_bytes: by that collective, so far.
+    """
+
+    def __init__(self, run: RunSpec, role: Role, group: ProcessGroup) -> None:
+        self.group = group
+        self._run, self._role = run, role
+        self._connected: Collective | None = None
+
+    def __call__(self) -> Collective | None:
+        if self._connected is None:
+            self._connected = self._connect()
+        return self._connected
+
+    @property
+    def moved_bytes(self) -> int:
+        """The group's own traffic is counted by the group."""
+        connected = self._connected
+        return connected.moved_bytes if connected is not None and connected is not self.group else 0
+
+    def _connect(self) -> Collective | None:
+        run, role, group = self._run, self._role, self.group
+        if role.device == "cpu":
+            return None if group.one_memory else group
+        if group.world == 1:
+            return ThreadCollective(ThreadGroup(1), 0)
+        # Here, because importing torch.distributed costs what a CPU run need not pay.
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+        from headrace.collectives.torch_distributed import TorchDistributed
+
+        store = FileStore(str(run.run_dir / "rendezvous"), group.world)
+        return TorchDistributed(store, role.rank, group.world, role.device, run.timeout_s)
+
+
+def _sample(job: Job) -> Any:
+    pipeline, _ = as_pipeline(job.data)
+    loader = Loader(pipeline, job.seed, min(2, len(pipeline)), (1,), 0, ordered=True)
+    return next(share.batch for share in loader.sweep(alone=True) if share.examples)
+
+
+def _cpu_budget(plan: Plan, role: Role) -> CpuBudget:
+    """Returns what a worker may read its data with: its part of the host's cores."""
+    mates = sum(other.host == role.host for other in plan.roles[: plan.workers])
+    return CpuBudget(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)
+
+
+@dataclass(frozen=True)
+class DataAssignment:
+    """What a `Loader` is told.
+
+    Attributes:
+        pipeline: knows who has how much, where hosts list examples of their own.
+        shares: relative weights of those among whom it is split: all workers, or those of this host.
+        rank: which of them this worker is.
+    """
+
+    pipeline: InputPipeline
+    shares: tuple[int, ...]
+    rank: int
+
+
+def assign_data(pipeline: InputPipeline, plan: Plan, role: Role, group: ProcessGroup) -> DataAssignment:
+    """Finds a worker's; where hosts list examples of their own, all workers call it together.
+
+    Raises:
+        UsageError: each worker may get any portion, and hosts list examples of their own.
+    """
+    shares, workers = plan.data_shares, plan.roles[: plan.workers]
+    names = list(dict.fromkeys(worker.host for worker in workers))
+    if pipeline.hosts is None or len(names) == 1:
+        return DataAssignment(pipeline, shares, role.data_rank)
+    if not plan.assigns_data:
+        raise UsageError(
+            f"{plan.strategy} hands any portion to any worker, and hr.data.local says that each of {len(names)} hosts "
+            "stores another part; give every host all data, or train without servers: mirrored"
+        )
+    near = [worker for worker in workers if worker.host == role.host]
+    mates = sorted({worker.data_rank for worker in near})
+    mine = names.index(role.host)
+    # One of each host says how much it has.
+    told = [0.0] * len(names)
+    told[mine] = float(len(pipeline)) if role.rank == min(worker.rank for worker in near) else 0.0
+    counts = tuple(map(int, group.sum(told)))
+    known = replace(pipeline, hosts=Hosts(counts, mine))
+    return DataAssignment(known, tuple(shares[mate] for mate in mates), mates.index(role.data_rank))
