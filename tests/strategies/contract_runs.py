@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -293,11 +294,11 @@ def with_replicas(
             module.load_state_dict(dict(saved.tensors))
         for tensor in (*module.parameters(), *module.buffers()) if estranged and host.rank else ():
             tensor.data.fill_(1)
-        connect = (lambda: ThreadCollective(meeting, host.rank)) if wired else None
+        devices = functools.cache(lambda: ThreadCollective(meeting, host.rank) if wired else None)
         place = plan.role(host.rank).data_rank
         loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, plan.shares, place)
         epoch = loader.rounds_per_epoch
-        parts = WorkerContext(module, spec, objective, job.optimizer, job.options, host, connect, epoch, first=first)
+        parts = WorkerContext(module, spec, objective, job.optimizer, job.options, host, devices, epoch, first=first)
         parts = dataclasses.replace(parts, sample=lambda: sample)
         with parts.closing:
             return act(host.rank, strategy.replica(plan, host.rank, parts), loader)
