@@ -1,7 +1,7 @@
 """Every error that headrace raises on purpose.
 
     HeadraceError
-    ├── UsageError                what was asked for cannot be meant: exit code 2
+    ├── UsageError                an invalid request: exit code 2
     │   ├── UnknownName           a strategy, option or key that does not exist, with a suggestion
     │   ├── CheckpointMismatch    a checkpoint of another job, with what differs
     │   ├── JobError              a job that cannot be loaded, built or sent
@@ -16,7 +16,7 @@
         ├── PeerLost              a process was killed, vanished or froze: exit code 4
         └── Replaced              this process gave no sign of life, and another does its work: exit code 4
 
-Every message says what happened, the numbers, and the remedy.
+Every message contains what happened, the numbers, and the remedy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HeadraceError(Exception):
 
 
 class UsageError(HeadraceError, ValueError):
-    """What was asked for cannot be meant."""
+    """An invalid request."""
 
     exit_code = 2
 
@@ -131,7 +131,7 @@ class CorruptCheckpoint(HeadraceError):
 
 
 class ServerRefused(HeadraceError):
-    """A parameter server does not deal with a worker that asks for what makes no sense; its words say what."""
+    """A parameter server has refused a worker's invalid request; the message names the reason."""
 
 
 class RunFailed(HeadraceError):
@@ -216,8 +216,8 @@ class PeerLost(RunFailed):
         part: what it holds of the model, where that is a part: "stage 1 of 2".
 
     Attributes:
-        rank, host, cause: see there.
-        remedy: how to go on; "" where nobody knows.
+        rank, host, cause: the arguments.
+        remedy: how to continue; "" where it is not known.
     """
 
     exit_code = 4

@@ -17,7 +17,7 @@ from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
 from headrace.spec.job import Job
 
 MODULE = "headrace_job"
-"""The name under which a job file stands in `sys.modules`, so that its classes know where they live."""
+"""The name of the job file's module in `sys.modules`, where its classes are looked up."""
 
 
 def load_job(path: Path, settings: Sequence[str] = ()) -> Job:

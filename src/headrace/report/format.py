@@ -1,4 +1,4 @@
-"""Numbers as text with three significant digits and their unit; fields, which say what is shown of a value, and how."""
+"""Numbers as text with three significant digits and their unit; fields, which define how a value is shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from headrace.spec.plain import to_plain
 
 MISSING = "–"
-"""Stands where nothing was measured."""
+"""The text of a value that was not measured."""
 
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

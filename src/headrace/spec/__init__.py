@@ -1,4 +1,4 @@
-"""WHAT: frozen values without behaviour. No torch at run time."""
+"""Frozen values that describe a job, a model, a cluster, a plan and events. No torch at run time."""
 
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.job import Job

@@ -13,7 +13,7 @@ class Call(NamedTuple):
 
     name: str
     values: tuple[object, ...] = ()
-    options: dict[str, object] = {}  # noqa: RUF012  (nobody changes it)
+    options: dict[str, object] = {}  # noqa: RUF012  (never changed)
 
 
 def parse_call(text: str) -> Call:
@@ -28,7 +28,7 @@ def parse_call(text: str) -> Call:
     try:
         return _call(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError):
-        # Where Python's parser stumbled says less than what is right.
+        # The parser's own message does not name the remedy.
         raise UsageError(
             f"{text!r} is not a name with options: write it as {name.strip() or 'name'}(option=value, other='text')"
         ) from None

@@ -1,4 +1,4 @@
-"""What deciding needs to know of the machines."""
+"""The machines, for planning."""
 
 from __future__ import annotations
 

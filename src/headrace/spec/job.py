@@ -1,4 +1,4 @@
-"""What is trained: everything that stays the same whatever the strategy."""
+"""The job, which is the same under every strategy, and one worker's share of its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What deciding needs to know of a model: names, shapes and types, no tensors."""
+"""A model for planning: names, shapes and types, no tensors."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ class Options:
         all: as many examples a round as before, less memory for activations.
     schedule: takes the optimizer, returns a `torch.optim.lr_scheduler.LRScheduler`:
         `functools.partial(StepLR, step_size=10)`; None for a constant learning rate.
-    schedule_every: "step" lets the schedule go on after each round, "epoch" after each epoch.
-    warmup: rounds during which the learning rate, whatever the schedule gives, rises linearly from 1/warmup of
-        it to the whole.
+    schedule_every: "step" advances the schedule after each round, "epoch" after each epoch.
+    warmup: rounds during which the learning rate, rises linearly from 1/warmup to the whole of what the
+        schedule gives.
     precision: "fp32" computes in the types of the parameters; "bf16" and "fp16" compute forward under autocast,
         fp16 (CUDA alone) with a loss scale. Parameters and updates keep their types.
     compile: compiles the model (`torch.compile`).
@@ -54,7 +54,7 @@ class Options:
         trained model use it. None for none.
     eval_every: rounds between evaluations; None for one after each epoch.
     eval_batch_size: examples of one evaluation batch a worker; None for its share of the global batch.
-    early_stopping: see there; None to go on to the end.
+    early_stopping: see `EarlyStopping`; None to train to the end.
     on_nonfinite: what a loss or gradient that is NaN or infinite leads to, on all workers alike: "raise" ends
         the run, "skip" leaves out the update, "rollback" also brings back the last checkpoint's parameters and
         optimizer, and in neither case does it reach the parameters. On an accelerator "raise" reads losses a few

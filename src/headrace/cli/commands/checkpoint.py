@@ -1,4 +1,4 @@
-"""`headrace checkpoint`: what a run has saved, whether it is sound, and what is in it."""
+"""`headrace checkpoint`: list, verify and show the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def _look(folder: CheckpointFolder, step: int) -> dict[str, Any]:
         found = folder.open(step)
     except CorruptCheckpoint as error:
         return {"step": step, **row, "wrong": f"{error.path.name}: {error.reason}"}
-    said = {key: found.description.get(key) for key in ("strategy", "workers", "saved_at")}
-    return {"step": step, **row, **said, "bytes": _size(found)}
+    facts = {key: found.description.get(key) for key in ("strategy", "workers", "saved_at")}
+    return {"step": step, **row, **facts, "bytes": _size(found)}
 
 
 def _cell(key: str, value: Any) -> str:

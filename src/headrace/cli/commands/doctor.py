@@ -1,4 +1,4 @@
-"""`headrace doctor`: what this machine has, what is missing, and what to do about it."""
+"""`headrace doctor`: what this machine has and lacks, with remedies."""
 
 from __future__ import annotations
 

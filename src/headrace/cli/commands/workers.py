@@ -1,4 +1,4 @@
-"""`headrace workers`: further workers for a run that goes on, or fewer."""
+"""`headrace workers`: add or remove workers of a running run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _EXAMPLES = """
 
 
 class Change(StrEnum):
-    """What is to happen."""
+    """Whether to add or remove."""
 
     ADD = "add"
     REMOVE = "remove"
 
 
 def workers(
-    change: Annotated[Change, typer.Argument(metavar="add|remove", show_default=False, help="What is to happen.")],
+    change: Annotated[
+        Change, typer.Argument(metavar="add|remove", show_default=False, help="Whether to add or remove.")
+    ],
     count: Annotated[int, typer.Argument(metavar="N", show_default=False, help="How many workers.")],
     run_dir: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="The directory of a run that goes on.")
@@ -42,8 +44,8 @@ def workers(
     with answering(as_json) as answer:
         if count < 1:
             raise UsageError(f"N must be at least 1, got {count}")
-        said = ask_for_workers(run_dir, count if change == Change.ADD else -count)
+        answer_text = ask_for_workers(run_dir, count if change == Change.ADD else -count)
         if answer.as_json:
-            answer.document({"said": said})
+            answer.document({"said": answer_text})
         else:
-            answer.text(said)
+            answer.text(answer_text)

@@ -1,4 +1,4 @@
-"""The event files of a run, read back: whole afterwards, or bit by bit while the run goes on."""
+"""The event files of a run, read as a whole or followed while the run is running; attempts of a resumed run."""
 
 from __future__ import annotations
 

@@ -77,11 +77,11 @@ def cost_s(fed: InputStats) -> float:
     return busy_s(fed) / fed.readers / fed.examples if fed.examples else 0.0
 
 
-def _lasts(told: Iterable[InputStats]) -> list[InputStats]:
+def _lasts(events: Iterable[InputStats]) -> list[InputStats]:
     """Returns each worker's last event; where a replacement began to count anew, the last of both."""
     lasts: list[InputStats] = []
     current: dict[int, InputStats] = {}
-    for event in told:
+    for event in events:
         before = current.get(event.rank)
         if before is not None and event.batches < before.batches:
             lasts.append(before)
@@ -166,7 +166,7 @@ def bottleneck_of(times: Mapping[int, StepTimes], inputs: InputSummary) -> Bottl
             remedy="look at what else runs on its machine, or give it a smaller share of each batch",
         )
     exchange, total = (sum(getattr(each, part) for each in times.values()) for part in ("exchange_s", "total_s"))
-    # On a GPU, what is computed is waited for between two steps.
+    # On a GPU, the time between two steps is a wait for the computation.
     compute = sum(each.total_s - each.wait_s - each.exchange_s for each in times.values())
     if exchange > compute:
         return Bottleneck(

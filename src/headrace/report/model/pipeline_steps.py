@@ -82,10 +82,10 @@ def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
     """Returns the step of median length among those that the last attempt's first replica has reported, or None."""
     last = attempts[-1]
     ranks = _first_replica(last.started.plan)
-    told: dict[int, dict[int, PipelineStepTimed]] = defaultdict(dict)
+    reported: dict[int, dict[int, PipelineStepTimed]] = defaultdict(dict)
     for event in of_kind(PipelineStepTimed, last.events):
         if event.rank in ranks and event.passes:
-            told[event.step][event.rank] = event
+            reported[event.step][event.rank] = event
     whole = [
         PipelineStep(
             step,
@@ -93,7 +93,7 @@ def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
             {rank: by_rank[rank].in_flight for rank in sorted(by_rank)},
             tuple(stage["seconds"] for stage in cast(Sequence[Mapping[str, Any]], last.started.plan.get("stages", ()))),
         )
-        for step, by_rank in sorted(told.items())
+        for step, by_rank in sorted(reported.items())
         if by_rank.keys() == ranks
     ]
     return sorted(whole, key=lambda each: each.seconds)[len(whole) // 2] if whole else None

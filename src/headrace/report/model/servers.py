@@ -14,7 +14,7 @@ from headrace.report.model.training import STEPPED_PARTS, TrainingClock, step_be
 from headrace.spec.events import ServerStarted, ServerStats, ShardStats, Stepped
 
 ROUNDS = -1
-"""Stands for the worker where the mean of a round was applied, which is of many."""
+"""The key of the mean of a round, to which many workers contribute."""
 
 _POINTS = 200
 """Most points over time."""
@@ -230,17 +230,17 @@ def imbalance(served: Iterable[ServerStats]) -> str | None:
     works = {rank: _work(each, 0.0, None) for rank, each in sorted(_last(served).items())}
     if len(works) < 2:
         return None
-    said = [
+    parts = [
         *_uneven(works, "moves", "of the bytes", lambda work: work.moved_bytes, _moved, byte_count, 1.0),
         *_uneven(works, "needs", "of the time to apply", _apply_s, _apply_s, duration, _LEAST_APPLY_S),
     ]
     factor, which = to_mean([work.queue_mean for work in works.values()])
     rank = list(works)[which]
     if factor > UNEVEN and works[rank].queue_mean >= _LEAST_QUEUE:
-        said.append(f"server {rank} has {ratio(factor)} × the mean queue ({works[rank].queue_mean:.1f} messages)")
-    if not said:
+        parts.append(f"server {rank} has {ratio(factor)} × the mean queue ({works[rank].queue_mean:.1f} messages)")
+    if not parts:
         return None
-    return f"uneven servers: {'; '.join(said)}; remedy: smaller shards (max_size), or placement by bytes (greedy)"
+    return f"uneven servers: {'; '.join(parts)}; remedy: smaller shards (max_size), or placement by bytes (greedy)"
 
 
 def _uneven(

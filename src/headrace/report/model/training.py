@@ -249,18 +249,18 @@ class AveragingSummary:
 def averaging_of(attempts: Sequence[Attempt]) -> AveragingSummary | None:
     """Returns the meetings of a run; None where there were none."""
     meetings: list[ParametersAveraged] = []
-    for attempt, then in zip_longest(attempts, attempts[1:]):
-        until = then.started.resumed_step if then else None
-        told = [each for each in of_kind(ParametersAveraged, attempt.events) if until is None or each.step <= until]
-        meetings += _merged(told)
+    for attempt, later in zip_longest(attempts, attempts[1:]):
+        until = later.started.resumed_step if later else None
+        events = [each for each in of_kind(ParametersAveraged, attempt.events) if until is None or each.step <= until]
+        meetings += _merged(events)
     return AveragingSummary(tuple(meetings)) if meetings else None
 
 
-def _merged(told: Sequence[ParametersAveraged]) -> list[ParametersAveraged]:
+def _merged(events: Sequence[ParametersAveraged]) -> list[ParametersAveraged]:
     """Returns one event a meeting; where each worker wrote one, that with the largest drift."""
     meetings: dict[int, list[ParametersAveraged]] = {}
-    for each in told:
-        # What one tells for all has no number.
+    for each in events:
+        # The event of one worker for all has the number 0.
         meetings.setdefault(each.meeting or -1 - len(meetings), []).append(each)
     merged = []
     for every in meetings.values():

@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: one bar on a terminal, a plain line now and then elsewhere."""
+"""A run on stderr: a progress bar on a terminal, plain lines elsewhere, and lines for events."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ class ProgressBar:
         self._bar.start()
 
 
-_TOLD_ONE_BY_ONE = 3
+_MOST_SINGLE_LINES = 3
 _ACTIONS = {
     "skip": "the round is left out",
     "rollback": "the round is left out, the last checkpoint comes back",
 }
 
 
-def whose(event: NonFinite) -> str:
+def non_finite_text(event: NonFinite) -> str:
     """Returns what was not finite: "the loss of rank 1 is not finite"."""
     if not event.ranks:
         return "the gradient is not finite"
@@ -144,7 +144,7 @@ def whose(event: NonFinite) -> str:
     return f"the loss of {ranks} is not finite"
 
 
-def _lost_numbers(event: ParametersAveraged) -> str:
+def _left_out_text(event: ParametersAveraged) -> str:
     alone = len(event.left_out) == 1
     ranks = f"rank {event.left_out[0]}" if alone else f"{len(event.left_out)} ranks"
     then = f"left out of the mean, from which {'it goes' if alone else 'they go'} on"
@@ -182,7 +182,7 @@ class Console:
             case NonFinite() if event.action in _ACTIONS:
                 self._count(event)
             case ParametersAveraged() if event.left_out:
-                self._progress.line(f"{self._label}: {_lost_numbers(event)}")
+                self._progress.line(f"{self._label}: {_left_out_text(event)}")
             case Lost():
                 self._progress.line(f"{self._label}: {event.line}")
             case Notice():
@@ -191,8 +191,10 @@ class Console:
     def _count(self, event: NonFinite) -> None:
         self._non_finite += 1
         count = self._non_finite
-        if count <= _TOLD_ONE_BY_ONE:
-            self._progress.line(f"{self._label}: {whose(event)} at step {event.step}: {_ACTIONS[event.action]}")
+        if count <= _MOST_SINGLE_LINES:
+            self._progress.line(
+                f"{self._label}: {non_finite_text(event)} at step {event.step}: {_ACTIONS[event.action]}"
+            )
         elif str(count).strip("0") == "1":  # 10, 100, 1000: however many there are, they fit on a screen
             self._progress.line(f"{self._label}: {count} rounds were not finite so far, the last at step {event.step}")
 

@@ -15,7 +15,7 @@ from headrace.report.format import clean, fixed, tick
 from headrace.report.views.style import GRID, INK, PAPER, QUIET, STAND_INS
 
 if TYPE_CHECKING:
-    # matplotlib takes half a second to import: only who draws pays.
+    # matplotlib takes half a second to import.
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

@@ -83,41 +83,21 @@ def passed_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
 
 
 def _step_picture(title: str, passed: PipelineStep) -> Picture:
-    measured = [
-        Lane(
-            f"rank {rank}",
-            tuple(
-                piece
-                for each in passes
-                for piece in (
-                    (each.began_s - passed.began_s, each.waited_s, _WAIT, ""),
-                    (
-                        each.began_s + each.waited_s - passed.began_s,
-                        each.ended_s - each.began_s - each.waited_s,
-                        _BACKWARD if each.backward else _FORWARD,
-                        str(each.micro_batch),
-                    ),
-                )
-            ),
-        )
-        for rank, passes in passed.passes.items()
-    ]
-    scheduled = [
-        Lane(
-            f"rank {rank}",
-            tuple(
-                (
-                    span.start,
-                    span.stop - span.start,
-                    _BACKWARD if span.action.backward else _FORWARD,
-                    str(span.action.micro_batch),
-                )
-                for span in passed.scheduled
-                if span.rank == place
-            ),
-        )
-        for place, rank in enumerate(passed.passes)
-    ]
+    measured, scheduled = [], []
+    for place, (rank, passes) in enumerate(passed.passes.items()):
+        pieces = []
+        for each in passes:
+            start, ready = each.began_s - passed.began_s, each.began_s + each.waited_s - passed.began_s
+            colour = _BACKWARD if each.backward else _FORWARD
+            pieces.append((start, each.waited_s, _WAIT, ""))
+            pieces.append((ready, each.ended_s - each.began_s - each.waited_s, colour, str(each.micro_batch)))
+        measured.append(Lane(f"rank {rank}", pieces))
+        spans = [(span, span.action) for span in passed.scheduled if span.rank == place]
+        boxes = [
+            (each.start, each.stop - each.start, _BACKWARD if action.backward else _FORWARD, str(action.micro_batch))
+            for each, action in spans
+        ]
+        scheduled.append(Lane(f"rank {rank}", boxes))
     groups = (
         (f"as measured in step {passed.step}: {percent(passed.bubble)} bubble", measured),
         (f"by the schedule, were all stages alike: {percent(passed.scheduled_bubble)} bubble", scheduled),

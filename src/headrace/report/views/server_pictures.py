@@ -168,34 +168,51 @@ def _traffic_of_servers(shown: Sequence[_Shown]) -> Picture:
 
 
 def _traffic_of_shards(shown: Sequence[_Shown]) -> Picture:
-    def traffic(shard: ShardStats) -> float:
-        return (shard.pushed_bytes + shard.pulled_bytes) * 1e-6
-
-    bars = []
-    count = _FEWER if len(shown) > 1 else _MOST_SHARDS
-    for run in shown:
-        marks = _mean_mark([traffic(shard) for _, shard in run.servers.shards])
-        for rank, shard in _most(run, traffic, count):
-            bars.append(Bar(f"{run.prefix}{shard.name} on {rank}", *_traffic([shard], run.style), marks))
-    title = "Traffic of shards"
-    reading = "The same for each shard; behind its name the rank of its server, and the line at the shards' mean."
-    return Picture(title, draw_bars(title, bars, "MB"), reading + _left_out(shown, count))
+    return _of_shards(
+        shown,
+        "Traffic of shards",
+        "MB",
+        "The same for each shard; behind its name the rank of its server, and the line at the shards' mean.",
+        lambda shard: (shard.pushed_bytes + shard.pulled_bytes) * 1e-6,
+        lambda shard, style: _traffic([shard], style),
+    )
 
 
 def _apply_time(shown: Sequence[_Shown]) -> Picture:
-    def apply_s(shard: ShardStats) -> float:
-        return shard.apply_s
+    def bar(shard: ShardStats, style: RunStyle) -> tuple[str, list[tuple[float, str]]]:
+        note = f"{short(shard.steps)} × {duration(shard.apply_s / shard.steps)}" if shard.steps else "no update"
+        return note, [(shard.apply_s, style.colour)]
 
+    return _of_shards(
+        shown,
+        "Apply time of shards",
+        "seconds",
+        "Seconds that the updates of each shard took; on the right, how many there were and how long one took.",
+        lambda shard: shard.apply_s,
+        bar,
+    )
+
+
+def _of_shards(
+    shown: Sequence[_Shown],
+    title: str,
+    unit: str,
+    reading: str,
+    load: Callable[[ShardStats], float],
+    bar: Callable[[ShardStats, RunStyle], tuple[str, list[tuple[float, str]]]],
+) -> Picture:
     bars = []
     count = _FEWER if len(shown) > 1 else _MOST_SHARDS
     for run in shown:
-        marks = _mean_mark([shard.apply_s for _, shard in run.servers.shards])
-        for rank, shard in _most(run, apply_s, count):
-            each = f"{short(shard.steps)} × {duration(shard.apply_s / shard.steps)}" if shard.steps else "no update"
-            bars.append(Bar(f"{run.prefix}{shard.name} on {rank}", each, [(shard.apply_s, run.style.colour)], marks))
-    title = "Apply time of shards"
-    reading = "Seconds that the updates of each shard took; on the right, how many there were and how long one took."
-    return Picture(title, draw_bars(title, bars, "seconds"), reading + _left_out(shown, count))
+        shards = sorted(run.servers.shards, key=lambda pair: -load(pair[1]))
+        marks = _mean_mark([load(shard) for _, shard in shards])
+        bars += [
+            Bar(f"{run.prefix}{each.name} on {rank}", *bar(each, run.style), marks) for rank, each in shards[:count]
+        ]
+    most = max(len(run.servers.shards) for run in shown)
+    if most > count:
+        reading += f" The {count} largest of each run are shown, of up to {most}."
+    return Picture(title, draw_bars(title, bars, unit), reading)
 
 
 def _traffic(shards: Sequence[ShardStats], style: RunStyle) -> tuple[str, list[tuple[float, str]]]:
@@ -208,13 +225,3 @@ def _traffic(shards: Sequence[ShardStats], style: RunStyle) -> tuple[str, list[t
 def _mean_mark(values: Sequence[float]) -> list[Mark]:
     """Returns a line at the mean of several values."""
     return [Mark(sum(values) / len(values))] if len(values) > 1 else []
-
-
-def _most(run: _Shown, load: Callable[[ShardStats], float], count: int) -> list[tuple[int, ShardStats]]:
-    """Returns the shards with the largest load, in order."""
-    return sorted(run.servers.shards, key=lambda pair: -load(pair[1]))[:count]
-
-
-def _left_out(shown: Sequence[_Shown], count: int) -> str:
-    most = max(len(run.servers.shards) for run in shown)
-    return f" The {count} largest of each run are shown, of up to {most}." if most > count else ""

@@ -11,7 +11,7 @@ from typing import Self
 
 from headrace.errors import UnfitMachine
 from headrace.report.model.training import STEPPED_PARTS
-from headrace.report.views.console import whose
+from headrace.report.views.console import non_finite_text
 from headrace.spec.events import (
     Evaluated,
     Event,
@@ -32,7 +32,7 @@ class TensorBoard:
     `loss` by step is the weighted mean over the workers, written when as many of them have reported the step as there
     are, or, where workers do not go in step, when each of them is beyond it;
     `seconds/<part>/rank-<n>` where each worker's step went; `evaluation/<metric>`; `checkpoints/stall_s` and
-    `checkpoints/bytes` by step; notices, failures and rounds that were not finite as text. A resumed run goes on in
+    `checkpoints/bytes` by step; notices, failures and rounds that were not finite as text. A resumed run continues
     the same curves.
 
     Args:
@@ -90,7 +90,7 @@ class TensorBoard:
                 self._writer.add_scalar("checkpoints/stall_s", event.stall_s, event.step, time_s)
                 self._writer.add_scalar("checkpoints/bytes", event.bytes, event.step, time_s)
             case NonFinite():
-                self._writer.add_text("not finite", f"{event.action}, {whose(event)}", event.step, time_s)
+                self._writer.add_text("not finite", f"{event.action}, {non_finite_text(event)}", event.step, time_s)
             case Lost():
                 self._writer.add_text("lost", event.line, 0, time_s)
             case Notice():
@@ -116,7 +116,7 @@ class TensorBoard:
     def _gather(self, event: Stepped) -> None:
         """Adds a worker's step to its round, and writes the rounds that are complete."""
         if event.step < self._past:
-            return  # Data that was given out again: its round stands in the curve already.
+            return  # A repeated lease: the curve has this round already.
         self._waiting[event.step].append(event)
         self._latest[event.rank] = max(event.step, self._latest.get(event.rank, 0))
         if len(self._latest) == self._workers:
