@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
 
 from headrace.collectives.base import HostMap
-from headrace.collectives.multi_host import MultiHostGroup, connect
 from headrace.collectives.shared_memory import SharedMemoryGroup
-from headrace.collectives.torch_distributed import TorchDistributed
+from headrace.collectives.torch_distributed import MultiHostGroup, TorchDistributed, connect
 from headrace.errors import PeerLost, UsageError
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment

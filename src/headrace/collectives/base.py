@@ -1,4 +1,4 @@
-"""What workers say to each other together: every rank calls the same verbs in the same order."""
+"""Collective operations of workers: every rank calls the same ones in the same order."""
 
 from __future__ import annotations
 
@@ -17,22 +17,17 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class HostMap:
-    """Where the ranks of a group are that are on several hosts.
-
-    Attributes:
-        hosts: the name of each rank's.
-        address: of this rank's host, where the others reach it.
-    """
+    """The host of each rank of a group, by name, and the address at which the others reach this rank's host."""
 
     hosts: tuple[str, ...]
     address: str
 
 
 class Collective(ABC):
-    """A group of `world` ranks that act together.
+    """A group of `world` ranks that communicate.
 
-    Every wait has an end: a peer that is lost raises `PeerLost` in the others. Sums are taken in rank order,
-    so that every rank gets the same bits, and two runs too.
+    Every wait has an end: where a peer is lost, the others raise `PeerLost`. Sums are taken in rank order, so that all
+    ranks, and two runs, get the same bits.
     """
 
     rank: int
@@ -49,10 +44,10 @@ class Collective(ABC):
         """Replaces a contiguous tensor, of the same shape and type on all ranks, by the sum over ranks."""
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins an `all_reduce`; the sum is there when what it returns has been called."""
-        # At once, unless somebody else's cores do it: those that would add in the background are those that compute.
+        """Begins an `all_reduce`; returns a function that waits for the sum."""
+        # Not in the background, where it would take the cores that compute.
         self.all_reduce(tensor)
-        return _nothing
+        return lambda: None
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
@@ -66,7 +61,7 @@ class Collective(ABC):
         return every
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
-        """Gives row i of a contiguous `(world, nbytes)` uint8 tensor to rank i; returns what all give this one."""
+        """Sends row i of a contiguous `(world, nbytes)` uint8 tensor to rank i; returns the rows sent to this rank."""
         return self.gather(pieces.view(-1)).view(self.world, *pieces.shape)[:, self.rank]
 
     @abstractmethod
@@ -75,17 +70,17 @@ class Collective(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what the group holds of the machine."""
+        """Releases memory and connections."""
 
 
 class ProcessGroup(Collective):
-    """The processes of a run, who meet.
+    """The processes of a run.
 
     Attributes:
-        one_memory: whether they can see the same memory; where not, `share` raises.
-        home: where they are; None where they can see the same memory.
+        one_memory: whether they share memory; where not, `share` raises.
+        home: their hosts; None where they share memory.
         groups: those that `subgroup` has returned.
-        ends: whose loop has ended, of its ranks.
+        ends: which ranks' loops have ended.
     """
 
     one_memory: bool = True
@@ -94,31 +89,26 @@ class ProcessGroup(Collective):
     groups: Sequence[ProcessGroup] = ()
 
     def subgroup(self, members: Sequence[int]) -> ProcessGroup:
-        """Returns a group of some of the ranks, which acts by itself and is closed with this one.
+        """Returns a group of some of the ranks, in order, the caller's among them; it is closed with this one.
 
-        Every rank calls it at the same time, and belongs to one of the groups that are named.
-
-        Args:
-            members: ranks of the caller's group, in order, its own among them.
+        Every rank calls it at the same time, and belongs to one of the groups.
         """
         raise NotImplementedError("this group has no groups in it")
 
     @property
     def all_moved_bytes(self) -> int:
-        """Those of the groups in this one, too."""
+        """Bytes moved by this group and by those in it."""
         return self.moved_bytes + sum(group.all_moved_bytes for group in self.groups)
 
     @property
     def members(self) -> list[int]:
-        """Places in the run of all ranks."""
+        """The ranks' numbers in the run."""
         return list(range(self.world))
 
     def regroup(self, members: Sequence[tuple[int, int]], meeting: int) -> None:
-        """Goes on with others, where members may be lost or come; else all stay.
+        """Changes the members, in a group whose members may be lost or join; every new member calls it.
 
-        Args:
-            members: place and incarnation of all, every one of whom calls this.
-            meeting: greater than at any time before.
+        `members` has each one's rank in the run and its incarnation; `meeting` is greater than at any call before.
         """
 
     def is_gone(self, member: int) -> bool:
@@ -126,16 +116,12 @@ class ProcessGroup(Collective):
         return False
 
     def together(self, act: Callable[[], _Result]) -> _Result:
-        """Does something with all ranks; where members may be lost, again without them."""
+        """Runs `act`, which communicates; runs it again without a member that is lost meanwhile."""
         return act()
 
     @abstractmethod
     def check(self, peer: int | None = None, broken: str = "") -> None:
-        """Looks whether the others live.
-
-        Args:
-            peer: to whom a connection has broken.
-            broken: how; then this raises.
+        """Checks whether the others are alive; raises if given a peer to which a connection has broken, and how.
 
         Raises:
             PeerLost: another rank is known to be lost.
@@ -148,15 +134,11 @@ class ProcessGroup(Collective):
         self.all_reduce(tensor.view(-1).view(torch.uint8))
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
-        """Returns one zeroed region of `nbytes` a rank, by rank, as `(nbytes,)` uint8: everyone's to see.
+        """Returns one zeroed region a rank, by rank, as `(nbytes,)` uint8, which all ranks see.
 
-        Collective, `nbytes` may differ. What a rank writes is seen by others that pass a later `barrier`.
+        Every rank calls it, with a length of its own. What a rank writes is seen by the others after a `barrier`.
 
         Raises:
             NotImplementedError: hosts have no memory in common.
         """
         raise NotImplementedError("processes on several hosts share no memory; they exchange by collectives")
-
-
-def _nothing() -> None:
-    """The sum is there already."""

@@ -1,12 +1,12 @@
-"""A group whose members may be lost at any instant: the others notice where they meet, and do again what they were at.
+"""A group whose members may be lost at any instant: the others notice it at a barrier, and repeat what they did.
 
     member 0   ──── ■ ──────── ■ ··········· ■ ─────────
     member 1   ──────■ ──── ■ ✗             │
     member 2   ─── ■ ─────── ■ ············ ■ ─────────
-                   all meet    member 1 is gone: nobody gets past, both raise, here and nowhere else
+                   all meet    member 1 is lost: no member passes, both raise here
 
-Whoever has come to a meeting has left there what it had to say, and whoever is lost does not come any further: so all
-who live get past a meeting, or none of them does. That is all the agreement it takes.
+A member that has reached a barrier has written its data before it, and a lost member reaches no further one. So either
+all live members pass a barrier, or none does, and no other agreement is needed.
 """
 
 from __future__ import annotations
@@ -25,34 +25,27 @@ from headrace.shared_memory.finished_ranks import FinishedRanks
 
 _SLICE_S = 0.05
 _MEETINGS = 1 << 16
-"""So many times a group may meet before its members change."""
+"""Barriers that a group may have before its members change."""
 
 _Result = TypeVar("_Result")
 
 
 class MemberLost(Exception):
-    """A member of the group has not come to a meeting and never will.
-
-    Args:
-        rank: its place in the run.
-    """
+    """A member of the group, of this rank in the run, was lost before it reached a barrier."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} was lost before a meeting")
+        super().__init__(f"rank {rank} was lost before a barrier")
         self.rank = rank
 
 
 class ElasticGroup(ProcessGroup):
-    """Those of a host's workers who meet now.
+    """The workers of a host that are members now; `rank` and `world` are among them, and the first one leads.
 
     Args:
         page: the run's.
         place: of this process in the page.
         members: place and incarnation of all.
         check: called while waiting; raises where the run is over.
-
-    Attributes:
-        rank, world: among those who meet now; the first one leads.
     """
 
     def __init__(
@@ -72,11 +65,11 @@ class ElasticGroup(ProcessGroup):
         self._incarnations = dict(members)
         self._members = list(self._incarnations)
         if meeting:
-            # Everybody counts from the same number on. Not earlier: somebody may still have to see how far whoever had
-            # this place before has come.
+            # All count from the same number on. Not earlier: others may still read the counter of the process that had
+            # this place before.
             self._page.ranks[self._place].elastic_counter = (meeting * _MEETINGS) & 0x7FFFFFFF
         self._turn = 0
-        self._seat()
+        self._renumber()
 
     def together(self, act: Callable[[], _Result]) -> _Result:
         while True:
@@ -84,19 +77,19 @@ class ElasticGroup(ProcessGroup):
                 return act()
             except MemberLost as lost:
                 self._members.remove(lost.rank)
-                self._seat()
+                self._renumber()
 
     @property
     def members(self) -> list[int]:
         return self._members[:]
 
     def is_gone(self, member: int) -> bool:
-        # Whose loss the launcher tells has written its last.
+        # A process whose loss the launcher tells writes nothing any more.
         return self._page.ranks[member].restarts > self._incarnations[member]
 
     def barrier(self) -> None:
         """Raises:
-        MemberLost: the first of those who never come; when all others have.
+        MemberLost: a member was lost; raised when all others have come.
         """
         if self.world == 1:
             return
@@ -119,7 +112,7 @@ class ElasticGroup(ProcessGroup):
         return tensor.tolist()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        # In double precision, and not through a ring: what is summed where members meet is small.
+        # In double precision, and not through a ring: what is summed here is small.
         flat = tensor.view(-1)
         for start in range(0, flat.numel(), NUMBERS):
             piece = flat[start : start + NUMBERS]
@@ -135,18 +128,18 @@ class ElasticGroup(ProcessGroup):
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         """Raises:
-        NotImplementedError: what a lost member has shared cannot be had again.
+        NotImplementedError: memory of a lost member would be lost with it.
         """
         raise NotImplementedError("workers that may be lost share no memory; their servers do")
 
     def close(self) -> None:
-        """The page is the run's."""
+        """Releases nothing: the page is the run's."""
 
-    def _seat(self) -> None:
+    def _renumber(self) -> None:
         self.rank, self.world = self._members.index(self._place), len(self._members)
 
     def _comes(self, member: int, target: int) -> bool:
-        """Waits until a member has come as far, or never will; returns whether it has."""
+        """Waits until a member has reached a barrier, or is lost; returns whether it has reached it."""
         record = self._page.ranks[member]
         address = record.elastic_address
         while not reached(seen := record.elastic_counter, target):

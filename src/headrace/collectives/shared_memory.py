@@ -1,7 +1,7 @@
 """Collectives of the processes of one host, through shared memory.
 
-A tensor goes through a ring of two slots a rank, piece by piece, so that what one rank wrote is still in the
-cache when the others read it:
+A tensor is copied through a ring of two slots a rank, piece by piece, so that what one rank wrote is still in the cache
+when the others read it:
 
     piece      0        1        2
     slot A   write    .        write      while slot B of piece 1 is being read,
@@ -29,19 +29,16 @@ _SLOT_BYTES_OF_TWO = 384 * 1024
 """Two slots of each of two ranks stay in the cache of a core."""
 
 _SLOT_BYTES_OF_MORE = 2 * 1024 * 1024
-"""More ranks than cores change places at every barrier, which costs more than a cache miss: fewer barriers."""
+"""More ranks than cores are switched at every barrier, which costs more than a cache miss: fewer barriers."""
 
 _DIRECT_BYTES = 16 * 1024
 
 
 class SharedMemoryGroup(ProcessGroup):
-    """The group of a host's processes.
+    """The group of a host's processes, which all map the same control page.
 
-    Args:
-        page: the run's control page; every rank maps the same.
-        rank: this process's.
-        check: called while waiting; raises where a peer was lost.
-        ends: whose loop has ended; None where the page tells it.
+    `check` is called while waiting, and raises where a peer was lost; `ends` tells which loops have ended, None where
+    the page tells it.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class SharedMemoryGroup(ProcessGroup):
         self.barrier()
         self._segments.append(segment)
         page = ControlPage(segment, len(members))
-        # Of a loop that has ended the run's page tells.
+        # Which loops have ended is in the run's page.
         own_ends = self.ends.among(members)
         self.groups.append(SharedMemoryGroup(page, list(members).index(self.rank), self._check, own_ends))
         return self.groups[-1]
@@ -176,7 +173,7 @@ class SharedMemoryGroup(ProcessGroup):
         return _add_directly if nbytes <= _DIRECT_BYTES else self._add_in_parts
 
     def _add_other(self, piece: Tensor, sources: list[Tensor]) -> None:
-        # One's own is still in the cache; a + b and b + a are the same bits.
+        # Its own slot is still in the cache; a + b and b + a are the same bits.
         piece.add_(sources[1 - self.rank])
 
     def _add_in_parts(self, piece: Tensor, sources: list[Tensor]) -> None:

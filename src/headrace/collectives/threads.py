@@ -15,12 +15,7 @@ from headrace.shared_memory.finished_ranks import FinishedRanks
 
 
 class ThreadGroup:
-    """What the threads of a group share.
-
-    Args:
-        world: how many there are.
-        ends: whose loop has ended; None where none does before the others.
-    """
+    """What the `world` threads of a group share; `ends` tells which loops have ended, None if they end together."""
 
     def __init__(self, world: int, ends: FinishedRanks | None = None) -> None:
         self.world = world
@@ -31,62 +26,57 @@ class ThreadGroup:
         self.inner: list[ThreadGroup] = []
 
     def abort(self, rank: int) -> None:
-        """Ends every wait, because `rank` has failed."""
+        """Ends all waits, because `rank` has failed."""
         if self.lost < 0:
             self.lost = rank
         self.barrier.abort()
-        for meeting in self.inner:
-            meeting.abort(rank)
+        for group in self.inner:
+            group.abort(rank)
 
     def check_parted(self) -> None:
         """Raises:
-        UsageError: some wait for others whose loops have ended.
+        UsageError: threads wait for others whose loops have ended.
         """
         ended, waiting = self.ends.ended, self.barrier.n_waiting
         if ended and waiting and len(ended) + waiting == self.world:
             raise self.ends.error(ended[0], "another rank")
-        for meeting in self.inner:
-            meeting.check_parted()
+        for group in self.inner:
+            group.check_parted()
 
 
 class ThreadCollective(ProcessGroup):
-    """One thread's seat in a meeting.
+    """One thread's collectives; `shared` is the same object for all threads."""
 
-    Args:
-        meeting: the same object for all threads.
-        rank: this thread's.
-    """
-
-    def __init__(self, meeting: ThreadGroup, rank: int) -> None:
+    def __init__(self, shared: ThreadGroup, rank: int) -> None:
         self.rank = rank
-        self.world = meeting.world
+        self.world = shared.world
         self.moved_bytes = 0
-        self.ends = meeting.ends
-        self._meeting = meeting
+        self.ends = shared.ends
+        self._shared = shared
         self.groups: list[ThreadCollective] = []
 
     def subgroup(self, members: Sequence[int]) -> ThreadCollective:
         first = self.rank == members[0]
         own = ThreadGroup(len(members), self.ends.among(members)) if first else None
-        meeting: ThreadGroup = self._exchange(own)[members[0]]
+        group: ThreadGroup = self._exchange(own)[members[0]]
         if first:
-            self._meeting.inner.append(meeting)
-        # Whoever fails from here on ends it, too.
+            self._shared.inner.append(group)
+        # A thread that fails from here on aborts it, too.
         self.barrier()
-        self.groups.append(ThreadCollective(meeting, list(members).index(self.rank)))
+        self.groups.append(ThreadCollective(group, list(members).index(self.rank)))
         return self.groups[-1]
 
     def barrier(self) -> None:
         if self.world == 1:
             return
         try:
-            self._meeting.barrier.wait()
+            self._shared.barrier.wait()
         except threading.BrokenBarrierError:
-            raise PeerLost(self._meeting.lost, "this process", "its thread has failed") from None
+            raise PeerLost(self._shared.lost, "this process", "its thread has failed") from None
 
     def check(self, peer: int | None = None, broken: str = "") -> None:
-        if self._meeting.barrier.broken:
-            raise PeerLost(self._meeting.lost, "this process", "its thread has failed")
+        if self._shared.barrier.broken:
+            raise PeerLost(self._shared.lost, "this process", "its thread has failed")
 
     def all_reduce(self, tensor: Tensor) -> None:
         if self.world == 1:
@@ -119,9 +109,9 @@ class ThreadCollective(ProcessGroup):
         return tuple(regions)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Releases nothing."""
 
     def _exchange(self, value: object) -> list:  # type: ignore[type-arg]
-        self._meeting.offers[self.rank] = value
+        self._shared.offers[self.rank] = value
         self.barrier()
-        return list(self._meeting.offers)
+        return list(self._shared.offers)

@@ -1,4 +1,4 @@
-"""All ranks of a host meet: one counter a rank in shared memory, futex for those who come early."""
+"""A barrier of the ranks of a host: one counter a rank in shared memory; ranks that come early wait on a futex."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ _SLICE_S = 0.05
 
 
 class Barrier:
-    """Every rank adds 1 to its own counter, then waits until all others' have caught up.
+    """Every rank adds 1 to its own counter, then waits until all others' have caught up; a short wait spins.
 
-    A short wait spins.
-
-    Args:
-        page: holds the counters.
-        rank: this process's.
-        check: called about every 50 ms of waiting; raises to end the wait.
-        ends: whose loop has ended.
+    `check` is called about every 50 ms of waiting, and raises to end the wait; `ends` tells which loops have ended.
     """
 
     def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], ends: FinishedRanks) -> None:
@@ -69,6 +63,6 @@ class Barrier:
 
 
 def reached(seen: int, target: int) -> bool:
-    """Whether a counter has come as far as another number."""
-    # Counters go round at 2**31; a peer is at most a few meetings ahead or behind.
+    """Tells whether a counter has reached a number."""
+    # Counters wrap at 2**31; a peer is at most a few barriers ahead or behind.
     return ((seen - target) & 0x7FFFFFFF) < 0x40000000

@@ -1,4 +1,4 @@
-"""Whose loop has ended, while others still wait for it."""
+"""Ranks whose training loop has ended, which others may still wait for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FinishedRanks:
         self.names = names or [f"rank {rank}" for rank in range(len(heartbeats))]
 
     def among(self, members: Sequence[int]) -> FinishedRanks:
-        """Returns those of some ranks, in order."""
+        """Returns the same for some of the ranks, in order."""
         heartbeats = [self._heartbeats[member] for member in members]
         return FinishedRanks(heartbeats, [self.names[member] for member in members])
 
@@ -34,23 +34,18 @@ class FinishedRanks:
         return [rank for rank, heartbeat in enumerate(self._heartbeats) if heartbeat.finished]
 
     def check(self, peer: int, rank: int, came: Callable[[], bool]) -> None:
-        """Looks whether a peer's loop has ended, while this rank's still waits for it.
-
-        Args:
-            peer: who is waited for.
-            rank: this process's.
-            came: whether the peer has come after all.
+        """Refuses to wait for a peer whose loop has ended, unless it has come (`came`) before its end.
 
         Raises:
-            UsageError: so it is.
+            UsageError: the peer's loop has ended, and this rank's has not.
         """
-        # Its end was written after its last coming, so that tells which of the two it was.
+        # A peer writes its end after its last barrier, so `came` is asked after it.
         ended, waits = self._heartbeats[peer].finished, not self._heartbeats[rank].finished
         if ended and waits and not came():
             raise self.error(peer, self.names[rank])
 
     def error(self, peer: int, waiting: str) -> UsageError:
-        """Returns what to raise where somebody waits for a peer whose loop has ended."""
+        """Returns the error of a rank that waits for a peer whose loop has ended."""
         return UsageError(
             f"the loop on {self.names[peer]} ended after {self._heartbeats[peer].finished - 1} rounds and {waiting} "
             "still waits for it; a training loop must do the same rounds on every worker"

@@ -15,13 +15,13 @@ from typing import TypeVar
 
 _SYSCALLS = {"x86_64": (202, 324), "aarch64": (98, 283)}  # futex, membarrier
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
+_ALL = 2**31 - 1
 _MEMBARRIER_GLOBAL = 1
 
 _MACHINE = platform.machine()
 _FUTEX, _MEMBARRIER = _SYSCALLS.get(_MACHINE, (-1, -1))
 
-# A sleeper lets go of the interpreter; waking takes less time than letting go of it would.
+# Sleeping releases the interpreter lock; waking takes less time than releasing it would.
 _sleeping = ctypes.CDLL(None, use_errno=True).syscall
 _brief = ctypes.PyDLL(None, use_errno=True).syscall
 for _call in (_sleeping, _brief):
@@ -40,8 +40,8 @@ def wait(address: int, seen: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wakes everybody who sleeps on the word at `address`."""
-    _brief(_FUTEX, address, _FUTEX_WAKE, _EVERYBODY)
+    """Wakes all that sleep on the word at `address`."""
+    _brief(_FUTEX, address, _FUTEX_WAKE, _ALL)
 
 
 def fence() -> None:
@@ -59,16 +59,10 @@ _LEAST_S = 1e-6
 
 
 class Spin:
-    """To be woken takes far longer than to look, on idle cores of a virtual machine ten times.
+    """How many `seconds` to poll before sleeping, at most `most_s`.
 
-    How long is learnt: a look that met what it waited for may be longer next time, one in vain is halved, so that on a
-    crowded host hardly anyone spins.
-
-    Args:
-        most_s: the longest, seconds.
-
-    Attributes:
-        seconds: how long to look next time.
+    Waking takes far longer than polling, on idle cores of a virtual machine ten times. The time is learnt: a poll that
+    succeeds may be longer next time, one that fails is halved, so that processes hardly spin on a crowded host.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -76,24 +70,24 @@ class Spin:
         self._most_s = most_s
 
     def met(self) -> None:
-        """Notes that what was waited for came in time."""
+        """Notes that a poll succeeded."""
         self.seconds = min(self._most_s, self.seconds * 1.25)
 
     def slept(self, waited_s: float) -> None:
-        """Notes that it came after `waited_s`, too late for a look."""
+        """Notes that a poll failed, and that the wait took `waited_s`."""
         short = waited_s < self._most_s
         self.seconds = min(self._most_s, self.seconds * 2) if short else max(_LEAST_S, self.seconds / 2)
 
 
 def look(poll: Callable[[float], list[_Event]], spin: Spin, timeout_s: float) -> list[_Event]:
-    """Returns what `poll(seconds)` does within `timeout_s`; looks again and again for a while before it sleeps."""
+    """Returns what `poll(seconds)` does within `timeout_s`; polls repeatedly for a while before it sleeps."""
     events = poll(0.0)
     if events or not timeout_s:
         return events
     began = perf_counter()
     give_up = began + spin.seconds
     while perf_counter() < give_up:
-        # Whoever is waited for may have no other core.
+        # The process that is waited for may have no other core.
         sched_yield()
         events = poll(0.0)
         if events:

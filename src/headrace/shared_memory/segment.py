@@ -1,7 +1,7 @@
-"""Memory that several processes see: anonymous files, passed by descriptor, without names.
+"""Memory that several processes share: anonymous files, passed by descriptor.
 
-Nothing appears in /dev/shm, only processes of the same user can open one, and the last process that lets go
-of it frees it, however it dies.
+Nothing appears in /dev/shm, only processes of the same user can open one, and it is freed when the last process that
+holds it closes it or dies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.errors import UnfitMachine
 def memory_file(label: str) -> int:
     """Returns the descriptor of a new file in memory; `label` shows in /proc/<pid>/maps and /proc/<pid>/fd.
 
-    Nobody but its owner may open it, whoever may see /proc/<pid>/fd.
+    Only its owner may open it, also through /proc/<pid>/fd.
     """
     descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(descriptor, 0o600)
@@ -38,7 +38,7 @@ def available_bytes() -> int:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Tells whether nobody can make the file behind a descriptor shorter."""
+    """Tells whether the file behind a descriptor cannot be shortened."""
     try:
         return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:
@@ -46,7 +46,7 @@ def is_sealed(descriptor: int) -> bool:
 
 
 class SharedSegment:
-    """One mapped piece of shared memory.
+    """One mapped segment of shared memory.
 
     Args:
         descriptor: of the file behind it; the segment owns it.
@@ -77,9 +77,9 @@ class SharedSegment:
         descriptor = memory_file(label)
         try:
             os.ftruncate(descriptor, nbytes)
-            # Taken now, so that a full machine is an error here and not a SIGBUS in the middle of a step.
+            # Allocated now, so that a full machine is an error here and not a SIGBUS in the middle of a step.
             os.posix_fallocate(descriptor, 0, nbytes)
-            # Whoever maps a file that another one shortens dies of it.
+            # A process that maps a file dies if another one shortens it.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             return cls(descriptor, nbytes)
         except OSError as error:
@@ -109,7 +109,7 @@ class SharedSegment:
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int, writable: bool = True) -> SharedSegment:
-        """Maps a segment whose descriptor somebody has sent, if nobody can make it shorter.
+        """Maps a segment whose descriptor was received, if it cannot be shortened.
 
         Raises:
             ValueError: it has another length, or may change it.
@@ -130,7 +130,7 @@ class SharedSegment:
             return torch.frombuffer(self._map, dtype=dtype, offset=start, count=count)
 
     def close(self) -> None:
-        """Lets go of the file; the memory goes with the last tensor on it."""
+        """Closes the file; the memory is freed with the last tensor on it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -157,7 +157,7 @@ class LaunchedGroup:
         # Here, because importing torch.distributed costs what a run on one host need not pay.
         from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-        from headrace.collectives.multi_host import MultiHostGroup, connect
+        from headrace.collectives.torch_distributed import MultiHostGroup, connect
 
         address, store = own_address(), launched_store()
 
