@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from cover import pairwise
 from warm.programs import PYTHON, programs
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the tests of it would wait for ever.
@@ -63,8 +64,42 @@ LONGEST = (
 """Files of minutes, of which none must be the last."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+FULL_HISTORIES, HISTORIES = 1000, 300
+"""Random histories a regime: planted faults are found within 60."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="all cases, not pairwise covers; all histories, all compilers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tells test files, which read it while they are imported."""
+    full = config.getoption("--full")
+    os.environ.setdefault("HEADRACE_HISTORIES", str(FULL_HISTORIES if full else HISTORIES))
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps a pairwise cover of the parameters of each test marked so, and no test marked `full`."""
+    groups: dict[object, list[pytest.Function]] = {}
+    dropped: list[pytest.Item] = []
+    for item in items:
+        if item.get_closest_marker("full"):
+            dropped.append(item)
+        elif isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
+            groups.setdefault((item.path, item.originalname), []).append(item)
+    for group in groups.values():
+        kept = set(pairwise([{name: repr(value) for name, value in each.callspec.params.items()} for each in group]))
+        dropped += [item for index, item in enumerate(group) if index not in kept]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        gone = set(map(id, dropped))
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Lets long files begin first, so that whoever runs several at a time is done with all at about the same time."""
+    if not config.getoption("--full"):
+        leave_out(config, items)
     effort: Counter[Path] = Counter()
     for item in items:
         effort[item.path] += 10 if item.get_closest_marker("slow") else 1

@@ -137,6 +137,7 @@ def test_one_device_is_a_loop_of_plain_pytorch_bit_for_bit(model: str, size: str
     )
 
 
+@pytest.mark.pairwise
 @every_synchronous_strategy
 @every_model
 @every_size
@@ -148,6 +149,7 @@ def test_any_number_of_workers_is_one_device(name: str, workers: int, model: str
     assert_same_bits(outcome, train(job, strategy))
 
 
+@pytest.mark.pairwise
 @every_synchronous_strategy
 @every_model
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -159,6 +161,7 @@ def test_any_number_of_workers_is_one_device_in_single_precision(
     assert_equal(outcome, on_one_device(case, "tiny", torch.float32, factory), SINGLE[optimizer])
 
 
+@pytest.mark.pairwise
 @every_synchronous_strategy
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 @pytest.mark.parametrize("size", ["uneven", "tiny"])
@@ -174,6 +177,7 @@ def test_clipping_weights_and_optimizers_are_those_of_one_device(
     assert_equal(outcome, on_one_device(case, size, torch.float64, None), DOUBLE)
 
 
+@pytest.mark.pairwise
 @every_synchronous_strategy
 @pytest.mark.parametrize("model", ["mlp", "cnn", "partial", "mean-cnn", "mean-clipped"])
 def test_a_loop_of_ones_own_is_one_device_too(name: str, workers: int, model: str) -> None:
@@ -183,6 +187,7 @@ def test_a_loop_of_ones_own_is_one_device_too(name: str, workers: int, model: st
 
 
 @pytest.mark.slow
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize(
     ("model", "size", "workers"),

@@ -1,0 +1,36 @@
+"""Pairwise covers: few of many cases, in which every two parameters still meet in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import combinations
+
+Pair = tuple[tuple[str, Hashable], ...]
+
+
+def pairs(case: Mapping[str, Hashable]) -> set[Pair]:
+    """Returns every two parameters of a case with their values; the one of a case with one parameter."""
+    return set(combinations(sorted(case.items(), key=lambda item: item[0]), min(2, len(case))))
+
+
+def pairwise(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """Returns which cases to keep, in order: each pair of values that is in any case is in one that is kept.
+
+    Greedy: the case with the most pairs that are still missing comes next, the first of several such.
+    """
+    found = [pairs(case) for case in cases]
+    missing = set[Pair]().union(*found)
+    heap = [(-len(each), index) for index, each in enumerate(found)]
+    heapify(heap)
+    kept = []
+    while missing:
+        _, index = heappop(heap)
+        gain = len(found[index] & missing)
+        # What a case adds never grows, so the first whose count is still right has the most.
+        if heap and (-gain, index) > heap[0]:
+            heappush(heap, (-gain, index))
+            continue
+        missing -= found[index]
+        kept.append(index)
+    return sorted(kept)

@@ -1,0 +1,38 @@
+"""A cover leaves out cases, and no pair."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cover import pairs, pairwise
+
+SIZES = [(1,), (7,), (3, 4), (2, 2, 2), (9, 3, 20, 3), (5, 4, 3, 2, 2)]
+
+
+def every(sizes: tuple[int, ...]) -> list[dict[str, int]]:
+    return [dict(zip("abcde", values, strict=False)) for values in product(*map(range, sizes))]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_pair_is_covered(sizes: tuple[int, ...]) -> None:
+    cases = every(sizes)
+    kept = pairwise(cases)
+    assert set().union(*(pairs(cases[index]) for index in kept)) == set().union(*map(pairs, cases))
+    assert kept == sorted(set(kept))
+    assert len(kept) <= 1.5 * max(a * b for a, b in product(sizes, repeat=2)) or len(sizes) == 1
+
+
+def test_a_cover_is_small_and_the_same_each_time() -> None:
+    cases = every((9, 3, 20, 3))
+    assert len(pairwise(cases)) < len(cases) / 7
+    assert pairwise(cases) == pairwise([dict(reversed(case.items())) for case in cases])
+
+
+@given(st.lists(st.fixed_dictionaries({name: st.integers(0, 3) for name in "abcd"}), max_size=60))
+def test_no_pair_is_lost_where_cases_are_no_product(cases: list[dict[str, int]]) -> None:
+    kept = {pair for index in pairwise(cases) for pair in pairs(cases[index])}
+    assert kept == {pair for case in cases for pair in pairs(case)}
