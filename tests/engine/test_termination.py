@@ -62,14 +62,7 @@ def command(
     """`headrace train` on a job of hours."""
     job = folder / "job.py"
     job.write_text(JOB.format(folder=str(folder), pause=pause, importing=importing))
-    arguments = [
-        Path(sys.executable).with_name("headrace"),
-        "train",
-        str(job),
-        "--run-dir",
-        str(folder / "run"),
-        *options,
-    ]
+    arguments = [Path(sys.executable).with_name("headrace"), "train", str(job), "--run-dir", folder / "run", *options]
     with subprocess.Popen(arguments, env=environment(), text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:  # fmt: skip
         try:

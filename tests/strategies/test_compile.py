@@ -1,4 +1,8 @@
-"""Graph mode: the numbers of eager mode, compiled once, and nothing left behind."""
+"""Graph mode: the numbers of eager mode, compiled once, and nothing left behind.
+
+Inductor takes seconds a graph, so the usual run has two cases with it; the others trace the same graphs and run them
+as they are ("aot_eager"). With --full, every case is inductor's.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,17 @@ def compiled(case: Case) -> Case:
     return dataclasses.replace(case, options=dataclasses.replace(case.options, compile=True))
 
 
+INDUCTOR = {"partial"}
+
+
+@pytest.fixture(autouse=True)
+def _compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of processes are not reached by this, and have inductor."""
+    case = request.node.callspec.params.get("case") if hasattr(request.node, "callspec") else None
+    if case not in INDUCTOR and not request.config.getoption("--full"):
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     """Every test compiles for itself."""
@@ -60,7 +75,9 @@ def test_it_gives_the_numbers_of_eager_mode(case: str, name: str, workers: int) 
     assert max(distance(one.tensors, other.tensors) for one, other in zip(ranks, reference, strict=True)) <= DOUBLE
 
 
-@pytest.mark.parametrize(("name", "workers"), WORKERS)
+@pytest.mark.parametrize(
+    ("name", "workers"), [pytest.param(*one, marks=[pytest.mark.full] * (one[1] != 2)) for one in WORKERS]
+)
 def test_in_processes_too_and_none_is_left(name: str, workers: int) -> None:
     case = CASES["mlp"]
     before = belongings()

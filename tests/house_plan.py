@@ -1,0 +1,74 @@
+"""Two rules on their own: who may ask what a plan holds, and how large the package is."""
+
+from __future__ import annotations
+
+import ast
+
+from house import Module, Modules, complaint, room, words
+
+ROOMS = {"api", "engine", "worker"}
+"""They run any strategy, and ask for none of what only some plans have."""
+OF_A_PLAN = {"backups", "partition", "servers", "stages"}
+OF_ANYTHING = {"meetings", "portions"}
+OF_A_ROLE = {"kind", "stage"}
+LOOPS = "headrace.worker.loops."
+"""Each is there for the strategies that train so."""
+EXCEPTIONS = {
+    "headrace.api.run_directory",
+    "headrace.api.supervision",
+    "headrace.engine.local.monitor",
+    "headrace.engine.local.process",
+    "headrace.engine.torchrun.engine",
+    "headrace.worker.data_assignment",
+    "headrace.worker.evaluation",
+    "headrace.worker.main",
+    "headrace.worker.run_spec",
+    "headrace.worker.server",
+    "headrace.worker.state",
+    "headrace.worker.worker",
+}
+"""Modules that still ask; the list only shrinks."""
+
+FILES, LINES, LONG_LINES, LONG_FILES = 240, 40_000, 330, 9
+
+
+def plan_questions(modules: Modules) -> list[str]:
+    """Whether a plan has servers, stages, meetings or leases is asked in strategies/ and in the strategy's room."""
+    asked = {
+        module.name: _asked(module)
+        for module in modules.values()
+        if room(module.name) in ROOMS and not module.name.startswith(LOOPS)
+    }
+    found = [
+        complaint(modules[name], node.lineno, f"asks for {ast.unparse(node)}")
+        for name, nodes in asked.items()
+        if name not in EXCEPTIONS
+        for node in nodes
+    ]
+    return found + [
+        f"{name} asks no longer: remove it from EXCEPTIONS" for name in sorted(EXCEPTIONS) if asked.get(name) == []
+    ]
+
+
+def size(modules: Modules) -> list[str]:
+    """The package has at most 240 files and 40,000 lines; at most nine files are longer than 330 lines."""
+    lines = sum(module.lines for module in modules.values())
+    long = [module.name for module in modules.values() if module.lines > LONG_LINES]
+    found = [f"{len(modules)} files, at most {FILES}"] if len(modules) > FILES else []
+    found += [f"{lines:,} lines, at most {LINES:,}"] if lines > LINES else []
+    found += [f"{len(long)} files over {LONG_LINES} lines, at most {LONG_FILES}"] if len(long) > LONG_FILES else []
+    return found
+
+
+def _asked(module: Module) -> list[ast.Attribute]:
+    return [node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and _asks(node)]
+
+
+def _asks(node: ast.Attribute) -> bool:
+    front = node.value.func if isinstance(node.value, ast.Call) else node.value
+    of = (words(front) or [""])[-1].lstrip("_")
+    return (
+        node.attr in OF_ANYTHING
+        or (of == "plan" and node.attr in OF_A_PLAN)
+        or (of in ("role", "roles") and node.attr in OF_A_ROLE)
+    )
