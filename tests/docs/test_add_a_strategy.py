@@ -24,7 +24,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     forgotten = shutil.ignore_patterns("__pycache__", "docs", ".*")
     for folder in ("src", "tests", "examples"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=forgotten)
-    shutil.copy(ROOT / "pyproject.toml", copy)
+    for name in ("pyproject.toml", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, copy)
     for block in blocks(PAGE):
         if block.language in ("python", "diff"):
             apply(block, copy)
