@@ -54,7 +54,7 @@ def test_bytes_and_memory(tmp_path, make_run):
 def test_names_and_notices(tmp_path, make_run):
     twice = [Notice(rank, 0.2, "said by two") for rank in (0, 1)]
     summary = summarize(make_run(tmp_path / "a", extra=twice))
-    assert (summary.label, summary.strategy, summary.workers, summary.device, summary.threads) == (
+    assert (summary.label, summary.strategy, summary.workers, summary.started.device, summary.started.threads) == (
         "a",
         "mirrored",
         2,

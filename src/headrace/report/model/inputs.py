@@ -151,44 +151,26 @@ def bottleneck_of(times: Mapping[int, StepTimes], inputs: InputSummary) -> Bottl
     if not times:
         return None
     waits = {rank: each.wait_s / each.total_s for rank, each in times.items()}
-    thirsty = max(waits, key=waits.__getitem__)
+    starved = max(waits, key=waits.__getitem__)
     slow, lag = _slowest(times)
-    if waits[thirsty] >= WORTH and waits[thirsty] >= lag and thirsty in inputs.by_rank:
-        return _input(thirsty, waits[thirsty], inputs)
+    if waits[starved] >= WORTH and waits[starved] >= lag and starved in inputs.by_rank:
+        return _input(starved, waits[starved], inputs)
     if lag >= WORTH:
         own = times[slow].compute_s / median(each.compute_s for rank, each in times.items() if rank != slow)
-        return Bottleneck(
-            kind="STRAGGLER",
-            stage=None,
-            rank=slow,
-            share=lag,
-            because=f"rank {slow} computes {ratio(own)} × as long as the others, who wait for it",
-            remedy="look at what else runs on its machine, or give it a smaller share of each batch",
-        )
+        because = f"rank {slow} computes {ratio(own)} × as long as the others, who wait for it"
+        remedy = "look at what else runs on its machine, or give it a smaller share of each batch"
+        return Bottleneck("STRAGGLER", None, slow, lag, because, remedy)
     exchange, total = (sum(getattr(each, part) for each in times.values()) for part in ("exchange_s", "total_s"))
     # On a GPU, the time between two steps is a wait for the computation.
     compute = sum(each.total_s - each.wait_s - each.exchange_s for each in times.values())
+    waiting = f"{percent(waits[starved])} waits for data"
     if exchange > compute:
-        return Bottleneck(
-            kind="EXCHANGE-BOUND",
-            stage=None,
-            rank=None,
-            share=exchange / total,
-            because=f"{percent(exchange / total)} of a step goes to the exchange, {_waits(waits[thirsty])}",
-            remedy="larger batches, so that each exchange is of more examples; or fewer workers",
-        )
-    return Bottleneck(
-        kind="COMPUTE-BOUND",
-        stage=None,
-        rank=None,
-        share=compute / total,
-        because=f"{percent(compute / total)} of a step computes, {_waits(waits[thirsty])}",
-        remedy="nothing of the input; a smaller or compiled model, a lower precision, or more workers",
-    )
-
-
-def _waits(share: float) -> str:
-    return f"{percent(share)} waits for data"
+        because = f"{percent(exchange / total)} of a step goes to the exchange, {waiting}"
+        remedy = "larger batches, so that each exchange is of more examples; or fewer workers"
+        return Bottleneck("EXCHANGE-BOUND", None, None, exchange / total, because, remedy)
+    because = f"{percent(compute / total)} of a step computes, {waiting}"
+    remedy = "nothing of the input; a smaller or compiled model, a lower precision, or more workers"
+    return Bottleneck("COMPUTE-BOUND", None, None, compute / total, because, remedy)
 
 
 def _slowest(times: Mapping[int, StepTimes]) -> tuple[int, float]:
@@ -203,33 +185,20 @@ def _input(rank: int, share: float, inputs: InputSummary) -> Bottleneck:
     costs = {other: cost_s(each) for other, each in inputs.by_rank.items() if each.examples}
     others = [cost for other, cost in costs.items() if other != rank]
     if others and own.examples and cost_s(own) > _UNEVEN * median(others):
-        stage = _busiest(own.stages)
+        stage = max(own.stages, key=lambda each: each.busy_s)
         times = cost_s(own) / median(others) if median(others) > 0 else 0.0
-        return Bottleneck(
-            kind="STRAGGLER",
-            stage=stage.name,
-            rank=rank,
-            share=share,
-            because=f"rank {rank} waits for data {percent(share)} of its time; its input costs {ratio(times)} × the "
-            f"others', most of it {stage.name}",
-            remedy="look at its disk and at what else runs on its machine; else as for a slow input: "
-            + _remedy(stage, own),
+        because = (
+            f"rank {rank} waits for data {percent(share)} of its time; its input costs {ratio(times)} × the others', "
+            f"most of it {stage.name}"
         )
+        remedy = "look at its disk and at what else runs on its machine; else as for a slow input: "
+        return Bottleneck("STRAGGLER", stage.name, rank, share, because, remedy + _remedy(stage, own))
     stage = inputs.busiest
-    part = stage.busy_s / sum(each.busy_s for each in inputs.stages) if stage.busy_s else 0.0
-    return Bottleneck(
-        kind="INPUT-BOUND",
-        stage=stage.name,
-        rank=None,
-        share=share,
-        because=f"by {stage.name}, {percent(part)} of the input's cost; a worker waits for data {percent(share)} of "
-        "its time",
-        remedy=_remedy(stage, own),
+    part = stage.busy_s / inputs.busy_s if stage.busy_s else 0.0
+    because = (
+        f"by {stage.name}, {percent(part)} of the input's cost; a worker waits for data {percent(share)} of its time"
     )
-
-
-def _busiest(stages: tuple[InputStageStats, ...]) -> InputStageStats:
-    return max(stages, key=lambda stage: stage.busy_s)
+    return Bottleneck("INPUT-BOUND", stage.name, None, share, because, _remedy(stage, own))
 
 
 def _remedy(stage: InputStageStats, own: InputStats) -> str:

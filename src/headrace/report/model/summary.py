@@ -145,14 +145,6 @@ class Summary:
         return self.started.workers
 
     @property
-    def device(self) -> str:
-        return self.started.device
-
-    @property
-    def threads(self) -> int:
-        return self.started.threads
-
-    @property
     def status(self) -> str:
         return self.outcome.status
 
@@ -188,7 +180,9 @@ def summarize(run_dir: Path | str) -> Summary:
     clock = TrainingClock((attempt.steps for attempt in begun), evaluated)
     ranks = sorted({step.rank for step in steps})
     examples_per_epoch = last.started.examples_per_epoch
-    training = _training(steps, clock, examples_per_epoch)
+    examples = sum(step.examples for step in steps)
+    epochs = examples / examples_per_epoch if examples_per_epoch else 0.0
+    training = Training(len({step.step for step in steps}), epochs, examples, clock.seconds, clock.rate())
     return Summary(
         label=run_dir.resolve().name,
         started=last.started,
@@ -219,17 +213,6 @@ def _outcome(last: Attempt, count: int, torn_lines: int) -> Outcome:
         hosts=tuple(dict.fromkeys(host for _, host in sorted(hosts.items()))),
         torn_lines=torn_lines,
         attempts=count,
-    )
-
-
-def _training(steps: Sequence[Stepped], clock: TrainingClock, examples_per_epoch: int) -> Training:
-    examples = sum(step.examples for step in steps)
-    return Training(
-        steps=len({step.step for step in steps}),
-        epochs=examples / examples_per_epoch if examples_per_epoch else 0.0,
-        examples=examples,
-        seconds=clock.seconds,
-        examples_per_s=clock.rate(),
     )
 
 

@@ -94,7 +94,10 @@ def _header(title: str, summaries: Sequence[Summary], references: References) ->
     sets = dict.fromkeys(f"{each.started.examples_per_epoch:,} examples" for each in summaries)
     facts = (
         ("started", first.started_at.replace("T", " ", 1)),
-        ("machine", f"{', '.join(hosts) or MISSING} ({', '.join(dict.fromkeys(each.device for each in summaries))})"),
+        (
+            "machine",
+            f"{', '.join(hosts) or MISSING} ({', '.join(dict.fromkeys(each.started.device for each in summaries))})",
+        ),
         ("training set", ", ".join(sets)),
         ("global batch", ", ".join(batches)),
         ("versions", ", ".join(f"{name} {version}" for name, version in first.versions.items())),

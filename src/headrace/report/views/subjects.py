@@ -230,10 +230,6 @@ def _queue_text(inputs: InputSummary) -> str | None:
     return f"{fixed(_least_occupancy(inputs))} batches ready when asked; readers blocked {free} of their time"
 
 
-def _skipped_text(inputs: InputSummary) -> str | None:
-    return f"{plural(inputs.skipped, 'example')} that could not be had" if inputs.skipped else None
-
-
 INPUT_STAGE: tuple[Field[tuple[InputSummary, InputStageStats]], ...] = (
     Field(lambda pair: pair[1].name, key="name"),
     Field(lambda pair: pair[1].busy_s, key="busy_s"),
@@ -268,7 +264,11 @@ BOTTLENECK: tuple[Field[Bottleneck], ...] = (
 INPUT: tuple[Field[InputSummary], ...] = (
     Field(_input_text, label="input"),
     Field(_queue_text, label="input queue"),
-    Field(_skipped_text, label="left out"),
+    Field(
+        lambda inputs: inputs.skipped or None,
+        lambda count: f"{plural(count, 'example')} that could not be had",
+        label="left out",
+    ),
     Field(lambda inputs: [to_json(INPUT_STAGE, (inputs, stage)) for stage in inputs.stages], key="stages"),
     Field(lambda inputs: readers_text(_first(inputs)), head="read by"),
     Field(_ms_per_example, short, head="ms an\nexample"),
@@ -334,14 +334,14 @@ def _stages_text(step: PipelineStep) -> str:
     return f"{took} ms a micro-batch" + (f"; profiled: {expected} ms" if any(step.expected_s) else "")
 
 
-def _in_flight_text(step: PipelineStep) -> str:
-    return f"at most {plural(max(step.in_flight.values()), 'micro-batch', 'es')} a stage"
-
-
 PIPELINE_STEP: tuple[Field[PipelineStep], ...] = (
     Field(_bubble_text, label="bubble"),
     Field(_stages_text, label="stages"),
-    Field(_in_flight_text, label="in flight"),
+    Field(
+        lambda step: max(step.in_flight.values()),
+        lambda count: f"at most {plural(count, 'micro-batch', 'es')} a stage",
+        label="in flight",
+    ),
     *json_fields(
         *("step", "seconds", "micro_batches", "bubble", "scheduled_bubble", "stage_s", "expected_s", "in_flight")
     ),

@@ -36,6 +36,7 @@ from headrace.report.views.subjects import (
     step_text,
     worker_rows,
 )
+from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
     # Importing rich takes 40 ms, which `headrace --help` does not have.
@@ -67,7 +68,7 @@ def _megabytes(value: float | None) -> str:
 
 COLUMNS: tuple[Field[ComparedRun], ...] = (
     Field(lambda run: run.summary.workers, label="N"),
-    Field(lambda run: f"{run.summary.workers} × {run.summary.threads}", head="workers\n× threads"),
+    Field(lambda run: f"{run.summary.workers} × {run.summary.started.threads}", head="workers\n× threads"),
     Field(
         lambda run: run.summary.metrics.get(run.metric) if run.metric else None, short, label="metric", head="metric"
     ),
@@ -194,8 +195,8 @@ def _resumed_text(summary: Summary) -> str | None:
 def _processes_text(summary: Summary) -> str:
     servers = f" and {plural(len(summary.servers.by_rank), 'server')}" if summary.servers is not None else ""
     hosts = ", ".join(summary.outcome.hosts) or MISSING
-    threads = plural(summary.threads, "thread")
-    return f"{plural(summary.workers, 'worker')}{servers} on {hosts} ({summary.device}), {threads} each"
+    threads = plural(summary.started.threads, "thread")
+    return f"{plural(summary.workers, 'worker')}{servers} on {hosts} ({summary.started.device}), {threads} each"
 
 
 def _evaluation_text(summary: Summary) -> str | None:
@@ -235,13 +236,11 @@ def _non_finite_text(summary: Summary) -> str | None:
     return f"{plural(bad.skipped + bad.rolled_back, 'round')} left out{back}"
 
 
-def _failure_json(summary: Summary) -> dict[str, Any] | None:
-    failure = summary.outcome.failure
-    return to_json(json_fields("rank", "step", "cause", "traceback"), failure)
-
-
 _RUN: tuple[Field[Summary], ...] = (
-    *json_fields("label", "strategy", "workers", "device", "threads", "status"),
+    *json_fields("label", "strategy", "workers"),
+    Field(attrgetter("started.device"), key="device"),
+    Field(attrgetter("started.threads"), key="threads"),
+    Field(attrgetter("status"), key="status"),
     Field(attrgetter("name"), label="run"),
     Field(lambda summary: ending(summary) or "ok", label="status"),
     Field(attrgetter("outcome.attempts"), key="attempts"),
@@ -268,6 +267,8 @@ _RUN: tuple[Field[Summary], ...] = (
     ),
     Field(attrgetter("times"), step_text, label="mean step"),
 )
+
+_FAILURE = json_fields("rank", "step", "cause", "traceback")
 
 _COST: tuple[Field[Summary], ...] = (
     Field(
@@ -300,7 +301,7 @@ _COST: tuple[Field[Summary], ...] = (
     Field(lambda summary: to_json(INPUT, summary.inputs), key="input"),
     Field(lambda summary: to_json(BOTTLENECK, summary.bottleneck), key="bottleneck"),
     Field(attrgetter("outcome.notices"), key="notices"),
-    Field(_failure_json, key="failure"),
+    Field(lambda summary: to_json(_FAILURE, summary.outcome.failure), key="failure"),
 )
 
 
@@ -320,12 +321,6 @@ def comparison_plain(summaries: Sequence[Summary], references: References) -> di
             }
             for each in summaries
         ],
-        "references": {
-            "one_device_examples_per_s": references.one_device_examples_per_s,
-            "one_thread_examples_per_s": references.one_thread_examples_per_s,
-            "ceiling_examples_per_s": {
-                str(workers): rate for workers, rate in references.ceiling_examples_per_s.items()
-            },
-        },
+        "references": to_plain(references),
         "verdict": verdict(summaries, references),
     }
