@@ -59,7 +59,7 @@ def allowed_ms(run: hr.Run, schedule: str, micro_batches: int) -> float:
     def cost(action: Action) -> float:
         return statistics.median(took[action.stage, action.backward])
 
-    return 1e3 * max(span.stop for span in timed(SCHEDULES[schedule], STAGES, micro_batches, cost=cost))
+    return 1e3 * max(span.stop for span in timed(SCHEDULES[schedule](STAGES, micro_batches).orders(), cost))
 
 
 def main(rounds: int, steps: int) -> None:

@@ -48,7 +48,7 @@ def alone(case: str, **changes: Any) -> Outcome:
     return train(dataclasses.replace(job(CASES[case]), **changes), hr.OneDevice())
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1")
 
 
 @pytest.mark.parametrize("on", [(0, 1), (0, 0, 1, 1), (0, 1, 0, 1)])

@@ -71,6 +71,25 @@ def test_waiting_for_transfers_makes_the_bubble_larger_than_the_schedules() -> N
     assert passed.scheduled_bubble == pytest.approx(1 / 3)
 
 
+def test_a_backward_pass_in_two_parts_is_scheduled_as_two() -> None:
+    """F 1 s, B 1 s, W 1 s: rank 0 waits for the gradient of rank 1, which makes its weights' gradient later."""
+    spans = {
+        0: [(False, 0, 1, 0, ""), (True, 1, 4, 2, "input"), (True, 4, 5, 0, "weights")],
+        1: [(False, 0, 2, 1, ""), (True, 2, 3, 0, "input"), (True, 3, 4, 0, "weights")],
+    }
+    passes = {
+        rank: tuple(StagePass(rank, 0, backward, *times, part) for backward, *times, part in each)
+        for rank, each in spans.items()
+    }
+    passed = passed_of([Attempt(STARTED, tuple(PipelineStepTimed(rank, 9, 1, 1, passes[rank]) for rank in passes))])
+    assert passed is not None
+    assert [(span.rank, span.start, span.stop) for span in passed.scheduled] == [
+        *[(0, 0, 1), (0, 3, 4), (0, 4, 5)],
+        *[(1, 1, 2), (1, 2, 3), (1, 3, 4)],
+    ]
+    assert passed.bubble == passed.scheduled_bubble == pytest.approx(0.4)
+
+
 def _later(last: StagePass, seconds: float) -> StagePass:
     return replace(last, ended_s=last.ended_s + seconds, waited_s=last.waited_s + seconds)
 

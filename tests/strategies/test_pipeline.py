@@ -42,6 +42,8 @@ HOW = [
     {"schedule": "gpipe", "recompute": "never"},
     {"schedule": "1f1b", "recompute": "except_last"},
     {"schedule": "1f1b", "recompute": "always"},
+    {"schedule": "zb_h1", "recompute": "never"},
+    {"schedule": "zb_h1", "recompute": "except_last"},
 ]
 STATES = {
     "momentum": DEEP,

@@ -53,7 +53,7 @@ def counted(strategy: hr.Pipeline, stages: int) -> list[StagedModel]:
     return with_replicas(wide_job(), strategy, stages, act)
 
 
-@pytest.mark.parametrize(("schedule", "most"), [("gpipe", (8, 8, 8)), ("1f1b", (3, 2, 1))])
+@pytest.mark.parametrize(("schedule", "most"), [("gpipe", (8, 8, 8)), ("1f1b", (3, 2, 1)), ("zb_h1", (3, 2, 1))])
 def test_in_flight_are_all_micro_batches_or_as_many_as_there_are_stages(schedule: str, most: tuple[int, ...]) -> None:
     ranks = counted(hr.Pipeline(3, 8, schedule), 3)
     assert tuple(rank.in_flight for rank in ranks) == most
@@ -77,7 +77,7 @@ def test_who_makes_activations_again_keeps_inputs_and_those_of_one_micro_batch(r
         assert kept.runner.saved.peak < 0.8 * rank.runner.saved.peak or schedule == "1f1b"
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_what_is_made_again_is_the_same_to_the_last_bit(schedule: str) -> None:
     usual, *others = (
         merged(drive(job(DEEP), hr.Pipeline(3, 4, schedule, recompute), 3, 0, 3))
@@ -127,7 +127,26 @@ def moving() -> nn.Module:
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def peaks(schedule: str) -> list[int]:
+    found = []
+    for rank in counted(hr.Pipeline(3, 8, schedule, partition=[4, 4, 5]), 3):
+        assert rank.runner.saved is not None
+        found.append(rank.runner.saved.peak)
+    return found
+
+
+def test_split_backward_passes_hold_what_their_weight_passes_need_and_no_activations() -> None:
+    """Rank r of 3 holds those of 3 - r micro-batches at most, and inputs and gradients for r + 1 weight passes."""
+    matrix = EXAMPLES // 8 * WIDTH * torch.float64.itemsize
+    # Of a micro-batch the first two stages save their input and what two layers return, the last one a little more than
+    # that; their weight passes need two inputs and two gradients, those of the last stage three inputs, and two.
+    usual, split = ([bytes_ / matrix for bytes_ in peaks(schedule)] for schedule in ("1f1b", "zb_h1"))
+    assert usual == pytest.approx([3 * 3, 2 * 3, 3], rel=0.06)
+    assert split == pytest.approx([2 * 3 + 4, 3 + 2 * 4, 3 * 5], rel=0.06)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_what_is_made_again_starts_from_the_buffers_as_they_were(schedule: str, deferred: bool) -> None:
     usual, *others = (
         merged(drive(job(Case(moving)), hr.Pipeline(2, 4, schedule, way, deferred_batch_norm=deferred), 2, 0, 2))

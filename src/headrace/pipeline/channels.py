@@ -24,22 +24,24 @@ from headrace.spec.model import ITEM_BYTES
 
 @dataclass(frozen=True)
 class Edge:
-    """From one stage to another.
+    """A channel's two ends.
 
     Attributes:
-        source, target: which; `target` is before `source` where gradients go back.
-        kind: "values", "gradients", or "tied" for gradients of parameters that both have.
-        slots: how many messages may be on their way.
+        source, target: stages; where gradients go back `target` is before `source`. For "tied" they are ranks.
+        kind: "values", "gradients", or "tied" for gradients of parameters that both hold.
+        ranks: those of source and target.
+        slots: how many messages may be under way.
     """
 
     source: int
     target: int
     kind: str
+    ranks: tuple[int, int]
     slots: int = 1
 
 
 class Channel:
-    """One way, as a rank sees it.
+    """One edge, as a rank sees it.
 
     Args:
         device: where this rank's stages are.
@@ -58,66 +60,61 @@ class Channel:
             self._sender.send(*pack(values, tracked))
             return
         marks = [isinstance(value, Tensor) and tracked(value) for value in values.values()]
-        near = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
-        self._own.append((near, marks))
+        detached = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        self._own.append((detached, marks))
 
     def receive(self, track: Callable[[Tensor, bool], Tensor]) -> dict[str, Any]:
-        """Returns the values that were sent first, as soon as they are there.
+        """Waits for the next message and returns its values.
 
         Args:
             track: takes a tensor, and whether a gradient is to be sent back for it, and returns what stands for it.
         """
         if self._receiver:
             # A copy, so that the next message can be written meanwhile.
-            def keep(tensor: Tensor, tracked: bool) -> Tensor:
+            def copied(tensor: Tensor, tracked: bool) -> Tensor:
                 return track(tensor.to(self._device, copy=True), tracked)
 
-            return self._receiver.receive(lambda note, data: unpack(note, data, keep))
+            return self._receiver.receive(lambda note, data: unpack(note, data, copied))
         values, marks = self._own.popleft()
         return {
             name: track(value, mark) if isinstance(value, Tensor) else value
             for (name, value), mark in zip(values.items(), marks, strict=True)
         }
 
-    @property
     def moved_bytes(self) -> int:
-        """Bytes that were written to it and read from it by this rank so far."""
+        """Returns the bytes that this rank has written and read so far."""
         return sum(end.moved_bytes for end in (self._sender, self._receiver) if end)
 
 
 class Channels:
-    """All ways that begin or end at one rank. Every rank makes them at the same time.
+    """All channels that begin or end at one rank. Every rank makes them at the same time.
 
     Args:
-        ways: of the whole pipeline, the same on every rank.
-        ranks: how many there are; stage s is on rank s modulo ranks.
-        host: the ranks.
+        edges: of the whole pipeline, the same on every rank.
         device: of this rank.
     """
 
-    def __init__(self, ways: Iterable[Edge], ranks: int, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, edges: Iterable[Edge], group: ProcessGroup, device: torch.device) -> None:
         self.device = device
-        ways = tuple(ways)
-        routes = [Route(way.source % ranks, way.target % ranks, way.slots) for way in ways]
-        self._mailboxes = Mailboxes(routes, group)
+        edges = tuple(edges)
+        self._mailboxes = Mailboxes([Route(*edge.ranks, edge.slots) for edge in edges], group)
         outboxes, inboxes = self._mailboxes.outboxes, self._mailboxes.inboxes
-        self._roads = {
-            (way.source, way.target, way.kind): Channel(device, outboxes.get(index), inboxes.get(index))
-            for index, (way, route) in enumerate(zip(ways, routes, strict=True))
-            if group.rank in (route.source, route.target)
+        self._channels = {
+            (edge.source, edge.target, edge.kind): Channel(device, outboxes.get(index), inboxes.get(index))
+            for index, edge in enumerate(edges)
+            if group.rank in edge.ranks
         }
 
-    def road(self, source: int, target: int, kind: str) -> Channel:
-        """Returns a way that begins or ends here."""
-        return self._roads[source, target, kind]
+    def channel(self, source: int, target: int, kind: str) -> Channel:
+        """Returns a channel that begins or ends here."""
+        return self._channels[source, target, kind]
 
-    @property
     def moved_bytes(self) -> int:
-        """Bytes that this rank has written and read so far."""
-        return sum(road.moved_bytes for road in self._roads.values())
+        """Returns the bytes that this rank has written and read so far."""
+        return sum(channel.moved_bytes() for channel in self._channels.values())
 
     def close(self) -> None:
-        """Lets go of memory and connections."""
+        """Releases memory and connections."""
         self._mailboxes.close()
 
 

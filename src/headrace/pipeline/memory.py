@@ -11,7 +11,6 @@ from torch import Tensor
 
 from headrace.errors import UnfitMachine
 from headrace.memory import resident_bytes
-from headrace.pipeline.schedules import Action
 
 
 @contextmanager
@@ -55,14 +54,14 @@ class SavedBytes:
 
     def __init__(self, model: Iterable[Tensor]) -> None:
         self._model = {tensor.untyped_storage().data_ptr() for tensor in model}
-        self._kept: dict[Action, dict[int, int]] = {}
+        self._kept: dict[tuple[int, int], dict[int, int]] = {}
         self.peak = 0
         self.largest = 0
 
     @contextmanager
-    def counting(self, action: Action, values: Mapping[str, Any]) -> Iterator[None]:
-        """Counts what the forward of an action keeps, and what it was given, which is kept for it."""
-        kept = self._kept.setdefault(action, {})
+    def counting(self, key: tuple[int, int], values: Mapping[str, Any]) -> Iterator[None]:
+        """Counts what the forward of a micro-batch in a stage saves, its inputs among it."""
+        kept = self._kept.setdefault(key, {})
 
         given = {v.untyped_storage().data_ptr(): v for v in values.values() if isinstance(v, Tensor)}
         # Of a batch that is cut they are a part of the storage.
@@ -77,8 +76,17 @@ class SavedBytes:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             yield
         self.largest = max(self.largest, sum(kept.values()))
-        self.peak = max(self.peak, sum(sum(each.values()) for each in self._kept.values()))
+        self._measure()
 
-    def forget(self, action: Action) -> None:
-        """Notes that the backward of an action is done."""
-        self._kept.pop(action, None)
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> None:
+        """Notes that a backward pass is done, and keeps no more than these for the weight pass."""
+        # Of a batch that is cut they are a part of the storage.
+        self._kept[key] = {each.untyped_storage().data_ptr(): each.numel() * each.element_size() for each in tensors}
+        self._measure()
+
+    def forget(self, key: tuple[int, int]) -> None:
+        """Notes that a weight pass is done."""
+        self._kept.pop(key, None)
+
+    def _measure(self) -> None:
+        self.peak = max(self.peak, sum(sum(each.values()) for each in self._kept.values()))

@@ -302,7 +302,7 @@ class Sweep:
 
     def _backward(self, stage: Stage, roots: Sequence[Tensor]) -> None:
         if roots:
-            with stage.accumulation.going_on():
+            with stage.gradients.adding():
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
     def _now(self) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """One rank's part of a pipeline: its stages, micro-batch after micro-batch, in the order of a schedule.
 
-    forward    receive values ─► run the stage ─► send values               keep the graph, or the inputs alone
-    backward   (run it again) ─► receive gradients ─► differentiate ─► send gradients
+    forward          receive values ─► run the stage ─► send values             save the graph, or the inputs alone
+    backward         (run it again) ─► receive gradients ─► differentiate ─► send gradients
+    weight pass      make the weights' gradients that a split backward pass has left
 
 Gradients add up in `.grad`, in the order of the backward passes, which is the same for any number of stages.
 """
@@ -18,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.pipeline.backward import WeightGradient
 from headrace.pipeline.buffers import RunningStatistics, SavedBuffer
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.memory import SavedBytes, explain_out_of_memory
-from headrace.pipeline.schedules import Action
+from headrace.pipeline.schedules import Action, PassKind
 from headrace.pipeline.stage import OUTPUT, Stage
 from headrace.spec.events import StagePass
 
@@ -30,6 +32,7 @@ RECOMPUTE = ("never", "except_last", "always")
 
 _LESS = "use more micro-batches or stages, schedule='1f1b', or recompute='always'"
 _FEWER = "use a smaller global_batch_size, which an evaluation takes whole, or more stages"
+_PARTS = {PassKind.BACKWARD_INPUT: "input", PassKind.BACKWARD_WEIGHT: "weights"}
 
 
 @dataclass(frozen=True)
@@ -46,22 +49,22 @@ class MicroBatch:
 
 
 @dataclass
-class _Held:
-    """What a stage keeps of a micro-batch from its forward to its backward.
+class _Saved:
+    """What a stage saves of a micro-batch from its forward to its backward.
 
     Attributes:
-        values: what it got, by name; those that are tracked are leaves.
-        arrived: names of the values of each producer.
-        made: what it sent, and its loss; nothing where forward is to be run again.
-        dice: the generators' states at the forward that is to be run again.
-        moved: buffers as they were then.
+        values: what it received, by name; those that need a gradient are leaves.
+        received: names of the values of each producer.
+        outputs: what it sent, and its loss; nothing where forward is to be run again.
+        rng_state: of the generators before the forward that is to be run again.
+        buffers: those that this forward changed, as they were before.
     """
 
     values: dict[str, Any]
-    arrived: dict[int, list[str]]
-    made: dict[str, Any] = field(default_factory=dict)
-    dice: tuple[Tensor, ...] = ()
-    moved: Sequence[SavedBuffer] = ()
+    received: dict[int, list[str]]
+    outputs: dict[str, Any] = field(default_factory=dict)
+    rng_state: tuple[Tensor, ...] = ()
+    buffers: Sequence[SavedBuffer] = ()
 
 
 class Runner:
@@ -69,24 +72,22 @@ class Runner:
 
     Args:
         stages: of this rank, by index.
-        roads: between stages.
         actions: what this rank does with a batch; micro-batches that are empty are left out.
         recompute: see `RECOMPUTE`.
-        statistics: of the BatchNorm layers of these stages.
         trains: the stages that have a parameter to train.
         half: the type that forward computes in where it can (autocast); None for the tensors' own.
 
     Attributes:
         last: whether the model's output is here.
         in_flight: most forward passes so far that waited for their backward at a time.
-        saved: bytes that autograd has kept, where they are counted; None where they are not.
+        saved: bytes that are kept for backward passes, where they are counted; None where they are not.
         passes: of the last batch.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        roads: Channels,
+        channels: Channels,
         actions: Sequence[Action],
         recompute: str,
         statistics: RunningStatistics,
@@ -94,52 +95,57 @@ class Runner:
         half: torch.dtype | None = None,
     ) -> None:
         self._stages = stages
-        self._roads = roads
+        self._channels = channels
         self._actions = tuple(actions)
         self._recompute = recompute
         self._statistics = statistics
         self.half = half
         self._trains = trains
-        self._buffers = {index: stage.moving for index, stage in stages.items()}
-        self._held: dict[Action, _Held] = {}
+        self._buffers = {index: stage.changing_buffers() for index, stage in stages.items()}
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._weights: dict[tuple[int, int], list[WeightGradient]] = {}
         self._waited = 0.0
         self._count = 0
         self.last = any(stage.last for stage in stages.values())
         self.in_flight = 0
         self.saved: SavedBytes | None = None
         self.passes: list[StagePass] = []
+        for action in self._actions:
+            stages[action.stage].gradients.split |= action.kind is PassKind.BACKWARD_INPUT
 
-    def run(self, pieces: Sequence[MicroBatch | None]) -> None:
+    def run(self, micro_batches: Sequence[MicroBatch | None]) -> None:
         """Runs forward and backward of this rank's stages; gradients add up in `.grad`.
 
         Args:
-            pieces: the micro-batches; None for one without examples.
+            micro_batches: None for one without examples.
 
         Raises:
             UnfitMachine: there is not enough memory.
         """
         self.passes = []
-        there = [piece is not None for piece in pieces]
-        self._count = sum(there)
-        actions = [action for action in self._actions if action.micro_batch < len(there) and there[action.micro_batch]]
-        following = [*actions[1:], None]
+        present = {index: each for index, each in enumerate(micro_batches) if each is not None}
+        self._count = len(present)
+        actions = [action for action in self._actions if action.micro_batch in present]
         try:
-            for action, after in zip(actions, following, strict=True):
-                piece = pieces[action.micro_batch]
-                assert piece is not None
+            for action, after in zip(actions, [*actions[1:], None], strict=True):
                 began, self._waited = monotonic(), 0.0
-                way = "backward" if action.backward else "forward"
-                with self._room(action.stage, f"{way} of micro-batch {action.micro_batch}", _LESS):
-                    if action.backward:
-                        self._backward(action, piece)
-                    else:
-                        at_once = after == Action(action.stage, action.micro_batch, backward=True)
-                        again = self._recompute == "always" or (self._recompute == "except_last" and not at_once)
-                        self._forward(action, piece, again)
-                done = StagePass(action.stage, action.micro_batch, action.backward, began, monotonic(), self._waited)
-                self.passes.append(done)
+                what = f"{action.kind} of micro-batch {action.micro_batch}"
+                with self._explaining(action.stage, what, _LESS):
+                    self._do(action, after, present[action.micro_batch])
+                self.passes.append(
+                    StagePass(
+                        action.stage,
+                        action.micro_batch,
+                        action.backward,
+                        began,
+                        monotonic(),
+                        self._waited,
+                        _PARTS.get(action.kind, ""),
+                    )
+                )
         finally:
-            self._held.clear()
+            self._saved.clear()
+            self._weights.clear()
         self._statistics.commit()
 
     @torch.no_grad()
@@ -156,115 +162,127 @@ class Runner:
         output = None
         for _, stage in sorted(self._stages.items()):
             stage = stage if training else stage.evaluated
-            with self._room(stage.index, "forward of an evaluation", _FEWER), self._autocast():
-                values, _ = self._arrive(stage, inputs)
-                made = stage.run(values)
-            self._send(stage, made, _never)
-            output = made.get(OUTPUT)
+            with self._explaining(stage.index, "forward of an evaluation", _FEWER), self._autocast():
+                values, _ = self._receive_values(stage, inputs)
+                outputs = stage.run(values)
+            self._send(stage, outputs, _never)
+            output = outputs.get(OUTPUT)
         return output
 
-    def _forward(self, action: Action, piece: MicroBatch, again: bool) -> None:
-        stage = action.stage
-        values, arrived = self._arrive(self._stages[stage], piece.inputs)
-        held = _Held(values, arrived, dice=_dice() if again else ())
-        if again:
-            with torch.no_grad(), self._buffers[stage].watched() as held.moved:
-                made = self._made(action, piece, held, first=True)
+    def _do(self, action: Action, after: Action | None, micro_batch: MicroBatch) -> None:
+        key = action.stage, action.micro_batch
+        if action.kind is PassKind.FORWARD:
+            backward_next = after is not None and (after.stage, after.micro_batch) == key
+            again = self._recompute == "always" or (self._recompute == "except_last" and not backward_next)
+            self._forward(key, micro_batch, again)
+        elif action.kind is PassKind.BACKWARD_WEIGHT:
+            for gradient in self._weights.pop(key):
+                gradient.add()
+            if self.saved:
+                self.saved.forget(key)
         else:
-            made = self._made(action, piece, held, first=True)
-        tracked = stage in self._trains or any(_tracked(value) for value in values.values())
+            self._backward(key, micro_batch, split=action.kind is PassKind.BACKWARD_INPUT)
+
+    def _forward(self, key: tuple[int, int], micro_batch: MicroBatch, again: bool) -> None:
+        stage = self._stages[key[0]]
+        values, received = self._receive_values(stage, micro_batch.inputs)
+        saved = _Saved(values, received, rng_state=_rng_state() if again else ())
+        if again:
+            with torch.no_grad(), self._buffers[stage.index].watched() as saved.buffers:
+                outputs = self._run_stage(key, micro_batch, saved, first=True)
+        else:
+            outputs = self._run_stage(key, micro_batch, saved, first=True)
+        differentiable = stage.index in self._trains or any(_needs_gradient(value) for value in values.values())
 
         def is_tracked(tensor: Tensor) -> bool:
-            # Of a forward without a graph nobody knows yet; who is asked for no gradient leaves it.
-            return tensor.requires_grad or (again and tracked and tensor.is_floating_point())
+            # A forward without a graph does not say; a receiver that gets no gradient of a value sends None.
+            return tensor.requires_grad or (again and differentiable and tensor.is_floating_point())
 
-        self._send(self._stages[stage], made, is_tracked)
+        self._send(stage, outputs, is_tracked)
         if not again:
-            held.made = made
-        self._held[action] = held
-        self.in_flight = max(self.in_flight, len(self._held))
+            saved.outputs = outputs
+        self._saved[key] = saved
+        self.in_flight = max(self.in_flight, len(self._saved))
 
-    def _backward(self, action: Action, piece: MicroBatch) -> None:
-        stage = action.stage
-        forward = Action(stage, action.micro_batch)
-        held = self._held[forward]
-        if held.dice:
-            with _thrown(held.dice), self._buffers[stage].as_before(held.moved):
-                held.made = self._made(forward, piece, held, first=False)
-        roots: list[Tensor] = []
-        gradients: list[Tensor | None] = []
-        if OUTPUT in held.made:
-            roots.append(held.made[OUTPUT])
-            gradients.append(None)
-        for consumer in self._stages[stage].consumers:
-            for name, gradient in self._receive(consumer, stage, "gradients").items():
-                if gradient is not None and held.made[name].requires_grad:
-                    roots.append(held.made[name])
-                    gradients.append(gradient)
-        held.made = {}
-        wanted = [root.requires_grad for root in roots]
-        if any(wanted):
-            with self._stages[stage].accumulation.going_on():
-                torch.autograd.backward(
-                    [root for root, wants in zip(roots, wanted, strict=True) if wants],
-                    [gradient for gradient, wants in zip(gradients, wanted, strict=True) if wants],
-                )
-        del roots, gradients
-        for producer, names in held.arrived.items():
-            back = {name: held.values[name].grad for name in names if _tracked(held.values[name])}
-            self._roads.road(stage, producer, "gradients").send(back, _never)
+    def _backward(self, key: tuple[int, int], micro_batch: MicroBatch, split: bool) -> None:
+        stage, saved = self._stages[key[0]], self._saved[key]
+        if saved.rng_state:
+            with _drawing_from(saved.rng_state), self._buffers[stage.index].as_before(saved.buffers):
+                saved.outputs = self._run_stage(key, micro_batch, saved, first=False)
+        roots: list[tuple[Tensor, Tensor | None]] = []
+        if OUTPUT in saved.outputs:
+            roots.append((saved.outputs[OUTPUT], None))
+        for consumer in stage.consumers:
+            for name, gradient in self._receive(consumer, stage.index, "gradients").items():
+                if gradient is not None:
+                    roots.append((saved.outputs[name], gradient))
+        saved.outputs = {}
+        roots = [(root, gradient) for root, gradient in roots if root.requires_grad]
+        later: list[WeightGradient] = []
+        if roots:
+            with stage.gradients.deferring() if split else stage.gradients.adding() as deferred:
+                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            later = deferred or []
+        del roots
+        for producer, names in saved.received.items():
+            back = {name: saved.values[name].grad for name in names if _needs_gradient(saved.values[name])}
+            self._channels.channel(stage.index, producer, "gradients").send(back, _never)
+        del self._saved[key]
+        if split:
+            self._weights[key] = later
         if self.saved:
-            self.saved.forget(forward)
-        del self._held[forward]
+            self.saved.keep(key, [tensor for each in later for tensor in (each.value, each.gradient)])
 
-    def _made(self, action: Action, piece: MicroBatch, held: _Held, first: bool) -> dict[str, Any]:
+    def _run_stage(self, key: tuple[int, int], micro_batch: MicroBatch, saved: _Saved, first: bool) -> dict[str, Any]:
         """Runs a stage; where it is the last, the loss stands for the model's output."""
-        counting = self.saved.counting(action, held.values) if self.saved else nullcontext()
+        counting = self.saved.counting(key, saved.values) if self.saved else nullcontext()
         with counting, self._statistics.following(again=not first), self._autocast():
-            made = self._stages[action.stage].run(held.values)
-            if OUTPUT in made:
-                made[OUTPUT] = piece.finish(made[OUTPUT])
-        return made
+            outputs = self._stages[key[0]].run(saved.values)
+            if OUTPUT in outputs:
+                outputs[OUTPUT] = micro_batch.finish(outputs[OUTPUT])
+        return outputs
 
-    def _room(self, stage: int, what: str, remedy: str) -> AbstractContextManager[None]:
+    def _explaining(self, stage: int, what: str, remedy: str) -> AbstractContextManager[None]:
         return explain_out_of_memory(
-            f"stage {stage} ran out of memory in the {what}", partial(self._holds, stage), remedy
+            f"stage {stage} ran out of memory in the {what}", partial(self._describe_memory, stage), remedy
         )
 
-    def _holds(self, stage: int) -> str:
-        held = f"{len(self._held)} of {self._count} micro-batches were in flight"
-        return f"of which {self._stages[stage].parameter_bytes:,} are the stage's parameters, and {held}"
+    def _describe_memory(self, stage: int) -> str:
+        waiting = f"{len(self._saved)} of {self._count} micro-batches were in flight"
+        return f"of which {self._stages[stage].parameter_bytes():,} are the stage's parameters, and {waiting}"
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.half is None else torch.autocast(self._roads.device.type, self.half)
+        return nullcontext() if self.half is None else torch.autocast(self._channels.device.type, self.half)
 
-    def _arrive(self, stage: Stage, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[int, list[str]]]:
-        """Returns what a stage gets, and the names of what each producer has sent."""
+    def _receive_values(
+        self, stage: Stage, inputs: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[int, list[str]]]:
+        """Returns what a stage needs, and the names of what each producer has sent."""
         values: dict[str, Any] = {name: inputs[name] for name in stage.inputs}
-        arrived = {}
+        names = {}
         for producer in stage.producers:
             received = self._receive(producer, stage.index, "values")
-            arrived[producer] = list(received)
+            names[producer] = list(received)
             values |= received
-        return values, arrived
+        return values, names
 
     def _receive(self, source: int, target: int, kind: str) -> dict[str, Any]:
         began = monotonic()
-        received = self._roads.road(source, target, kind).receive(_track)
+        received = self._channels.channel(source, target, kind).receive(_track)
         self._waited += monotonic() - began
         return received
 
-    def _send(self, stage: Stage, made: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> None:
+    def _send(self, stage: Stage, outputs: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> None:
         for consumer in stage.consumers:
-            needed = [value.name for value in stage.sends if consumer in value.consumers]
-            self._roads.road(stage.index, consumer, "values").send({name: made[name] for name in needed}, tracked)
+            needed = {value.name: outputs[value.name] for value in stage.sends if consumer in value.consumers}
+            self._channels.channel(stage.index, consumer, "values").send(needed, tracked)
 
 
 def _track(tensor: Tensor, tracked: bool) -> Tensor:
     return tensor.requires_grad_() if tracked else tensor
 
 
-def _tracked(value: Any) -> bool:
+def _needs_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
@@ -272,24 +290,24 @@ def _never(tensor: Tensor) -> bool:
     return False
 
 
-def _dice() -> tuple[Tensor, ...]:
+def _rng_state() -> tuple[Tensor, ...]:
     """Returns the states of torch's generators."""
     on_device = (torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()
     return (torch.get_rng_state(), *on_device)
 
 
 @contextmanager
-def _thrown(dice: tuple[Tensor, ...]) -> Iterator[None]:
-    """Lets the generators draw once more what they have drawn from these states on."""
-    now = _dice()
-    _set(dice)
+def _drawing_from(state: tuple[Tensor, ...]) -> Iterator[None]:
+    """Lets the generators draw from an earlier state, and go on from the present one afterwards."""
+    now = _rng_state()
+    _set_rng_state(state)
     try:
         yield
     finally:
-        _set(now)
+        _set_rng_state(now)
 
 
-def _set(dice: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(dice[0])
-    for state in dice[1:]:
+def _set_rng_state(states: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
         torch.cuda.set_rng_state(state)

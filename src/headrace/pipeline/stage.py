@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from headrace.errors import JobError, UsageError
-from headrace.pipeline.backward import Accumulation
+from headrace.pipeline.backward import WeightGradients
 from headrace.pipeline.buffers import SavedBuffers
 from headrace.pipeline.trace.recording import answer, execute
 from headrace.pipeline.trace.tracing import Traced
@@ -60,7 +60,7 @@ class Stage:
         producers, consumers: the stages that it receives from, and sends to.
         last: see there.
         evaluated: what is done in evaluation in its place, where that is something else; else itself.
-        accumulation: of its weights' gradients.
+        gradients: of its layers' weights.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Stage:
         self.buffers = _once(name for layer in layers for name in layer.buffers)
         self.last = last
         self.evaluated = self
-        self.accumulation = Accumulation()
+        self.gradients = WeightGradients()
         self.receives = tuple(value for value in values if index in value.consumers)
         self.sends = tuple(value for value in values if value.producer == index)
         self.producers = sorted({value.producer for value in self.receives})
@@ -87,14 +87,12 @@ class Stage:
         self._copied = {target for writer, target in self._recording.writes if writer in self._nodes}
         self._drop = _last_uses(self._nodes)
 
-    @property
     def parameter_bytes(self) -> int:
-        """Bytes of the parameters that it uses."""
+        """Returns the bytes of the parameters that it uses."""
         return sum(nbytes(self._recording.module.get_parameter(name)) for name in self.parameters)
 
-    @property
-    def moving(self) -> SavedBuffers:
-        """Its buffers, as far as forward may move them."""
+    def changing_buffers(self) -> SavedBuffers:
+        """Returns its buffers, which forward may change."""
         return SavedBuffers(self._recording.module, self.buffers)
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +130,7 @@ class Stage:
         args, kwargs = map_arg((node.args, node.kwargs), held.__getitem__)
         recording = self._recording
         if node.op == "call_module" and len(args) == 1 and not kwargs and node not in recording.gradless:
-            value = self.accumulation.call(recording.module.get_submodule(str(node.target)), args[0])
+            value = self.gradients.call(recording.module.get_submodule(str(node.target)), args[0])
         else:
             value = execute(recording, node, args, kwargs)
         guards = recording.guards

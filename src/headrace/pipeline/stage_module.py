@@ -14,10 +14,13 @@ from headrace.pipeline.stage import Stage
 
 
 class StageModule:
-    """Args:
-    module: the whole model; `release` leaves a part of it.
-    stages: all of them.
-    rank, ranks: whose part.
+    """The part of a model that one rank holds.
+
+    Args:
+        module: the whole model; `release` leaves a part of it.
+        stages: all of them.
+        placement: the rank of each stage.
+        rank: this one.
 
     Attributes:
         module: see there.
@@ -25,31 +28,29 @@ class StageModule:
         saved: names of the parameters and buffers that no rank before this one holds.
     """
 
-    def __init__(self, module: nn.Module, stages: Sequence[Stage], rank: int, ranks: int) -> None:
+    def __init__(self, module: nn.Module, stages: Sequence[Stage], placement: Sequence[int], rank: int) -> None:
         self.module = module
-        self.stages: Mapping[int, Stage] = {stage.index: stage for stage in stages if stage.index % ranks == rank}
-        holders = _holders(stages, ranks)
+        self.stages: Mapping[int, Stage] = {stage.index: stage for stage in stages if placement[stage.index] == rank}
+        holders = _holders(stages, placement)
         self._rank = rank
         self._held = {name for name, ranks_ in holders.items() if rank in ranks_}
         self.saved = frozenset(name for name in self._held if holders[name][0] == rank)
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._tied = {name: holders[name] for name in sorted(self._held & trained) if len(holders[name]) > 1}
 
-    @property
     def tied(self) -> list[str]:
-        """Names of its parameters that other ranks hold, too."""
+        """Returns the names of its parameters that other ranks hold, too."""
         return list(self._tied)
 
-    @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this rank, by name."""
+        """Returns the parameters of this rank, by name."""
         return {name: each for name, each in self.module.named_parameters() if name in self._held}
 
     def release(self) -> None:
-        """Lets go of what other ranks hold; names, shapes and ties stay as they are.
+        """Releases what other ranks hold; names, shapes and ties stay as they are.
 
         Raises:
-            JobError: a module does not let go.
+            JobError: a module cannot be released in parts.
         """
         for name, module in self.module.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -58,76 +59,72 @@ class StageModule:
                     "build it without torch.jit.script"
                 )
         names = (*self.module.named_parameters(), *self.module.named_buffers())
-        ghosts = {id(tensor): _ghost(tensor) for name, tensor in names if name not in self._held}
+        released = {id(tensor): _without_data(tensor) for name, tensor in names if name not in self._held}
         for module in self.module.modules():
             held: tuple[dict[str, Any], ...] = module._parameters, module._buffers
             for tensors in held:
-                tensors.update({name: ghosts[id(each)] for name, each in tensors.items() if id(each) in ghosts})
-        if ghosts:
+                tensors.update({name: released[id(each)] for name, each in tensors.items() if id(each) in released})
+        if released:
             self.module.register_forward_pre_hook(_refuse)
 
-    def sum_tied(self, roads: Channels) -> None:
+    def sum_tied(self, channels: Channels) -> None:
         """Gives every holder of a parameter the sum of all holders' gradients: the first adds them up in order."""
-        parameters = self.parameters
+        parameters = self.parameters()
         for name, holders in self._tied.items():
             parameter, first = parameters[name], holders[0]
             if self._rank != first:
-                roads.road(self._rank, first, "tied").send({name: parameter.grad}, _never)
-                parameter.grad = roads.road(first, self._rank, "tied").receive(_as_it_is)[name]
+                channels.channel(self._rank, first, "tied").send({name: parameter.grad}, _never)
+                parameter.grad = channels.channel(first, self._rank, "tied").receive(_unchanged)[name]
                 continue
             for other in holders[1:]:
-                gradient = roads.road(other, first, "tied").receive(_as_it_is)[name]
+                gradient = channels.channel(other, first, "tied").receive(_unchanged)[name]
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             for other in holders[1:]:
-                roads.road(first, other, "tied").send({name: parameter.grad}, _never)
+                channels.channel(first, other, "tied").send({name: parameter.grad}, _never)
 
-    def spread_tied(self, roads: Channels) -> None:
+    def spread_tied(self, channels: Channels) -> None:
         """Gives every holder of a parameter the first one's values."""
-        parameters = self.parameters
+        parameters = self.parameters()
         for name, (first, *others) in self._tied.items():
             if self._rank != first:
-                value = roads.road(first, self._rank, "tied").receive(_as_it_is)[name]
+                value = channels.channel(first, self._rank, "tied").receive(_unchanged)[name]
                 parameters[name].data.copy_(value)
                 continue
             for other in others:
-                roads.road(first, other, "tied").send({name: parameters[name].data}, _never)
+                channels.channel(first, other, "tied").send({name: parameters[name].data}, _never)
 
 
-def ways(stages: Sequence[Stage], ranks: int) -> list[Edge]:
-    """Returns the ways that a pipeline needs.
-
-    Args:
-        stages: all of them.
-        ranks: over how many they are spread.
-    """
+def edges(stages: Sequence[Stage], placement: Sequence[int]) -> list[Edge]:
+    """Returns the channels that a pipeline needs; `placement` is the rank of each stage."""
     # Between the same stages more may cross in evaluation.
-    edges = sorted(
-        {(producer, stage.index) for stage in stages for way in (stage, stage.evaluated) for producer in way.producers}
-    )
+    pairs = {
+        (producer, stage.index) for stage in stages for run in (stage, stage.evaluated) for producer in run.producers
+    }
     found = []
-    for producer, consumer in edges:
+    for producer, consumer in sorted(pairs):
         # As far apart as two stages are, as many micro-batches lie between them, and one is being written.
-        count = consumer - producer + 1
-        found += [Edge(producer, consumer, "values", count), Edge(consumer, producer, "gradients", count)]
-    tied = {(rank[0], other) for rank in _holders(stages, ranks).values() for other in rank[1:]}
+        slots, ranks = consumer - producer + 1, (placement[producer], placement[consumer])
+        found.append(Edge(producer, consumer, "values", ranks, slots))
+        found.append(Edge(consumer, producer, "gradients", ranks[::-1], slots))
+    tied = {(holders[0], other) for holders in _holders(stages, placement).values() for other in holders[1:]}
     for first, other in sorted(tied):
-        found += [Edge(other, first, "tied"), Edge(first, other, "tied")]
+        found += [Edge(other, first, "tied", (other, first)), Edge(first, other, "tied", (first, other))]
     return found
 
 
-def _holders(stages: Sequence[Stage], ranks: int) -> dict[str, tuple[int, ...]]:
+def _holders(stages: Sequence[Stage], placement: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Returns the ranks that hold each parameter and buffer, ascending."""
     found: dict[str, set[int]] = {}
     for stage in stages:
         for name in (*stage.parameters, *stage.buffers):
-            found.setdefault(name, set()).add(stage.index % ranks)
-    return {name: tuple(sorted(ranks_)) for name, ranks_ in found.items()}
+            found.setdefault(name, set()).add(placement[stage.index])
+    return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 
 
-def _ghost(tensor: Tensor) -> Tensor:
-    ghost = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(ghost, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else ghost
+def _without_data(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _refuse(module: nn.Module, inputs: Any) -> None:
@@ -141,5 +138,5 @@ def _never(tensor: Tensor) -> bool:
     return False
 
 
-def _as_it_is(tensor: Tensor, tracked: bool) -> Tensor:
+def _unchanged(tensor: Tensor, tracked: bool) -> Tensor:
     return tensor

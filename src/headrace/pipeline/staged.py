@@ -38,12 +38,7 @@ class StagedModel(Compute):
     holds the parameter; of a parameter that several ranks hold, each has the whole gradient.
 
     Args:
-        traced: the model.
-        part: what this rank holds of it.
-        runner: of its stages.
-        roads: between ranks.
-        objective: what the model is trained on.
-        micro_batches: into how many pieces a share is cut at most.
+        micro_batches: into how many a share is cut at most.
         total: sums numbers over all workers.
 
     Attributes:
@@ -58,7 +53,7 @@ class StagedModel(Compute):
         traced: Traced,
         part: StageModule,
         runner: Runner,
-        roads: Channels,
+        channels: Channels,
         objective: Objective,
         micro_batches: int,
         total: Callable[[Sequence[float]], list[float]],
@@ -68,16 +63,16 @@ class StagedModel(Compute):
         self.counts = runner.last
         self._traced = traced
         self._part = part
-        self._roads = roads
+        self._channels = channels
         self._objective = objective
         self._micro_batches = micro_batches
         self._total = total
         self.sink: GradientSink | None = None
-        self.parameters, self.tied = frozenset(part.parameters), part.tied
+        self.parameters, self.tied = frozenset(part.parameters()), part.tied()
         self.mates = ThreadCollective(ThreadGroup(1), 0)
-        self.trained = {name: each for name, each in part.parameters.items() if each.requires_grad}
+        self.trained = {name: each for name, each in part.parameters().items() if each.requires_grad}
         self._trained = list(self.trained.values())
-        self._device = roads.device
+        self._device = channels.device
 
     def run(self, share: Share) -> Computed:
         if share.examples == 0:
@@ -91,26 +86,26 @@ class StagedModel(Compute):
         if self.sink is not None:
             self._hold([None] * len(held))
         losses: dict[int, tuple[Tensor, float]] = {}
-        pieces: list[MicroBatch | None] = []
+        micro_batches: list[MicroBatch | None] = []
         for index, (start, stop) in enumerate(bounds(share.examples, (1,) * self._micro_batches)):
             if start == stop:
-                pieces.append(None)
+                micro_batches.append(None)
                 continue
             piece = cut(batch, start, stop, share.examples, "micro_batches")
             finish = partial(self._finish, piece, stop - start, share, losses, index)
-            pieces.append(MicroBatch(self._traced.inputs(piece), finish))
-        self.runner.run(pieces)
+            micro_batches.append(MicroBatch(self._traced.inputs(piece), finish))
+        self.runner.run(micro_batches)
         self.in_flight, self.passes = self.runner.in_flight, self.runner.passes
-        self.moved_bytes = self._roads.moved_bytes
-        self._part.sum_tied(self._roads)
+        self.moved_bytes = self._channels.moved_bytes()
+        self._part.sum_tied(self._channels)
         own = float(sum(weight for _, weight in losses.values()))
-        # Of a loss that is a mean every rank knows what it is worth.
-        worth = self._divide(own) if self._objective.weighed else float(share.examples)
+        # Every rank knows the weight of a loss that is a mean.
+        all_weight = self._divide(own) if self._objective.weighed else float(share.examples)
         if self.sink is not None:
             self.sink.store([parameter.grad for parameter in self._trained])
             self._hold(held)
         totals = [total for total, _ in losses.values()]
-        return Computed(torch.stack(totals).sum() / own if own else None, own if self.counts else worth)
+        return Computed(torch.stack(totals).sum() / own if own else None, own if self.counts else all_weight)
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Any:
@@ -130,7 +125,7 @@ class StagedModel(Compute):
 
     def spread_tied(self) -> None:
         """Gives every rank that holds a parameter the values of the first of them; all ranks of the replica call it."""
-        self._part.spread_tied(self._roads)
+        self._part.spread_tied(self._channels)
 
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().whole_tensors(leads):
@@ -150,7 +145,7 @@ class StagedModel(Compute):
         loss = self._objective.loss(output, select_target(piece, self._objective.target))
         total, weight = weigh(loss, examples)
         losses[index] = total.detach(), float(weight)
-        # What a part of a `Mean` is worth is known when all have been weighed.
+        # What a part of a `Mean` is all_weight is known when all have been weighed.
         return total if isinstance(loss, Mean) else total / share.of
 
     def _divide(self, own: float) -> float:

@@ -1,4 +1,4 @@
-"""The model in stages, each on a worker of its own; a batch goes through in pieces, micro-batch after micro-batch.
+"""The model in stages, each on a worker of its own; a batch goes through micro-batch after micro-batch.
 
     compute                                   synchronize                         update
     forward and backward of the stage in      nothing between stages, but the     optimizer on each stage
@@ -15,7 +15,7 @@ With GPipe's schedule, three stages and four micro-batches (Huang et al., "GPipe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.errors import UnknownName, UsageError
@@ -23,10 +23,9 @@ from headrace.pipeline.buffers import RunningStatistics
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.partition import COSTS, Terms, costs, read, split
 from headrace.pipeline.runner import RECOMPUTE, Runner
-from headrace.pipeline.schedules import SCHEDULES, Action
-from headrace.pipeline.schedules.schedule import in_flight
+from headrace.pipeline.schedules import SCHEDULES, PipelineSchedule
 from headrace.pipeline.stage import cut
-from headrace.pipeline.stage_module import StageModule, ways
+from headrace.pipeline.stage_module import StageModule, edges
 from headrace.pipeline.staged import PipelineExchange, StagedModel
 from headrace.pipeline.trace.tracing import trace
 from headrace.policies.roles import require_memory, worker_roles
@@ -47,7 +46,7 @@ from headrace.training.optimizer import build
 from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors
 
-_PIECES_A_STAGE = 4
+_MICRO_BATCHES_A_STAGE = 4
 """From so many micro-batches a stage on, the bubble hardly matters (GPipe, section 2.3)."""
 
 _TRACING = threading.Lock()
@@ -60,17 +59,17 @@ class Pipeline(Strategy):
 
     Attributes:
         stages: on how many workers; None for the launcher's processes or the machine's accelerators.
-        micro_batches: into how many pieces a batch is cut; "auto" for four a stage. A batch with fewer examples has
+        micro_batches: into how many parts a batch is cut; "auto" for four a stage. A batch with fewer examples has
             fewer.
-        schedule: in which order they go through: "gpipe", "1f1b", or "interleaved", where each worker has `chunks`
-            pieces of the model.
+        schedule: in which order they go through: "gpipe", "1f1b", "zb_h1" (1F1B whose weights' gradients are made
+            late), or "interleaved", where each worker has `chunks` stages.
         recompute: what is run again for backward, so that activations need not be kept: "never" anything, "always"
             every forward pass, "except_last" all but those whose backward follows at once.
-        partition: "auto", or of each piece of the model, in order, how many layers it has, or their names.
+        partition: "auto", or of each stage, in order, how many layers it has, or their names.
         cost: what "auto" makes small of the worst stage: "time", "memory", or "both".
         limit_bytes: that a stage may take for parameters, gradients, optimizer and activations; None for any number.
-        chunks: pieces of the model on each worker, where the schedule is "interleaved".
-        deferred_batch_norm: let running statistics follow once a batch, not by each micro-batch.
+        chunks: stages on each worker, where the schedule is "interleaved".
+        deferred_batch_norm: update running statistics once a batch, not by each micro-batch.
     """
 
     stages: int | None = None
@@ -136,12 +135,13 @@ class Pipeline(Strategy):
         ranks = len(roles)
         # Each builds the whole model before it keeps its stages.
         require_memory(self.name, max(ranks, model.copies) * model.trainable_bytes, cluster)
-        pieces, terms = self._pieces(ranks), self._terms(roles, cluster)
+        schedule = self._schedule(ranks)
+        terms = self._terms(schedule, roles, cluster)
         if isinstance(self.partition, str):
-            partition = split(model, pieces, terms)
+            partition = split(model, schedule.stages(), terms)
         else:
-            partition = read(model.layers, self.partition, pieces)
-        rank_of = {name: index % ranks for index, names in enumerate(partition) for name in names}
+            partition = read(model.layers, self.partition, schedule.stages())
+        rank_of = {name: schedule.rank_of(stage) for stage, names in enumerate(partition) for name in names}
         # Of a parameter that several stages use, the first rank that does so speaks.
         holder: dict[str, int] = {}
         for layer in model.layers:
@@ -191,46 +191,42 @@ class Pipeline(Strategy):
             traced = trace(context.module, sample, context.objective.inputs)
         context.group.barrier()
         stages = cut(traced, plan.partition)
-        part = StageModule(context.module, stages, place, ranks)
+        schedule = self._schedule(ranks)
+        placement = schedule.placement()
+        part = StageModule(context.module, stages, placement, place)
         part.release()
-        roads = Channels(ways(stages, ranks), ranks, context.group, device)
-        context.closing.callback(roads.close)
-        count = self._count(ranks)
+        channels = Channels(edges(stages, placement), context.group, device)
+        context.closing.callback(channels.close)
+        count = schedule.micro_batches
         statistics = RunningStatistics(context.module, self.deferred_batch_norm and count > 1)
-        trained = {name for name, parameter in part.parameters.items() if parameter.requires_grad}
+        trained = {name for name, parameter in part.parameters().items() if parameter.requires_grad}
         runner = Runner(
             part.stages,
-            roads,
-            list(self._actions(place, ranks)),
+            channels,
+            list(schedule.actions(place)),
             self.recompute,
             statistics,
             {index for index, stage in part.stages.items() if trained.intersection(stage.parameters)},
             HALF.get(context.options.precision),
         )
-        return StagedModel(traced, part, runner, roads, context.objective, count, total or context.group.sum)
-
-    def _pieces(self, ranks: int) -> int:
-        return ranks * (self.chunks if self.schedule == "interleaved" else 1)
+        return StagedModel(traced, part, runner, channels, context.objective, count, total or context.group.sum)
 
     def _count(self, ranks: int) -> int:
-        return self.micro_batches if isinstance(self.micro_batches, int) else _PIECES_A_STAGE * ranks
+        return self.micro_batches if isinstance(self.micro_batches, int) else _MICRO_BATCHES_A_STAGE * ranks
 
-    def _terms(self, roles: Sequence[Role], cluster: Cluster) -> Terms:
-        ranks = len(roles)
-        count, pieces = self._count(ranks), self._pieces(ranks)
-        actions = [list(self._actions(rank, ranks)) for rank in range(ranks)]
-        held = tuple(in_flight(each for each in actions[s % ranks] if each.stage == s) for s in range(pieces))
-        again = {"never": 0.0, "except_last": (count - 1) / count, "always": 1.0}[self.recompute]
-        hosts = tuple(roles[s % ranks].host for s in range(pieces))
+    def _schedule(self, ranks: int) -> PipelineSchedule:
+        return SCHEDULES[self.schedule](ranks, self._count(ranks), self.chunks)
+
+    def _terms(self, schedule: PipelineSchedule, roles: Sequence[Role], cluster: Cluster) -> Terms:
+        count, placement = schedule.micro_batches, schedule.placement()
         return Terms(
-            self.cost, held, self.limit_bytes, again=again, hosts=hosts, link_bytes_per_s=cluster.link_bytes_per_s
+            self.cost,
+            held=tuple(schedule.held(stage) for stage in range(schedule.stages())),
+            limit_bytes=self.limit_bytes,
+            again={"never": 0.0, "except_last": (count - 1) / count, "always": 1.0}[self.recompute],
+            hosts=tuple(roles[rank].host for rank in placement),
+            link_bytes_per_s=cluster.link_bytes_per_s,
         )
-
-    def _actions(self, place: int, ranks: int) -> Iterator[Action]:
-        count = self._count(ranks)
-        # Micro-batches without examples are left out.
-        whole = ranks * -(-count // ranks) if self.schedule == "interleaved" else count
-        return SCHEDULES[self.schedule](place, ranks, whole, self._pieces(ranks) // ranks)
 
 
 def _is_partition(value: object) -> bool:

@@ -1,19 +1,21 @@
-"""In which order the ranks of a pipeline do what: pure generators, one a file. To add one, add a file and a line."""
+"""In which order the ranks of a pipeline do what. To add a schedule, add a file and a line."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.pipeline.schedules.gpipe import gpipe
-from headrace.pipeline.schedules.interleaved import interleaved
-from headrace.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
-from headrace.pipeline.schedules.schedule import Action, Schedule
+from headrace.pipeline.schedules.gpipe import GPipe
+from headrace.pipeline.schedules.interleaved import Interleaved
+from headrace.pipeline.schedules.one_forward_one_backward import OneForwardOneBackward
+from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule
+from headrace.pipeline.schedules.zb_h1 import ZeroBubbleH1
 
-__all__ = ["SCHEDULES", "Action", "Schedule"]
+__all__ = ["SCHEDULES", "Action", "PassKind", "PipelineSchedule"]
 
-SCHEDULES: Mapping[str, Schedule] = {
-    "1f1b": one_forward_one_backward,
-    "gpipe": gpipe,
-    "interleaved": interleaved,
+SCHEDULES: Mapping[str, type[PipelineSchedule]] = {
+    "1f1b": OneForwardOneBackward,
+    "gpipe": GPipe,
+    "interleaved": Interleaved,
+    "zb_h1": ZeroBubbleH1,
 }
 """Every schedule by its name."""

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.pipeline.schedules.schedule import Action
+from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule
 
 
-def gpipe(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
-    """Yields what a rank does; with several stages a rank they follow one another as if each were alone."""
-    stages = range(rank, ranks * chunks, ranks)
-    for stage in stages:
-        for micro_batch in range(micro_batches):
-            yield Action(stage, micro_batch)
-    for stage in reversed(stages):
-        for micro_batch in reversed(range(micro_batches)):
-            yield Action(stage, micro_batch, backward=True)
+class GPipe(PipelineSchedule):
+    """All forward passes, then all backward passes, the last micro-batch first."""
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        for micro_batch in range(self.micro_batches):
+            yield Action(rank, micro_batch)
+        for micro_batch in reversed(range(self.micro_batches)):
+            yield Action(rank, micro_batch, PassKind.BACKWARD)

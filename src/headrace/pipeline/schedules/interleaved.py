@@ -8,37 +8,41 @@ micro-batch 2 through a rank's first stage, b2' its backward through its second,
     rank 1   .   a0  a1  b0  b0' b1  b1' a2  a0' a3  a1' b2  b2' b3  b3' a2' a3' .
 
 The bubble is that of one stage a rank, (K - 1) / M of the work, divided by the stages a rank; values cross between
-ranks as many times more often. The number of micro-batches must be a multiple of that of ranks.
+ranks as many times more often. Micro-batches go in groups of as many as there are ranks; the last group may be smaller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.pipeline.schedules.schedule import Action
+from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule
 
 
-def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 2) -> Iterator[Action]:
-    """Yields what a rank does, group by group of as many micro-batches as there are ranks.
+class Interleaved(PipelineSchedule):
+    """1F1B over `chunks` stages a rank, group by group of as many micro-batches as there are ranks."""
 
-    Raises:
-        ValueError: `micro_batches` is no multiple of `ranks`.
-    """
-    if micro_batches % ranks:
-        raise ValueError(f"{micro_batches} micro-batches are no multiple of {ranks} ranks")
-    every = micro_batches * chunks
+    def stages(self) -> int:
+        return self.ranks * self.chunks
 
-    def action(index: int, backward: bool) -> Action:
-        group, place = divmod(index, ranks * chunks)
-        chunk, member = divmod(place, ranks)
-        chunk = chunks - 1 - chunk if backward else chunk
-        return Action(rank + chunk * ranks, group * ranks + member, backward)
+    def actions(self, rank: int) -> Iterator[Action]:
+        # Of the last group those micro-batches are left out that there are not.
+        return (action for action in self._in_groups(rank) if action.micro_batch < self.micro_batches)
 
-    ahead = min(every, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
-    for index in range(ahead):
-        yield action(index, backward=False)
-    for index in range(ahead, every):
-        yield action(index, backward=False)
-        yield action(index - ahead, backward=True)
-    for index in range(every - ahead, every):
-        yield action(index, backward=True)
+    def _in_groups(self, rank: int) -> Iterator[Action]:
+        ranks, chunks = self.ranks, self.chunks
+        every = -(-self.micro_batches // ranks) * ranks * chunks
+
+        def action(index: int, kind: PassKind) -> Action:
+            group, place = divmod(index, ranks * chunks)
+            chunk, member = divmod(place, ranks)
+            chunk = chunk if kind is PassKind.FORWARD else chunks - 1 - chunk
+            return Action(rank + chunk * ranks, group * ranks + member, kind)
+
+        ahead = min(every, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
+        for index in range(ahead):
+            yield action(index, PassKind.FORWARD)
+        for index in range(ahead, every):
+            yield action(index, PassKind.FORWARD)
+            yield action(index - ahead, PassKind.BACKWARD)
+        for index in range(every - ahead, every):
+            yield action(index, PassKind.BACKWARD)

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.pipeline.schedules.schedule import Action
+from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule
 
 
-def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
-    """Yields what a rank does; it has one stage."""
-    ahead = min(ranks - rank - 1, micro_batches)
-    for micro_batch in range(ahead):
-        yield Action(rank, micro_batch)
-    for micro_batch in range(ahead, micro_batches):
-        yield Action(rank, micro_batch)
-        yield Action(rank, micro_batch - ahead, backward=True)
-    for micro_batch in range(micro_batches - ahead, micro_batches):
-        yield Action(rank, micro_batch, backward=True)
+class OneForwardOneBackward(PipelineSchedule):
+    """One forward, one backward by turns, after as many forward passes as there are ranks behind."""
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        ahead = min(self.ranks - rank - 1, self.micro_batches)
+        for micro_batch in range(ahead):
+            yield Action(rank, micro_batch)
+        for micro_batch in range(ahead, self.micro_batches):
+            yield Action(rank, micro_batch)
+            yield Action(rank, micro_batch - ahead, PassKind.BACKWARD)
+        for micro_batch in range(self.micro_batches - ahead, self.micro_batches):
+            yield Action(rank, micro_batch, PassKind.BACKWARD)

@@ -2,40 +2,83 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Action:
-    """One thing that a rank of a pipeline does.
-
-    Attributes:
-        stage: of which stage; those of rank r are r, r + ranks, r + 2 ranks and so on.
-        micro_batch: for which piece of the batch.
-        backward: in which direction.
-    """
-
-    stage: int
-    micro_batch: int
-    backward: bool = False
-
-
-Schedule = Callable[[int, int, int, int], Iterator[Action]]
-"""From a rank, how many ranks, micro-batches and stages a rank there are, to what that rank does, in order."""
+from enum import StrEnum
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
+class PassKind(StrEnum):
+    """What a rank does with a micro-batch in a stage. A backward pass is one action, or two."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward for the input"
+    BACKWARD_WEIGHT = "backward for the weights"
+
+
+_MARKS = {PassKind.FORWARD: "", PassKind.BACKWARD: "'", PassKind.BACKWARD_INPUT: "'", PassKind.BACKWARD_WEIGHT: '"'}
+
+
 @dataclass(frozen=True)
-class ActionSpan:
-    """When a rank does an action, in seconds, or in units.
+class Action:
+    """One pass of a micro-batch through a stage."""
+
+    stage: int
+    micro_batch: int
+    kind: PassKind = PassKind.FORWARD
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is a backward pass, or a part of one."""
+        return self.kind is not PassKind.FORWARD
+
+
+@dataclass(frozen=True)
+class PipelineSchedule(ABC):
+    """In which order the ranks of a pipeline do the passes of a batch.
+
+    A schedule with several stages a rank, or with another placement of stages, overrides `stages` or `rank_of`.
 
     Attributes:
-        rank: who.
-        action: what.
-        start, stop: when.
+        ranks, micro_batches: how many there are.
+        chunks: how many stages a rank has under a schedule that gives it several.
     """
+
+    ranks: int
+    micro_batches: int
+    chunks: int = 1
+
+    def stages(self) -> int:
+        """Returns into how many stages the model is cut."""
+        return self.ranks
+
+    def rank_of(self, stage: int) -> int:
+        """Returns the rank that holds a stage."""
+        return stage % self.ranks
+
+    @abstractmethod
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Yields what a rank does with a batch, in order."""
+
+    def orders(self) -> list[list[Action]]:
+        """Returns what each rank does."""
+        return [list(self.actions(rank)) for rank in range(self.ranks)]
+
+    def placement(self) -> list[int]:
+        """Returns the rank of each stage."""
+        return [self.rank_of(stage) for stage in range(self.stages())]
+
+    def held(self, stage: int) -> int:
+        """Returns the most micro-batches of which a stage keeps something at a time, until its last backward pass."""
+        return in_flight((each for each in self.actions(self.rank_of(stage)) if each.stage == stage), weights=True)
+
+
+@dataclass(frozen=True)
+class ActionSpan:
+    """When a rank does an action, in seconds or in units."""
 
     rank: int
     action: Action
@@ -44,36 +87,33 @@ class ActionSpan:
 
 
 def timed(
-    schedule: Schedule,
-    ranks: int,
-    micro_batches: int,
-    chunks: int = 1,
+    orders: Sequence[Iterable[Action]],
     cost: Callable[[Action], float] = lambda action: 1.0,
     transfer: float = 0.0,
 ) -> tuple[ActionSpan, ...]:
     """Returns when each action runs, each as soon as it can, by rank and time.
 
     Args:
-        schedule: what each rank does, in order.
-        ranks, micro_batches, chunks: the schedule's.
+        orders: what each rank does, in order.
         cost: how long an action takes.
-        transfer: how long what one stage has made is on its way to the next.
+        transfer: how long a value or gradient takes from one stage to the next.
 
     Raises:
         ValueError: the schedule cannot be run: its ranks wait for each other.
     """
-    left = [list(schedule(rank, ranks, micro_batches, chunks)) for rank in range(ranks)]
+    left = [list(order) for order in orders]
+    last = max((action.stage for order in left for action in order), default=0)
+    split = {action.kind for order in left for action in order} >= {PassKind.BACKWARD_INPUT}
+    gradient = PassKind.BACKWARD_INPUT if split else PassKind.BACKWARD
     done: dict[Action, float] = {}
-    spans: list[list[ActionSpan]] = [[] for _ in range(ranks)]
+    spans: list[list[ActionSpan]] = [[] for _ in left]
     while any(left):
         moved = False
-        for rank in range(ranks):
-            while left[rank] and all(before in done for before in _needs(left[rank][0], ranks * chunks)):
-                action = left[rank].pop(0)
-                ready = [
-                    done[before] + transfer * (before.stage != action.stage)
-                    for before in _needs(action, ranks * chunks)
-                ]
+        for rank, order in enumerate(left):
+            while order and all(before in done for before in _needs(order[0], last, gradient)):
+                action = order.pop(0)
+                needed = _needs(action, last, gradient)
+                ready = [done[before] + transfer * (before.stage != action.stage) for before in needed]
                 start = max([*ready, spans[rank][-1].stop if spans[rank] else 0.0])
                 done[action] = start + cost(action)
                 spans[rank].append(ActionSpan(rank, action, start, done[action]))
@@ -90,11 +130,17 @@ def bubble(spans: Sequence[ActionSpan]) -> float:
     return 1.0 - busy / (length * len({span.rank for span in spans})) if length else 0.0
 
 
-def in_flight(actions: Iterable[Action]) -> int:
-    """Returns how many forward passes one rank has done at most whose backward has not been."""
+def in_flight(actions: Iterable[Action], weights: bool = False) -> int:
+    """Returns how many forward passes of one rank wait at most for their backward pass at a time.
+
+    Args:
+        weights: whether, of a backward pass in two parts, the second one ends the wait, and not the first.
+    """
+    neutral = PassKind.BACKWARD_INPUT if weights else PassKind.BACKWARD_WEIGHT
     count = most = 0
     for action in actions:
-        count += -1 if action.backward else 1
+        if action.kind is not neutral:
+            count += 1 if action.kind is PassKind.FORWARD else -1
         most = max(most, count)
     return most
 
@@ -102,23 +148,27 @@ def in_flight(actions: Iterable[Action]) -> int:
 def draw(spans: Sequence[ActionSpan]) -> str:
     """Draws a schedule whose actions take a unit each, one row a rank.
 
-    2 is the forward of micro-batch 2, 2' its backward, a dot a unit in which nothing is done. Where ranks have several
-    stages, a letter says which of the rank's own it is.
+    2 is the forward of micro-batch 2, 2' its backward, a dot a unit in which nothing is done. Of a backward in two
+    parts 2' is that for the input and 2" that for the weights. Where ranks have several stages, a letter says which of
+    the rank's own it is.
     """
     ranks = 1 + max(span.rank for span in spans)
     several = any(span.action.stage >= ranks for span in spans)
     cells = [["."] * round(max(span.stop for span in spans)) for _ in range(ranks)]
     for span in spans:
         letter = _LETTERS[span.action.stage // ranks] if several else ""
-        cells[span.rank][round(span.start)] = f"{letter}{span.action.micro_batch}{chr(39) * span.action.backward}"
+        cells[span.rank][round(span.start)] = f"{letter}{span.action.micro_batch}{_MARKS[span.action.kind]}"
     width = max(len(cell) for row in cells for cell in row)
     rows = (" ".join(cell.ljust(width) for cell in row).rstrip() for row in cells)
     return "\n".join(f"rank {rank}   {row}" for rank, row in enumerate(rows))
 
 
-def _needs(action: Action, stages: int) -> list[Action]:
+def _needs(action: Action, last: int, gradient: PassKind) -> list[Action]:
+    """Returns what must be done before; `gradient` is the kind of pass that makes an input's gradient."""
     stage, micro_batch = action.stage, action.micro_batch
-    if not action.backward:
+    if action.kind is PassKind.FORWARD:
         return [Action(stage - 1, micro_batch)] if stage else []
-    behind = [Action(stage + 1, micro_batch, backward=True)] if stage + 1 < stages else []
+    if action.kind is PassKind.BACKWARD_WEIGHT:
+        return [Action(stage, micro_batch, PassKind.BACKWARD_INPUT)]
+    behind = [Action(stage + 1, micro_batch, gradient)] if stage < last else []
     return [Action(stage, micro_batch), *behind]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from headrace.pipeline.schedules import Action
+from headrace.pipeline.schedules import Action, PassKind
 from headrace.pipeline.schedules.schedule import ActionSpan, bubble, timed
 from headrace.report.model.events import Attempt, of_kind
 from headrace.spec.events import PipelineStepTimed, StagePass
@@ -60,17 +60,13 @@ class PipelineStep:
     def scheduled(self) -> tuple[ActionSpan, ...]:
         """The same passes in the same order if all stages took the same time and transfers none, in seconds.
 
-        A forward and a backward take their measured means.
+        Each kind of pass takes its measured mean.
         """
         ranks = sorted(self.passes)
         every = [each for passes in self.passes.values() for each in passes]
-        cost = {way: _mean(_worked_s(each) for each in every if each.backward is way) for way in (False, True)}
-        chunks = len({each.stage for each in every}) // len(ranks)
-
-        def order(rank: int, *_: int) -> Iterator[Action]:
-            return (Action(each.stage, each.micro_batch, each.backward) for each in self.passes[ranks[rank]])
-
-        return timed(order, len(ranks), self.micro_batches, chunks, lambda action: cost[action.backward])
+        cost = {kind: _mean(_worked_s(each) for each in every if _kind(each) is kind) for kind in PassKind}
+        orders = [[Action(each.stage, each.micro_batch, _kind(each)) for each in self.passes[rank]] for rank in ranks]
+        return timed(orders, lambda action: cost[action.kind])
 
     @property
     def scheduled_bubble(self) -> float:
@@ -102,6 +98,12 @@ def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
 def _first_replica(plan: Mapping[str, object]) -> set[int]:
     roles = cast(Sequence[Mapping[str, Any]], plan.get("roles", ()))
     return {role["rank"] for role in roles if role["kind"] == "worker" and role["data_rank"] == 0}
+
+
+def _kind(each: StagePass) -> PassKind:
+    if not each.backward:
+        return PassKind.FORWARD
+    return {"input": PassKind.BACKWARD_INPUT, "weights": PassKind.BACKWARD_WEIGHT}.get(each.part, PassKind.BACKWARD)
 
 
 def _worked_s(each: StagePass) -> float:

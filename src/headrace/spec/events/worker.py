@@ -181,6 +181,7 @@ class StagePass:
         backward: the direction.
         began_s, ended_s: on the clock of the run, or of the host where the worker does not know the run's.
         waited_s: of that time, seconds in which the stage waited for other stages.
+        part: of a backward pass in two parts, "input" or "weights"; "" of a whole one.
     """
 
     stage: int
@@ -189,6 +190,7 @@ class StagePass:
     began_s: float
     ended_s: float
     waited_s: float
+    part: str = ""
 
 
 @dataclass(frozen=True)
