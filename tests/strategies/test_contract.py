@@ -77,9 +77,6 @@ ROWS = {
     # In lock-step, see test_parameter_server.py.
     "parameter_server": Row(partial(hr.ParameterServer, staleness_bound=0), servers=1),
     "pipeline": Row(partial(hr.Pipeline, micro_batches=1), replicas=lambda workers: 1, whole=False),
-    "pipeline_zb_h1": Row(
-        partial(hr.Pipeline, micro_batches=1, schedule="zb_h1"), replicas=lambda workers: 1, whole=False
-    ),
     "tensor_parallel": Row(hr.TensorParallel, workers=(2,), replicas=lambda workers: 1, refuses=MATRICES),
     "unconnected": Row(hr.Unconnected),
 }

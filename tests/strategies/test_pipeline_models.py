@@ -55,8 +55,9 @@ def weighted(output: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_a_model_in_stages_is_one_device(name: str) -> None:
+def test_a_model_in_stages_is_one_device(name: str, schedule: str) -> None:
     case = ZOO[name]
     torch.manual_seed(0)
     model, batch = case.model().double(), doubled(case.batch(COUNT))
@@ -74,7 +75,7 @@ def test_a_model_in_stages_is_one_device(name: str) -> None:
     )
     strategies = (
         (hr.OneDevice(), 1),
-        (hr.Pipeline(stages, pieces, "1f1b", "never" if name in DRAWS else "always"), stages),
+        (hr.Pipeline(stages, pieces, schedule, "never" if name in DRAWS else "always"), stages),
     )
     outcomes = []
     for strategy, workers in strategies:

@@ -120,7 +120,7 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1"])
 def test_other_schedules(schedule: str) -> None:
     job = Case(deep).job(11)
     inner = hr.Pipeline(stages=2, micro_batches=2, schedule=schedule)
