@@ -1,8 +1,8 @@
 """Batch normalisation over the global batch: N workers normalise as one device would.
 
-torch's SyncBatchNorm works on GPUs alone and over torch.distributed alone; this one works on any device and
-over any `Collective`. Statistics are weighted by examples, so uneven shares are exact (Ioffe and Szegedy 2015,
-section 3; the gradient is Algorithm 1's with sums over all workers).
+torch's SyncBatchNorm needs GPUs and torch.distributed; this one works on any device and over any `Collective`.
+Statistics are weighted by examples, so uneven shares are exact (Ioffe and Szegedy 2015, section 3; the gradient is
+Algorithm 1's with sums over all workers).
 """
 
 from __future__ import annotations
@@ -53,12 +53,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class GlobalBatchNorm(nn.Module):
-    """Takes the place of a BatchNorm layer, with the same parameters and buffers under the same names.
-
-    Args:
-        layer: whose place it takes.
-        collective: of all workers.
-    """
+    """Replaces a BatchNorm layer, with the same parameters and buffers under the same names."""
 
     def __init__(self, layer: _BatchNorm, collective: Collective) -> None:
         super().__init__()
@@ -75,10 +70,10 @@ class GlobalBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `(examples, channels, ...)`."""
         if not self.training:
-            # Alone, because not every worker has a share of each batch that is evaluated.
-            alone = self.running_mean is None
+            # Without the others, because not every worker has a share of each evaluation batch.
+            uses_batch = self.running_mean is None
             return torch.nn.functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, alone, 0.0, self.eps
+                x, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
             )
         normalized: tuple[Tensor, ...] = _Normalize.apply(x, self.eps, self._collective)  # type: ignore[no-untyped-call]
         normal, mean, variance, total = normalized
@@ -115,7 +110,7 @@ def synchronise_batch_norm(module: nn.Module, collective: Collective) -> bool:
 
 
 def averaged_buffers(module: nn.Module) -> list[Tensor]:
-    """Returns the running statistics that a checkpoint holds as the mean over workers, as far as they are here."""
+    """Returns the running statistics that this rank holds; a checkpoint has their means over workers."""
     return [
         getattr(layer, name)
         for layer in module.modules()

@@ -19,11 +19,9 @@ from headrace.spec.model import ModelSpec, ParameterSpec
 
 @dataclass(frozen=True)
 class Computed:
-    """What came out of a step's compute.
+    """The loss of a step, and its weight in the mean over the global batch.
 
-    Attributes:
-        loss: the mean over this worker's share, detached, on its device; None where the share was empty.
-        weight: what that loss weighs in the mean over the global batch.
+    The loss is the mean over this worker's share, detached, on its device; None where the share was empty.
     """
 
     loss: Tensor | None
@@ -35,13 +33,12 @@ class Compute(ABC):
 
     Attributes:
         module: the model; where this rank holds a part of it, the rest is on the meta device.
-        counts: whether outputs, losses and examples of this rank are those that count. The ranks of one replica have
-            the same share, and one of them speaks for all.
+        counts: whether this rank's outputs, losses and examples count: those of one rank of a replica do.
         mates: the ranks that hold the same part of the model as this one; None for all workers.
-        moved_bytes: that it has written for other ranks of its replica and read from them so far.
-        notes: lines for the user: what was found out about the model only here.
-        in_flight: most micro-batches so far whose activations waited for their backward at a time.
-        passes: of the last step, on the host's monotonic clock, where a batch goes through in pieces.
+        moved_bytes: written for other ranks of its replica and read from them so far.
+        notes: lines for the user, about the model.
+        in_flight: most micro-batches so far whose activations were kept for their backward at a time.
+        passes: of the last step through the stages, on the host's monotonic clock.
     """
 
     module: nn.Module
@@ -54,13 +51,13 @@ class Compute(ABC):
 
     @abstractmethod
     def run(self, share: Share) -> Computed:
-        """Leaves this share's contribution to the gradient of the global batch's mean loss with the exchange."""
+        """Computes this share's contribution to the gradient of the global batch's mean loss, for the exchange."""
 
     def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
-        """Does so with a loss of the caller's own, the mean over the share.
+        """Does so from the caller's own loss, the mean over the share.
 
         Raises:
-            UsageError: there is no such loss, because forward and backward are one.
+            UsageError: the strategy computes forward and backward together.
         """
         raise UsageError("the strategy computes whole steps; use worker.step(batch)")
 
@@ -71,10 +68,8 @@ class Compute(ABC):
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters and buffers that this rank saves, whole, one at a time, by checkpoint name.
 
-        All ranks of a replica call it together, and together save each tensor once.
-
-        Args:
-            leads: whether it is the first of those that hold the same part.
+        All ranks of a replica call it together, and together save each tensor once; the first of those that hold the
+        same part `leads`.
         """
         if leads:
             yield from ((name, tensor) for name, tensor in parameters_and_buffers(self.module) if not tensor.is_meta)

@@ -52,9 +52,8 @@ def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Te
     """Builds an optimizer like `template` over pieces of its parameters.
 
     Args:
-        template: built over whole parameters (on the meta device, if you like); says the class, the groups by
-            name and their options.
-        pieces: parameter name to the pieces of it that this process updates.
+        template: built over whole parameters (possibly on the meta device); gives the class, the groups and options.
+        pieces: of each parameter, by name, those that this process updates.
 
     Raises:
         UsageError: the optimizer's class cannot be built from its own defaults.
@@ -80,7 +79,7 @@ def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Te
             f"{error}; use a strategy that keeps parameters whole (mirrored), or give the class's own arguments"
         ) from error
     for group, whole in zip(optimizer.param_groups, names, strict=False):
-        # Says which of the template's groups it is; an owner of nothing has a group without a name.
+        # Names which of the template's groups it is; a rank that owns nothing has a group without a name.
         group["param_names"] = whole
     return optimizer
 
@@ -98,7 +97,7 @@ def is_elementwise(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> boo
 def state_copies(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> int:
     """Returns how many tensors of a parameter's size the optimizer keeps of it, in the group that keeps most.
 
-    SGD none, with momentum 1, Adam 2. One that steps over no usual matrix, sparse ones alone, is said to keep 1.
+    SGD none, with momentum 1, Adam 2; 1 for an optimizer that cannot step over a usual matrix (of sparse ones alone).
     """
     template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
     most = 0
@@ -161,7 +160,7 @@ def _ghost(tensor: Tensor) -> nn.Parameter:
 
 
 def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
-    """Tells whether a step of it is `parameter -= lr * gradient`, rounded as by that, and nothing else."""
+    """Tells whether a step is exactly `parameter -= lr * gradient`."""
     if type(optimizer) is not torch.optim.SGD or any(map(_does_more, optimizer.param_groups)):
         return False
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)

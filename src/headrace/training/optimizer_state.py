@@ -19,15 +19,15 @@ _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A piece of optimizer state, in a form that any other split of the parameters can take up.
+    """A piece of optimizer state, in a form that any other split of the parameters can load.
 
     Attributes:
-        parameter: name of the parameter that it belongs to.
+        parameter: name of its parameter.
         key: the optimizer's own, "momentum_buffer".
         start: first element of the flattened parameter that `value` covers; -1 if `value` belongs to the whole
             parameter (a step count, the statistics of its rows).
         value: flat; in its own shape where it belongs to the whole parameter.
-        kind: "tensor"; or "int", "float", "bool" where the optimizer keeps a number of Python's.
+        kind: "tensor"; or "int", "float", "bool" for a Python number.
     """
 
     parameter: str
@@ -38,7 +38,7 @@ class StatePiece:
 
     @property
     def name(self) -> str:
-        """How files and messages call it; `parse` reads it."""
+        """Its name in files and messages; `parse` reads it."""
         return f"{self.parameter}/{self.key}@{self.start}" + f"#{self.kind}" * (self.kind != "tensor")
 
     @classmethod
@@ -46,7 +46,7 @@ class StatePiece:
         """Returns the piece of that name.
 
         Raises:
-            ValueError: no piece is called so.
+            ValueError: no piece has such a name.
         """
         head, _, tail = name.rpartition("@")
         start, _, kind = tail.partition("#")
@@ -56,12 +56,7 @@ class StatePiece:
         return cls(parameter, key, int(start), value, kind or "tensor")
 
     def copy_to(self, target: Tensor, start: int) -> None:
-        """Fills what this piece covers of the elements from `start` on of its parameter.
-
-        Args:
-            target: contiguous, in any shape.
-            start: the parameter's element that `target` begins with.
-        """
+        """Copies what this piece covers into a contiguous tensor that begins with the parameter's element `start`."""
         low, high = max(start, self.start), min(start + target.numel(), self.start + self.value.numel())
         if low < high:
             target.view(-1)[low - start : high - start].copy_(self.value[low - self.start : high - self.start])
@@ -99,7 +94,7 @@ def _number(segment: Segment, key: str, value: Any, optimizer: torch.optim.Optim
 def load_state(
     optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]], pieces: Iterable[StatePiece]
 ) -> None:
-    """Takes up the state of the pieces that this process updates, however it was cut before; there is no other then."""
+    """Replaces the state of the pieces that this process updates by `pieces`, however these are cut."""
     by_parameter: dict[str, list[StatePiece]] = {}
     for piece in pieces:
         by_parameter.setdefault(piece.parameter, []).append(piece)
@@ -127,13 +122,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 @dataclass(frozen=True)
 class _Like:
-    """Of a tensor in an optimizer's state that has a mean.
-
-    Attributes:
-        name: of the parameter that it belongs to.
-        key: the optimizer's own, "momentum_buffer".
-        value: of the same shape and type.
-    """
+    """A tensor in an optimizer's state that has a mean: its parameter, its key, and a value of its shape and type."""
 
     name: str
     key: str
@@ -141,16 +130,16 @@ class _Like:
 
 
 class MeanState:
-    """An optimizer's state, as far as it has a mean, and its way to other places and back.
+    """The part of an optimizer's state that has a mean, copied to other places and back.
 
     Args:
-        optimizer: whose.
+        optimizer: its owner.
         named: its parameters.
-        begins: what state it makes in its first step, by parameter.
+        begins: the state that its first step makes, by parameter.
 
     Attributes:
-        likes: of all that has a mean.
-        specs: the same, as if it were parameters called "weight/momentum_buffer".
+        likes: every tensor that has a mean.
+        specs: the same as specifications of parameters, named "weight/momentum_buffer".
     """
 
     def __init__(
@@ -168,18 +157,18 @@ class MeanState:
         self.specs = [describe_tensor(f"{like.name}/{like.key}", like.value) for like in self.likes]
 
     def gather(self, views: Sequence[Tensor]) -> None:
-        """Brings it into tensors like `likes`; what the optimizer has not made yet is 0."""
+        """Copies it into tensors like `likes`; state that the optimizer has not made yet is 0."""
         for like, view in zip(self.likes, views, strict=True):
             value = self._optimizer.state.get(self._named[like.name], {}).get(like.key)
             view.zero_() if value is None else view.copy_(value)
 
     def spread(self, views: Sequence[Tensor]) -> None:
-        """Brings it back."""
+        """Copies it back."""
         for like, view in zip(self.likes, views, strict=True):
             parameter = self._named[like.name]
             state = self._optimizer.state.get(parameter)
             if not state:
-                # A worker that has had no example yet has made none, and others may have.
+                # This worker has had no example yet, and others may have.
                 if not view.any():
                     continue
                 state = self._optimizer.state[parameter] = {
@@ -190,7 +179,7 @@ class MeanState:
 
 
 def mean_state(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> MeanState:
-    """Returns the state of an optimizer over parameters: that which it makes in its first step, of gradients of 0.
+    """Returns the part of an optimizer's state that has a mean, found by a first step with gradients of 0.
 
     Raises:
         UsageError: it has no mean.

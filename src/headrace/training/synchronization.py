@@ -1,4 +1,4 @@
-"""Where a worker's data comes from under strategies whose workers do not go in step: portions, leased on demand."""
+"""How workers that do not go in lockstep come together: data leases with sync points, or periodic averages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from headrace.training.optimizer_state import StatePiece
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What came of a meeting.
+    """The result of a synchronization.
 
     Attributes:
         rounds: since the one before.
         period: rounds until the next.
-        why: that many, in words.
+        why: the reason for that period, in words.
         drift: the largest distance of a worker's parameters from their mean, over the norm of the mean.
-        left_out: ranks whose parameters were not finite: the mean is the others', and they go on from it.
-        number: of the meeting, where each worker tells of itself alone: the drift is its own.
-        took_s: how long, there.
+        left_out: ranks whose parameters were not finite: the mean is that of the others, and they go on from it.
+        number: of the synchronization, where each worker reports it alone: the drift is its own.
+        took_s: how long it took, where each worker reports it alone.
     """
 
     rounds: int
@@ -60,19 +60,19 @@ class SwappableWeights(ABC):
 
 
 class PeriodicSync(SwappableWeights):
-    """One worker's part in the run's meetings; every worker calls the same verbs after the same rounds."""
+    """Synchronizes workers that take local steps; every worker calls the same methods after the same rounds."""
 
     @abstractmethod
     def coming(self, done: int) -> int:
-        """Returns how many rounds are done at the first meeting that is not before `done` of them."""
+        """Returns the number of done rounds at the next synchronization, which is not before `done` of them."""
 
     @abstractmethod
     def weigh(self, weight: float) -> None:
-        """Says what this worker's part of a round is worth: its examples, or what else its loss counts by."""
+        """Notes the weight of this worker's part of a round: its examples, or what else its loss counts by."""
 
     @abstractmethod
     def meet(self, done: int) -> SyncResult:
-        """Brings the workers together, after so many rounds.
+        """Synchronizes the workers after so many rounds.
 
         Raises:
             RunFailed: no worker has finite parameters.
@@ -80,22 +80,22 @@ class PeriodicSync(SwappableWeights):
 
     @abstractmethod
     def end(self, done: int) -> SyncResult | None:
-        """Meets a last time, where the trained model is not yet what this worker has; None where that is not needed."""
+        """Synchronizes a last time, if this worker does not have the trained model yet."""
 
     @abstractmethod
     def own(self) -> tuple[StatePiece, ...]:
-        """Returns the state that is this worker's alone, and takes the place of the others' when it goes on."""
+        """Returns the state that is this worker's alone; when it resumes, it replaces the others' state."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A piece of an epoch that is this worker's now.
+    """A part of an epoch that this worker trains on now.
 
     Attributes:
-        round: which global batch it is of, counted over the whole run.
+        round: number of the global batch in the run.
         part: which part of that batch.
-        parts: of which the batch has so many.
-        rounds: how many rounds it goes on for, with the same part of each.
+        parts: how many parts the batch has.
+        rounds: how many rounds the lease lasts, with the same part of each.
         lease: its number.
     """
 
@@ -108,12 +108,12 @@ class Lease:
 
 @dataclass(frozen=True)
 class SyncPoint:
-    """Everything in front of a round is done, by all workers; here they meet.
+    """A round before which all workers wait for each other: everything before it is done.
 
     Attributes:
         round: rounds that are done.
-        meeting: how many meetings there were in the run, this one counted.
-        members: rank and incarnation of all who meet; the first leads.
+        meeting: how many sync points there were in the run, this one counted.
+        members: rank and incarnation of all workers; the first leads.
     """
 
     round: int
@@ -125,9 +125,9 @@ class DataLeases(ABC):
     """Leases of data, one at a time.
 
     Attributes:
-        moved_bytes: payload that went to and from whoever holds the parameters.
-        late: whether the gradient of the last portion came too late to count; the portion comes again.
-        meeting: what came of the meeting at the end of the last portion, if there was one; whoever reads it clears it.
+        moved_bytes: payload sent to and received from the servers.
+        late: whether the gradient of the last lease came too late to count; its data is leased again.
+        meeting: result of the average at the end of the last lease, if there was one; its reader clears it.
     """
 
     moved_bytes: int
@@ -136,50 +136,45 @@ class DataLeases(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Waits until there are parameters to begin with, and fetches them; rank 0 has brought them by now."""
+        """Waits until the servers have the initial parameters, which rank 0 has loaded before, and fetches them."""
 
     @abstractmethod
     def ask(self, leaves: bool = False) -> None:
-        """Asks for the next portion; the one before is done, or given back where its gradient came too late.
+        """Requests the next lease; the last one is done, or returned if its gradient came too late.
 
-        Args:
-            leaves: ask for nothing, because this worker leaves while others go on.
+        A worker that `leaves`, while others go on, requests nothing.
         """
 
     @abstractmethod
     def next(self) -> Lease | SyncPoint:
-        """Waits for what was asked for."""
+        """Waits for the answer to `ask`."""
 
     @abstractmethod
     def weigh(self, weight: float, share: float) -> None:
-        """Says what the gradient of the portion is worth, before it is pushed.
+        """Notes, before a push, the gradient's weight in the mean of its round, and its share of the round's examples.
 
-        Args:
-            weight: in the mean of its round: its examples, or what else its loss counts by; 0 if it has none.
-            share: of the round's examples.
+        The weight is the number of examples, or what else the loss counts by; 0 if there is no gradient.
         """
 
     @abstractmethod
     def halt(self) -> None:
-        """Asks for a fence as soon as the rounds that have been begun are done."""
+        """Requests a sync point as soon as the rounds that have begun are done."""
 
     @abstractmethod
     def advance(self, done: int, until: int) -> None:
-        """Goes on behind a fence, when all have met; all say so, because nobody knows who lives long enough.
+        """Goes on from a sync point after `done` rounds; the next is before round `until`.
 
-        Args:
-            done: rounds that are done.
-            until: the next fence.
+        Every worker calls it, because any of them may be lost.
         """
 
     @abstractmethod
     def renew(self) -> None:
-        """Brings this worker's parameters up to date, where all meet."""
+        """Fetches the parameters at a sync point."""
 
     @abstractmethod
     def end(self) -> None:
-        """Ends whoever leases, when the run is over; all who meet at its end do, and the first has done it."""
+        """Ends the leasing when the run is over; every worker calls it, the first one first."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of them."""
+        """Releases the connections."""

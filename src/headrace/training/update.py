@@ -24,8 +24,8 @@ from headrace.training.optimizer_state import StatePiece, load_state, state_byte
 class Schedule:
     """Drives the options of an optimizer's groups, and copies them to the optimizer that owns the pieces.
 
-    A scheduler wants every group of the job; an owner of some pieces may have some groups only. So it drives
-    the whole one, `template`, whose groups carry names.
+    A scheduler needs all groups of the job, and an optimizer over pieces may have only some of them. So the scheduler
+    drives `template`, which has all of them, by name.
 
     Args:
         options: schedule, its unit, and warm-up.
@@ -52,11 +52,11 @@ class Schedule:
         self._spread()
 
     def advance(self, round_: int) -> None:
-        """Goes on after a round, whether or not its update was made."""
+        """Counts a round, whether or not its update was made."""
         if self._scheduler is None or (round_ + 1) % self._every:
             return
         with warnings.catch_warnings():
-            # It looks for an optimizer.step() before its own; the owner's is another one, and may be left out.
+            # It expects an optimizer.step() before its own; that of the pieces is another one, and may be skipped.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step", category=UserWarning)
             self._scheduler.step()
         self._spread()
@@ -67,7 +67,7 @@ class Schedule:
 
     @contextmanager
     def warmed(self, round_: int, factor: float = 1.0) -> Iterator[None]:
-        """Holds the learning rates of one round at their share during warm-up, times `factor`."""
+        """Multiplies the learning rates by the share of warm-up and `factor` for one round."""
         if round_ >= self._warmup and factor == 1.0:
             yield
             return
@@ -88,9 +88,9 @@ class Schedule:
         return {"groups": group_settings(self._template), "schedule": state}
 
     def load(self, settings: Mapping[str, Any]) -> None:
-        """Takes up what `settings` returned in a run with the same groups."""
+        """Loads what `settings` returned in a run with the same groups."""
         for group, saved in zip(self._template.param_groups, settings["groups"], strict=True):
-            # What the class knows, and nothing else that a checkpoint may say.
+            # Only options that the class knows, whatever a checkpoint holds.
             known = (group.keys() & saved["options"].keys()) - {"params", "param_names"}
             group.update({key: _restored(saved["options"][key]) for key in known})
         if self._scheduler is not None and settings["schedule"] is not None:
@@ -132,7 +132,7 @@ def make(factory: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRSch
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Returns an optimizer's groups, a digest of their parameters' names and their options, as JSON values.
 
-    An option that is no such value is left to the job's optimizer factory.
+    An option of another type is left to the job's optimizer factory.
     """
     return [
         {
@@ -235,12 +235,12 @@ class Updater:
         self._schedule.advance(round_)
 
     def apply(self, indices: Sequence[int], round_: int, share: float = 1.0, factor: float = 1.0) -> None:
-        """Applies the optimizer to some pieces, those alone that have gradients; the schedule stays where it is.
+        """Applies the optimizer to those of some pieces that have gradients; the schedule does not advance.
 
         Args:
             indices: which of `owned`.
             round_: that it belongs to.
-            share: of the round that the gradients stand for, as far as the moving average goes.
+            share: of the round that the gradients are of, for the moving average.
             factor: of the learning rates.
         """
         with self._schedule.warmed(round_, factor):
@@ -300,7 +300,7 @@ class Updater:
     def load(
         self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None, index: int | None = None
     ) -> None:
-        """Takes up what belongs to the owned pieces, or to one of them, and `settings` if there are some."""
+        """Loads what belongs to the owned pieces, or to one of them, and `settings` if given."""
         every = tuple(pieces)
         indices = range(len(self._owned)) if index is None else (index,)
         owned = [self._owned[each] for each in indices]
@@ -324,7 +324,7 @@ class Updater:
     def _load_averages(self, indices: Sequence[int], pieces: Sequence[StatePiece]) -> None:
         if self._decay is None:
             return
-        # Before the first update there is none.
+        # Before the first update there are none.
         for index in indices:
             self._averages.pop(index, None)
         if pieces:

@@ -29,35 +29,34 @@ from headrace.trees import map_leaves, map_tensors
 
 
 class CompiledModule:
-    """A module and its compiled form, which takes over for batches of full size.
+    """A module and its compiled form, which runs batches of full size.
 
-    Compiled kernels differ by a last bit from eager ones, so what runs in which form depends on the round alone.
+    Compiled kernels differ by a last bit from eager ones, so which form runs depends on the round alone.
 
     Args:
         module: whose parameters lie where they will stay.
-        full: examples of a round, but for an epoch's last one; of a portion of it, the smallest of them, where rounds
-            are cut into portions.
+        full: examples of a round, except an epoch's last one; where rounds are cut into parts, of the smallest part.
     """
 
     def __init__(self, module: nn.Module, full: int) -> None:
         with warnings.catch_warnings():
-            # It imports what torch itself has deprecated.
+            # torch imports modules here that it has deprecated itself.
             warnings.simplefilter("ignore", DeprecationWarning)
             inductor = importlib.import_module("torch._inductor.compile_fx").config
-        # By default it keeps a pool of processes, which would outlive a worker that is killed.
+        # By default the compiler keeps a pool of processes, which would outlive a worker that is killed.
         inductor.compile_threads = 1
         self._module = module
         self._compiled: Callable[..., Any] = torch.compile(module)
         self._full = full
 
     def forward(self, examples: int) -> Callable[..., Any]:
-        """Returns what is called for a part of a global batch, or a portion, of so many examples."""
-        # The last batch of an epoch is short: to compile for its shapes too takes longer than to run it.
+        """Returns the form that runs so many examples."""
+        # The last batch of an epoch is short: compiling for its shapes takes longer than running it.
         return self._compiled if examples >= self._full else self._module
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Names the remedy where compilation fails, in forward or in backward.
+        """Adds the remedy to errors of the compiler, in forward or in backward.
 
         Raises:
             JobError: what the compiler said.
@@ -80,12 +79,9 @@ _PLAIN = Options()
 
 @dataclass(frozen=True)
 class Objective:
-    """What a model is trained on.
+    """The loss, `loss(output, target)`, and how `inputs` and `target` are selected from a batch, as in `Job`.
 
-    Attributes:
-        loss: `loss(output, target)`, a scalar mean or a `Mean`.
-        inputs, target: select from a batch, as in `Job`.
-        weighed: whether the loss is a `Mean`, whose weight only the workers together know.
+    `weighed` tells whether the loss is a `Mean`, whose total weight is a sum over workers.
     """
 
     loss: Callable[..., Any]
@@ -95,18 +91,14 @@ class Objective:
 
 
 class WholeModel(Compute):
-    """Runs forward and backward on a worker's share, or on one micro-batch of it after the other.
+    """Runs forward and backward on a worker's share, or on its micro-batches one after the other.
 
     Gradients come from `torch.autograd.grad` in one call and go to `sink` as they are, those of micro-batches when
-    they have added up in `.grad`. Where there is no sink they stay in `.grad`.
+    they have added up in `.grad`. Without a sink they stay in `.grad`.
 
     Args:
-        module: on its device.
-        objective: see there.
-        sink: takes the gradients; None leaves them in `.grad`.
         total: sums numbers over workers.
-        always: run forward also on an empty share (its layers talk to the other workers).
-        options: micro-batches, precision.
+        always: run forward also on an empty share (its layers communicate with the other workers).
         scale: of the loss, None for none.
         graph: the module in graph mode, None to run it as it is.
     """
@@ -147,10 +139,10 @@ class WholeModel(Compute):
             return self._contribute(self._loss(batch, share), share)
 
     def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
-        """Differentiates the loss of a forward of one's own.
+        """Differentiates the loss of the caller's own forward.
 
         Raises:
-            UsageError: options say how forward is done.
+            UsageError: the options say how forward is run.
         """
         for name in ("accumulate", "precision", "compile"):
             value = getattr(self._options, name)
@@ -163,7 +155,7 @@ class WholeModel(Compute):
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Any:
-        # Eager, because graphs for other sizes and without gradients would be compiled for a few batches each.
+        # Eager, because graphs for other sizes and without gradients would be compiled for few batches each.
         with self._autocast():
             output = call(self.module, self.place(batch), self._objective.inputs)
         return widened(output, self._half)
@@ -185,9 +177,9 @@ class WholeModel(Compute):
         return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
 
     def _contribute(self, loss: Tensor | Mean, share: Share) -> Computed:
-        """Differentiates this share's part of the global mean: of `loss`, whose mean is over the share.
+        """Differentiates this share's part of the global mean, from `loss`, the mean over the share.
 
-        An empty share's loss matters only for what its layers and its weight tell the other workers.
+        An empty share's loss is needed only because its layers and its weight take part in collectives.
         """
         if isinstance(loss, Mean):
             weight = float(loss.weight)
@@ -209,7 +201,7 @@ class WholeModel(Compute):
         return Computed(mean, weight)
 
     def _accumulate(self, batch: Any, share: Share, pieces: int) -> Computed:
-        """Does so for micro-batches, whose gradients add up where torch adds them up."""
+        """Does so for micro-batches, whose gradients torch adds up in `.grad`."""
         held = [parameter.grad for parameter in self._trained]
         if self._sink is not None:
             self._hold([None] * len(held))
@@ -219,7 +211,7 @@ class WholeModel(Compute):
             loss = self._loss(cut(batch, start, stop, share.examples), share)
             means = isinstance(loss, Mean)
             total, weight = weigh(loss, stop - start)
-            # What a part of a `Mean` is worth is known when all have been weighed.
+            # The weight of a part of a `Mean` is known when all have been weighed.
             self._scaled(total if means else total / share.of).backward()
             totals.append(total.detach())
             weights.append(weight)
@@ -228,7 +220,7 @@ class WholeModel(Compute):
         if means:
             (all_weight,) = self._total([own])
             present = [gradient for gradient in gradients if gradient is not None]
-            # Micro-batches that weigh nothing together say nothing.
+            # Micro-batches without any weight contribute nothing.
             torch._foreach_div_(present, all_weight) if all_weight else torch._foreach_zero_(present)
         if self._sink is not None:
             self._sink.store(gradients)
@@ -249,25 +241,18 @@ class WholeModel(Compute):
 
 
 def widened(output: Any, half: torch.dtype | None) -> Any:
-    """Returns a model's output without tensors of half precision, in which metrics, means of many, would be wrong.
+    """Returns a model's output, any tree, with its tensors of the half precision `half` widened to float32.
 
-    Args:
-        output: any tree.
-        half: what the model has computed in; None where that is its own type.
+    Metrics, means of many numbers, would be wrong in half precision.
     """
     return output if half is None else map_tensors(lambda each: each.float() if each.dtype == half else each, output)
 
 
 def cut(batch: Any, start: int, stop: int, examples: int, option: str = "accumulate") -> Any:
-    """Returns the examples `[start, stop)` of a batch of so many.
-
-    Args:
-        batch: any tree.
-        start, stop, examples: see above.
-        option: by whose wish it is cut.
+    """Returns the examples `[start, stop)` of a batch, any tree, of so many `examples`; `option` asks for it.
 
     Raises:
-        DataError: it holds something that does not have one entry an example.
+        DataError: the batch holds something without one entry for each example.
     """
     return map_leaves(partial(_cut, start, stop, examples, option), batch)
 
@@ -285,13 +270,7 @@ def _cut(start: int, stop: int, examples: int, option: str, name: str, leaf: Any
 
 
 def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:
-    """Runs the model on its part of a batch.
-
-    Args:
-        module: the model, or a compiled form of it.
-        batch: what the data gave.
-        inputs: `Job.inputs`.
-    """
+    """Runs the model, or a compiled form of it, on the part of a batch that `Job.inputs` selects."""
     if callable(inputs):
         return module(inputs(batch))
     if inputs is None:
@@ -308,7 +287,7 @@ def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:
 
 
 def select_target(batch: Any, target: Any) -> Any:
-    """Returns what the loss compares the output with, by `Job.target`."""
+    """Returns the part of a batch that `Job.target` selects for the loss."""
     if callable(target):
         return target(batch)
     if target is None:
