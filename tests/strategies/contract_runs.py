@@ -28,10 +28,11 @@ from headrace.pipeline.trace.tracing import Traced, trace
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Stepped
 from headrace.spec.job import Share
-from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec
+from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec, ProfileRequest
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, WorkerContext
+from headrace.strategies.strategy import ModelProbe
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer_state import StatePiece
@@ -271,8 +272,11 @@ def with_replicas(
     prepared = inspect_job(job)
     sample = next(Loader(as_pipeline(job.data)[0], job.seed, 2, (1,), 0, ordered=True).sweep(alone=True)).batch
     spec = prepared.model
-    if strategy.profiling(job.global_batch_size, CLUSTER):
-        spec = dataclasses.replace(spec, layers=layers_of(trace(prepared.module, sample, job.inputs)))
+
+    def measure(_: ProfileRequest) -> tuple[LayerSpec, ...]:
+        return layers_of(trace(prepared.module, sample, job.inputs))
+
+    spec = strategy.inspect_model(spec, ModelProbe(prepared.module, job.global_batch_size, CLUSTER, measure))
     plan = strategy.plan(spec, CLUSTER)
     assert plan.workers == workers
     assert job.loss is not None

@@ -26,10 +26,12 @@ from headrace.machine import detect
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.spec.cluster import Cluster
 from headrace.spec.job import Job
+from headrace.spec.model import LayerSpec, ProfileRequest
 from headrace.spec.options import Checkpoints
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
+from headrace.strategies.strategy import ModelProbe
 from headrace.worker.building import objective_of
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.worker import Worker
@@ -153,7 +155,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     cluster = join(cluster)
     if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:
         prepared = replace(prepared, examples=total_of_hosts(prepared.examples, cluster))
-    prepared = _profiled(job, prepared, chosen, cluster)
+    prepared = _inspected(job, prepared, chosen, cluster)
     plan = chosen.plan(prepared.model, cluster)
     _check_split(job, prepared, plan)
     checkpoints = _checkpoints(job, chosen, wish)
@@ -190,23 +192,24 @@ def _engine(wish: FitArguments, ranks: int | None) -> AbstractContextManager[Eng
     return closing(LaunchedEngine(wish.timeout_s)) if ranks else kept_engine()
 
 
-def _profiled(job: Job, prepared: JobInfo, strategy: Strategy, cluster: Cluster) -> JobInfo:
-    """Looks at the model as the strategy wants it.
-
-    Layers are measured where it cuts between them: by one process for all, which shall plan alike.
-    """
-    prepared = replace(prepared, model=strategy.look(prepared.module, prepared.model, cluster))
-    wish = strategy.profiling(job.global_batch_size, cluster)
-    if wish is None:
-        return prepared
+def _inspected(job: Job, prepared: JobInfo, strategy: Strategy, cluster: Cluster) -> JobInfo:
+    """Lets the strategy inspect the model."""
     objective = objective_of(job, prepared.weighed)
+    notices: list[str] = []
 
-    def measured() -> str:
-        return json.dumps(to_plain(measure(job, prepared.module, objective, wish, cluster.device)))
+    def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:
+        def measured() -> str:
+            return json.dumps(to_plain(measure(job, prepared.module, objective, request, cluster.device)))
 
-    layers = from_plain(MeasuredLayers, json.loads(measured() if cluster.ranks in (None, 1) else of_first(measured)))
-    model = replace(prepared.model, layers=layers.layers)
-    return replace(prepared, model=model, notices=(*prepared.notices, *layers.notices))
+        # One process measures for all, so that all plan alike.
+        told = measured() if cluster.ranks in (None, 1) else of_first(measured)
+        found = from_plain(MeasuredLayers, json.loads(told))
+        notices.extend(found.notices)
+        return found.layers
+
+    probe = ModelProbe(prepared.module, job.global_batch_size, cluster, layers)
+    model = strategy.inspect_model(prepared.model, probe)
+    return replace(prepared, model=model, notices=(*prepared.notices, *notices))
 
 
 def _going(wish: FitArguments) -> ResumeRequest:

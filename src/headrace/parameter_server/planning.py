@@ -124,6 +124,7 @@ def plan_with_servers(
     placement: str = "greedy",
     copies: int = 3,
     spare_workers: int = 0,
+    elastic: bool = False,
 ) -> Plan:
     """Assigns workers, servers and backups to processes, and shards to servers.
 
@@ -141,7 +142,8 @@ def plan_with_servers(
         raise InfeasiblePlan(
             f"{spare_workers} of {count} workers cannot be backups; a round needs at least one gradient"
         )
-    return Plan(strategy, dict(options), roles, (1,) * (count - spare_workers), model.trainable_bytes, segments)
+    shares = (1,) * (count - spare_workers)
+    return Plan(strategy, dict(options), roles, shares, model.trainable_bytes, segments, elastic=elastic)
 
 
 def assign_shards(

@@ -82,6 +82,7 @@ class Plan:
         segments: every trainable parameter, wholly covered, without overlap.
         partition: names of the layers of each stage, by stage; () where nothing is cut into stages.
         stages: what each of them is expected to take.
+        elastic: whether further workers may join a run that goes on, and others leave it.
     """
 
     strategy: str
@@ -92,6 +93,7 @@ class Plan:
     segments: tuple[Segment, ...] = field(repr=False)
     partition: tuple[tuple[str, ...], ...] = ()
     stages: tuple[StageCost, ...] = ()
+    elastic: bool = False
 
     @property
     def workers(self) -> int:

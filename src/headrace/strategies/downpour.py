@@ -48,7 +48,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServerContext, Strategy, WorkerContext, check_count, describe_options
+from headrace.strategies.strategy import ServedStrategy, ServerContext, WorkerContext, check_count, describe_options
 from headrace.training.exchange import Replica
 
 _MOST = 65_535
@@ -56,7 +56,7 @@ _MOST = 65_535
 
 
 @dataclass(frozen=True)
-class Downpour(Strategy):
+class Downpour(ServedStrategy):
     """Downpour SGD over parameter servers; the job's optimizer (Adagrad in the paper) runs on the shards.
 
     Attributes:
@@ -104,10 +104,6 @@ class Downpour(Strategy):
         if not isinstance(self.overlap, bool):
             raise UsageError(f"overlap must be True or False, got {self.overlap!r}")
 
-    @property
-    def elastic(self) -> bool:
-        return True
-
     def check(self, options: Options) -> None:
         check_served(options)
 
@@ -126,6 +122,7 @@ class Downpour(Strategy):
             sharding=self.sharding,
             placement=self.placement,
             copies=copies,
+            elastic=True,
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:

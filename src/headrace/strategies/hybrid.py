@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.server.server import Server
@@ -28,7 +26,7 @@ from headrace.pipeline.staged import StagedModel
 from headrace.policies.roles import require_memory, worker_and_server_roles, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import ModelSpec, ProfileRequest
+from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan, Role
 from headrace.strategies.mirrored import Mirrored
@@ -43,6 +41,8 @@ from headrace.strategies.served_hybrid import (
     served_replica,
 )
 from headrace.strategies.strategy import (
+    ModelProbe,
+    ServedStrategy,
     ServerContext,
     Strategy,
     WorkerContext,
@@ -58,7 +58,7 @@ _ENOUGH_BYTES = 2**62
 
 
 @dataclass(frozen=True)
-class Hybrid(Strategy):
+class Hybrid(ServedStrategy):
     """An outer strategy whose workers are replicas of an inner one.
 
     Ranks go replica by replica: with 2 devices inside, ranks 0 and 1 hold the first one.
@@ -110,17 +110,19 @@ class Hybrid(Strategy):
                 "parts; use batch_norm='local'"
             )
 
-    def profiling(self, global_batch_size: int, cluster: Cluster) -> ProfileRequest | None:
-        replicas, devices = self._counts(cluster)
-        inner = self.inner.profiling(max(1, global_batch_size // replicas), _alone(cluster, devices))
-        return inner and replace(inner, threads=self._roles(cluster, replicas * devices)[0].threads)
+    def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        replicas, devices = self._counts(probe.cluster)
+        if isinstance(self.outer, Served) and isinstance(self.inner, TensorParallel):
+            # Servers must know the part that each device will hold.
+            cuts = self.inner.cuts(probe.module, devices)
+            return replace(model, parameters=tuple(replace(each, cut=cuts.get(each.name)) for each in model.parameters))
 
-    def look(self, module: nn.Module, model: ModelSpec, cluster: Cluster) -> ModelSpec:
-        if not isinstance(self.outer, Served) or not isinstance(self.inner, TensorParallel):
-            return model
-        # Servers must know what each device will have.
-        cuts = self.inner.cuts(module, self._counts(cluster)[1])
-        return replace(model, parameters=tuple(replace(each, cut=cuts.get(each.name)) for each in model.parameters))
+        def measure(request: ProfileRequest) -> tuple[LayerSpec, ...]:
+            return probe.measure(replace(request, threads=self._roles(probe.cluster, replicas * devices)[0].threads))
+
+        size = max(1, probe.global_batch_size // replicas)
+        inner = ModelProbe(probe.module, size, _alone(probe.cluster, devices), measure)
+        return self.inner.inspect_model(model, inner)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         replicas, devices = self._counts(cluster)
@@ -193,6 +195,7 @@ class Hybrid(Strategy):
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         model = in_parts(context.model, plan.workers // plan.replicas)
+        assert isinstance(self.outer, ServedStrategy)
         return self.outer.server(of_outer(plan, self.outer), rank, replace(context, model=model))
 
     def _stages(

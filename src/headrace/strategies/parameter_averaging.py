@@ -39,8 +39,8 @@ from headrace.spec.plan import Plan
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.served_averaging import ServedAveragingConfig
 from headrace.strategies.strategy import (
+    ServedStrategy,
     ServerContext,
-    Strategy,
     WorkerContext,
     broadcast,
     check_count,
@@ -55,7 +55,7 @@ _RARELY = 8
 
 
 @dataclass(frozen=True)
-class ParameterAveraging(Strategy):
+class ParameterAveraging(ServedStrategy):
     """Averages parameters instead of gradients.
 
     Attributes:
@@ -108,10 +108,6 @@ class ParameterAveraging(Strategy):
                 f"wait={self.wait!r} goes on without whoever is late, and via='all_reduce' needs every worker; "
                 "use wait='all', or via='server'"
             )
-
-    @property
-    def elastic(self) -> bool:
-        return self.via == "server"
 
     @property
     def _service(self) -> ServedAveragingConfig:
@@ -186,9 +182,7 @@ class ParameterAveraging(Strategy):
         return Replica(compute, AveragingExchange(first, local, averager), sync=averager)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
-        return (
-            self._service.server(plan, rank, context) if self.via == "server" else super().server(plan, rank, context)
-        )
+        return self._service.server(plan, rank, context)
 
     def _average(
         self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False

@@ -40,12 +40,12 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServerContext, Strategy, WorkerContext, check_count, describe_options
+from headrace.strategies.strategy import ServedStrategy, ServerContext, WorkerContext, check_count, describe_options
 from headrace.training.exchange import Replica
 
 
 @dataclass(frozen=True)
-class ParameterServer(Strategy):
+class ParameterServer(ServedStrategy):
     """Asynchronous, bounded-stale or synchronous SGD over parameter servers.
 
     Attributes:
@@ -98,11 +98,6 @@ class ParameterServer(Strategy):
                 f"{self.staleness_bound} lets workers be apart; give one of them"
             )
 
-    @property
-    def elastic(self) -> bool:
-        # The number of workers is fixed where they wait for each other.
-        return self.staleness_bound is None and not self.backup_workers
-
     def check(self, options: Options) -> None:
         check_served(options)
 
@@ -119,6 +114,8 @@ class ParameterServer(Strategy):
             sharding=self.sharding,
             placement=self.placement,
             spare_workers=self.backup_workers,
+            # The number of workers is fixed where they wait for each other.
+            elastic=self.staleness_bound is None and not self.backup_workers,
         )
         if self.backup_workers and self.servers > 1:
             raise InfeasiblePlan(

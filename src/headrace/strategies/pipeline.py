@@ -34,6 +34,7 @@ from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Role, Segment
 from headrace.strategies.strategy import (
+    ModelProbe,
     Strategy,
     WorkerContext,
     broadcast,
@@ -121,14 +122,16 @@ class Pipeline(Strategy):
                 "use batch_norm='local', or Pipeline(micro_batches=1)"
             )
 
-    def profiling(self, global_batch_size: int, cluster: Cluster) -> ProfileRequest:
-        roles = worker_roles(self.name, self.stages, cluster, spread=True)
+    def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        roles = worker_roles(self.name, self.stages, probe.cluster, spread=True)
+        global_batch_size = probe.global_batch_size
         if isinstance(self.micro_batches, int) and self.micro_batches > global_batch_size:
             raise UsageError(
                 f"micro_batches={self.micro_batches} of a batch of {global_batch_size} examples would be empty; use "
                 f"micro_batches={global_batch_size} or fewer, or 'auto'"
             )
-        return ProfileRequest(-(-global_batch_size // self._count(len(roles))), roles[0].threads)
+        request = ProfileRequest(-(-global_batch_size // self._count(len(roles))), roles[0].threads)
+        return replace(model, layers=probe.measure(request))
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.stages, cluster, spread=True)

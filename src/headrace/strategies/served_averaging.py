@@ -135,6 +135,7 @@ class ServedAveragingConfig:
             backups=self.backups,
             transport=self.transport,
             copies=4,
+            elastic=True,
         )
         if isinstance(self.wait, int) and self.wait > plan.workers:
             raise InfeasiblePlan(

@@ -20,7 +20,7 @@ from headrace.parameter_server.client.gradients import ReplicaGroup
 from headrace.parameter_server.directory import ServerDirectory
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec, ProfileRequest
+from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Segment
 from headrace.training.batch_norm import synchronise_batch_norm
@@ -164,8 +164,25 @@ class ServerContext:
     process: int = 0
 
 
+@dataclass(frozen=True)
+class ModelProbe:
+    """What a strategy may find out about a model before it plans.
+
+    Attributes:
+        module: the model; it must stay as it is.
+        global_batch_size: the job's.
+        cluster: the machines.
+        measure: measures the model's layers on this machine, once for all processes of the run.
+    """
+
+    module: nn.Module
+    global_batch_size: int
+    cluster: Cluster
+    measure: Callable[[ProfileRequest], tuple[LayerSpec, ...]]
+
+
 class Strategy(ABC):
-    """How a job is distributed: a frozen dataclass of options with three methods.
+    """How a job is distributed: a frozen dataclass of options that decides; what runs comes from other rooms.
 
     Attributes:
         name: how the command line and `hr.fit` call it.
@@ -177,17 +194,8 @@ class Strategy(ABC):
     synchronous: ClassVar[bool]
     one_model: ClassVar[bool] = True
 
-    @property
-    def elastic(self) -> bool:
-        """Whether further workers may join a run that goes on, and others leave it."""
-        return False
-
-    def profiling(self, global_batch_size: int, cluster: Cluster) -> ProfileRequest | None:
-        """Returns how layers are to be measured, so that `plan` finds them in the model; None if it needs none."""
-        return None
-
-    def look(self, module: nn.Module, model: ModelSpec, cluster: Cluster) -> ModelSpec:
-        """Returns the model with what `plan` has to know of it besides; the module stays as it is."""
+    def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        """Returns the model spec with what else `plan` needs; most need nothing. The module stays as it is."""
         return model
 
     @abstractmethod
@@ -209,9 +217,13 @@ class Strategy(ABC):
             UsageError: with the remedy.
         """
 
+
+class ServedStrategy(Strategy):
+    """A strategy whose plans may have servers."""
+
+    @abstractmethod
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
-        """Builds what a rank runs that is a server or a backup in the plan; strategies without servers have none."""
-        raise NotImplementedError(f"{self.name} has no servers")
+        """Builds what the process of a rank runs that is a server or a backup in the plan."""
 
 
 def describe_options(strategy: Strategy) -> dict[str, object]:

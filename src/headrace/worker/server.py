@@ -19,7 +19,7 @@ from headrace.parameter_server.server.snapshots import Snapshots, SnapshotSet, r
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServerContext
+from headrace.strategies.strategy import ServedStrategy, ServerContext
 from headrace.worker.events import EventWriter
 from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.main import user_traceback
@@ -45,6 +45,7 @@ def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None
     server, snapshots = None, None
     try:
         process = process_number(page, rank)
+        assert isinstance(order.strategy, ServedStrategy)
         server = order.strategy.server(order.plan, rank, replace(_parts(order), process=process))
         owner = server_of(order.plan, rank)
         place = order.plan.servers.index(owner)

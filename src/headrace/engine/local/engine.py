@@ -78,7 +78,7 @@ class LocalEngine(Engine):
             # It ended in an earlier run, whose caller was told.
             self._fork_server.close()
             self._fork_server = ForkServer()
-        ranks = len(order.plan.roles) + (_SPARE if order.strategy.elastic else 0)
+        ranks = len(order.plan.roles) + (_SPARE if order.plan.elastic else 0)
         segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
         watched_end, lifeline = os.pipe()

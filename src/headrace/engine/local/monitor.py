@@ -185,7 +185,7 @@ class Monitor:
             UsageError: that cannot be.
         """
         records = self._page.ranks
-        if not self._order.strategy.elastic or self._is_over():
+        if not self._order.plan.elastic or self._is_over():
             what = "comes to its end" if self._is_over() else f"is of {self._order.plan.strategy} as it was asked for"
             raise UsageError(
                 f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
