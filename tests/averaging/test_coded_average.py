@@ -64,7 +64,7 @@ def test_bf16_is_near_without_owing_anything(weights: list[float]) -> None:
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_whoever_is_left_out_is_given_the_mean_and_owes_nothing(codec: str) -> None:
+def test_a_worker_that_is_left_out_gets_the_mean_and_owes_nothing(codec: str) -> None:
     def act(host: ThreadCollective) -> Tensor:
         average = CodedAverage(LAYOUT, host, torch.device("cpu"), MeanStep(), codec)
         average.begin()

@@ -225,13 +225,13 @@ def meet_between_hosts(
     """Returns what rank 0 has decided before each meeting, and which of three gradients nobody has."""
     own = ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
     wire = between_hosts(host, own, store)
-    presence = UsedParameters(wire, 3)
+    used = UsedParameters(wire, 3)
     found: list[object] = []
     for turn in range(2):
-        presence.publish([None if index in missing[host.rank] else torch.ones(1) for index in range(3)])
+        used.publish([None if index in missing[host.rank] else torch.ones(1) for index in range(3)])
         if host.rank == 0:
             own.stop_after, own.save_after = 7 + turn, 2**40
-        found.append([presence.settle(), own.stop_after, own.save_after])
+        found.append([used.settle(), own.stop_after, own.save_after])
     wire.close()
     return found
 

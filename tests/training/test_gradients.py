@@ -36,15 +36,15 @@ def test_missing_is_what_nobody_has(rounds: list[list[list[bool] | None]]) -> No
     world = len(rounds[0])
 
     def act(host: ThreadCollective) -> list[tuple[int, ...]]:
-        presence = UsedParameters(host, 3)
+        used = UsedParameters(host, 3)
         found = []
         for has in rounds:
             own = has[host.rank]
             if own is None:
-                presence.publish_nothing()
+                used.publish_nothing()
             else:
-                assert presence.publish([torch.ones(1) if there else None for there in own]) == all(own)
-            found.append(presence.settle())
+                assert used.publish([torch.ones(1) if there else None for there in own]) == all(own)
+            found.append(used.settle())
             host.barrier()
         return found
 
@@ -57,8 +57,8 @@ def test_missing_is_what_nobody_has(rounds: list[list[list[bool] | None]]) -> No
 def flat() -> tuple[FlatGradients, tuple[Tensor, ...], UsedParameters]:
     layout = FlatLayout(SPECS)
     region = torch.full((layout.nbytes,), 255, dtype=torch.uint8)
-    presence = UsedParameters(ThreadCollective(ThreadGroup(1), 0), len(SPECS))
-    return FlatGradients(layout, region, presence), layout.views(region), presence
+    used = UsedParameters(ThreadCollective(ThreadGroup(1), 0), len(SPECS))
+    return FlatGradients(layout, region, used), layout.views(region), used
 
 
 def some() -> list[Tensor | None]:
@@ -73,20 +73,20 @@ def some() -> list[Tensor | None]:
 
 @pytest.mark.parametrize("missing", [(), (0,), (1, 2), (0, 1, 2, 3)])
 def test_gradients_come_to_their_places(missing: tuple[int, ...]) -> None:
-    sink, views, presence = flat()
+    sink, views, used = flat()
     sink.store(some())
     sink.store([None if index in missing else gradient for index, gradient in enumerate(some())])
     for index, (view, gradient) in enumerate(zip(views, some(), strict=True)):
         assert gradient is not None
         assert torch.equal(view, torch.zeros_like(gradient) if index in missing else gradient)
-    assert presence.settle() == missing
+    assert used.settle() == missing
 
 
 def test_nothing_is_zeros() -> None:
-    sink, views, presence = flat()
+    sink, views, used = flat()
     sink.store_nothing()
     assert not any(view.any() for view in views)
-    assert presence.settle() == (0, 1, 2, 3)
+    assert used.settle() == (0, 1, 2, 3)
 
 
 def test_the_optimizer_sees_views_but_of_what_is_missing() -> None:

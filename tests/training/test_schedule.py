@@ -50,7 +50,7 @@ def test_an_owner_of_pieces_of_some_groups_has_the_rates_of_those(name: str) -> 
     assert ours.settings() == theirs.settings()
 
 
-def test_whoever_owns_nothing_follows_too() -> None:
+def test_a_rank_that_owns_nothing_follows_too() -> None:
     template = build(grouped, named())
     owner = build_over(template, {})
     schedule = Schedule(Options(schedule=SCHEDULES["step"]), template, owner, 1)

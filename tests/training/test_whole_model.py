@@ -151,7 +151,7 @@ def test_a_batch_that_weighs_nothing_moves_nothing() -> None:
 
 @pytest.mark.parametrize("weighed", [False, True])
 def test_layers_that_talk_do_so_on_an_empty_share_too(weighed: bool) -> None:
-    """And whoever has no example has no gradient either, even of a layer that looks at how many there are."""
+    """A worker that has no example has no gradient either, even of a layer that looks at how many there are."""
 
     class Normed(nn.Module):
         def __init__(self) -> None:

@@ -105,7 +105,7 @@ class ParameterAveraging(ServedStrategy):
             raise UnknownName("way", self.via, ("all_reduce", "server"))
         if self.wait != "all":
             raise UsageError(
-                f"wait={self.wait!r} goes on without whoever is late, and via='all_reduce' needs every worker; "
+                f"wait={self.wait!r} goes on without workers that are late, and via='all_reduce' needs every worker; "
                 "use wait='all', or via='server'"
             )
 

@@ -46,7 +46,7 @@ def test_groups_of_ranks_act_by_themselves_and_bring_on_what_rank_0_has_decided(
         ("forgotten", ""),
     ],
 )
-def test_nobody_waits_for_whoever_does_not_come(play: Play, tmp_path: Path, how: str, said: str) -> None:
+def test_no_rank_waits_for_one_that_does_not_come(play: Play, tmp_path: Path, how: str, said: str) -> None:
     heard, nothing = play("part_between_hosts", 2, store=str(tmp_path / "store"), how=how)
     assert heard.startswith(said)
     assert bool(heard) == bool(said)
