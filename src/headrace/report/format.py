@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -150,3 +150,8 @@ def to_cells(fields: Iterable[Field[S]], subject: S | None) -> list[str]:
 def json_fields(*names: str) -> tuple[Field[Any], ...]:
     """Returns fields for attributes that are in JSON under their own name."""
     return tuple(Field(attrgetter(name), key=name) for name in names)
+
+
+def json_mapping(fields: Sequence[Field[S]], name: str, key: str) -> Field[Any]:
+    """Returns a field for an attribute that maps to subjects, in JSON under `key`."""
+    return Field(lambda subject: {to: to_json(fields, each) for to, each in getattr(subject, name).items()}, key=key)

@@ -39,6 +39,19 @@ class InputSummary:
         return sum(stage.busy_s for stage in self.stages)
 
     @property
+    def first(self) -> InputStats:
+        """The input of the first rank."""
+        return next(iter(self.by_rank.values()))
+
+    @property
+    def ms_per_example(self) -> float | None:
+        return 1e3 * self.busy_s / self.examples if self.examples else None
+
+    @property
+    def least_occupancy(self) -> float:
+        return min(map(occupancy, self.by_rank.values()))
+
+    @property
     def examples(self) -> int:
         return sum(each.examples for each in self.by_rank.values())
 

@@ -13,6 +13,7 @@ from headrace.report.format import (
     duration,
     fixed,
     json_fields,
+    json_mapping,
     percent,
     plural,
     ratio,
@@ -127,26 +128,18 @@ SERVERS: tuple[Field[ServerSummary], ...] = (
     Field(lambda servers: _staleness_text(servers.staleness_of_all), label="staleness"),
     Field(lambda servers: to_json(STALENESS, servers.staleness_of_all), key="staleness"),
     *(Field(partial(_staleness_cell, each), head=f"staleness\n{each.head}") for each in STALENESS if each.head),
-    Field(
-        lambda servers: {worker: to_json(STALENESS, each) for worker, each in servers.staleness.items()},
-        key="staleness_by_worker",
-    ),
+    json_mapping(STALENESS, "staleness", key="staleness_by_worker"),
     Field(
         lambda servers: [
             {"seconds": point.seconds, **(to_json(STALENESS[:4], point.staleness) or {})} for point in servers.over_time
         ],
         key="staleness_over_time",
     ),
-    *json_fields("pushes", "refused"),
-    Field(
-        attrgetter("refused_share"),
-        lambda share: percent(share) if share else "0",
-        key="refused_share",
-        head="pushes\nrefused",
-    ),
+    *json_fields("pushes", "refused", "refused_share"),
+    Field(lambda servers: percent(servers.refused_share) if servers.refused else "0", head="pushes\nrefused"),
     Field(attrgetter("busy_share"), percent, key="busy_share", head="servers\nbusy"),
     Field(attrgetter("queue_longest"), key="queue_longest", head="longest\nqueue"),
-    Field(lambda servers: {rank: to_json(SERVER, each) for rank, each in servers.by_rank.items()}, key="by_rank"),
+    json_mapping(SERVER, "by_rank", key="by_rank"),
     *json_fields("waiting"),
     Field(_pushed, byte_count, head="pushed"),
     Field(_pulled, byte_count, head="pulled"),
@@ -192,25 +185,13 @@ def readers_text(stats: InputStats) -> str:
     return f"{stats.readers} {stats.parallel if stats.readers != 1 else one}"
 
 
-def _first(inputs: InputSummary) -> InputStats:
-    return next(iter(inputs.by_rank.values()))
-
-
-def _ms_per_example(inputs: InputSummary) -> float | None:
-    return 1e3 * inputs.busy_s / inputs.examples if inputs.examples else None
-
-
-def _least_occupancy(inputs: InputSummary) -> float:
-    return min(occupancy(each) for each in inputs.by_rank.values())
-
-
 def _input_text(inputs: InputSummary) -> str:
     size = sum(each.bytes for each in inputs.by_rank.values())
     cost = "no example"
     if inputs.examples:
-        cost = f"{short(_ms_per_example(inputs))} ms and {byte_count(size / inputs.examples)} an example"
+        cost = f"{short(inputs.ms_per_example)} ms and {byte_count(size / inputs.examples)} an example"
     parts = ", ".join(_stage_share(inputs, stage) for stage in inputs.stages)
-    return f"{readers_text(_first(inputs))}, {cost}: {parts}"
+    return f"{readers_text(inputs.first)}, {cost}: {parts}"
 
 
 def _stage_share(inputs: InputSummary, stage: InputStageStats) -> str:
@@ -222,12 +203,12 @@ def _part(seconds: float, whole_s: float) -> float:
 
 
 def _queue_text(inputs: InputSummary) -> str | None:
-    if _first(inputs).parallel != "threads":
+    if inputs.first.parallel != "threads":
         return None
     whole = sum(each.readers * each.seconds for each in inputs.by_rank.values())
     blocked = sum(blocked_s(each) for each in inputs.by_rank.values())
     free = percent(blocked / whole) if whole > 0 else "0 %"
-    return f"{fixed(_least_occupancy(inputs))} batches ready when asked; readers blocked {free} of their time"
+    return f"{fixed(inputs.least_occupancy)} batches ready when asked; readers blocked {free} of their time"
 
 
 INPUT_STAGE: tuple[Field[tuple[InputSummary, InputStageStats]], ...] = (
@@ -270,12 +251,12 @@ INPUT: tuple[Field[InputSummary], ...] = (
         label="left out",
     ),
     Field(lambda inputs: [to_json(INPUT_STAGE, (inputs, stage)) for stage in inputs.stages], key="stages"),
-    Field(lambda inputs: readers_text(_first(inputs)), head="read by"),
-    Field(_ms_per_example, short, head="ms an\nexample"),
+    Field(lambda inputs: readers_text(inputs.first), head="read by"),
+    Field(attrgetter("ms_per_example"), short, head="ms an\nexample"),
     Field(lambda inputs: _stage_share(inputs, inputs.busiest), head="dearest\nstage"),
-    Field(_least_occupancy, fixed, head="batches\nready"),
+    Field(attrgetter("least_occupancy"), fixed, head="batches\nready"),
     Field(attrgetter("skipped"), key="skipped", head="left\nout"),
-    Field(lambda inputs: {rank: to_json(READER, each) for rank, each in inputs.by_rank.items()}, key="by_rank"),
+    json_mapping(READER, "by_rank", key="by_rank"),
 )
 
 

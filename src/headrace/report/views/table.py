@@ -16,6 +16,7 @@ from headrace.report.format import (
     duration,
     fixed,
     json_fields,
+    json_mapping,
     percent,
     plural,
     ratio,
@@ -261,10 +262,7 @@ _RUN: tuple[Field[Summary], ...] = (
     ),
     Field(_evaluation_text, label="evaluation"),
     Field(lambda summary: to_json(STEP, summary.times), key="step_seconds"),
-    Field(
-        lambda summary: {rank: to_json(STEP, times) for rank, times in summary.times_by_rank.items()},
-        key="step_seconds_by_rank",
-    ),
+    json_mapping(STEP, "times_by_rank", key="step_seconds_by_rank"),
     Field(attrgetter("times"), step_text, label="mean step"),
 )
 
