@@ -176,6 +176,6 @@ def test_an_error_as_json() -> None:
     assert error_document(UsageError("no"), 2) == {"error": {"type": "UsageError", "message": "no", "exit_code": 2}}
 
 
-def test_signals_have_words() -> None:
+def test_signals_have_a_message() -> None:
     assert written(KeyboardInterrupt()) == "error: interrupted (SIGINT)\n"
     assert written(Terminated()) == "error: terminated (SIGTERM)\n"

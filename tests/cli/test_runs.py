@@ -54,7 +54,7 @@ def test_tensorboard_gets_one_log_a_run(tmp_path: Path, events: Callable[..., di
         assert b"evaluation/accuracy" in file.read_bytes()
 
 
-def test_where_nobody_wants_events_nobody_reads_them() -> None:
+def test_without_a_log_dir_no_events_are_read() -> None:
     with tensorboards(None) as take:
         assert take is None
 

@@ -199,7 +199,7 @@ def test_plain_false_draws_a_bar_into_a_file():
 
 
 def test_a_full_disk_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(console, "_CHECK_PERIOD_S", 0.0)
     free = iter((10, 0, 0, 5, 0))
     real = os.statvfs(tmp_path)
 

@@ -53,7 +53,7 @@ def of(*events: Event, attempts: int = 1) -> InputSummary:
     return found
 
 
-def test_the_last_word_of_a_worker_counts() -> None:
+def test_the_last_event_of_a_worker_counts() -> None:
     inputs = of(fed(1, 1.0, 4), fed(0, 1.0, 4), fed(1, 2.0, 10), fed(0, 2.0, 8))
     assert list(inputs.by_rank) == [0, 1]
     assert [each.batches for each in inputs.by_rank.values()] == [8, 10]
@@ -64,7 +64,7 @@ def test_the_last_word_of_a_worker_counts() -> None:
     assert inputs.busiest.busy_s == pytest.approx(0.07 * 18)
 
 
-def test_attempts_and_whoever_took_a_lost_workers_place_add_up() -> None:
+def test_attempts_and_replacements_of_a_lost_worker_add_up() -> None:
     assert of(fed(0, 1.0, 4), attempts=2).by_rank[0].batches == 8
     assert of(fed(0, 1.0, 4), fed(0, 2.0, 6), fed(0, 3.0, 1), fed(0, 4.0, 3)).by_rank[0].batches == 9
 
@@ -79,7 +79,7 @@ def test_what_is_neither_busy_nor_free() -> None:
     assert blocked_s(fed(0, 1.0, 10, parallel="inline")) == 0.0
 
 
-def test_nobody_has_spoken() -> None:
+def test_without_input_events_there_is_no_summary() -> None:
     assert inputs_of([]) is None
 
 
@@ -89,7 +89,7 @@ def run_dir(tmp_path: Path, make_run) -> Path:  # type: ignore[no-untyped-def]
     return make_run(tmp_path / "run", extra=[fed(rank, 3.2, 10) for rank in range(2)])
 
 
-def test_a_run_in_words(run_dir: Path) -> None:
+def test_a_run_as_text(run_dir: Path) -> None:
     rows = dict(run_rows(summarize(run_dir)))
     assert rows["input"] == "2 threads, 12.5 ms and 1.00 kB an example: source 20 %, map(decode) 70 %, batch 10 %"
     assert rows["input queue"] == "0.50 batches ready when asked; readers blocked 50 % of their time"
@@ -236,5 +236,5 @@ def test_what_to_try_next_follows_from_where_the_time_goes(work: InputStats, sai
     assert said in found((step(wait=0.5, compute=0.4), work)).remedy
 
 
-def test_nobody_knows_before_a_step() -> None:
+def test_without_a_step_there_is_no_bottleneck() -> None:
     assert bottleneck_of({}, InputSummary({0: reader_of()})) is None

@@ -27,7 +27,7 @@ def test_every_size_fits(tmp_path, make_served_run, workers, servers):
         assert max(map(len, _render(table))) <= 80
 
 
-def test_one_run_in_words(tmp_path, make_served_run):
+def test_one_run_as_text(tmp_path, make_served_run):
     rows = dict(run_rows(summarize(make_served_run(tmp_path / "run", 4, 2))))
     assert rows["processes"] == "4 workers and 2 servers on mill, weir (cpu), 1 thread each"
     assert rows["servers"] == "2, busy 25 % of the time (rank 4: 25 %); queue: mean 1.50, longest 4"

@@ -89,7 +89,7 @@ def test_runs_without_servers_have_none(tmp_path, make_run, write_events):
     assert summarize(silent).servers is None
 
 
-def test_means_of_rounds_are_nobodys(tmp_path, make_run):
+def test_means_of_rounds_belong_to_no_worker(tmp_path, make_run):
     served = ServerStats(2, 2.0, 0.1, 1.0, 1, {"-1": {"0": 10}}, {"0": 0.5, "1": 0.25}, {"late": 3}, _shards(1000))
     servers = summarize(make_run(tmp_path / "a", "parameter_server", extra=[served])).servers
     assert set(servers.staleness) == {ROUNDS}
@@ -251,7 +251,7 @@ def _over_time(events):
     return staleness_over_time(begun, TrainingClock((attempt.steps for attempt in begun), evaluated))
 
 
-def test_over_time_is_what_came_between_two_words_of_all_servers():
+def test_over_time_is_the_difference_between_two_events_of_all_servers():
     events = [
         _started(),
         *(_step(rank, 11.0 + second, second) for second in range(4) for rank in (0, 1)),

@@ -24,7 +24,7 @@ def test_each_stage_has_a_line() -> None:
     ]
 
 
-def test_what_nobody_has_measured_is_not_said() -> None:
+def test_what_was_not_measured_is_left_out() -> None:
     (line,) = stage_lines(plan_of(StageCost(1, 0.0, 8, 24, 0), partition=(("head",),)))
     assert line == "stage 0: 1 layer, head: 8 B of parameters, 24 B in all"
     assert stage_lines(plan_of(partition=())) == []

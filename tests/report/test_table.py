@@ -78,7 +78,7 @@ def test_a_comparison_without_numbers_shows_dashes(tmp_path, write_events, runs)
     assert row.split()[-11:] == ["2", *["–"] * 10]
 
 
-def test_one_run_in_words(runs):
+def test_one_run_as_text(runs):
     lines = _render(run_table(runs[0]))
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())

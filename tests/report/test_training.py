@@ -26,7 +26,7 @@ def _curves(steps, evaluated=(), examples_per_epoch=16):
     return curves_of(steps, evaluated, TrainingClock([by_rank], evaluated), examples_per_epoch)
 
 
-def test_a_round_is_whoever_took_part_in_it():
+def test_a_round_is_all_workers_that_took_part_in_it():
     # Worker 0 computes both portions of rounds 0 and 2; worker 1, slower, those of round 1.
     steps = [
         *(_step(0, 1.1, 0, 8.0), _step(0, 1.2, 0, 6.0), _step(0, 1.3, 2, 4.0), _step(0, 1.4, 2, 2.0)),

@@ -208,7 +208,7 @@ class Console:
 
 
 _MOST_NAMED = 8
-_LOOK_EVERY_S = 1.0
+_CHECK_PERIOD_S = 1.0
 
 
 class DiskMonitor:
@@ -218,13 +218,13 @@ class DiskMonitor:
         self._run_dir = run_dir
         self._say = say
         self._full = False
-        self._looked = monotonic()
+        self._checked = monotonic()
 
     def check(self) -> None:
         """Looks at the disk once a second, however often it is called."""
-        if monotonic() < self._looked + _LOOK_EVERY_S:
+        if monotonic() < self._checked + _CHECK_PERIOD_S:
             return
-        self._looked = monotonic()
+        self._checked = monotonic()
         found = os.statvfs(self._run_dir)
         full = not (found.f_bavail if os.geteuid() else found.f_bfree)
         if full and not self._full:
