@@ -30,7 +30,7 @@ TUNED = {
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Runs everybody in turn, `rounds` times; returns every figure."""
+    """Runs all contestants in turn, `rounds` times; returns every figure."""
     figures: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(rounds):
         for name, contestant in contestants.items():

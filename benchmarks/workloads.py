@@ -48,7 +48,7 @@ def throughput(
 
 
 def endless() -> hr.Job:
-    """Returns a job of tiny steps that goes on until somebody ends it."""
+    """Returns a job of tiny steps that runs until it is ended."""
     generator = torch.Generator().manual_seed(0)
     return hr.Job(
         model=functools.partial(nn.Linear, 64, 10),

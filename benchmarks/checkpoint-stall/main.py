@@ -59,7 +59,7 @@ def mean_step_s(
         run = hr.fit(make_job(), STRATEGIES[strategy], run_dir=Path(folder) / "run", engine=engine, seconds=seconds,
                      checkpoints=checkpoints)  # fmt: skip
         times = [event.time_s for event in run.events if isinstance(event, Stepped) and event.rank == 0]
-        # The last save is that of the end, which nobody trains beside.
+        # The last save is at the end, when training is over.
         stalls += [event.stall_s for event in run.events if isinstance(event, Saved)][:-1]
     times = [time_s for time_s in times if time_s > times[0] + WARM_UP_S]
     return (times[-1] - times[0]) / (len(times) - 1)

@@ -24,7 +24,7 @@ SETTLED_S = 1.0
 
 
 class Killer:
-    """Kills whoever is primary, again and again, and notes when."""
+    """Kills the primary repeatedly, and records when."""
 
     def __init__(self, kills: int) -> None:
         self.killed: list[float] = []

@@ -188,13 +188,13 @@ def watched(seconds: float) -> Iterator[None]:
 
 
 def holdings() -> dict[str, object]:
-    """Returns what this process and the zygote hold; must be the same after every trial."""
+    """Returns what this process and the fork server hold; must be the same after every trial."""
     gc.collect()  # an error keeps its frames, and with them the run's mappings, until it is collected
-    (zygote,) = [process.pid for process in below(os.getpid()) if process.parent == os.getpid()]
+    (fork_server,) = [process.pid for process in below(os.getpid()) if process.parent == os.getpid()]
     return {
-        "processes below": [process for process in below(os.getpid()) if process.pid != zygote],
+        "processes below": [process for process in below(os.getpid()) if process.pid != fork_server],
         "files of the launcher": descriptors(os.getpid()),
-        "files of the zygote": descriptors(zygote),
+        "files of the fork server": descriptors(fork_server),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "/dev/shm": shared_files(),
     }

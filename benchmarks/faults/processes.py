@@ -49,10 +49,10 @@ def below(pid: int) -> list[Process]:
 
 
 def workers() -> list[int]:
-    """Returns the ids of the processes that the zygotes of this process have forked and that still run."""
+    """Returns the ids of the processes that the fork servers of this process have forked and that still run."""
     every = processes()
-    zygotes = {process.pid for process in every.values() if process.parent == os.getpid()}
-    return [process.pid for process in every.values() if process.parent in zygotes and process.state != "Z"]
+    fork_servers = {process.pid for process in every.values() if process.parent == os.getpid()}
+    return [process.pid for process in every.values() if process.parent in fork_servers and process.state != "Z"]
 
 
 def rank_of(pid: int) -> int | None:

@@ -51,7 +51,7 @@ def serve(told: Connection, over: Event) -> None:
 
 
 def stand_in(told: Connection, over: Event) -> None:
-    """What is attacked while nobody is: takes connections and ends them, so that attacking costs the same."""
+    """A stand-in for the server that accepts connections and ends them, so that attacking costs the same."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         listener.settimeout(0.05)
         told.send(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
@@ -72,7 +72,7 @@ def work(address: str, rounds: multiprocessing.sharedctypes.Synchronized[int], o
 
 
 def attack(orders: Connection, count: int, rate: float) -> None:
-    """Opens so many connections to whoever it is told, waits for none, and holds them until it is told of another."""
+    """Opens so many connections to a given address, waits for none, and holds them until it gets another address."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     said = list(KINDS.values())

@@ -28,12 +28,12 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--outside", type=int, default=900_000, help="by whoever reaches the port")
-    parser.add_argument("--inside", type=int, default=100_000, help="by whoever is on the way of a genuine link")
+    parser.add_argument("--outside", type=int, default=900_000, help="by processes that reach the port")
+    parser.add_argument("--inside", type=int, default=100_000, help="by a process on the path of a genuine connection")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="frames", help="of the file in results/")
     arguments = parser.parse_args()
-    # Whoever is shown out for breaking the rules need not be given time to read why.
+    # A connection that is closed for breaking the rules needs no time to read why.
     remote_port._FAREWELL_S = 0.005
     began, rng = time.monotonic(), random.Random(arguments.seed)
     sent: Counter[str] = Counter()

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     for size, elements in SIZES.items():
         contestants |= {
             f"headrace, {size}": partial(rival, "ours_push_pull", elements),
-            f"headrace, looks first, {size}": partial(rival, "ours_push_pull", elements, "--look"),
+            f"headrace, checks first, {size}": partial(rival, "ours_push_pull", elements, "--look"),
             f"gloo, {size}": partial(rival, "gloo_push_pull", elements),
             f"torch RPC, {size}": partial(rival, "rpc_push_pull", elements),
             f"Ray actor, {size}": partial(rival, "ray_push_pull", elements, python=options.ray),
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     ratios = {
         f"{other} / {ours}, {size}": ratio(figures, f"{other}, {size}", f"{ours}, {size}")
         for size in SIZES
-        for ours in ("headrace", "headrace, looks first")
+        for ours in ("headrace", "headrace, checks first")
         for other in RIVALS
     }
     ratios |= {

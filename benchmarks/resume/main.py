@@ -2,7 +2,7 @@
 
 A trial kills a random worker (in one of twenty the launcher, with all that it has started) with SIGKILL at a random
 moment of a run, lets the run go on, kills it again, up to four times, and compares what is left in the end (the
-digests of the last checkpoint's files, the model's file, the metrics) with the run that nobody killed.
+digests of the last checkpoint's files, the model's file, the metrics) with the uninterrupted run.
 """
 
 from __future__ import annotations

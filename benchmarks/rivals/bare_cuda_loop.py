@@ -1,6 +1,6 @@
 """The bare PyTorch loop on a GPU: `bare_cuda_loop.py mlp|cnn BATCH SECONDS`; prints examples/s.
 
-The loss stays on the GPU, as in ours: nobody waits for it in every step.
+The loss stays on the GPU, as in headrace: no step waits for it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def run(rank: int, workers: int, elements: int, segment: SharedSegment) -> None:
 
 
 def wait_idle(rank: int, workers: int, segment: SharedSegment) -> None:
-    """Everybody waits a second for the last rank; prints the share of a core that waiting took."""
+    """All ranks wait a second for the last one; prints the share of a core that waiting took."""
     torch.set_num_threads(1)
     group = SharedMemoryGroup(ControlPage(segment, workers), rank, lambda: None)
     for _ in range(3):

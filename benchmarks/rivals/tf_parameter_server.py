@@ -20,7 +20,7 @@ AT_ONCE = 20
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports that nobody uses."""
+    """Returns free ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -111,8 +111,8 @@ if __name__ == "__main__":
     chief, server, *others = [f"127.0.0.1:{port}" for port in free_ports(2 + workers)]
     members = {"chief": [chief], "ps": [server], "worker": others}
     context = multiprocessing.get_context("spawn")
-    seats = [("ps", 0), *(("worker", index) for index in range(workers))]
-    processes = [context.Process(target=serve, args=(members, *seat), daemon=True) for seat in seats]
+    roles = [("ps", 0), *(("worker", index) for index in range(workers))]
+    processes = [context.Process(target=serve, args=(members, *role), daemon=True) for role in roles]
     for process in processes:
         process.start()
     print(measure(members, sys.argv[2], float(sys.argv[3])), flush=True)
