@@ -55,7 +55,7 @@ def test_several_files_and_empty_ones(tmp_path: Path) -> None:
 
 def test_what_is_no_text_is_named_with_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one\ntw\xfco\nthree\n")
-    with pytest.raises(DataError, match=r"/a, line 2 is no UTF-8: byte 0xfc at 2 .*iconv"):
+    with pytest.raises(DataError, match=r"/a, line 2 is not UTF-8: byte 0xfc at 2 .*iconv"):
         examples(hr.data.from_text(str(tmp_path / "a")))
-    with pytest.raises(DataError, match="/a, line 2 is no UTF-8: byte 0xfc at 6"):
+    with pytest.raises(DataError, match="/a, line 2 is not UTF-8: byte 0xfc at 6"):
         examples(hr.data.from_text(str(tmp_path / "a"), by="file"))

@@ -183,7 +183,7 @@ def test_what_is_not_there_is_said() -> None:
         hr.data.ParseExample({"label": float})(record)
     with pytest.raises(DataError, match="'label' has 2 values, and 1 are asked for"):
         hr.data.ParseExample({"label": int})(record)
-    with pytest.raises(DataError, match="'name' is no UTF-8"):
+    with pytest.raises(DataError, match="'name' is not UTF-8"):
         hr.data.ParseExample({"name": str})(record)
     with pytest.raises(UsageError, match="must be bytes, str, int or float"):
         hr.data.ParseExample({"label": "int"})

@@ -41,16 +41,7 @@ def blaming(path: Path) -> Iterator[None]:
 
 
 class Checkpoint:
-    """What was saved at one step; its files are read when asked for.
-
-    Args:
-        path: its folder.
-        storage: of the folder's parent.
-        step: that the folder is named for.
-
-    Raises:
-        CorruptCheckpoint: the manifest is damaged, or a file is missing or of another size.
-    """
+    """What was saved at one step; its files are read when asked for."""
 
     def __init__(self, path: Path, storage: Storage, step: int) -> None:
         self.path = path
@@ -82,11 +73,7 @@ class Checkpoint:
         return tuple(record.rank for record in self.manifest.files)
 
     def verify(self) -> None:
-        """Reads everything once.
-
-        Raises:
-            CorruptCheckpoint: a file is not what was saved; names it.
-        """
+        """Reads everything once."""
         chunk = min(CHUNK, max((record.bytes for record in self.manifest.files), default=1))
         # By turns, because the one is digested while the other is filled.
         pair = tuple(memoryview(bytearray(chunk)) for _ in range(2))
@@ -97,11 +84,7 @@ class Checkpoint:
                 _pass(file, record, digest, (half[:size] for half, size in zip(itertools.cycle(pair), sizes)))
 
     def read(self, rank: int) -> dict[str, Tensor]:
-        """Returns a rank's tensors, on the CPU: views of one buffer, digested while it is filled.
-
-        Raises:
-            CorruptCheckpoint: the file is not what was saved, or the rank saved none.
-        """
+        """Returns a rank's tensors, on the CPU: views of one buffer, digested while it is filled."""
         from headrace.checkpoint import tensors
 
         record = self._record(rank)
@@ -112,11 +95,7 @@ class Checkpoint:
         return tensors.views(buffer, entries)
 
     def shapes(self, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns the shapes and types ("float32") of a rank's tensors, from the front of its file alone.
-
-        Raises:
-            CorruptCheckpoint: the front is damaged, or the rank saved none.
-        """
+        """Returns the shapes and types ("float32") of a rank's tensors, from the front of its file alone."""
         record = self._record(rank)
         with self._opened(record.name) as file, Digest() as digest:
             entries, _ = _front(file, record, digest)
@@ -175,10 +154,6 @@ class CheckpointFolder:
     """The checkpoints of one run, `<run>/checkpoints/`; need not exist.
 
     One process begins, commits and abandons; every rank writes its own file, in its own process, between.
-
-    Args:
-        path: the folder.
-        storage: what reads and writes it; the operating system, if not given.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
@@ -186,11 +161,7 @@ class CheckpointFolder:
         self._storage = storage or LocalStorage(path)
 
     def begin(self, step: int) -> None:
-        """Deletes what a crash has left and makes room for a checkpoint, aside.
-
-        Raises:
-            OSError: the disk does not do it.
-        """
+        """Deletes what a crash has left and makes room for a checkpoint, aside."""
         self._storage.prepare()
         if leftovers := [*self._named(".part"), *self._named(".old")]:
             # A renaming that the disk may still forget must not bring back a half-deleted checkpoint.
@@ -200,12 +171,7 @@ class CheckpointFolder:
         self._storage.make_folder(_name(step, ".part"))
 
     def write(self, step: int, rank: int, tensors: Mapping[str, Tensor]) -> FileRecord:
-        """Writes and syncs a rank's file; the record belongs into `commit`.
-
-        Raises:
-            UsageError: a tensor is of a kind that safetensors does not have.
-            OSError: the disk does not take it.
-        """
+        """Writes and syncs a rank's file; the record belongs into `commit`."""
         from headrace.checkpoint.tensors import write
 
         name = manifest.file_name(rank)
@@ -221,10 +187,6 @@ class CheckpointFolder:
 
         Returns:
             False if the same was there already and nothing was replaced.
-
-        Raises:
-            UsageError: the description is not made of JSON values, or is too long.
-            OSError: the disk does not do it; the checkpoints that were there are still there.
         """
         if keep < 1:
             raise UsageError(f"cannot keep the last {keep} checkpoints; keep 1 or more")
@@ -253,20 +215,12 @@ class CheckpointFolder:
             self._delete(_name(step, ".part"))
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps of the committed checkpoints, ascending; whether they are sound, `open` and `latest` say.
-
-        Raises:
-            CorruptCheckpoint: the folder is none, or is stuffed with entries.
-        """
+        """Returns the steps of the committed checkpoints, ascending; whether they are sound, `open` and `latest` say."""
         with blaming(self.path):
             return self._steps()
 
     def open(self, step: int) -> Checkpoint:
-        """Returns a checkpoint whose manifest is sound and whose files have their sizes.
-
-        Raises:
-            CorruptCheckpoint: it is missing, or not so.
-        """
+        """Returns a checkpoint whose manifest is sound and whose files have their sizes."""
         return Checkpoint(self.path / _name(step), self._storage, step)
 
     def latest(self) -> tuple[Checkpoint | None, tuple[CorruptCheckpoint, ...]]:

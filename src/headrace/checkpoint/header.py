@@ -71,11 +71,7 @@ class TensorEntry:
 
 
 def encode(entries: Sequence[TensorEntry]) -> bytes:
-    """Returns length and header; `entries` stand in the order of their data.
-
-    Raises:
-        ValueError: there are too many, or their names are too long.
-    """
+    """Returns length and header; `entries` stand in the order of their data."""
     fields = (
         f'{json.dumps(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
         f'"data_offsets":[{entry.begin},{entry.end}]}}'
@@ -92,11 +88,7 @@ def encode(entries: Sequence[TensorEntry]) -> bytes:
 
 
 def length(prefix: bytes, file_bytes: int) -> int:
-    """Returns the header's length.
-
-    Raises:
-        ValueError: there is no room for it in the file, or it is too long.
-    """
+    """Returns the header's length."""
     told = int.from_bytes(prefix, "little")
     if told > min(MOST_BYTES, file_bytes - PREFIX):
         raise ValueError(
@@ -106,11 +98,7 @@ def length(prefix: bytes, file_bytes: int) -> int:
 
 
 def parse(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
-    """Returns the tensors of a file whose data have `data_bytes`, all of which belong to exactly one of them.
-
-    Raises:
-        ValueError: the header is not that of such a file.
-    """
+    """Returns the tensors of a file whose data have `data_bytes`, all of which belong to exactly one of them."""
     text = header.rstrip(b" ")
     if len(text) < 2 or not (text.startswith(b"{") and text.endswith(b"}")) or len(header) - len(text) >= PREFIX:
         raise ValueError("its header is no object, or not padded to 8 bytes")

@@ -74,11 +74,7 @@ def file_name(rank: int) -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Returns the content of `manifest.json`.
-
-    Raises:
-        UsageError: the description is not made of JSON values, or it is too long.
-    """
+    """Returns the content of `manifest.json`."""
     try:
         content = {
             "format": FORMAT,
@@ -99,11 +95,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Reads what `encode` wrote.
-
-    Raises:
-        ValueError: it is not that; says why.
-    """
+    """Reads what `encode` wrote."""
     if len(data) > MOST_BYTES:
         raise ValueError(f"it has {len(data):,} bytes, at most {MOST_BYTES:,} are allowed")
     try:

@@ -96,11 +96,7 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """A folder that the operating system mounts; no link in it, and none that stands for it, is followed.
-
-    Args:
-        root: the folder; need not exist.
-    """
+    """A folder that the operating system mounts; no link in it, and none that stands for it, is followed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -207,11 +203,7 @@ _WORTH_A_THREAD = 1 << 18
 
 
 class Digest:
-    """The SHA-256 of what it is fed; a context, which ends its thread.
-
-    Args:
-        behind_bytes: how far it may fall behind, where what it is fed stays as it is until then.
-    """
+    """The SHA-256 of what it is fed; a context, which ends its thread."""
 
     def __init__(self, behind_bytes: int = 0) -> None:
         self._state = hashlib.sha256()
@@ -232,10 +224,6 @@ class Digest:
         """Returns when what was fed *before* has been digested, but for the last `behind_bytes` of it.
 
         `data` must not change until then.
-
-        Args:
-            data: any bytes.
-            behind_bytes: less than the usual, where `data` takes memory of its own.
         """
         if len(data) < _WORTH_A_THREAD:
             self._wait(0)

@@ -18,17 +18,7 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 def write(file: File, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes a safetensors file and syncs it; of the tensors' memory at most a few chunks exist twice.
-
-    Args:
-        file: new.
-        name: what the record shall call it.
-        tensors: by name; views, of any strides and on any device.
-
-    Raises:
-        UsageError: a tensor is of a kind that the format does not have.
-        OSError: the disk does not take it.
-    """
+    """Writes a safetensors file and syncs it; of the tensors' memory at most a few chunks exist twice."""
     # The widest elements first, so that every tensor is aligned in the file and in what is read from it.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     try:
@@ -49,11 +39,7 @@ def write(file: File, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 
 def allocate(count: int) -> tuple[Tensor, memoryview]:
-    """Returns `count` bytes of memory that nothing has touched yet, and the same as a view to write to.
-
-    Raises:
-        MemoryError: there are not as many.
-    """
+    """Returns `count` bytes of memory that nothing has touched yet, and the same as a view to write to."""
     try:
         buffer = torch.empty(count, dtype=torch.uint8)
     except RuntimeError as error:

@@ -51,17 +51,7 @@ def obtain(
     fetchers: Sequence[tuple[str, Fetcher]] | None = None,
     digests: Mapping[str, str] = DIGESTS,
 ) -> None:
-    """Makes sure that the unpacked files lie in `cache`; fetches those that do not.
-
-    Args:
-        cache: a folder; made where it is not there.
-        fetchers: where to look, in order, each with its name for messages; None for `FETCHERS`.
-        digests: file name to SHA-256.
-
-    Raises:
-        DataError: a fetched file has another digest; it is not used.
-        UnfitMachine: the files can be had from nowhere, or the cache cannot be written.
-    """
+    """Makes sure that the unpacked files lie in `cache`; fetches those that do not."""
     missing = [name for name in digests if not (cache / name).exists()]
     if not missing:
         return
@@ -148,11 +138,7 @@ def _knows_package(folder: Path) -> bool:
 
 
 def _run(folder: Path, limit_s: float, *command: str) -> None:
-    """Runs a command in a folder, without a word.
-
-    Raises:
-        UnfitMachine: it cannot be run, fails or takes too long; with its last line.
-    """
+    """Runs a command in a folder, without a word."""
     try:
         done = subprocess.run(
             command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s

@@ -48,14 +48,7 @@ class DecodeImage:
         cv2.setNumThreads(0)
 
     def __call__(self, content: Any) -> NDArray[np.uint8]:
-        """Returns the image, `(height, width, 3)` uint8.
-
-        Args:
-            content: of the file, as bytes.
-
-        Raises:
-            DataError: it is no image.
-        """
+        """Returns the image, `(height, width, 3)` uint8."""
         out = np.empty(self.shape, dtype=np.uint8)
         self.into(content, out)
         return out
@@ -151,12 +144,7 @@ class ParseExample:
             self._features[name.encode()] = (name, kind, shape if shape is None else tuple(shape))
 
     def __call__(self, record: bytes) -> dict[str, Any]:
-        """Returns numbers as tensors of their shape, bytes and str as such, or as a list where there may be several.
-
-        Raises:
-            DataError: it is no `tf.train.Example`, or a feature is missing, of another type, or has another number of
-                values.
-        """
+        """Returns numbers as tensors of their shape, bytes and str as such, or as a list where there may be several."""
         found: dict[bytes, memoryview] = {}
         for features in _inner(memoryview(record), 1):
             for entry in _inner(features, 1):
@@ -184,7 +172,7 @@ def _values(feature: memoryview, name: str, kind: type) -> Any:
         try:
             return [str(piece, "utf-8") for piece in pieces]
         except UnicodeDecodeError as error:
-            raise DataError(f"the feature {name!r} is no UTF-8 ({error}); read it as bytes") from error
+            raise DataError(f"the feature {name!r} is not UTF-8 ({error}); read it as bytes") from error
     # Numbers are packed or come one by one: the bytes of both are the same.
     together = b"".join(pieces)
     if kind is int:

@@ -30,9 +30,6 @@ def fingerprint(*values: Any) -> str:
 
     What is installed, and headrace, is known by its name and version. A module of the user's that a function names as a
     whole is known by its name alone.
-
-    Raises:
-        UsageError: one is made of something that cannot be looked into.
     """
     digest = _Digest()
     for value in values:

@@ -24,9 +24,6 @@ class CacheFolderLock:
 
     A lock of fcntl is its process's alone: a fork does not keep it for ever. It is lost when the process closes
     the file, by whatever descriptor, so that there must be one claim of a folder in a process.
-
-    Args:
-        folder: it exists.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,16 +50,6 @@ def claim(
 
     One thread of a process at a time may call it. What the same process has of another pipeline in that folder is
     made anew, too.
-
-    Args:
-        folder: need not exist.
-        key: of the source and what is done to its examples.
-        about: the same in words, for messages.
-        patience_s: how long another process may take to make or leave the folder.
-
-    Raises:
-        UsageError: another process uses the folder for another pipeline.
-        UnfitMachine: the disk does not do it.
     """
     deadline = time.monotonic() + patience_s
     try:

@@ -73,11 +73,7 @@ class Front:
 
 
 def pack(index: int, value: Any, generation: int = 0) -> NDArray[np.uint8]:
-    """Returns the record of an example, or of one that is left out.
-
-    Raises:
-        DataError: the example is made of more than is kept.
-    """
+    """Returns the record of an example, or of one that is left out."""
     leaves: list[tuple[int, NDArray[np.uint8]]] = []
     left_out = value is Absent.LEFT_OUT
     structure = ["n"] if left_out else _Packing(leaves).node(value, f"example {index}")

@@ -32,11 +32,7 @@ class Shards(ABC):
 
     @abstractmethod
     def append(self, records: Sequence[NDArray[np.uint8]]) -> list[tuple[int, int]]:
-        """Keeps records; returns shard and offset of each.
-
-        Raises:
-            OSError: there is no room for them.
-        """
+        """Keeps records; returns shard and offset of each."""
 
     @abstractmethod
     def news(self) -> Iterator[tuple[int, NDArray[np.void]]]:
@@ -122,20 +118,12 @@ class _LocalFile(AppendFile):
 
 
 def created(path: Path) -> AppendFile:
-    """Makes a file that does not exist.
-
-    Raises:
-        OSError: the disk does not do it.
-    """
+    """Makes a file that does not exist."""
     return _LocalFile(path)
 
 
 class _Shard:
-    """One file of records, and the file of its entries.
-
-    Args:
-        path: of the records.
-    """
+    """One file of records, and the file of its entries."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -265,9 +253,6 @@ def repair(folder: Path) -> None:
     """Writes entries anew where a killed process has left them undone; deletes files without a record.
 
     Nobody else may use the folder meanwhile.
-
-    Raises:
-        OSError: the disk does not do it.
     """
     for path in folder.glob(f"*{RECORDS}"):
         shard = _Shard(path)

@@ -40,12 +40,6 @@ class Store:
     What is found is handed out as a copy, so that whatever is done to it in place is done to the copy. A record is
     checked when this process first reads it. What was kept is never thrown out: an epoch visits every example, so that
     whatever made room for another would be missed before that one is used again.
-
-    Args:
-        shards: where the bytes lie.
-        examples: of the source.
-        limit: bytes of all records; None for what the shards have room for.
-        where: what messages call the cache.
     """
 
     def __init__(self, shards: Shards, examples: int, limit: int | None, where: str) -> None:
@@ -101,11 +95,7 @@ class Store:
         return gathered(known, records), len(kept)
 
     def put(self, examples: Sequence[tuple[int, Any]]) -> None:
-        """Keeps examples, each with its index, where there is room.
-
-        Raises:
-            DataError: one of them is made of more than is kept.
-        """
+        """Keeps examples, each with its index, where there is room."""
         if self._full:
             return
         packed = [
@@ -247,16 +237,7 @@ os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_i
 
 
 def store_of(cache: Cache, examples: int) -> Store:
-    """Returns what this process has of a cache, for as long as its definition lives.
-
-    Args:
-        cache: the definition.
-        examples: of the source.
-
-    Raises:
-        UsageError: another pipeline is using the folder.
-        UnfitMachine: the disk does not do it.
-    """
+    """Returns what this process has of a cache, for as long as its definition lives."""
     found = _OPEN.get(cache)
     # A forked child appends to files of its own.
     if found is None or found.process != os.getpid():

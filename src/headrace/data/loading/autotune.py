@@ -73,25 +73,14 @@ class ReadModes:
         return replace(self, kinds=tuple(each for each in self.kinds if each != kind))
 
     def first(self, read_s: float) -> ReadMode:
-        """Returns what to begin with.
-
-        Args:
-            read_s: that a batch takes whoever reads alone.
-        """
+        """Returns what to begin with."""
         kind = self.kinds[0]
         if kind == "inline" or ("inline" in self.kinds and read_s < QUICK_S):
             return ReadMode("inline")
         return ReadMode(kind, self.free)
 
     def beside(self, mode: ReadMode, rate: float, read_s: float, computing_s: float) -> list[ReadMode]:
-        """Returns what may be faster than one of them, the likeliest first.
-
-        Args:
-            mode: the one that reads now.
-            rate: batches that it gives in a second.
-            read_s: that a batch takes whoever reads it.
-            computing_s: of that, in which it computes.
-        """
+        """Returns what may be faster than one of them, the likeliest first."""
         more = min(self.most, mode.readers + max(1, mode.readers // 2))
         fewer = max(min(mode.readers, self.free), mode.readers - max(1, mode.readers // 3))
         found = []
@@ -111,12 +100,6 @@ class ReadModes:
 
 class Autotuner:
     """Tries modes of reading while training waits, and keeps what makes it faster.
-
-    Args:
-        mode: to begin with.
-        modes: what there is.
-        told: takes a mode that takes another's place, and the batches/s before and now.
-        passed_over: batches before it begins to count: those that were there before.
 
     Attributes:
         mode: how it should be read.
@@ -143,14 +126,7 @@ class Autotuner:
         self._window_s, self._rest_s, self._rests_until = _WINDOW_S, _REST_S, -math.inf
 
     def look(self, now: float, waited_s: float, read_s: float, computing_s: float) -> ReadMode:
-        """Returns how it should be read, at every batch.
-
-        Args:
-            now: seconds, by any clock that goes forward.
-            waited_s: how long whoever trains has waited, in all.
-            read_s: that this batch took whoever has read it.
-            computing_s: of that, in which it computed.
-        """
+        """Returns how it should be read, at every batch."""
         if self._pass_over > 0:
             self._pass_over -= 1
             self._begin(now, waited_s)

@@ -56,11 +56,6 @@ class CpuBudget:
 class BatchReader:
     """Reads parts, one after the other; `parallel` of the pipeline says how, "auto" by trying.
 
-    Args:
-        pipeline: what.
-        reader: reads a batch of it.
-        cpu_budget: the cores that reading may use.
-
     Attributes:
         parallel: how it reads, "inline", "threads" or "processes".
         ahead: what reads ahead now; None where nothing does.
@@ -87,28 +82,16 @@ class BatchReader:
         return 1 if self.prefetcher is None else max(1, self.prefetcher.readers)
 
     def run(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
-        """Yields each part with what was read of it, in order.
-
-        Raises:
-            DataError: an example cannot be had.
-        """
+        """Yields each part with what was read of it, in order."""
         return self.alone(parts) if self._by_itself else self._run_ahead(parts)
 
     def alone(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
-        """Yields each part with what was read of it, when it is asked for.
-
-        Raises:
-            DataError: an example cannot be had.
-        """
+        """Yields each part with what was read of it, when it is asked for."""
         for part in parts:
             yield part, self.read(part)
 
     def read(self, part: Part) -> ReadResult:
-        """Reads a part.
-
-        Raises:
-            DataError: an example cannot be had.
-        """
+        """Reads a part."""
         return self._reader.read(part[0], part[1])
 
     def _run_ahead(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:

@@ -200,11 +200,6 @@ _SHOWN = 3
 class InputCounters:
     """Counts since a loader began. Whoever takes the batches adds them, and nobody else.
 
-    Args:
-        names: of the stages, in their order.
-        most_skipped: examples that may be left out in an epoch.
-        tell: called about once a second while batches come.
-
     Attributes:
         parallel: how batches are read, "inline", "threads" or "processes".
         readers: how many threads or processes read.
@@ -238,17 +233,7 @@ class InputCounters:
         self._skips.clear()
 
     def add(self, epoch: int, read: ReadResult, asked: float, ready: int = 0) -> None:
-        """Counts a batch that has just come.
-
-        Args:
-            epoch: its.
-            read: what was read.
-            asked: when it was asked for, by `perf_counter`.
-            ready: batches that were there then.
-
-        Raises:
-            DataError: more examples were left out in this epoch than may be.
-        """
+        """Counts a batch that has just come."""
         self._last = perf_counter()
         if self._first is None:
             self._first = self._told = asked

@@ -32,13 +32,7 @@ _BEYOND = 2
 
 
 class _Job(Generic[Part]):
-    """A batch on its way.
-
-    Args:
-        part: what is read.
-        read: reads it.
-        reserved: bytes.
-    """
+    """A batch on its way."""
 
     def __init__(self, part: Part, read: Callable[[Part], ReadResult], reserved: int) -> None:
         self.part = part
@@ -51,15 +45,6 @@ class Prefetcher(Generic[Part]):
     """Hands out parts to readers, and what they have read to whoever trains.
 
     Only one thread, which trains, calls its methods. It is to be closed.
-
-    Args:
-        parts: what is read, in order.
-        read: reads a part; several threads call it at the same time.
-        estimate: about how many bytes it takes to read a part; None where nobody knows.
-        measured: told what a part took, in bytes, when it has been read.
-        freed: told how many bytes nobody holds any more, of each batch.
-        most: batches that may wait or be read; None for a few more than there are readers.
-        memory_limit: bytes.
 
     Attributes:
         read: see above; may be changed, for the parts that are handed out from then on.
@@ -130,11 +115,7 @@ class Prefetcher(Generic[Part]):
         return sum(job.future.done() for job in self._jobs)
 
     def take(self) -> tuple[Part, ReadResult] | None:
-        """Returns the next part with what was read of it; None behind the last.
-
-        Raises:
-            DataError: an example cannot be had.
-        """
+        """Returns the next part with what was read of it; None behind the last."""
         # Whoever asks for a batch holds the one before until it has this one.
         while len(self._held) > 1:
             nbytes = self._held.popleft()
@@ -199,9 +180,6 @@ class MemoryBudget:
     Where nothing is being read or waits, a reservation is granted, however large: else a batch that is larger than
     the limit would never come.
 
-    Args:
-        limit: bytes.
-
     Attributes:
         reserved: bytes.
         most: the largest that `reserved` has been.
@@ -215,11 +193,7 @@ class MemoryBudget:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int | None) -> bool:
-        """Returns whether so many bytes are now reserved, for a batch that is to be read.
-
-        Args:
-            nbytes: None where nobody knows: such a batch is read alone.
-        """
+        """Returns whether so many bytes are now reserved, for a batch that is to be read."""
         with self._lock:
             if self._open and (nbytes is None or self.reserved + nbytes > self._limit):
                 return False

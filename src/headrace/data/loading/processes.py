@@ -49,13 +49,7 @@ class ReaderStalled(Exception):
 
 
 class ReaderProcesses:
-    """Reading processes. Any number of threads may read at the same time, each by a process of its own.
-
-    Args:
-        read: what each does: takes an epoch and the places of the examples, `(examples,)` int64.
-        count: how many processes.
-        patience_s: how long a process that reads may do nothing.
-    """
+    """Reading processes. Any number of threads may read at the same time, each by a process of its own."""
 
     def __init__(self, read: Callable[[int, Tensor], ReadResult], count: int, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -73,15 +67,7 @@ class ReaderProcesses:
         return tuple(self._processes)
 
     def read(self, epoch: int, places: Tensor) -> ReadResult:
-        """Lets a process read a batch.
-
-        Raises:
-            DataError: an example cannot be had; its cause is the other process's traceback.
-            RunFailed: the process was lost.
-            Stalled: it does nothing.
-            UnfitMachine: there is no memory left to share.
-            UsageError: the batch is not made of what can be shared.
-        """
+        """Lets a process read a batch."""
         pid = self._idle.get()
         try:
             channel = self._processes[pid]

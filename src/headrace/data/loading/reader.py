@@ -69,10 +69,6 @@ class _Row:
 class ExampleReader:
     """Any number of threads may read at the same time.
 
-    Args:
-        pipeline: what.
-        seed: the job's; a seed of the pipeline's own goes before it.
-
     Attributes:
         stages: what each of `ReadResult.seconds` is of.
         drops: whether a batch may have fewer examples than were asked for.
@@ -98,15 +94,7 @@ class ExampleReader:
         self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
 
     def read(self, epoch: int, places: Tensor) -> ReadResult:
-        """Returns the batch of the examples at some places of the data.
-
-        Args:
-            epoch: counted from 0.
-            places: `(examples,)` int64, each from 0 to before the pipeline's length.
-
-        Raises:
-            DataError: one of them cannot be had, or they do not make one batch.
-        """
+        """Returns the batch of the examples at some places of the data."""
         if self._whole:
             began = perf_counter()
             batch = self._source.gather(self._indices(places), Epoch(self._seed, epoch))
@@ -137,11 +125,7 @@ class ExampleReader:
         return rows, batch
 
     def example(self, epoch: int, place: int) -> Any:
-        """Returns one example, for a pipeline that this one is a part of.
-
-        Raises:
-            DataError: it cannot be had, or is left out.
-        """
+        """Returns one example, for a pipeline that this one is a part of."""
         skipped: list[str] = []
         rows = self._fetch(self._missing([_Row(*self._locate(epoch, place))]), skipped)
         for position, step in enumerate(self._pipeline.steps):
@@ -154,9 +138,6 @@ class ExampleReader:
         """Yields what one example is after each stage, with the stage's name; ends early where it is left out.
 
         All of it is done, whatever a cache has.
-
-        Raises:
-            DataError: it cannot be had.
         """
         skipped: list[str] = []
         rows = self._fetch([_Row(*self._locate(epoch, place))], skipped)

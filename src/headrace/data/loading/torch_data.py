@@ -94,12 +94,7 @@ def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
 
 
 def gathered(examples: Any, limit: int) -> list[Any]:
-    """Returns all that an iterable yields.
-
-    Raises:
-        DataError: there are more than `limit`, or it cannot be iterated over.
-        UsageError: `limit` is below 1.
-    """
+    """Returns all that an iterable yields."""
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise UsageError(f"limit must be a whole number of at least 1, got {limit!r}")
     name = type(examples).__name__
@@ -195,17 +190,7 @@ _Part = tuple[int, Tensor, int]
 def read_by_torch(
     reader: ExampleReader, processes: Processes, parts: Iterator[_Part], seed: int
 ) -> Generator[tuple[_Part, ReadResult], None, None]:
-    """Yields each part with what was read of it, in order.
-
-    Args:
-        reader: what each process does.
-        processes: how many, and what they are told.
-        parts: epoch, indices, length of the global batch.
-        seed: of the processes' own random numbers.
-
-    Raises:
-        DataError: an example cannot be had; the process's traceback is a note.
-    """
+    """Yields each part with what was read of it, in order."""
     mine, theirs = tee(parts)
     loader = DataLoader(
         _Reading(reader),

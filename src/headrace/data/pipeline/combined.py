@@ -172,11 +172,7 @@ class _Interleaved(_Several):
 
 
 def _pattern(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Returns who has each place of a pattern with the weights' ratio: always whoever is the furthest behind.
-
-    Raises:
-        UsageError: no pattern of a reasonable length has that ratio.
-    """
+    """Returns who has each place of a pattern with the weights' ratio: always whoever is the furthest behind."""
     shares = [Fraction(weight).limit_denominator(_LONGEST_PATTERN) for weight in weights]
     whole = math.lcm(*(share.denominator for share in shares))
     counts = [int(share * whole) for share in shares]
@@ -199,12 +195,6 @@ def replayed(batches: Sequence[Any]) -> tuple[InputPipeline, int]:
     """Returns a pipeline over the examples of some batches, in their order, and of how many each of its batches is.
 
     Batches whose shapes differ from the first one's beyond their first dim are left out; longer ones are cut.
-
-    Args:
-        batches: trees of tensors `(examples, ...)`.
-
-    Raises:
-        DataError: there is no batch with an example.
     """
     alike: list[dict[str, Tensor]] = []
     for batch in batches:
@@ -248,10 +238,6 @@ class _Replay(Source):
     @property
     def identity(self) -> str:
         return ""
-
-    @property
-    def gathers(self) -> bool:
-        return True
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         # They follow each other, so that nothing need be copied.

@@ -19,15 +19,6 @@ def check_deterministic(pipeline: InputPipeline, seed: int, examples: int = 64) 
 
     Objects that cannot be compared, because they are equal to nothing but themselves, are taken for equal where they
     are of one type.
-
-    Args:
-        pipeline: what.
-        seed: the job's.
-        examples: how many, if there are as many.
-
-    Raises:
-        DataError: an example is not the same twice, or a transform changes the data in place; names the example and
-            the stage.
     """
     reader = ExampleReader(pipeline, seed)
     places = range(0, len(pipeline), max(1, len(pipeline) // examples))[:examples]

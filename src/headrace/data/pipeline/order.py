@@ -27,12 +27,6 @@ class ExampleOrder:
 
     It is a permutation, as a whole where there are few examples; where there are many, each place of it is computed
     when it is asked for, so that to begin in the middle of an epoch of any length takes no time and no memory.
-
-    Args:
-        count: examples.
-        seed: the run's.
-        epoch: counted from 0.
-        shuffled: else the order of the data.
     """
 
     def __init__(self, count: int, seed: int, epoch: int, shuffled: bool = True) -> None:
@@ -119,14 +113,7 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def generator(seed: int, epoch: int, index: int, transform: int = 0) -> np.random.Generator:
-    """Returns the random numbers that belong to one example in one epoch.
-
-    Args:
-        seed: the run's.
-        epoch: counted from 0.
-        index: the example's index in the data set.
-        transform: which of the pipeline's transforms draws them, so that two do not draw the same.
-    """
+    """Returns the random numbers that belong to one example in one epoch."""
     return np.random.Generator(_philox(seed, _EXAMPLES, (0, transform, epoch, index)))
 
 
@@ -140,16 +127,7 @@ _STREAM = 2**32
 
 
 class Bucketed:
-    """An order that brings examples of about one length together.
-
-    Args:
-        order: the one before.
-        count: examples.
-        lengths: of each place of the data.
-        batch: examples of a global batch.
-        window: batches that are sorted together.
-        seed, epoch: what the order of the batches follows.
-    """
+    """An order that brings examples of about one length together."""
 
     def __init__(
         self,
@@ -216,12 +194,6 @@ class Rounds:
 
     A host with `n` of all `N` examples takes those at `[n i // R, n (i + 1) // R)` of its order in round `i` of
     `R = ceil(N / B)`; where all hosts list the same data, those at `[i B, (i + 1) B)`.
-
-    Args:
-        examples: that this host lists.
-        hosts: who has how much, where each host lists its own; None where all list the same.
-        batch: examples that all workers together take in one round, but for an epoch's last one; where hosts differ,
-            on the mean.
     """
 
     examples: int

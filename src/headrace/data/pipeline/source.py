@@ -75,11 +75,6 @@ class Source(ABC):
         return None
 
     @property
-    def gathers(self) -> bool:
-        """Whether a batch is best read as a whole."""
-        return False
-
-    @property
     def stacks(self) -> bool:
         """Whether `collate` is the usual one."""
         return type(self).collate is Source.collate
@@ -91,14 +86,7 @@ class Source(ABC):
 
 
 class ArraySource(Source):
-    """Tensors in host memory that have one entry an example, in a tuple or by name.
-
-    Args:
-        arrays: `(examples, ...)` each.
-
-    Raises:
-        DataError: there are none, or their lengths differ.
-    """
+    """Tensors in host memory that have one entry an example, in a tuple or by name."""
 
     def __init__(self, arrays: tuple[Tensor, ...] | Mapping[str, Tensor]) -> None:
         named = arrays if isinstance(arrays, Mapping) else dict(enumerate(arrays))
@@ -130,10 +118,6 @@ class ArraySource(Source):
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         return self._tree([array.index_select(0, indices) for array in self._arrays])
 
-    @property
-    def gathers(self) -> bool:
-        return True
-
     def _tree(self, tensors: list[Tensor]) -> Any:
         if self._names is None:
             return tuple(tensors)
@@ -141,15 +125,7 @@ class ArraySource(Source):
 
 
 class DatasetSource(Source):
-    """A map-style data set: it has a length, and `dataset[index]` is an example.
-
-    Args:
-        dataset: a torch `Dataset`, or anything like it.
-        collate_fn: makes a batch of a list of examples; None stacks them as torch's `default_collate` does.
-
-    Raises:
-        DataError: it has no length.
-    """
+    """A map-style data set: it has a length, and `dataset[index]` is an example."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
         if not isinstance(dataset, Sized):
@@ -175,10 +151,6 @@ class DatasetSource(Source):
     @property
     def identity(self) -> str:
         return ""
-
-    @property
-    def gathers(self) -> bool:
-        return self._many is not None
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         wanted = indices.tolist()
@@ -209,15 +181,7 @@ def unreadable(which: str, who: str, error: Exception) -> DataError:
 
 
 def as_tensor(value: Any, where: str) -> Tensor:
-    """Returns a tensor or array as a tensor in host memory, without a copy where its layout allows that.
-
-    Args:
-        value: `(examples, ...)`.
-        where: which one it is, for the message.
-
-    Raises:
-        DataError: it is neither, has no dims, or does not lie in host memory.
-    """
+    """Returns a tensor or array as a tensor in host memory, without a copy where its layout allows that."""
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, where)
     if not isinstance(value, Tensor):
@@ -247,11 +211,7 @@ def _from_numpy(array: np.ndarray[Any, Any], where: str) -> Tensor:
 
 
 def collate(examples: Sequence[Any]) -> Any:
-    """Stacks examples, as torch's `default_collate` does, but that a tuple stays one, and no list becomes of it.
-
-    Raises:
-        DataError: they do not have one form.
-    """
+    """Stacks examples, as torch's `default_collate` does, but that a tuple stays one, and no list becomes of it."""
     try:
         return _collated(list(examples))
     except DataError:
@@ -303,16 +263,7 @@ def emptied(batch: Any) -> Any:
 
 
 def padded(examples: Sequence[Any], value: float, length: int | None = None) -> Any:
-    """Returns the batch of examples whose tensors differ in their first dim, filled up at its end.
-
-    Args:
-        examples: at least one, all of one structure.
-        value: to fill up with.
-        length: to fill up to; None for the longest of these.
-
-    Raises:
-        DataError: they differ in more, or one is longer than `length`.
-    """
+    """Returns the batch of examples whose tensors differ in their first dim, filled up at its end."""
     first = examples[0]
     if isinstance(first, Mapping):
         return {name: padded([example[name] for example in examples], value, length) for name in first}

@@ -1,4 +1,4 @@
-"""Rows of a table of Arrow as examples: dicts of values."""
+"""Rows of Arrow tables as examples: dicts of values. The data sets of Hugging Face are such tables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from torch import Tensor
 
 from headrace.data.loading.torch_data import gathered
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate, emptied
+from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate
 from headrace.errors import DataError, UnfitMachine
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A column of numbers.
-
-    Attributes:
-        values: `(rows, ...)`.
-        missing: which rows have none, or not all, `(rows,)` bool; None where all have.
-    """
+    """A column of numbers, `(rows, ...)`; `missing` marks rows with a null, `(rows,)` bool, or is None."""
 
     values: Tensor
     missing: Tensor | None
@@ -31,45 +26,29 @@ class _Numbers:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The columns of one table, or of a piece of one.
+    """The columns of one table, or of a piece of one; `key` names a row in messages.
 
-    Attributes:
-        names: of the columns.
-        rows: how many.
-        numbers: columns of numbers, or of lists of them that have one length.
-        others: the rest, as Arrow has them.
-        called: returns what messages call a row.
+    `numbers` has the columns of numbers, or of equally long lists of them; `others` the rest, as Arrow arrays.
     """
 
     names: tuple[str, ...]
     rows: int
     numbers: Mapping[str, _Numbers]
     others: Mapping[str, Any]
-    called: Callable[[int], str]
+    key: Callable[[int], str]
 
     @property
     def nbytes(self) -> int:
-        """What they take."""
+        """Bytes of all columns."""
         tensors = sum(each.values.numel() * each.values.element_size() for each in self.numbers.values())
         return tensors + sum(int(array.nbytes) for array in self.others.values())
 
     def row(self, index: int) -> dict[str, Any]:
-        """Returns one row.
-
-        Raises:
-            DataError: one of its values is missing.
-        """
+        """Returns one row."""
         return {name: self._value(name, index) for name in self.names}
 
     def take(self, indices: Tensor) -> dict[str, Any]:
-        """Returns the values of rows by column: a tensor, or a list where they do not make one.
-
-        Args:
-            indices: `(rows,)` int64; at least one.
-
-        Raises:
-            DataError: a value is missing.
-        """
+        """Returns the values of rows, `(rows,)` int64, by column: a tensor, or a list if they have no common shape."""
         return {name: self._taken(name, indices) for name in self.names}
 
     def _taken(self, name: str, indices: Tensor) -> Any:
@@ -99,25 +78,18 @@ class Columns:
         if not scalar.is_valid:
             raise self._missing(name, index)
         if _is_list(array.type):
-            # By itself, it has one length.
+            # A single list has one length.
             alone = _numbers(array.slice(index, 1))
             if alone is not None and alone.missing is None:
                 return alone.values[0]
         return scalar.as_py()
 
     def _missing(self, name: str, index: int) -> DataError:
-        return DataError(
-            f"{self.called(index)}: {name!r} is missing (null); fill it in, or leave out that row or column"
-        )
+        return DataError(f"{self.key(index)}: {name!r} is missing (null); fill it in, or leave out that row or column")
 
 
-def to_columns(table: Any, called: Callable[[int], str]) -> Columns:
-    """Returns the columns of a `pyarrow.Table`.
-
-    Args:
-        table: is copied where it holds numbers.
-        called: returns what messages call a row.
-    """
+def to_columns(table: Any, key: Callable[[int], str]) -> Columns:
+    """Returns the columns of a `pyarrow.Table`."""
     numbers: dict[str, _Numbers] = {}
     others: dict[str, Any] = {}
     for name in table.column_names:
@@ -127,24 +99,18 @@ def to_columns(table: Any, called: Callable[[int], str]) -> Columns:
             others[name] = array
         else:
             numbers[name] = found
-    return Columns(tuple(table.column_names), table.num_rows, numbers, others, called)
+    return Columns(tuple(table.column_names), table.num_rows, numbers, others, key)
 
 
-def concatenate(pieces: Iterable[Columns], rows: int, called: Callable[[int], str]) -> Columns:
-    """Returns pieces of a table as one; each is let go before the next is asked for.
-
-    Args:
-        pieces: all columns are of numbers; at least one.
-        rows: of all.
-        called: see `to_columns`.
-    """
+def concatenate(pieces: Iterable[Columns], rows: int, key: Callable[[int], str]) -> Columns:
+    """Concatenates pieces whose columns are all of numbers; at most one piece is held at a time."""
     numbers: dict[str, _Numbers] = {}
     begin = 0
     for piece in pieces:
         end = begin + piece.rows
         for name in piece.names:
             if name in piece.others:
-                raise DataError(f"{piece.called(0)} and those behind it: {name!r} has lists that are missing or ragged")
+                raise DataError(f"{piece.key(0)} and the rows after it: {name!r} has lists that are missing or ragged")
             found = piece.numbers[name]
             if name not in numbers:
                 values = torch.empty((rows, *found.values.shape[1:]), dtype=found.values.dtype)
@@ -156,24 +122,16 @@ def concatenate(pieces: Iterable[Columns], rows: int, called: Callable[[int], st
                 missing[begin:end] = found.missing
                 numbers[name] = _Numbers(held.values, missing)
         begin = end
-    return Columns(tuple(numbers), rows, numbers, {}, called)
+    return Columns(tuple(numbers), rows, numbers, {}, key)
 
 
 def batch_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch of what `Columns.take` returns.
-
-    Raises:
-        DataError: the values of a column do not make one tensor.
-    """
+    """Returns the batch of what `Columns.take` returns."""
     return {name: each if isinstance(each, Tensor) else collate(each) for name, each in values.items()}
 
 
 def select_columns(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:
-    """Returns the columns that are read.
-
-    Raises:
-        DataError: there is no such column.
-    """
+    """Returns the columns to read; a DataError if one does not exist."""
     missing = [name for name in columns or () if name not in names]
     if missing:
         raise DataError(f"{where} has no column {missing[0]!r}; it has {', '.join(names)}")
@@ -181,11 +139,6 @@ def select_columns(names: Sequence[str], columns: Sequence[str] | None, where: s
 
 
 def import_pyarrow() -> Any:
-    """Returns pyarrow.
-
-    Raises:
-        UnfitMachine: it is not installed.
-    """
     try:
         import pyarrow
     except ImportError as error:
@@ -194,7 +147,7 @@ def import_pyarrow() -> Any:
 
 
 def width(kind: Any) -> int | None:
-    """Returns the bytes of one value of an Arrow type as a tensor; None where it is no number, or of any length."""
+    """Returns the bytes of one value of an Arrow type as a tensor; None if it is not a number or its length varies."""
     types = import_pyarrow().types
     if types.is_fixed_size_list(kind):
         inner = width(kind.value_type)
@@ -205,7 +158,7 @@ def width(kind: Any) -> int | None:
 
 
 def _whole(column: Any) -> Any:
-    """Returns a column in one piece, with words in place of a dictionary's numbers."""
+    """Returns a column as one array; a dictionary-encoded one is decoded."""
     pa = import_pyarrow()
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     # Offsets of 32 bits end at 2 GB of text.
@@ -219,7 +172,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _numbers(array: Any) -> _Numbers | None:
-    """Returns an Arrow array as numbers; None where it is none of them, or of lists that are ragged or missing."""
+    """Returns an Arrow array as numbers; None if it is not numeric, or has ragged or missing lists."""
     if _is_list(array.type):
         fixed = import_pyarrow().types.is_fixed_size_list(array.type)
         lengths = np.array([array.type.list_size]) if fixed else array.value_lengths().to_numpy(zero_copy_only=False)
@@ -234,7 +187,7 @@ def _numbers(array: Any) -> _Numbers | None:
     if width(array.type) is None:
         return None
     if not array.null_count:
-        # Copied, because Arrow's memory may not be written to, and a worker's may be.
+        # Copied, because Arrow's memory is read-only and a batch may be changed in place.
         return _Numbers(torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False))), None)
     missing = torch.from_numpy(np.array(array.is_null().to_numpy(zero_copy_only=False)))
     filled = array.fill_null(False if import_pyarrow().types.is_boolean(array.type) else 0)
@@ -285,9 +238,7 @@ def _is_stored(feature: Any) -> bool:
 
 
 class _Rows(Source):
-    """Args:
-    dataset: without a format of its own.
-    """
+    """A `datasets.Dataset` without a format of its own, read as Arrow tables."""
 
     def __init__(self, dataset: Any) -> None:
         self._length = len(dataset)
@@ -304,13 +255,9 @@ class _Rows(Source):
     def identity(self) -> str:
         return self._identity
 
-    @property
-    def gathers(self) -> bool:
-        return True
-
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         wanted = indices.tolist()
         if not wanted:
-            return emptied(self.collate([self.example(0, epoch)]))
+            return super().gather(indices, epoch)
         columns = to_columns(self._tables[wanted], lambda row: self.key(wanted[row]))
         return batch_of(columns.take(torch.arange(len(wanted))))

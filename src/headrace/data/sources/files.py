@@ -1,18 +1,21 @@
-"""Whole files as examples, on any file system that fsspec knows."""
+"""Files as bytes or text, and lines of text, on any file system that fsspec knows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch, Source
-from headrace.data.sources.pieces import Spans
-from headrace.data.sources.storage import SourceFile, each, find, identity_of
+from headrace.data.pipeline.source import Epoch
+from headrace.data.sources.storage import FileSource, RecordSource, SourceFile, find_files, map_files
 from headrace.errors import DataError, UsageError
+
+_CHUNK = 1 << 24
+_NEWLINE = ord("\n")
 
 
 def from_files(
@@ -30,32 +33,43 @@ def from_files(
 
     Raises:
         DataError: no file is found.
-        UnfitMachine: what that file system needs is not installed.
+        UnfitMachine: a package that the file system needs is not installed.
     """
-    return InputPipeline(_Files(find(where, options), label))
+    return InputPipeline(_WholeFiles("files", find_files(where, options), partial(_content, label=label)))
 
 
-class _Files(Source):
-    """Args:
-    files: one for each example.
-    label: see `from_files`.
+def from_text(where: str | Sequence[str], by: str = "line", **options: Any) -> InputPipeline:
+    """Returns a pipeline over lines of text, or whole texts, in UTF-8.
+
+    An example is a str: a line without its line ending, or a file. Empty lines are examples, too.
+
+    Args:
+        where: a pattern, "books/*.txt" or "https://host/book.txt", or several.
+        by: "line", or "file" for the whole of each; to find the lines, files are read once when the pipeline is made.
+        options: of the file system, as fsspec takes them.
+
+    Raises:
+        DataError: no file is found, or one cannot be read.
+        UsageError: `by` is neither.
+        UnfitMachine: a package that the file system needs is not installed.
     """
+    if by not in ("line", "file"):
+        raise UsageError(f"by must be 'line' or 'file', got {by!r}")
+    files = find_files(where, options)
+    if by == "line":
+        return InputPipeline(_Lines("lines", files, map_files(_scan, files)))
+    return InputPipeline(_WholeFiles("texts", files, _text))
 
-    def __init__(self, files: Sequence[SourceFile], label: Callable[[str], Any] | None) -> None:
-        self._files = tuple(files)
-        self._label = label
 
-    def __len__(self) -> int:
-        return len(self._files)
+class _WholeFiles(FileSource):
+    """One example a file, read by `read(file)`."""
+
+    def __init__(self, kind: str, files: Sequence[SourceFile], read: Callable[[SourceFile], Any]) -> None:
+        super().__init__(kind, files, [1] * len(files))
+        self._read = read
 
     def example(self, index: int, epoch: Epoch) -> Any:
-        file = self._files[index]
-        content = file.read()
-        return content if self._label is None else (content, self._label(file.name))
-
-    @property
-    def identity(self) -> str:
-        return identity_of("files", self._files)
+        return self._read(self._files[index])
 
     def key(self, index: int) -> str:
         return self._files[index].name
@@ -64,33 +78,22 @@ class _Files(Source):
         return self._files[index].size
 
 
-_CHUNK = 1 << 24
-_NEWLINE = ord("\n")
+class _Lines(RecordSource):
+    def example(self, index: int, epoch: Epoch) -> Any:
+        at, _, start, stop = self._locate(index)
+        content = self._files[at].read(start, stop - start).removesuffix(b"\n").removesuffix(b"\r")
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise _undecodable(self.key(index), error) from error
 
-
-def from_text(where: str | Sequence[str], by: str = "line", **options: Any) -> InputPipeline:
-    """Returns a pipeline over lines of text, or whole texts, in UTF-8.
-
-    An example is a str, a line without what ends it. Lines that are empty are examples, too.
-
-    Args:
-        where: a pattern, "books/*.txt" or "https://host/book.txt", or several.
-        by: "line", or "file" for the whole of each; files are read once to find the lines when the pipeline is made.
-        options: of the file system, as fsspec takes them.
-
-    Raises:
-        DataError: no file is found, or one cannot be read.
-        UsageError: `by` is neither.
-        UnfitMachine: what that file system needs is not installed.
-    """
-    if by not in ("line", "file"):
-        raise UsageError(f"by must be 'line' or 'file', got {by!r}")
-    files = find(where, options)
-    return InputPipeline(_Lines(files, each(_scan, files)) if by == "line" else _Texts(files))
+    def key(self, index: int) -> str:
+        at, line, _, _ = self._locate(index)
+        return f"{self._files[at].name}, line {line + 1}"
 
 
 def _scan(file: SourceFile) -> NDArray[np.int64]:
-    """Returns where each line begins, and, last, where the file ends; `(lines + 1,)`."""
+    """Returns where each line begins and, last, where the file ends; `(lines + 1,)`."""
     begins = [np.zeros(1, dtype=np.int64)]
     for start in range(0, file.length, _CHUNK):
         content = np.frombuffer(file.read(start, min(_CHUNK, file.length - start)), dtype=np.uint8)
@@ -99,76 +102,22 @@ def _scan(file: SourceFile) -> NDArray[np.int64]:
     return found if found[-1] == file.length else np.append(found, file.length)
 
 
-class _Lines(Source):
-    """Args:
-    files: in turn.
-    places: see `_scan`; of each.
-    """
-
-    def __init__(self, files: Sequence[SourceFile], places: Sequence[NDArray[np.int64]]) -> None:
-        self._files = tuple(files)
-        self._places = tuple(places)
-        self._spans = Spans(len(each) - 1 for each in places)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def example(self, index: int, epoch: Epoch) -> Any:
-        at, line = self._spans.find(index)
-        start, stop = self._places[at][line : line + 2].tolist()
-        content = self._files[at].read(start, stop - start)
-        try:
-            return content.removesuffix(b"\n").removesuffix(b"\r").decode()
-        except UnicodeDecodeError as error:
-            raise _undecodable(self.key(index), error) from error
-
-    @property
-    def identity(self) -> str:
-        return identity_of("lines", self._files)
-
-    def key(self, index: int) -> str:
-        at, line = self._spans.find(index)
-        return f"{self._files[at].name}, line {line + 1}"
-
-    def nbytes(self, index: int) -> int | None:
-        at, line = self._spans.find(index)
-        start, stop = self._places[at][line : line + 2].tolist()
-        return int(stop - start)
+def _content(file: SourceFile, label: Callable[[str], Any] | None) -> Any:
+    content = file.read()
+    return content if label is None else (content, label(file.name))
 
 
-class _Texts(Source):
-    """Args:
-    files: one for each example.
-    """
-
-    def __init__(self, files: Sequence[SourceFile]) -> None:
-        self._files = tuple(files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def example(self, index: int, epoch: Epoch) -> Any:
-        file = self._files[index]
-        content = file.read()
-        try:
-            return content.decode()
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            raise _undecodable(f"{file.name}, line {line}", error) from error
-
-    @property
-    def identity(self) -> str:
-        return identity_of("texts", self._files)
-
-    def key(self, index: int) -> str:
-        return self._files[index].name
-
-    def nbytes(self, index: int) -> int | None:
-        return self._files[index].size
+def _text(file: SourceFile) -> str:
+    content = file.read()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _undecodable(f"{file.name}, line {line}", error) from error
 
 
 def _undecodable(where: str, error: UnicodeDecodeError) -> DataError:
     return DataError(
-        f"{where} is no UTF-8: byte {error.object[error.start]:#04x} at {error.start:,} ({error.reason}); convert the "
+        f"{where} is not UTF-8: byte {error.object[error.start]:#04x} at {error.start:,} ({error.reason}); convert the "
         "file (iconv -t utf-8), or on_error('skip')"
     )

@@ -1,4 +1,4 @@
-"""Which of several files, or pieces of them, has an example."""
+"""Finding an example among files or parts of them, and keeping in memory what may be asked for again."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from collections.abc import Callable, Hashable, Iterable
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
+
 
 class Spans:
-    """Pieces one after the other.
-
-    Args:
-        lengths: examples of each.
-
-    Attributes:
-        begins: the first example of each, and, last, how many there are.
-    """
+    """Consecutive pieces of given lengths; `begins` has the first example of each and, last, the total."""
 
     def __init__(self, lengths: Iterable[int]) -> None:
         self.begins = tuple(accumulate(lengths, initial=0))
@@ -30,20 +25,15 @@ class Spans:
 
     def find(self, index: int) -> tuple[int, int]:
         """Returns the piece that has an example, and the example's number there."""
-        # The last one that begins there has it, since those before it are empty.
+        # The last piece that begins there has it, since those before it are empty.
         which = bisect_right(self.begins, index) - 1
         return which, index - self.begins[which]
 
 
-T = TypeVar("T")
-
-
 class BoundedCache(Generic[T]):
-    """Values by key; those that were not asked for longest go first. A copy in another process begins empty.
+    """An LRU cache for threads, bounded by the sum of `size(value)`; one value alone may exceed the bound.
 
-    Args:
-        most: bytes that all may take; one alone may take more.
-        size: bytes of a value.
+    A pickled copy begins empty; a fork keeps the values.
     """
 
     def __init__(self, most: int, size: Callable[[T], int]) -> None:
@@ -52,7 +42,7 @@ class BoundedCache(Generic[T]):
         self._begin()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns the value of a key, made if it is not there; of threads that want the same, one makes it."""
+        """Returns the value of a key. If it is missing, one thread makes it; others that want it wait."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -80,14 +70,13 @@ class BoundedCache(Generic[T]):
 
     def _begin(self) -> None:
         self._values: OrderedDict[Hashable, T] = OrderedDict()
-        self._making: dict[Hashable, threading.Lock] = {}
-        self._lock = threading.Lock()
         self._bytes = 0
+        self.reset_locks()
         _ALL.add(self)
 
-    def after_fork(self) -> None:
-        """Goes on in a fork, with the values; locks may have been held by threads that it has not got."""
-        self._making = {}
+    def reset_locks(self) -> None:
+        """Makes new locks: in a fork, the old ones may be held by threads that it does not have."""
+        self._making: dict[Hashable, threading.Lock] = {}
         self._lock = threading.Lock()
 
 
@@ -95,8 +84,8 @@ _ALL: weakref.WeakSet[BoundedCache[Any]] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for kept in list(_ALL):
-        kept.after_fork()
+    for cache in list(_ALL):
+        cache.reset_locks()
 
 
 os.register_at_fork(after_in_child=_after_fork)

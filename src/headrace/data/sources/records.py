@@ -1,8 +1,11 @@
-"""TFRecord files: records as examples, whose places are found by one scan of their lengths.
+"""TFRecord and ArrayRecord files: records as examples.
+
+TFRecord has no index: one scan of the lengths finds where the records are.
 
     length (8 bytes) | its checksum (4) | content (length) | its checksum (4)      little endian, one after the other
 
-Checksums are CRC-32C, turned by 15 bits with a constant added (TensorFlow's core/lib/io/record_writer.h).
+Its checksums are CRC-32C, rotated by 15 bits plus a constant (TensorFlow's core/lib/io/record_writer.h). ArrayRecord
+(github.com/google/array_record) has an index, and its library reads many records at once.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch, Source
-from headrace.data.sources.pieces import BoundedCache, Spans
-from headrace.data.sources.storage import OPEN, SourceFile, Window, each, find, identity_of
+from headrace.data.pipeline.source import Epoch
+from headrace.data.sources.pieces import BoundedCache
+from headrace.data.sources.storage import OPEN, FileSource, RecordSource, SourceFile, Window, find_files, map_files
 from headrace.errors import DataError, UnfitMachine, UsageError
 
 _HEAD = struct.Struct("<QI")
@@ -43,8 +46,8 @@ def from_tfrecord(where: str | Sequence[str], **options: Any) -> InputPipeline:
         DataError: no file is found, or one is truncated or damaged.
         UnfitMachine: google-crc32c is not installed, or what that file system needs.
     """
-    files = find(where, options)
-    return InputPipeline(_Records(files, each(_scan, files)))
+    files = find_files(where, options)
+    return InputPipeline(_Records("tfrecord", files, map_files(_scan, files)))
 
 
 def _scan(file: SourceFile) -> NDArray[np.int64]:
@@ -85,23 +88,11 @@ def _checksum(content: bytes) -> int:
     return ((plain >> 15 | plain << 17) + _MASK) & 0xFFFFFFFF
 
 
-class _Records(Source):
-    """Args:
-    files: in turn.
-    places: see `_scan`; of each.
-    """
-
-    def __init__(self, files: Sequence[SourceFile], places: Sequence[NDArray[np.int64]]) -> None:
-        self._files = tuple(files)
-        self._places = tuple(places)
-        self._spans = Spans(len(each) - 1 for each in places)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
+class _Records(RecordSource):
     def example(self, index: int, epoch: Epoch) -> Any:
-        at, record, length = self._locate(index)
-        content = self._files[at].read(int(self._places[at][record]), length + _FOOT.size)
+        at, _, start, _ = self._locate(index)
+        length = self.nbytes(index)
+        content = self._files[at].read(start, length + _FOOT.size)
         if _checksum(content[:length]) != _FOOT.unpack_from(content, length)[0]:
             raise DataError(
                 f"{self.key(index)} has a wrong checksum: its {length:,} bytes are not what was written; write the "
@@ -109,26 +100,17 @@ class _Records(Source):
             )
         return content[:length]
 
-    @property
-    def identity(self) -> str:
-        return identity_of("tfrecord", self._files)
-
     def key(self, index: int) -> str:
-        at, record, _ = self._locate(index)
+        at, record, _, _ = self._locate(index)
         return f"{self._files[at].name}, record {record}"
 
-    def nbytes(self, index: int) -> int | None:
-        return self._locate(index)[2]
-
-    def _locate(self, index: int) -> tuple[int, int, int]:
-        """Returns the file, the number of the record there, and its length."""
-        at, record = self._spans.find(index)
-        start, following = self._places[at][record : record + 2].tolist()
-        return at, record, following - start - _HEAD.size - _FOOT.size
+    def nbytes(self, index: int) -> int:
+        _, _, start, following = self._locate(index)
+        return following - start - _HEAD.size - _FOOT.size
 
 
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-"""What its documentation says for random access; besides, it then starts no thread that a fork would lose."""
+"""For random access, as ArrayRecord's documentation says; else it would start threads that a fork loses."""
 
 
 def from_array_record(where: str | Sequence[str]) -> InputPipeline:
@@ -148,38 +130,18 @@ def from_array_record(where: str | Sequence[str]) -> InputPipeline:
     remote = [pattern for pattern in patterns if "://" in pattern]
     if remote:
         raise UsageError(f"ArrayRecord is read from this machine's files, got {remote[0]!r}; copy them here")
-    return InputPipeline(_ArrayRecords(find(patterns, {})))
+    return InputPipeline(_ArrayRecords(find_files(patterns, {})))
 
 
-class _ArrayRecords(Source):
-    """Every process opens the files for itself.
-
-    Args:
-        files: in turn.
-
-    Raises:
-        DataError: one is no ArrayRecord.
-    """
-
+class _ArrayRecords(FileSource):
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = tuple(files)
         self._readers: BoundedCache[Any] = BoundedCache(OPEN, _one)
-        self._spans = Spans(self._reader(at).num_records() for at in range(len(files)))
-
-    def __len__(self) -> int:
-        return len(self._spans)
+        super().__init__("array_record", files, [self._reader(at).num_records() for at in range(len(files))])
 
     def example(self, index: int, epoch: Epoch) -> Any:
         at, record = self._spans.find(index)
         return self._read(at, [record])[0]
-
-    @property
-    def identity(self) -> str:
-        return identity_of("array_record", self._files)
-
-    @property
-    def gathers(self) -> bool:
-        return True
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         wanted = indices.numpy()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.data.pipeline.source import Source
+from headrace.data.sources.pieces import BoundedCache, Spans
 from headrace.errors import DataError, HeadraceError, UnfitMachine, UsageError
 
 T = TypeVar("T")
@@ -23,7 +26,7 @@ _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", 
 
 
 class _Descriptor:
-    """A file of this machine, open until nobody reads it any more."""
+    """An open file of this machine; closed when the last reader lets go of it."""
 
     def __init__(self, file: SourceFile) -> None:
         self.number = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
@@ -34,41 +37,21 @@ class _Descriptor:
             os.close(self.number)
 
 
-class _Local:
-    """This machine's files, read at an offset, so that threads and forks may share what is open."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[tuple[str, str], _Descriptor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, file: SourceFile, start: int, count: int | None) -> bytes:
-        # Whoever reads a whole file will not come back to it soon.
-        descriptor = _Descriptor(file) if count is None else self._descriptor(file)
-        wanted = file.length - start if count is None else count
-        content = os.pread(descriptor.number, wanted, start)
-        while len(content) < wanted and (
-            rest := os.pread(descriptor.number, wanted - len(content), start + len(content))
-        ):
-            content += rest
-        return content
-
-    def after_fork(self) -> None:
-        # Another thread may have held it when this process was forked.
-        self._lock = threading.Lock()
-
-    def _descriptor(self, file: SourceFile) -> _Descriptor:
-        key = (file.name, file.stamp)
-        with self._lock:
-            found = self._open.pop(key, None) or _Descriptor(file)
-            self._open[key] = found
-            if len(self._open) > OPEN:
-                # Whoever reads it still holds it.
-                self._open.popitem(last=False)
-        return found
+_DESCRIPTORS: BoundedCache[_Descriptor] = BoundedCache(OPEN, lambda _: 1)
+"""Files are read at an offset, so that threads and forks may share what is open."""
 
 
-_LOCAL = _Local()
-os.register_at_fork(after_in_child=_LOCAL.after_fork)
+def _read_local(file: SourceFile, start: int, count: int | None) -> bytes:
+    if count is None:
+        # A file that is read whole will hardly be read again soon.
+        descriptor = _Descriptor(file)
+    else:
+        descriptor = _DESCRIPTORS.get((file.name, file.stamp), lambda: _Descriptor(file))
+    wanted = file.length - start if count is None else count
+    content = os.pread(descriptor.number, wanted, start)
+    while len(content) < wanted and (rest := os.pread(descriptor.number, wanted - len(content), start + len(content))):
+        content += rest
+    return content
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +67,7 @@ class Remote:
     options: Mapping[str, Any]
 
     def open(self) -> tuple[Any, str]:
-        """Returns the file system, and the address as it calls it; fsspec keeps one for each process and options.
-
-        Raises:
-            UnfitMachine: what it needs is not installed.
-        """
+        """Returns the file system, and the address as it calls it; fsspec keeps one for each process and options."""
         try:
             import fsspec
         except ImportError as error:
@@ -118,11 +97,7 @@ class SourceFile:
 
     @property
     def length(self) -> int:
-        """Its size, where records are looked for in it.
-
-        Raises:
-            DataError: the file system does not tell it.
-        """
+        """Its size, where records are looked for in it."""
         if self.size is None:
             raise DataError(
                 f"{self.name}: its server does not tell its size, and to find records in it needs that; copy the file "
@@ -131,14 +106,10 @@ class SourceFile:
         return self.size
 
     def read(self, start: int = 0, count: int | None = None) -> bytes:
-        """Returns `count` bytes from `start` on; None for all.
-
-        Raises:
-            DataError: the file is gone, has another size than it had, or cannot be read.
-        """
+        """Returns `count` bytes from `start` on; None for all."""
         wanted = count if count is not None or self.size is None else self.size - start
         try:
-            content = self._fetch(start, count) if self.remote else _LOCAL.read(self, start, count)
+            content = self._fetch(start, count) if self.remote else _read_local(self, start, count)
         except HeadraceError:
             raise
         except Exception as error:
@@ -152,11 +123,7 @@ class SourceFile:
         return content
 
     def open(self) -> Any:
-        """Returns it as an open binary file.
-
-        Raises:
-            DataError: it is gone, or has another size than it had.
-        """
+        """Returns it as an open binary file."""
         try:
             if self.remote is None:
                 self.require(os.stat(self.name).st_size)
@@ -168,11 +135,7 @@ class SourceFile:
             raise unreadable(self.name, error) from error
 
     def require(self, size: int) -> None:
-        """Makes sure that it is as long as when it was found.
-
-        Raises:
-            DataError: it is not.
-        """
+        """Makes sure that it is as long as when it was found."""
         if size != self.size:
             raise DataError(
                 f"{self.name} had {self.size:,} bytes when it was found and has {size:,} now; "
@@ -197,11 +160,7 @@ class SourceFile:
 
 
 class Window:
-    """Reads a file from its beginning to its end in pieces, for scans that jump over what they need not see.
-
-    Args:
-        file: which.
-    """
+    """Reads a file from its beginning to its end in pieces, for scans that jump over what they need not see."""
 
     _LOCAL_BYTES = 1 << 16
     _REMOTE_BYTES = 1 << 23
@@ -222,24 +181,21 @@ class Window:
         return self._content[begin : begin + count]
 
 
-def find(
+def find_files(
     where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Mapping[str, Any]
 ) -> list[SourceFile]:
-    """Returns the files that patterns find, those of each in the order of their names.
+    """Returns the files that match patterns, those of each pattern in the order of their names.
 
-    Raises:
-        DataError: one finds none.
-        UsageError: there are options, but no file system that would take them.
-        UnfitMachine: what a file system needs is not installed.
+    A pattern without a match is a DataError; options without a remote file system, a UsageError.
     """
-    patterns = [where] if isinstance(where, str | os.PathLike) else list(where)
-    if options and not any("://" in os.fspath(each) for each in patterns):
+    patterns = [os.fspath(each) for each in ([where] if isinstance(where, str | os.PathLike) else where)]
+    if options and not any("://" in pattern for pattern in patterns):
         raise UsageError(f"{', '.join(options)}: there is no such parameter, and files of this machine need none")
     found: list[SourceFile] = []
-    for pattern in [os.fspath(each) for each in patterns]:
+    for pattern in patterns:
         files = _remote(pattern, options) if "://" in pattern else _local(pattern)
         if not files:
-            # File systems elsewhere may call what cannot be reached what is not there.
+            # Some remote file systems report an unreachable server as an empty folder.
             why = "or its server cannot be reached" if "://" in pattern else f"from {os.getcwd()}"
             raise DataError(f"no file is found by {pattern!r} ({why}); give another pattern")
         found += sorted(files, key=lambda file: file.name)
@@ -283,17 +239,49 @@ def unreadable(name: str, error: Exception) -> DataError:
     return DataError(f"{name} cannot be read: {said or str(error) or repr(error)}")
 
 
-def each(function: Callable[[SourceFile], T], files: Sequence[SourceFile]) -> list[T]:
-    """Returns `function(file)` for every file; several at a time where they lie elsewhere."""
+def map_files(function: Callable[[SourceFile], T], files: Sequence[SourceFile]) -> list[T]:
+    """Returns `function(file)` for every file; remote files in parallel."""
     if files[0].remote is None or len(files) == 1:
         return [function(file) for file in files]
     with ThreadPoolExecutor(min(_LISTED_AT_ONCE, len(files))) as pool:
         return list(pool.map(function, files))
 
 
-def identity_of(kind: str, files: Sequence[SourceFile], *details: Any) -> str:
-    """Returns what a source reads from: a digest of the files as they were found, and how it reads them."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        digest.update(repr((file.name, file.size, file.stamp)).encode(errors="surrogateescape"))
-    return " ".join([kind, *map(str, details), f"{len(files)} files", digest.hexdigest()])
+class FileSource(Source):
+    """Examples that lie in files, one file after the other.
+
+    `lengths` are the examples of each file; `how` describes reading options that change the examples.
+    """
+
+    def __init__(self, kind: str, files: Sequence[SourceFile], lengths: Iterable[int], *how: Any) -> None:
+        self._files = tuple(files)
+        self._spans = Spans(lengths)
+        self._how = " ".join([kind, *map(str, how)])
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @property
+    def identity(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for file in self._files:
+            digest.update(repr((file.name, file.size, file.stamp)).encode(errors="surrogateescape"))
+        return f"{self._how} {len(self._files)} files {digest.hexdigest()}"
+
+
+class RecordSource(FileSource):
+    """One byte range an example; `places` has for each file where the records begin and, last, where they end."""
+
+    def __init__(self, kind: str, files: Sequence[SourceFile], places: Sequence[NDArray[np.int64]]) -> None:
+        super().__init__(kind, files, [len(each) - 1 for each in places])
+        self._places = tuple(places)
+
+    def nbytes(self, index: int) -> int | None:
+        _, _, start, stop = self._locate(index)
+        return stop - start
+
+    def _locate(self, index: int) -> tuple[int, int, int, int]:
+        """Returns the file, the number of the record in it, and its range of bytes."""
+        at, record = self._spans.find(index)
+        start, stop = self._places[at][record : record + 2].tolist()
+        return at, record, start, stop

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch, Source, emptied
+from headrace.data.pipeline.source import Epoch
 from headrace.data.sources.arrow import (
     Columns,
     batch_of,
@@ -24,7 +24,7 @@ from headrace.data.sources.arrow import (
     width,
 )
 from headrace.data.sources.pieces import BoundedCache, Spans
-from headrace.data.sources.storage import SourceFile, each, find, identity_of, unreadable
+from headrace.data.sources.storage import FileSource, SourceFile, find_files, map_files, unreadable
 from headrace.errors import DataError, UsageError
 
 _PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
@@ -57,26 +57,20 @@ def from_csv(
         UnfitMachine: pyarrow is not installed, or what that file system needs.
     """
     pa = import_pyarrow()
-    files = find(where, options)
+    files = find_files(where, options)
     try:
         wanted = {name: pa.type_for_alias(kind) for name, kind in (types or {}).items()}
     except ValueError as error:
         raise UsageError(
             f"types {dict(types or {})} name no type of Arrow: {error}; say 'float32', 'int64', 'string'"
         ) from error
-    tables = each(lambda file: _read(file, delimiter, wanted), files)
+    tables = map_files(lambda file: _read(file, delimiter, wanted), files)
     names = select_columns(tables[0].column_names, columns, files[0].name)
-    schema = tables[0].schema
-    for file, table in zip(files, tables, strict=True):
-        select_columns(table.column_names, [*names, *wanted], file.name)
-        for name in names:
-            found, expected = table.schema.field(name).type, schema.field(name).type
-            if found != expected:
-                raise DataError(
-                    f"{file.name}: column {name!r} is {found}, and in {files[0].name} it is {expected}; say what both "
-                    f"are, types={{{name!r}: 'float64'}}"
-                )
-    return InputPipeline(_Csv(files, [table.select(names) for table in tables], f"{delimiter!r} {dict(types or {})}"))
+    _require_one_schema(
+        files, [table.schema for table in tables], [*names, *wanted], "say what both are by types={...}"
+    )
+    how = f"{delimiter!r} {dict(types or {})}"
+    return InputPipeline(_Csv(files, [table.select(names) for table in tables], how))
 
 
 def _read(file: SourceFile, delimiter: str, types: Mapping[str, Any]) -> Any:
@@ -96,37 +90,16 @@ def _read(file: SourceFile, delimiter: str, types: Mapping[str, Any]) -> Any:
             raise DataError(f"{file.name} cannot be read as CSV: {error}") from error
 
 
-class _Csv(Source):
-    """Args:
-    files: in turn.
-    tables: the rows of each, all of one schema.
-    how: they were read.
-    """
-
+class _Csv(FileSource):
     def __init__(self, files: Sequence[SourceFile], tables: Sequence[Any], how: str) -> None:
-        self._files = tuple(files)
-        self._how = how
-        self._spans = Spans(table.num_rows for table in tables)
+        super().__init__("csv", files, [table.num_rows for table in tables], tuple(tables[0].column_names), how)
         self._columns = to_columns(import_pyarrow().concat_tables(tables), self.key)
-
-    def __len__(self) -> int:
-        return self._columns.rows
 
     def example(self, index: int, epoch: Epoch) -> Any:
         return self._columns.row(index)
 
-    @property
-    def identity(self) -> str:
-        return identity_of("csv", self._files, self._columns.names, self._how)
-
-    @property
-    def gathers(self) -> bool:
-        return True
-
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
-        if not len(indices):
-            return emptied(batch_of(self._columns.take(torch.zeros(1, dtype=torch.int64))))
-        return batch_of(self._columns.take(indices))
+        return batch_of(self._columns.take(indices)) if len(indices) else super().gather(indices, epoch)
 
     def key(self, index: int) -> str:
         at, row = self._spans.find(index)
@@ -159,13 +132,12 @@ def from_parquet(
         DataError: no file is found, one is no Parquet, has another schema than the first, or there is no such column.
         UnfitMachine: pyarrow is not installed, or what that file system needs.
     """
-    files = find(where, options)
-    metadata = each(_metadata, files)
-    schema = metadata[0].schema.to_arrow_schema()
-    names = select_columns(schema.names, columns, files[0].name)
-    for file, other in zip(files, metadata, strict=True):
-        _require_schema(file, other.schema.to_arrow_schema(), schema, names, files[0].name)
-    widths = [width(schema.field(name).type) for name in names]
+    files = find_files(where, options)
+    metadata = map_files(_metadata, files)
+    schemas = [each.schema.to_arrow_schema() for each in metadata]
+    names = select_columns(schemas[0].names, columns, files[0].name)
+    _require_one_schema(files, schemas, names, "write both with one type, or leave it out by columns=[...]")
+    widths = [width(schemas[0].field(name).type) for name in names]
     row = None if None in widths else sum(filter(None, widths))
     return InputPipeline(_Parquet(files, metadata, names, row, memory_limit))
 
@@ -175,11 +147,7 @@ def _metadata(file: SourceFile) -> Any:
 
 
 def _opened(file: SourceFile, metadata: Any, use: Any) -> Any:
-    """Returns what `use` makes of the opened file.
-
-    Raises:
-        DataError: it cannot be read, or is no Parquet.
-    """
+    """Returns what `use` makes of the opened file."""
     damaged = import_pyarrow().ArrowException
     from pyarrow import parquet
 
@@ -192,22 +160,23 @@ def _opened(file: SourceFile, metadata: Any, use: Any) -> Any:
         except (damaged, OSError) as error:
             size = "an unknown number of" if file.size is None else f"{file.size:,}"
             raise DataError(
-                f"{file.name} ({size} bytes when it was found) is no whole Parquet file: {error}"
+                f"{file.name} ({size} bytes when it was found) is not a whole Parquet file: {error}"
             ) from error
         except Exception as error:
             raise unreadable(file.name, error) from error
 
 
-def _require_schema(file: SourceFile, schema: Any, wanted: Any, names: Sequence[str], first: str) -> None:
-    for name in names:
-        if name not in schema.names:
-            raise DataError(f"{file.name} has no column {name!r}, which {first} has; it has {', '.join(schema.names)}")
-        found, expected = schema.field(name).type, wanted.field(name).type
-        if found != expected:
-            raise DataError(
-                f"{file.name}: column {name!r} is {found}, and in {first} it is {expected}; write both with one type, "
-                "or leave it out by columns=[...]"
-            )
+def _require_one_schema(files: Sequence[SourceFile], schemas: Sequence[Any], names: Sequence[str], remedy: str) -> None:
+    for file, schema in zip(files, schemas, strict=True):
+        for name in names:
+            if name not in schema.names:
+                has = ", ".join(schema.names)
+                raise DataError(f"{file.name} has no column {name!r}, which {files[0].name} has; it has {has}")
+            found, expected = schema.field(name).type, schemas[0].field(name).type
+            if found != expected:
+                raise DataError(
+                    f"{file.name}: column {name!r} is {found}, and in {files[0].name} it is {expected}; {remedy}"
+                )
 
 
 def _nbytes(columns: Columns) -> int:
@@ -223,54 +192,38 @@ def _in_order(values: Sequence[Any], places: NDArray[np.int64]) -> Any:
     return [flat[place] for place in places.tolist()]
 
 
-class _Parquet(Source):
-    """Read and kept by pieces: all row groups are one where they fit into memory, else each is one.
+class _Parquet(FileSource):
+    """Decodes one piece at a time and caches it: all row groups as one if they fit into memory, else each alone.
 
-    Args:
-        files: all of one schema.
-        metadata: the footer of each.
-        names: of the columns that are read.
-        row: bytes of a decoded row; None where not all columns are of numbers.
-        limit: bytes that decoded pieces may take.
+    `row` is the size of a decoded row in bytes, None if a column is not of numbers.
     """
 
     def __init__(
         self, files: Sequence[SourceFile], metadata: Sequence[Any], names: Sequence[str], row: int | None, limit: int
     ) -> None:
-        self._files = tuple(files)
         self._metadata = tuple(metadata)
         self._names = list(names)
         # The file of each row group, and its number there.
         self._groups = [(at, group) for at, each in enumerate(metadata) for group in range(each.num_row_groups)]
-        self._spans = Spans(metadata[at].row_group(group).num_rows for at, group in self._groups)
-        whole = row is not None and row * len(self._spans) <= limit
-        self._pieces = Spans([len(self._spans)]) if whole else self._spans
-        self._kept: BoundedCache[Columns] = BoundedCache(limit, _nbytes)
-
-    def __len__(self) -> int:
-        return len(self._spans)
+        lengths = [metadata[at].row_group(group).num_rows for at, group in self._groups]
+        super().__init__("parquet", files, lengths, self._names)
+        whole = row is not None and row * len(self) <= limit
+        self._pieces = Spans([len(self)]) if whole else self._spans
+        self._decoded: BoundedCache[Columns] = BoundedCache(limit, _nbytes)
 
     def example(self, index: int, epoch: Epoch) -> Any:
         which, row = self._pieces.find(index)
         return self._piece(which).row(row)
 
-    @property
-    def identity(self) -> str:
-        return identity_of("parquet", self._files, self._names)
-
-    @property
-    def gathers(self) -> bool:
-        return True
-
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         if not len(indices):
-            return emptied(self.collate([self.example(0, epoch)]))
-        # By numpy, since torch lets all its threads meet for each of these, small as they are.
+            return super().gather(indices, epoch)
+        # By numpy: torch would synchronize all its threads for each of these small operations.
         wanted, begins = indices.numpy(), np.array(self._pieces.begins)
         which = np.searchsorted(begins, wanted, side="right") - 1
         places = np.argsort(which, kind="stable")
         rows = torch.from_numpy((wanted - begins[which])[places])
-        # One after the other, so that each is decoded once though two may not fit into memory.
+        # Piece by piece, so that each is decoded once even if two do not fit into memory.
         found = []
         for piece, count in zip(*(it.tolist() for it in np.unique(which, return_counts=True)), strict=True):
             found.append(self._piece(piece).take(rows[:count]))
@@ -290,18 +243,20 @@ class _Parquet(Source):
         return int(about.total_byte_size // max(1, about.num_rows))
 
     def _piece(self, which: int) -> Columns:
-        return self._kept.get(which, lambda: self._decoded(which))
+        return self._decoded.get(which, lambda: self._decode(which))
 
-    def _decoded(self, which: int) -> Columns:
+    def _decode(self, which: int) -> Columns:
         if self._pieces is self._spans:
             return self._group(which)
         return concatenate(map(self._group, range(len(self._groups))), len(self._spans), self.key)
 
     def _group(self, which: int) -> Columns:
         at, group = self._groups[which]
-        # Opened anew, since two threads may not read one at the same time.
+        # Opened anew, since two threads may not read one at once.
         table = _opened(
-            self._files[at], self._metadata[at], lambda it: it.read_row_group(group, self._names, use_threads=False)
+            self._files[at],
+            self._metadata[at],
+            lambda opened: opened.read_row_group(group, self._names, use_threads=False),
         )
         first = self._spans.begins[which]
         return to_columns(table, lambda row: self.key(first + row))

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch, Source
-from headrace.data.sources.pieces import Spans
-from headrace.data.sources.storage import SourceFile, Window, each, find, identity_of
+from headrace.data.pipeline.source import Epoch
+from headrace.data.sources.storage import FileSource, SourceFile, Window, find_files, map_files
 from headrace.errors import DataError
 
 _BLOCK = 512
@@ -41,8 +40,8 @@ def from_webdataset(where: str | Sequence[str], **options: Any) -> InputPipeline
         DataError: no file is found, one is no tar, is truncated or damaged, or an example has two members of one name.
         UnfitMachine: what that file system needs is not installed.
     """
-    files = find(where, options)
-    return InputPipeline(_Tars(files, each(_scan, files)))
+    files = find_files(where, options)
+    return InputPipeline(_Tars(files, map_files(_scan, files)))
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,7 @@ def _scan(file: SourceFile) -> _Tar:
 
 
 def _members(file: SourceFile) -> Iterator[tuple[str, int, int]]:
-    """Yields name, offset and size of every regular file in a tar.
-
-    Raises:
-        DataError: it is no tar, is truncated or damaged.
-    """
+    """Yields name, offset and size of every regular file in a tar."""
     window, place = Window(file), 0
     name: str | None = None
     longer: int | None = None
@@ -202,19 +197,10 @@ def _pax(content: bytes, file: SourceFile, place: int) -> dict[str, str]:
     return records
 
 
-class _Tars(Source):
-    """Args:
-    files: in turn.
-    tars: where everything is in each.
-    """
-
+class _Tars(FileSource):
     def __init__(self, files: Sequence[SourceFile], tars: Sequence[_Tar]) -> None:
-        self._files = tuple(files)
+        super().__init__("webdataset", files, [len(tar.ends) for tar in tars])
         self._tars = tuple(tars)
-        self._spans = Spans(len(tar.ends) for tar in tars)
-
-    def __len__(self) -> int:
-        return len(self._spans)
 
     def example(self, index: int, epoch: Epoch) -> Any:
         at, which = self._spans.find(index)
@@ -226,10 +212,6 @@ class _Tars(Source):
         ):
             example[tar.names[ending]] = self._files[at].read(offset, size)
         return example
-
-    @property
-    def identity(self) -> str:
-        return identity_of("webdataset", self._files)
 
     def key(self, index: int) -> str:
         at, which = self._spans.find(index)
