@@ -56,7 +56,7 @@ def test_what_is_damaged_or_truncated_is_named_and_can_be_skipped(folder: Path) 
     file = folder / "0.array_record"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"/0\.array_record \([\d,]+ bytes\) is no whole ArrayRecord file"):
+    with pytest.raises(DataError, match=r"/0\.array_record \([\d,]+ bytes\) is not a whole ArrayRecord file"):
         hr.data.from_array_record(str(file))
     damaged = bytearray(whole)
     damaged[110] ^= 255

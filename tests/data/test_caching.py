@@ -112,7 +112,7 @@ def test_other_code_makes_the_folder_anew(tmp_path: Path) -> None:
         loader = Loader(scaled(by), 0, COUNT, (1,), 0)
         (share,) = loader.sweep()
         assert share.batch[1].tolist() == [2.0 * by * number for number in range(COUNT)]
-        assert ["made anew" in line for line in loader.stages.notices] == ([] if by == 2 else [True])
+        assert ["made anew" in line for line in loader.counters.notices] == ([] if by == 2 else [True])
         del loader
 
 
@@ -210,8 +210,8 @@ def test_whoever_reads_tells_the_user(tmp_path: Path, parallel: str) -> None:
     for _ in range(2):
         loader = Loader(pipeline, 0, 6, (1,), 0)
         assert sorted(seen(loader.sweep())) == list(range(COUNT))
-        assert loader.stages.notices
-        assert all("it is full with" in line for line in loader.stages.notices)
+        assert loader.counters.notices
+        assert all("it is full with" in line for line in loader.counters.notices)
         del loader
         pipeline = copy.deepcopy(pipeline)
 
@@ -239,7 +239,7 @@ def test_a_full_memory_says_so() -> None:
     loader = Loader(pipeline, 0, 10, (1,), 0)
     for _ in range(2):
         assert sum(share.examples for share in loader.sweep()) == 100
-    (line,) = loader.stages.notices
+    (line,) = loader.counters.notices
     assert "the cache in memory keeps 11 of 100 examples, it is full with" in line
 
 

@@ -158,8 +158,8 @@ class Training:
     """Training that asks for batches, in virtual time.
 
     Args:
-        compute_s: of a step, while it is read that mode.
-        read_s: of a batch, by one of those who read that mode.
+        compute_s: of a step, while it is read in that mode.
+        read_s: of a batch, by one of those who read in that mode.
         modes: which there are.
         computing_s: that a batch takes at least.
     """
@@ -187,7 +187,7 @@ class Training:
             waited = max(0.0, read / mode.readers - step) if mode.readers else read
             self.now += step + waited
             self.waited_s += waited
-            history.append(self.tuner.look(self.now, self.waited_s, read, self.computing_s))
+            history.append(self.tuner.update(self.now, self.waited_s, read, self.computing_s))
         return history
 
 
@@ -259,14 +259,14 @@ def test_what_is_quick_is_read_by_the_worker_and_by_threads_when_it_is_so_no_mor
     modes = ReadModes(("threads", "processes", "inline"), 2, 4)
     assert modes.first(0.0001) == BY_ITSELF
     assert modes.first(0.01) == TWO
-    assert modes.beside(BY_ITSELF, 50.0, 0.0001, 0.0001) == []
-    assert modes.beside(BY_ITSELF, 50.0, 0.01, 0.01) == [TWO, ReadMode("processes", 2)]
+    assert modes.neighbors(BY_ITSELF, 50.0, 0.0001, 0.0001) == []
+    assert modes.neighbors(BY_ITSELF, 50.0, 0.01, 0.01) == [TWO, ReadMode("processes", 2)]
 
 
-def test_what_was_read_before_is_passed_over() -> None:
-    tuner = Autotuner(ONE, threads(4), passed_over=100)
+def test_batches_read_before_the_tuner_began_are_not_counted() -> None:
+    tuner = Autotuner(ONE, threads(4), skip_batches=100)
     # All of them come at once, which says nothing of how fast they are read.
-    assert {tuner.look(1.0, 0.0, 0.1, 0.1) for _ in range(100)} == {ONE}
+    assert {tuner.update(1.0, 0.0, 0.1, 0.1) for _ in range(100)} == {ONE}
     for batch in range(1, 9):
-        mode = tuner.look(1.0 + 0.1 * batch, 0.09 * batch, 0.1, 0.1)
+        mode = tuner.update(1.0 + 0.1 * batch, 0.09 * batch, 0.1, 0.1)
     assert mode == TWO

@@ -106,7 +106,9 @@ def test_where_nothing_is_reachable_one_line_says_so_and_digits_take_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetchers: list[tuple[str, datasets.Fetcher]] = [("Debian's package", closed), ("the original address", closed)]
-    with pytest.raises(UnfitMachine, match=r"from nowhere \(Debian's package: closed today; the original"):
+    with pytest.raises(
+        UnfitMachine, match=r"Fashion-MNIST cannot be obtained \(Debian's package: closed today; the original"
+    ):
         fashion_mnist(tmp_path, fetchers=fetchers)
     lines: list[str] = []
     data = fashion_mnist_or_digits(tmp_path, warn=lines.append, fetchers=fetchers)

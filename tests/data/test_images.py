@@ -39,7 +39,7 @@ def test_what_is_no_image_is_named(tmp_path: Path) -> None:
     for name, content in {"a": whole, "b": whole[:100], "c": b"no image"}.items():
         (tmp_path / f"{name}.jpg").write_bytes(content)
     pipeline = hr.data.from_files(str(tmp_path / "*.jpg")).map(DecodeImage(8, 8))
-    with pytest.raises(DataError, match=r"b.jpg cannot be had: map\(.*100 bytes are no whole JPEG"):
+    with pytest.raises(DataError, match=r"b.jpg cannot be had: map\(.*100 bytes are not a whole JPEG"):
         next(Loader(pipeline, 0, 3, (1,), 0).sweep())
     share = next(Loader(pipeline.on_error("skip"), 0, 3, (1,), 0).sweep())
     assert (share.examples, share.of, tuple(share.batch.shape)) == (1, 3, (1, 8, 8, 3))

@@ -80,8 +80,8 @@ def test_as_many_may_be_left_out_as_was_said_in_every_epoch() -> None:
     loader = Loader(odd_ones(12, {3, 7}, 2), 0, 4, (1,), 0)
     shares = list(islice(loader.rounds(), 9))
     assert [share.batch[0].tolist() for share in shares[:3]] == [[0, 1, 2], [4, 5, 6], [8, 9, 10, 11]]
-    assert loader.stages.skipped == 6
-    assert loader.stages.shown[0] == "example 3: map(check) raised ValueError: 3 is odd"
+    assert loader.counters.skipped == 6
+    assert loader.counters.shown[0] == "example 3: map(check) raised ValueError: 3 is odd"
 
 
 def test_one_more_ends_it_with_the_first_of_them() -> None:
@@ -111,7 +111,7 @@ def test_the_processes_of_a_data_loader_count_too() -> None:
     pipeline, _ = as_pipeline(DataLoader(Examples(), num_workers=2))
     loader = Loader(pipeline, 0, 4, (1,), 0)
     assert sum(share.examples for share in loader.rounds(0, 3)) == 12
-    fed = loader.stages.event(0, 0.0)
+    fed = loader.counters.event(0, 0.0)
     assert (fed.parallel, fed.readers, fed.batches, fed.examples) == ("processes", 2, 3, 12)
 
 
@@ -133,7 +133,7 @@ def test_a_loader_says_what_each_stage_costs(parallel: str) -> None:
     for _ in range(3):
         next(shares)
     shares.close()
-    fed = loader.stages.event(0, 0.0)
+    fed = loader.counters.event(0, 0.0)
     names = [stage.name for stage in fed.stages]
     assert names == ["source", "map(sleep)", "map(compute)", "batch"]
     slept, computed = fed.stages[1], fed.stages[2]

@@ -133,7 +133,7 @@ def test_a_damaged_tar_and_one_that_is_none(tmp_path: Path) -> None:
 
 def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.tar", [("a.x", b"1"), ("a.x", b"2")])
-    with pytest.raises(DataError, match=r"'a\.x' is there twice"):
+    with pytest.raises(DataError, match=r"'a\.x' occurs twice in a row"):
         hr.data.from_webdataset(str(tmp_path / "a.tar"))
 
 

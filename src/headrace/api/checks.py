@@ -118,7 +118,7 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tu
                 weigh(value, share.examples, name)
     finally:
         module.train(training)
-    return isinstance(loss, Mean), tuple(loader.stages.notices)
+    return isinstance(loss, Mean), tuple(loader.counters.notices)
 
 
 def _check_early_stopping(job: Job) -> None:

@@ -1,14 +1,14 @@
-"""The checkpoint room: what a run saves, so that a crash at any moment leaves something to go on from.
+"""Checkpoints: a crash at any moment leaves one from which the run can be resumed.
 
     <run>/checkpoints/
         step-00000100/                  a committed checkpoint
-            rank-0.safetensors          what rank 0 saved: tensors by name
+            rank-0.safetensors          the tensors of rank 0 by name
             rank-1.safetensors
             manifest.json               step, size and digest of every file, a description by the caller
-        step-00000120.part/             one that is being written
-        step-00000080.old/              one that is being deleted
+        step-00000120.part/             a checkpoint that is being written
+        step-00000080.old/              a checkpoint that is being deleted
 
-Written aside, synced, renamed, the folder synced, only then are old ones deleted:
+A checkpoint is written aside, synced and renamed, and the folder synced, before old ones are deleted:
 
     begin ─► write (every rank) ─► commit: manifest ─► rename .part ─► sync ─► rename to .old ─► sync ─► delete
 

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: writing one aside, committing it, finding the newest that is sound, reading it."""
+"""A run's folder of checkpoints: writing one aside, committing it, finding the newest sound one, and reading it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"step-([0-9]{8,18})(\.part|\.old)?")
 _MOST_ENTRIES = 100_000
-# Not EACCES, EMFILE and their like: what is wrong there is not the checkpoint.
+# Errors of the checkpoint; EACCES, EMFILE and the like are not.
 _WRONG = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.EINVAL),
     *(errno.ENXIO, errno.ENODEV, errno.EIO, errno.E2BIG),
@@ -29,7 +29,7 @@ _WRONG = {
 
 @contextmanager
 def blaming(path: Path) -> Iterator[None]:
-    """Makes of a malformed or unreadable `path` a `CorruptCheckpoint` that names it."""
+    """Turns errors of a malformed or unreadable `path` into a `CorruptCheckpoint`."""
     try:
         yield
     except ValueError as error:
@@ -41,7 +41,10 @@ def blaming(path: Path) -> Iterator[None]:
 
 
 class Checkpoint:
-    """What was saved at one step; its files are read when asked for."""
+    """A committed checkpoint whose manifest is sound and whose files have their sizes; else a `CorruptCheckpoint`.
+
+    Every length is checked before memory is allocated for it.
+    """
 
     def __init__(self, path: Path, storage: Storage, step: int) -> None:
         self.path = path
@@ -55,33 +58,33 @@ class Checkpoint:
                 raise ValueError(f"it is of step {self.manifest.step}, its folder of step {step}: they were exchanged")
         for record in self.manifest.files:
             with self._opened(record.name) as file:
-                _match(file, record)
+                _check_size(file, record)
 
     @property
     def step(self) -> int:
-        """Steps done when it was made."""
+        """Steps done when it was saved."""
         return self.manifest.step
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """What the caller said of it, JSON values."""
+        """The caller's JSON values."""
         return self.manifest.description
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that saved something, ascending."""
+        """The ranks that saved something, ascending."""
         return tuple(record.rank for record in self.manifest.files)
 
     def verify(self) -> None:
-        """Reads everything once."""
+        """Reads all files; a `CorruptCheckpoint` names one whose content has changed."""
         chunk = min(CHUNK, max((record.bytes for record in self.manifest.files), default=1))
-        # By turns, because the one is digested while the other is filled.
+        # One buffer is digested while the other is filled.
         pair = tuple(memoryview(bytearray(chunk)) for _ in range(2))
         for record in self.manifest.files:
             with self._opened(record.name) as file, Digest() as digest:
-                _, count = _front(file, record, digest)
+                _, count = _read_header(file, record, digest)
                 sizes = (min(chunk, count - at) for at in range(0, count, chunk))
-                _pass(file, record, digest, (half[:size] for half, size in zip(itertools.cycle(pair), sizes)))
+                _read_rest(file, record, digest, (half[:size] for half, size in zip(itertools.cycle(pair), sizes)))
 
     def read(self, rank: int) -> dict[str, Tensor]:
         """Returns a rank's tensors, on the CPU: views of one buffer, digested while it is filled."""
@@ -89,16 +92,16 @@ class Checkpoint:
 
         record = self._record(rank)
         with self._opened(record.name) as file, Digest(behind_bytes=record.bytes) as digest:
-            entries, count = _front(file, record, digest)
+            entries, count = _read_header(file, record, digest)
             buffer, memory = tensors.allocate(count)
-            _pass(file, record, digest, (memory[at : at + CHUNK] for at in range(0, count, CHUNK)))
+            _read_rest(file, record, digest, (memory[at : at + CHUNK] for at in range(0, count, CHUNK)))
         return tensors.views(buffer, entries)
 
     def shapes(self, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns the shapes and types ("float32") of a rank's tensors, from the front of its file alone."""
+        """Returns the shapes and types ("float32") of a rank's tensors, from the header of its file alone."""
         record = self._record(rank)
         with self._opened(record.name) as file, Digest() as digest:
-            entries, _ = _front(file, record, digest)
+            entries, _ = _read_header(file, record, digest)
         return {entry.name: (entry.shape, header.NAMES[entry.dtype]) for entry in entries}
 
     def _record(self, rank: int) -> FileRecord:
@@ -113,21 +116,21 @@ class Checkpoint:
             yield file
 
 
-def _front(file: File, record: FileRecord, digest: Digest) -> tuple[tuple[header.TensorEntry, ...], int]:
-    """Reads the header; returns the tensors and how many bytes their data have."""
-    _match(file, record)
+def _read_header(file: File, record: FileRecord, digest: Digest) -> tuple[tuple[header.TensorEntry, ...], int]:
+    """Reads the header; returns the tensors and the bytes of their data."""
+    _check_size(file, record)
     prefix = memoryview(bytearray(header.PREFIX))
     _fill(file, prefix)
-    front = memoryview(bytearray(header.length(bytes(prefix), record.bytes)))
-    _fill(file, front)
+    head = memoryview(bytearray(header.length(bytes(prefix), record.bytes)))
+    _fill(file, head)
     digest.feed(prefix)
-    digest.feed(front)
-    count = record.bytes - len(prefix) - len(front)
-    return header.parse(bytes(front), count), count
+    digest.feed(head)
+    count = record.bytes - len(prefix) - len(head)
+    return header.parse(bytes(head), count), count
 
 
-def _pass(file: File, record: FileRecord, digest: Digest, buffers: Iterable[memoryview]) -> None:
-    """Fills the buffers one after the other and compares the digest of everything."""
+def _read_rest(file: File, record: FileRecord, digest: Digest, buffers: Iterable[memoryview]) -> None:
+    """Fills the buffers one after the other, and checks the digest of the whole file."""
     for buffer in buffers:
         _fill(file, buffer)
         digest.feed(buffer)
@@ -136,7 +139,7 @@ def _pass(file: File, record: FileRecord, digest: Digest, buffers: Iterable[memo
         raise ValueError(f"its content has changed: SHA-256 {found[:16]}..., saved as {record.sha256[:16]}...")
 
 
-def _match(file: File, record: FileRecord) -> None:
+def _check_size(file: File, record: FileRecord) -> None:
     if file.size() != record.bytes:
         raise ValueError(f"it has {file.size():,} bytes, saved were {record.bytes:,}")
 
@@ -153,7 +156,7 @@ def _fill(file: File, buffer: memoryview) -> None:
 class CheckpointFolder:
     """The checkpoints of one run, `<run>/checkpoints/`; need not exist.
 
-    One process begins, commits and abandons; every rank writes its own file, in its own process, between.
+    One process calls `begin`, `commit` and `abandon`; in between, every rank writes its own file.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
@@ -161,17 +164,17 @@ class CheckpointFolder:
         self._storage = storage or LocalStorage(path)
 
     def begin(self, step: int) -> None:
-        """Deletes what a crash has left and makes room for a checkpoint, aside."""
+        """Deletes what a crash has left, and creates the folder to write a checkpoint in."""
         self._storage.prepare()
         if leftovers := [*self._named(".part"), *self._named(".old")]:
-            # A renaming that the disk may still forget must not bring back a half-deleted checkpoint.
+            # A rename that the disk may still lose must not bring back a half-deleted checkpoint.
             self._storage.sync("")
             for name in leftovers:
                 self._delete(name)
         self._storage.make_folder(_name(step, ".part"))
 
     def write(self, step: int, rank: int, tensors: Mapping[str, Tensor]) -> FileRecord:
-        """Writes and syncs a rank's file; the record belongs into `commit`."""
+        """Writes and syncs a rank's file; returns the record for `commit`."""
         from headrace.checkpoint.tensors import write
 
         name = manifest.file_name(rank)
@@ -179,14 +182,11 @@ class CheckpointFolder:
             return write(file, name, tensors)
 
     def commit(self, step: int, files: Sequence[FileRecord], description: Mapping[str, Any], keep: int) -> bool:
-        """Makes what was written the newest checkpoint, to last, and deletes all but the last `keep`.
+        """Makes what was written the newest checkpoint, durably, and deletes all but the last `keep`.
 
-        Newer ones belong to a history that the run has left (it went on from an older checkpoint), and are deleted,
-        too. One of the same step stays if it is sound and the same, else it gives way; only then may a crash in
-        between leave neither, and the one before is the newest.
-
-        Returns:
-            False if the same was there already and nothing was replaced.
+        Newer ones are deleted, too: they belong to a history that the run has left by resuming from an older one. A
+        checkpoint of the same step stays if it is sound and the same, and `commit` returns False; else it is replaced,
+        and only then may a crash in between leave neither. After an OSError, the checkpoints before are still there.
         """
         if keep < 1:
             raise UsageError(f"cannot keep the last {keep} checkpoints; keep 1 or more")
@@ -210,12 +210,12 @@ class CheckpointFolder:
         return fresh
 
     def abandon(self, step: int) -> None:
-        """Deletes what was written aside, as far as the disk does it; `begin` deletes the rest."""
+        """Deletes what was written aside, as far as the disk allows; `begin` deletes the rest."""
         with suppress(OSError):
             self._delete(_name(step, ".part"))
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps of the committed checkpoints, ascending; whether they are sound, `open` and `latest` say."""
+        """Returns the steps of the committed checkpoints, ascending. It does not check them."""
         with blaming(self.path):
             return self._steps()
 
@@ -273,7 +273,7 @@ class CheckpointFolder:
         return found
 
     def _delete(self, place: str) -> None:
-        """Deletes a folder and what is in it, that others have put there, too; of links, the links."""
+        """Deletes a folder with all that is in it; of links, only the links."""
         try:
             entries = list(self._storage.entries(place))
         except NotADirectoryError:

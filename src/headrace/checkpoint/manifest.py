@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: its step, its files with their digests, and the caller's description.
+"""The manifest of a checkpoint: its step, its files with their digests, and the caller's description.
 
-`manifest.json` has one form only: it is, byte for byte, what `encode` makes of what `decode` finds in it, with
-a digest over the rest. So there is no bit in it that could be flipped unseen.
+`manifest.json` has only one form: it must be, byte for byte, what `encode` makes of what `decode` finds in it, with a
+digest of the rest. So no flipped bit goes unnoticed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NAME = "manifest.json"
 FORMAT = "headrace checkpoint"
 VERSION = 1
 MOST_BYTES = 1 << 20
-"""A longer manifest is neither written nor read: reading takes up to 40 times its length."""
+"""Longest manifest that is written or read; reading takes up to 40 times its length in memory."""
 
 _MOST_DEEP = 32
 _MOST_DIGITS = 40
-"""Of an integer, with its sign: 128 bits, as random states have them."""
+"""Of an integer, with its sign: 128 bits, as in random states."""
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("description", "digest", "files", "format", "step", "version")
@@ -32,13 +32,7 @@ _FIELDS = ("description", "digest", "files", "format", "step", "version")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint.
-
-    Attributes:
-        name: "rank-<n>.safetensors".
-        bytes: its length.
-        sha256: of its content, hexadecimal.
-    """
+    """One file of a checkpoint: its name, "rank-<n>.safetensors", its size, and its SHA-256 in hexadecimal."""
 
     name: str
     bytes: int
@@ -46,7 +40,7 @@ class FileRecord:
 
     @property
     def rank(self) -> int:
-        """The rank whose file it is; ValueError where the name is not a rank's."""
+        """The rank of the file; a ValueError if it has another name."""
         match = _FILE.fullmatch(self.name)
         if match is None:
             raise ValueError(f"{self.name[:100]!r} is not the name of a rank's file, rank-<n>.safetensors")
@@ -55,13 +49,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
-
-    Attributes:
-        step: steps done when it was made.
-        files: one a rank that saved something, by rank.
-        description: JSON values only, the caller's.
-    """
+    """The content of a checkpoint: its step, one file for each rank that saved something, and JSON values."""
 
     step: int
     files: tuple[FileRecord, ...]
@@ -74,7 +62,7 @@ def file_name(rank: int) -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Returns the content of `manifest.json`."""
+    """Returns the content of `manifest.json`; a UsageError if the description is not JSON values, or too long."""
     try:
         content = {
             "format": FORMAT,
@@ -95,7 +83,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Reads what `encode` wrote."""
+    """Returns the manifest that `encode` wrote; a ValueError for anything else."""
     if len(data) > MOST_BYTES:
         raise ValueError(f"it has {len(data):,} bytes, at most {MOST_BYTES:,} are allowed")
     try:
@@ -138,7 +126,7 @@ def _record(value: object) -> FileRecord:
 
 
 def _in_order(files: tuple[FileRecord, ...]) -> tuple[FileRecord, ...]:
-    """Returns them by rank, each rank once."""
+    """Returns the files by rank; a ValueError if a rank has two."""
     ranks = [record.rank for record in files]
     if len(set(ranks)) < len(ranks):
         raise ValueError(f"a rank has two files among those of ranks {sorted(ranks)[:20]}")
@@ -146,7 +134,7 @@ def _in_order(files: tuple[FileRecord, ...]) -> tuple[FileRecord, ...]:
 
 
 def _plain(value: object, where: str, depth: int = 0) -> Any:
-    """Returns JSON values as Python's own types; ValueError for anything else."""
+    """Returns JSON values as Python's own types; a ValueError for anything else."""
     if depth > _MOST_DEEP:
         raise ValueError(f"{where[:200]} is nested deeper than {_MOST_DEEP}")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The one seam to the disk: a folder of folders of files, and the few things that are done to them."""
+"""The disk behind an interface: a folder of folders of files; and digests of what is written and read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from types import TracebackType
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-# Without O_NONBLOCK, opening a FIFO would wait for a writer that never comes.
+# Without O_NONBLOCK, opening a FIFO would wait for a writer forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class File(ABC):
-    """An open file; a context that closes it. Every method raises OSError where the disk does not do it."""
+    """An open file; a context that closes it. Every method may raise OSError."""
 
     def __enter__(self) -> File:
         return self
@@ -37,50 +37,50 @@ class File(ABC):
 
     @abstractmethod
     def read(self, buffer: memoryview) -> int:
-        """Fills the front of `buffer` with what comes next; returns how many bytes, 0 at the file's end."""
+        """Reads the next bytes into `buffer`; returns how many, 0 at the end of the file."""
 
     @abstractmethod
     def write(self, data: memoryview) -> int:
-        """Appends the front of `data`; returns how many bytes, maybe fewer than there are."""
+        """Appends a front part of `data`; returns how many bytes."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Returns when the file's bytes would survive a power cut."""
+        """Returns when the file would survive a power cut."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the file back."""
+        """Closes the file."""
 
 
 class Storage(ABC):
-    """One folder on a disk. Places in it are relative, "folder/file"; the folder itself is "".
+    """One folder on a disk. Places in it are relative, "folder/file"; "" is the folder itself.
 
-    Every method raises OSError where the disk does not do it.
+    Every method may raise OSError.
     """
 
     @abstractmethod
     def prepare(self) -> None:
-        """Makes the folder itself where it is missing, to last."""
+        """Creates the folder itself durably, if it is missing."""
 
     @abstractmethod
     def entries(self, folder: str) -> Iterator[str]:
-        """Yields the names in a folder, in no order."""
+        """Yields the names in a folder, unordered."""
 
     @abstractmethod
     def make_folder(self, folder: str) -> None:
-        """Makes a folder that does not exist."""
+        """Creates a folder that does not exist."""
 
     @abstractmethod
     def create(self, place: str) -> File:
-        """Makes a file that does not exist, open for writing."""
+        """Creates a file that does not exist, for writing."""
 
     @abstractmethod
     def open(self, place: str) -> File:
-        """Opens a file for reading: a regular one, with this as its only name."""
+        """Opens a regular file without other hard links, for reading."""
 
     @abstractmethod
     def rename(self, old: str, new: str) -> None:
-        """Renames a folder, in one step that happens or does not."""
+        """Renames a folder atomically."""
 
     @abstractmethod
     def sync(self, folder: str) -> None:
@@ -96,7 +96,7 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """A folder that the operating system mounts; no link in it, and none that stands for it, is followed."""
+    """A folder of the operating system, which need not exist. Symbolic links are not followed, in it or to it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -156,7 +156,7 @@ class LocalStorage(Storage):
             with _opened(self._root, _FOLDER) as descriptor:
                 yield descriptor
             return
-        # One by one, because O_NOFOLLOW is about the last part of a path only.
+        # Part by part, because O_NOFOLLOW concerns the last part of a path only.
         with self._parent(folder) as (parent, name), _opened(name, _FOLDER, parent) as descriptor:
             yield descriptor
 
@@ -197,13 +197,16 @@ def _opened(path: Path | str, flags: int, parent: int | None = None) -> Iterator
 
 
 CHUNK = 4 << 20
-"""How many bytes go to the disk, or come from it, at once."""
+"""Bytes that are written or read at once."""
 
 _WORTH_A_THREAD = 1 << 18
 
 
 class Digest:
-    """The SHA-256 of what it is fed; a context, which ends its thread."""
+    """The SHA-256 of the data fed to it, computed by a thread while the disk works; a context, which ends the thread.
+
+    It may be `behind_bytes` behind, as long as the data stays unchanged.
+    """
 
     def __init__(self, behind_bytes: int = 0) -> None:
         self._state = hashlib.sha256()
@@ -221,9 +224,9 @@ class Digest:
         self._thread.shutdown()
 
     def feed(self, data: memoryview, behind_bytes: int | None = None) -> None:
-        """Returns when what was fed *before* has been digested, but for the last `behind_bytes` of it.
+        """Adds data, which must not change before it is digested.
 
-        `data` must not change until then.
+        Waits until all but the last `behind_bytes` of the data fed before have been digested.
         """
         if len(data) < _WORTH_A_THREAD:
             self._wait(0)

@@ -1,4 +1,4 @@
-"""Tensors to and from a file's bytes; what the room does with torch is here."""
+"""Writes tensors to a file, and makes tensors of its bytes; the only module here that imports torch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 def write(file: File, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes a safetensors file and syncs it; of the tensors' memory at most a few chunks exist twice."""
-    # The widest elements first, so that every tensor is aligned in the file and in what is read from it.
+    """Writes tensors of any strides and device as a new safetensors file, and syncs it; copies a few chunks at most."""
+    # The widest elements first, so that every tensor is aligned, in the file and in memory.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     try:
         front = encode(_entries(ordered))
     except ValueError as error:
         raise UsageError(f"cannot save {name}: {error}") from None
     size = 0
-    # So that digesting goes on while the disk syncs.
+    # Digesting goes on while the disk syncs.
     with Digest(behind_bytes=_BEHIND) as digest:
         for piece, copied in _bytes(front, ordered):
-            # What is not copied on the way costs no memory meanwhile.
+            # Only a copied piece costs memory until it is digested.
             digest.feed(piece, CHUNK if copied else None)
             size += len(piece)
             while piece:
@@ -39,16 +39,16 @@ def write(file: File, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 
 def allocate(count: int) -> tuple[Tensor, memoryview]:
-    """Returns `count` bytes of memory that nothing has touched yet, and the same as a view to write to."""
+    """Allocates `count` untouched bytes as a tensor and its writable view; a MemoryError if there are not as many."""
     try:
         buffer = torch.empty(count, dtype=torch.uint8)
     except RuntimeError as error:
-        raise MemoryError(f"{count:,} bytes for the tensors of a checkpoint are not to be had") from error
+        raise MemoryError(f"{count:,} bytes for the tensors of a checkpoint cannot be allocated") from error
     return buffer, buffer.numpy().data
 
 
 def views(buffer: Tensor, entries: Sequence[TensorEntry]) -> dict[str, Tensor]:
-    """Returns the tensors that lie in a buffer of bytes, without copying."""
+    """Returns the tensors in a buffer of bytes, without copying."""
     return {
         entry.name: buffer[entry.begin : entry.end].view(_TYPES[entry.dtype]).view(entry.shape) for entry in entries
     }
@@ -63,25 +63,25 @@ def _entries(tensors: Sequence[tuple[str, Tensor]]) -> list[TensorEntry]:
                 f"a checkpoint holds dense ones of {', '.join(sorted(NAMES.values()))}"
             )
         if name == "__metadata__":
-            raise UsageError("a tensor cannot be named '__metadata__', which safetensors keeps for itself")
+            raise UsageError("a tensor cannot be named '__metadata__', which safetensors reserves")
         place = entries[-1].end if entries else 0
         entries.append(TensorEntry(name, _NAMES[tensor.dtype], tuple(tensor.shape), place))
     return entries
 
 
 def _bytes(front: bytes, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[memoryview, bool]]:
-    """Yields the file's content, and of each piece whether it is a copy of what is saved."""
+    """Yields the file's content in pieces, each with whether it is a copy of a tensor's memory."""
     yield memoryview(front), False
     for _, tensor in tensors:
         for chunk in _chunks(tensor.detach()):
             dense = chunk.resolve_conj().resolve_neg().contiguous().cpu()
             own = tensor.is_contiguous() and dense.data_ptr() == chunk.data_ptr()
-            # A lone element counts as contiguous whatever its stride is, and cannot be viewed as bytes then.
+            # One element is contiguous with any stride, but cannot be viewed as bytes with any.
             yield dense.as_strided(dense.shape, (1,)).view(torch.uint8).numpy().data, not own
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields flat pieces of about `CHUNK` bytes in row-major order; a contiguous tensor's own memory."""
+    """Yields flat pieces of about `CHUNK` bytes in row-major order, without copying a contiguous tensor."""
     most = CHUNK // tensor.element_size()
     if tensor.is_contiguous() or tensor.numel() <= most:
         flat = tensor.reshape(-1)

@@ -1,4 +1,4 @@
-"""Real data to begin with: images that fit into memory."""
+"""Small image data sets that fit into memory, and downloading Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DIGESTS: Mapping[str, str] = {
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
-"""SHA-256 of each file, unpacked: Debian has packed the same contents anew, so the archives' digests differ."""
+"""SHA-256 of each unpacked file: Debian compressed the same contents again, so the archives' digests differ."""
 
 _ORIGIN = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 _PACKAGE = "dataset-fashion-mnist"
@@ -42,7 +42,7 @@ _LISTS = Path("/var/lib/apt/lists")
 _DOWNLOAD_S = 300.0
 _UPDATE_S = 120.0
 _SILENCE_S = 15.0
-"""Longest silence of a server."""
+"""Timeout of a server's answer."""
 _CHUNK = 1 << 20
 
 
@@ -51,7 +51,10 @@ def obtain(
     fetchers: Sequence[tuple[str, Fetcher]] | None = None,
     digests: Mapping[str, str] = DIGESTS,
 ) -> None:
-    """Makes sure that the unpacked files lie in `cache`; fetches those that do not."""
+    """Downloads and unpacks the files that `cache` lacks, from the first fetcher that has them.
+
+    A DataError if a fetched file has another digest; UnfitMachine if no fetcher has the files.
+    """
     missing = [name for name in digests if not (cache / name).exists()]
     if not missing:
         return
@@ -77,7 +80,7 @@ def _fetch(folder: Path, names: Sequence[str], fetchers: Sequence[tuple[str, Fet
             reasons.append(f"{where}: {reason}")
         else:
             return where
-    raise UnfitMachine(f"Fashion-MNIST can be had from nowhere ({'; '.join(reasons)})")
+    raise UnfitMachine(f"Fashion-MNIST cannot be obtained ({'; '.join(reasons)})")
 
 
 def _unpack(packed: Path, expected: str, where: str) -> None:
@@ -91,7 +94,7 @@ def _unpack(packed: Path, expected: str, where: str) -> None:
     if found != expected:
         raise DataError(
             f"{packed.name} from {where} is not the file it should be and is not used: its contents' sha256 is "
-            f"{found}, expected {expected}; try again, or find out who changes what is downloaded"
+            f"{found}, expected {expected}; try again, or find out what changes the download"
         )
 
 
@@ -102,7 +105,7 @@ def digest_of(path: Path) -> str:
 
 
 def from_installed(folder: Path, names: Sequence[str], root: Path = Path("/")) -> None:
-    """Takes the files of Debian's package where it is installed."""
+    """Copies the files of Debian's package if it is installed."""
     for name in names:
         packed = root / _INSTALLED / f"{name}.gz"
         if not packed.exists():
@@ -138,7 +141,7 @@ def _knows_package(folder: Path) -> bool:
 
 
 def _run(folder: Path, limit_s: float, *command: str) -> None:
-    """Runs a command in a folder, without a word."""
+    """Runs a command in a folder without output; UnfitMachine with its last line if it fails or takes too long."""
     try:
         done = subprocess.run(
             command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
@@ -183,13 +186,13 @@ _DIGITS_TEST = 360
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """Images of ten classes, to train and to test on.
+    """Images of ten classes for training and testing.
 
     Attributes:
-        name: what it is, for display.
+        name: for display.
         train_images: `(examples, 1, height, width)` float32, 0 to 1.
         train_labels: `(examples,)` int64, 0 to 9.
-        test_images, test_labels: the same, of other examples.
+        test_images, test_labels: the same for testing.
     """
 
     name: str
@@ -222,12 +225,12 @@ def fashion_mnist(
     or from the authors' address, the first that has them; they are checked each time and cost 55 MB of disk.
 
     Args:
-        cache_dir: where the files stay; None for `.cache/headrace` in the home folder.
-        fetchers: where else to look than in the cache, in order; None for the places above.
+        cache_dir: of the files; None for `.cache/headrace` in the home folder.
+        fetchers: to use in order for files that are not in the cache; None for the places above.
         digests: file name to SHA-256 of its contents.
 
     Raises:
-        UnfitMachine: the files can be had from nowhere, or the cache cannot be written.
+        UnfitMachine: no source has the files, or the cache cannot be written.
         DataError: a file has another digest than it should.
     """
     root = Path.home() / ".cache" / "headrace" if cache_dir is None else Path(cache_dir)
@@ -244,7 +247,7 @@ def fashion_mnist(
 
 
 def _read(path: Path, expected: str) -> Tensor:
-    """Returns what a file in IDX format holds: two zeros, type, number of dims, each length, the bytes."""
+    """Reads a file in IDX format: two zeros, type, number of dims, the lengths, the bytes."""
     found = digest_of(path)
     if found != expected:
         raise DataError(
@@ -271,7 +274,7 @@ def digits() -> ImageData:
         from sklearn.datasets import load_digits  # slow to import, and an optional extra
     except ImportError as error:
         raise UnfitMachine(
-            f'the digits come with scikit-learn, which is not there ({error}); pip install "headrace[data]"'
+            f'the digits come with scikit-learn, which is not installed ({error}); pip install "headrace[data]"'
         ) from error
     bunch = load_digits()
     order = torch.from_numpy(permutation(len(bunch.target), seed=0, epoch=0))
@@ -292,15 +295,15 @@ def fashion_mnist_or_digits(
     *,
     fetchers: Sequence[tuple[str, Fetcher]] | None = None,
 ) -> ImageData:
-    """Returns Fashion-MNIST, or the digits, with a line that says so, where it can be had from nowhere.
+    """Returns Fashion-MNIST or, with a warning, the digits if no source has it.
 
     Args:
         cache_dir: as of `fashion_mnist`.
-        warn: takes the line; None writes it to stderr.
+        warn: takes the warning; None writes it to stderr.
         fetchers: as of `fashion_mnist`.
 
     Raises:
-        UnfitMachine: neither can be had.
+        UnfitMachine: neither can be obtained.
         DataError: a file has another digest than it should.
     """
     try:

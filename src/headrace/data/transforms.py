@@ -1,4 +1,4 @@
-"""Photographs into the batch's own memory."""
+"""Transforms for `InputPipeline.map`: decoding images, and parsing `tf.train.Example`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _own = threading.local()
 class DecodeImage:
     """Decodes an image and resizes its middle, straight into the batch. A transform for `Pipeline.map`.
 
-    The largest piece of the middle that has the wanted ratio is resized, by the mean of the pixels where it is
-    made smaller. JPEG is decoded by simplejpeg, all else by OpenCV; both let other threads run meanwhile.
+    The largest centered crop of the wanted aspect ratio is resized; shrinking averages the pixels. JPEG is decoded by
+    simplejpeg, everything else by OpenCV; other threads run meanwhile.
 
     Args:
         height, width: of the result, in pixels.
@@ -44,7 +44,7 @@ class DecodeImage:
         self.dtype = np.dtype(np.uint8)
         self._fast = fast
         _, cv2 = _libraries()
-        # Its own threads would take the cores of those that call it.
+        # Its own threads would take the cores of the calling threads.
         cv2.setNumThreads(0)
 
     def __call__(self, content: Any) -> NDArray[np.uint8]:
@@ -58,7 +58,7 @@ class DecodeImage:
         image = self._decode(content)
         height, width, _ = self.shape
         rows, columns, _ = image.shape
-        # The largest piece with the wanted ratio.
+        # The largest crop with the wanted aspect ratio.
         tall = min(rows, max(1, round(columns * height / width)))
         wide = min(columns, max(1, round(rows * width / height)))
         top, left = (rows - tall) // 2, (columns - wide) // 2
@@ -82,15 +82,15 @@ class DecodeImage:
                     )
                 )
             except ValueError as error:
-                raise DataError(f"{len(content):,} bytes are no whole JPEG: {error}") from error
+                raise DataError(f"{len(content):,} bytes are not a whole JPEG: {error}") from error
         image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
         if image is None:
-            raise DataError(f"{len(content):,} bytes are no image that OpenCV can read")
+            raise DataError(f"{len(content):,} bytes are not an image that OpenCV can read")
         return _checked(image)
 
 
 def _scratch(nbytes: int) -> NDArray[np.uint8]:
-    """Returns memory of this thread, for one image at a time: fresh memory would be faulted in page by page."""
+    """Returns memory of this thread for one image: new memory would cause page faults for every image."""
     held: NDArray[np.uint8] | None = getattr(_own, "scratch", None)
     if held is None or len(held) < nbytes:
         held = _own.scratch = np.empty(nbytes, dtype=np.uint8)
@@ -127,7 +127,7 @@ class ParseExample:
 
     Args:
         features: name to type, `bytes`, `str`, `int` (int64) or `float` (float32), for one value; or to
-            `(type, shape)`, for so many; `(type, None)` for as many as there are. Others are not read.
+            `(type, shape)`; `(type, None)` for any number of values. Others are not read.
 
     Raises:
         UsageError: there is no such type.
@@ -144,7 +144,7 @@ class ParseExample:
             self._features[name.encode()] = (name, kind, shape if shape is None else tuple(shape))
 
     def __call__(self, record: bytes) -> dict[str, Any]:
-        """Returns numbers as tensors of their shape, bytes and str as such, or as a list where there may be several."""
+        """Returns numbers as tensors, and bytes or str as values, or as lists if there is a shape."""
         found: dict[bytes, memoryview] = {}
         for features in _inner(memoryview(record), 1):
             for entry in _inner(features, 1):
@@ -173,7 +173,7 @@ def _values(feature: memoryview, name: str, kind: type) -> Any:
             return [str(piece, "utf-8") for piece in pieces]
         except UnicodeDecodeError as error:
             raise DataError(f"the feature {name!r} is not UTF-8 ({error}); read it as bytes") from error
-    # Numbers are packed or come one by one: the bytes of both are the same.
+    # Numbers are packed or single; the bytes of both are the same.
     together = b"".join(pieces)
     if kind is int:
         return _varints(together, name)

@@ -87,7 +87,7 @@ def work(
             del stored
         closing.enter_context(loop)
         events.write(WorkerStarted(rank, events.now(), role.host, os.getpid(), role.device, role.threads))
-        with reporter.until_end(loader.stages):
+        with reporter.until_end(loader.counters):
             (run.train or train)(worker)
         meets = loop.leave()
         if meets:

@@ -65,7 +65,7 @@ def campaign(trials: int, folder: Path, processes: int = 2, seed: int = 0) -> Ca
         result.kept += len(found)
         if missing := promised - set(found):
             result.wrong.append(f"trial {trial}: {len(missing)} examples that were kept are not there")
-        if lines := store.news():
+        if lines := store.take_notices():
             result.wrong.append(f"trial {trial}: {lines}")
         _check(store, found, size, trial, result)
         # Every third folder's rest is made anew and everything looked at again.

@@ -118,13 +118,13 @@ def test_a_flipped_bit_is_noticed_and_the_example_made_anew_once_for_all(tmp_pat
         records.write_bytes(damaged)
         store = opened(tmp_path)
         assert right(store) == [index for index in range(COUNT) if index != trial]
-        (line,) = store.news()
+        (line,) = store.take_notices()
         assert f"the record of example {trial} in {records.name} at byte {trial * length:,} is damaged" in line
         store.put([(trial, example(trial))])
         # The damaged one is still there, and comes first.
         for again in (store, opened(tmp_path)):
             assert right(again) == list(range(COUNT))
-            assert again.news() == ()
+            assert again.take_notices() == ()
         for path in sorted(tmp_path.glob("*.*"))[2:]:
             path.unlink()
 
@@ -163,7 +163,7 @@ def test_a_full_disk_is_told_and_what_was_kept_stays(tmp_path: Path, room: int) 
         store.put([(index, example(index)) for index in range(start, start + 4)])
     kept = right(store)
     assert kept == list(range(len(kept)))
-    (line,) = store.news()
+    (line,) = store.take_notices()
     assert f"keeps {len(kept)} of 12 examples, nothing can be added to it: No space left on device" in line
     # Whole records that nobody entered are found by whoever comes next.
     later = opened(tmp_path)

@@ -43,11 +43,11 @@ shares = loader.rounds()
 for _ in range(2 * loader.rounds_per_epoch):
     share = next(shares)
     assert (share.batch[1] == 2 * share.batch[0][:, None]).all()
-    if loader.stages.examples == 8:
+    if loader.counters.examples == 8:
         print("begun", flush=True)
         sys.stdin.readline()
 assert set(made.values()) == {1}
-assert not loader.stages.notices, loader.stages.notices
+assert not loader.counters.notices, loader.counters.notices
 print(len(made), flush=True)
 """
 

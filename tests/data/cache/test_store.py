@@ -39,7 +39,7 @@ def test_what_was_put_is_found(shards: Shards) -> None:
     for each in (found[0], found[3]):
         assert each[0].tolist() == [3, 3, 3, 3]
         assert each[1] == 3
-    assert store.news() == ()
+    assert store.take_notices() == ()
 
 
 def test_what_is_handed_out_can_be_changed_and_the_cache_does_not(shards: Shards) -> None:
@@ -80,7 +80,7 @@ def test_examples_of_different_forms_are_not_gathered(shards: Shards) -> None:
 
 
 def test_more_forms_than_are_remembered(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.data.cache.store._MOST_FORMS", 2)
+    monkeypatch.setattr("headrace.data.cache.store._MOST_LAYOUTS", 2)
     store = Store(shards, 10, None, "the cache")
     store.put([(index, torch.full((index,), index)) for index in range(6)])
     assert [each.tolist() for each in values(store, list(range(6)))] == [[index] * index for index in range(6)]
@@ -96,13 +96,13 @@ def test_when_it_is_full_it_keeps_what_it_has_and_says_so_once(shards: Shards) -
     assert 0.9 * 2000 <= shards.nbytes <= 2000
     assert all(absent is Absent.MISSING for absent in store.find(list(range(kept, 100))))
     assert values(store, [0])[0][1] == 0
-    (line,) = store.news()
+    (line,) = store.take_notices()
     assert line == (
         f"the cache in memory keeps {kept} of 100 examples, it is full with {shards.nbytes:,} bytes; the rest is made "
         "anew in every epoch; raise its limit"
     )
     store.put([(kept, example(kept))])
-    assert store.news() == ()
+    assert store.take_notices() == ()
 
 
 def test_an_example_is_kept_once(shards: Shards) -> None:
@@ -127,7 +127,7 @@ def test_threads_use_one_store(shards: Shards) -> None:
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(use, dice.integers(0, 300, 10).tolist()) for _ in range(300)]
         assert all(job.result(timeout=60) for job in jobs)
-    assert store.news() == ()
+    assert store.take_notices() == ()
 
 
 def resident_bytes() -> int:
@@ -148,7 +148,7 @@ def grown_by(length: int, limit: int) -> tuple[int, int, int]:
     for start in range(0, count, 32):
         store.put([(index, rows) for index in range(start, start + 32)])
     grown = resident_bytes() - before
-    return grown, len(store.news()), store.find(range(int(0.9 * limit / (length + 300)))).count(None)
+    return grown, len(store.take_notices()), store.find(range(int(0.9 * limit / (length + 300)))).count(None)
 
 
 @pytest.mark.slow

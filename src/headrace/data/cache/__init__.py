@@ -1,8 +1,6 @@
-"""What was made of examples is kept, by index: in memory, or in a folder that all processes of a host share.
+"""A cache of examples by index: in memory, or in a folder that all processes of a host share.
 
-steps before ──► Cache: has it? ──yes──► a copy ──► steps behind
-                   │ no                     ▲
-                   └──► made, kept ─────────┘
+steps before ──► cached? ──yes──► a copy ──► steps after
+                   │ no                 ▲
+                   └──► computed, added ┘
 """
-
-__all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What a function does, as far as that can be seen: a digest that changes when its code or what it uses does."""
+"""Digests of functions and values: they change with a function's code and with the values that it uses."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 def fingerprint(*values: Any) -> str:
     """Returns a digest of values: functions by their code, closure, defaults and the globals that they name.
 
-    What is installed, and headrace, is known by its name and version. A module of the user's that a function names as a
-    whole is known by its name alone.
+    Installed packages and headrace count by name and version; a user's module that a function uses as a whole counts by
+    its name alone. A UsageError if a value cannot be digested.
     """
     digest = _Digest()
     for value in values:
@@ -41,7 +41,7 @@ class _Digest:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self._seen: dict[int, int] = {}
-        # So that no number is given to two objects.
+        # Keeps the objects alive, so that no id is used twice.
         self._alive: list[Any] = []
 
     def hexdigest(self) -> str:
@@ -74,7 +74,7 @@ class _Digest:
                 self._tell("dict", str(len(value)).encode())
                 self._all(part for item in value.items() for part in item)
             case set() | frozenset():
-                # In an order of their own, for that of a set changes from process to process.
+                # Sorted, since the order of a set differs from process to process.
                 self._tell("set", "".join(sorted(fingerprint(item) for item in value)).encode())
             case types.ModuleType():
                 self._tell("module", f"{value.__name__} {_version(value.__name__)}".encode())
@@ -146,7 +146,7 @@ class _Digest:
         self._tell("installed", f"{module}.{value.__qualname__} {_version(module)}".encode())
 
     def _object(self, value: Any) -> None:
-        """What an object is made of, as it says to whoever would copy it."""
+        """Adds the parts of an object that a copy of it would be made of."""
         try:
             registered = copyreg.dispatch_table.get(type(value))
             parts = registered(value) if registered else value.__reduce_ex__(4)
@@ -166,7 +166,7 @@ class _Digest:
         self._tell("object", str(len(rest)).encode())
         self._all((function, arguments))
         for position, part in enumerate(rest):
-            # The last ones are iterators over the items of lists and dicts.
+            # The last parts are iterators over the items of lists and dicts.
             self.add(part if position == 0 or part is None or callable(part) else list(part))
 
     def _tell(self, kind: str, content: bytes) -> None:
@@ -175,7 +175,7 @@ class _Digest:
 
 
 def _globals_of(code: types.CodeType) -> list[str]:
-    """Returns the names of globals that a function and those within it read."""
+    """Returns the names of the globals that a function and its inner functions read."""
     names = {
         str(instruction.argval)
         for instruction in dis.get_instructions(code)
@@ -188,7 +188,7 @@ def _globals_of(code: types.CodeType) -> list[str]:
 
 
 def _installed(module: str) -> bool:
-    """Returns whether a module is known by its package's version."""
+    """Returns whether a module counts by the version of its package."""
     found = sys.modules.get(module)
     if found is None or module == "__main__":
         return False

@@ -1,4 +1,4 @@
-"""Whose a cache's folder is: a manifest that says what it holds, and a lock that whoever uses it shares."""
+"""The owner of a cache folder: a manifest says what it holds, and its users share a lock."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from headrace.data.cache.shards import ENTRIES, RECORDS, repair
 from headrace.errors import UnfitMachine, UsageError
 
 FORMAT = 1
-"""Of records, entries and manifest. A folder of another one is made anew."""
+"""The version of records, entries and manifest; a folder of another version is made anew."""
 _MANIFEST, _LOCK, _PART = "manifest.json", "lock", ".part"
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.02
 
 
 class CacheFolderLock:
-    """This process's share of a folder's lock, until this object is gone or the process is.
+    """This process's lock of a cache folder, held until the object or the process ends.
 
-    A lock of fcntl is its process's alone: a fork does not keep it for ever. It is lost when the process closes
-    the file, by whatever descriptor, so that there must be one claim of a folder in a process.
+    A lock of fcntl is not inherited by a fork. It is lost when the process closes the file by any descriptor, so that a
+    process may lock a folder only once.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class CacheFolderLock:
         weakref.finalize(self, os.close, self._descriptor)
 
     def lock(self, exclusive: bool) -> bool:
-        """Returns whether it is had, shared with other processes or not."""
+        """Tries to take the lock, exclusive or shared; returns whether it did."""
         try:
             fcntl.lockf(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # POSIX allows both
@@ -46,10 +46,10 @@ _CLAIMS: weakref.WeakValueDictionary[Path, CacheFolderLock] = weakref.WeakValueD
 def claim(
     folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S
 ) -> tuple[CacheFolderLock, tuple[str, ...]]:
-    """Makes a folder the cache of a pipeline, or finds that it is; returns what keeps it so, and lines for the user.
+    """Locks a folder as the cache of a pipeline, made if needed; returns the lock and lines for the user.
 
-    One thread of a process at a time may call it. What the same process has of another pipeline in that folder is
-    made anew, too.
+    `key` identifies source and steps, `about` describes them. A cache of this process for another pipeline in that
+    folder is made anew; one of another process is a UsageError after `patience_s`. For one thread at a time.
     """
     deadline = time.monotonic() + patience_s
     try:
@@ -61,7 +61,7 @@ def claim(
         while True:
             if held.lock(exclusive=True):
                 notices += _make(folder, key, about)
-            # The manifest is written under the exclusive lock alone.
+            # The manifest is written under the exclusive lock only.
             if held.lock(exclusive=False) and _differs(folder, key) is None:
                 return held, notices
             if time.monotonic() > deadline:
@@ -81,7 +81,7 @@ def _make(folder: Path, key: str, about: str) -> tuple[str, ...]:
         repair(folder)
         return ()
     old = [path for path in folder.iterdir() if path.suffix in (RECORDS, ENTRIES, _PART)]
-    # The manifest first: without one, nobody takes the rest for whole.
+    # The manifest first: without it, no process uses the rest.
     (folder / _MANIFEST).unlink(missing_ok=True)
     for path in old:
         path.unlink()
@@ -92,7 +92,7 @@ def _make(folder: Path, key: str, about: str) -> tuple[str, ...]:
 
 
 def _differs(folder: Path, key: str) -> str | None:
-    """Returns in what a folder is not the cache with that key; None if it is."""
+    """Returns why a folder is not the cache with that key; None if it is."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
     except (FileNotFoundError, ValueError):

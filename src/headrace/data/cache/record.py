@@ -1,12 +1,12 @@
-"""An example as bytes, and back: the form in which it lies in a cache. Nothing of it is code.
+"""The record of an example in a cache: its encoding as bytes, and back. No part of it is executed.
 
     8 bytes     checksum of all that follows
     32 bytes    magic, length of the header, of the record, index, generation, kind
     header      JSON: the structure, and of each leaf its kind, type, shape and place
     data        the leaves, those of 64 bytes and more at multiples of 64
 
-Numbers are leaves, too, so that examples of one form have one header: it is read once, and their batch is made
-by copying rows.
+Numbers are leaves, too, so that examples of one layout have one header: it is parsed once, and their batch is made by
+copying rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from headrace.errors import DataError
 
 _ALIGNMENT = 64
-"""Every record, and every leaf of that size, begins at a multiple of it."""
+"""Every record, and every leaf of at least that size, begins at a multiple of it."""
 _SMALL = 8
 _FRONT = struct.Struct("<Q4sIQQII")
 FRONT_BYTES = _FRONT.size
@@ -36,30 +36,23 @@ _MAGIC = b"HRex"
 _WEIGHTS = np.random.Philox(key=0x48526578).random_raw(1 << 13) | np.uint64(1)
 _MASK = (1 << 64) - 1
 _STACKED = {"|b1", "|u1", "|i1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"}
-"""numpy's types that are tensors' too."""
+"""numpy's types that tensors have, too."""
 _NUMBERS = {"i": "<i8", "f": "<f8", "o": "|b1"}
 _KEPT = "numbers, text, bytes, arrays and tensors, in tuples, lists and dicts"
 
 
 class Absent(enum.Enum):
-    """What stands in the place of an example."""
+    """Why a cache does not hand out an example."""
 
     MISSING = enum.auto()
-    """It is not in the cache."""
+    """The cache does not have it."""
     LEFT_OUT = enum.auto()
-    """It is, as one that a filter leaves out."""
+    """The cache knows that a filter leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The front of a record.
-
-    Attributes:
-        header_bytes, record_bytes: lengths.
-        index: of the example in its source.
-        generation: how many damaged records this one replaces.
-        left_out: whether a filter leaves the example out.
-    """
+    """The fixed front of a record; `generation` counts the damaged records of its example that it replaces."""
 
     header_bytes: int
     record_bytes: int
@@ -68,12 +61,12 @@ class Front:
     left_out: bool
 
     def header(self, record: NDArray[np.uint8]) -> bytes:
-        """Returns the header of the record that this is the front of."""
+        """Returns the header of the record with this front."""
         return record[FRONT_BYTES : FRONT_BYTES + self.header_bytes].tobytes()
 
 
 def pack(index: int, value: Any, generation: int = 0) -> NDArray[np.uint8]:
-    """Returns the record of an example, or of one that is left out."""
+    """Returns the record of an example, or of `Absent.LEFT_OUT`; a DataError for a type that cannot be cached."""
     leaves: list[tuple[int, NDArray[np.uint8]]] = []
     left_out = value is Absent.LEFT_OUT
     structure = ["n"] if left_out else _Packing(leaves).node(value, f"example {index}")
@@ -90,7 +83,7 @@ def pack(index: int, value: Any, generation: int = 0) -> NDArray[np.uint8]:
 
 
 def front_at(buffer: NDArray[np.uint8], begin: int) -> Front | None:
-    """Returns the front of the record that begins there, which may be longer than the buffer; None if there is none."""
+    """Returns the front of the record at `begin`, which may extend beyond the buffer; None if there is no record."""
     if begin + FRONT_BYTES > len(buffer):
         return None
     _, magic, header, length, index, generation, kind = _FRONT.unpack_from(buffer.data, begin)
@@ -107,14 +100,14 @@ def front_of(record: NDArray[np.uint8]) -> Front:
 
 
 def is_sound(record: NDArray[np.uint8]) -> bool:
-    """Returns whether a record's bytes are those that were packed."""
+    """Returns whether the checksum of a record is right."""
     return int(record[:8].view("<u8")[0]) == _checksum(record)
 
 
 def _checksum(record: NDArray[np.uint8]) -> int:
     """A multilinear hash of 64-bit words (Carter, Wegman, "Universal classes of hash functions", 1979).
 
-    The weights are odd, so that whatever happens to a single word changes it. It runs at six times zlib.crc32's speed.
+    The weights are odd, so that any change of a single word changes it. It is six times as fast as zlib.crc32.
     """
     words = record.view("<u8")[1:]
     total = len(words)
@@ -125,7 +118,7 @@ def _checksum(record: NDArray[np.uint8]) -> int:
 
 
 class _Packing:
-    """Collects the leaves of an example, each with its place in the data."""
+    """Collects the leaves of an example with their places in the data."""
 
     def __init__(self, leaves: list[tuple[int, NDArray[np.uint8]]]) -> None:
         self._leaves = leaves
@@ -200,12 +193,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Leaf:
-    """Where a leaf of a form lies.
-
-    Attributes:
-        begin, end: bytes, from the begin of a record's data.
-        stack: makes a tensor `(examples, ...)` of such leaves, `(examples, bytes)`; None where it is none.
-    """
+    """The bytes of a leaf in a record's data; `stack`, if any, makes a tensor of leaves `(examples, bytes)`."""
 
     begin: int
     end: int
@@ -214,13 +202,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """What records of one header have in common.
+    """The layout of records with one header.
 
-    Attributes:
-        data: where their leaves begin, from the begin of a record.
-        build: makes the example of their data; shares no memory with it.
-        leaves: where they lie.
-        batch: makes a batch of a tensor a leaf; None where they do not make one so simply.
+    `data` is where the leaves begin, `build` makes an example of a record's data without sharing its memory, `batch` a
+    batch of one tensor a leaf; it is None if a leaf cannot be stacked.
     """
 
     data: int
@@ -231,28 +216,25 @@ class RecordLayout:
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(header: bytes) -> RecordLayout:
-    """Returns what a header says."""
+    """Returns the layout that a header describes."""
     leaves: list[Leaf] = []
     build, batch = _read(json.loads(header), leaves)
     simple = all(leaf.stack is not None for leaf in leaves)
     return RecordLayout(_aligned(FRONT_BYTES + len(header)), build, tuple(leaves), batch if simple else None)
 
 
-def gathered(form: RecordLayout, records: Sequence[Bytes]) -> Any:
-    """Returns the batch of records of one form that has `batch`, by copying each row once.
-
-    It is what `collate` would make of the examples.
-    """
-    assert form.batch is not None
+def gathered(layout: RecordLayout, records: Sequence[Bytes]) -> Any:
+    """Returns the batch of records of one layout with `batch`, as `collate` would make it, copying each row once."""
+    assert layout.batch is not None
     tensors = []
-    for leaf in form.leaves:
+    for leaf in layout.leaves:
         rows = np.empty((len(records), leaf.end - leaf.begin), dtype=np.uint8)
-        begin, end = form.data + leaf.begin, form.data + leaf.end
+        begin, end = layout.data + leaf.begin, layout.data + leaf.end
         for row, record in zip(rows, records, strict=True):
             row[:] = record[begin:end]
         assert leaf.stack is not None
         tensors.append(leaf.stack(rows))
-    return form.batch(tensors)
+    return layout.batch(tensors)
 
 
 Build = Callable[[Bytes], Any]
@@ -260,7 +242,7 @@ Batch = Callable[[Sequence[Tensor]], Any]
 
 
 def _read(node: list[Any], leaves: list[Leaf]) -> tuple[Build, Batch]:
-    """Returns what makes an example of a record's data, and what makes a batch of a tensor a leaf."""
+    """Returns the functions that make an example of a record's data, and a batch of one tensor a leaf."""
     kind, *rest = node
     if kind in ("p", "l"):
         read = [_read(item, leaves) for item in rest[0]]
@@ -332,7 +314,7 @@ def _tensor(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
 
 
 def _tensor_of(flat: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    # An empty one has strides that cannot be viewed.
+    # The strides of an empty tensor cannot be viewed.
     return torch.from_numpy(flat).view(dtype).reshape(shape) if len(flat) else torch.empty(shape, dtype=dtype)
 
 

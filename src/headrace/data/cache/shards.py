@@ -1,4 +1,13 @@
-"""Where the bytes of a cache lie: a seam, and the memory of this process behind it."""
+"""The records of a cache: in the memory of this process, or in files of a folder.
+
+    manifest.json                      what the cache is of; written whole, before anything else
+    lock                               shared by the users of the folder, exclusive while it is made
+    NANOSECONDS-PROCESS.records        records, one after the other; only its process appends to it
+    NANOSECONDS-PROCESS.entries        32 bytes a record: index, offset, generation, checksum; written after it
+
+A process may be killed at any instant: an unfinished record or entry is at the end of its own files, where no other
+process appends. Records without an entry are found by their fronts.
+"""
 
 from __future__ import annotations
 
@@ -20,42 +29,40 @@ from headrace.errors import DataError
 
 _CHUNK = 64 << 20
 _REMEMBERED = 16
-"""Bytes of the table that a record is found by."""
+"""Bytes that a record takes in the index."""
 
 
 ENTRY = np.dtype([("index", "<u8"), ("offset", "<u8"), ("generation", "<u8"), ("checksum", "<u8")])
-"""Where a record lies in a shard: the index of its example, its first byte, its generation; and what proves it."""
+"""A record's example, its first byte in the shard, its generation, and the checksum of these."""
 
 
 class Shards(ABC):
-    """Records one after the other, in pieces. One thread at a time may call `append` and `news`."""
+    """Records one after the other, in pieces. `append` and `new_entries` are not for several threads at once."""
 
     @abstractmethod
     def append(self, records: Sequence[NDArray[np.uint8]]) -> list[tuple[int, int]]:
-        """Keeps records; returns shard and offset of each."""
+        """Adds records; returns shard and offset of each. An OSError if there is no room for them."""
 
     @abstractmethod
-    def news(self) -> Iterator[tuple[int, NDArray[np.void]]]:
-        """Yields shards and the entries, `(records,)` of `ENTRY`, that others have added since this was asked last."""
+    def new_entries(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+        """Yields by shard the entries, `(records,)` of `ENTRY`, that other processes added since the last call."""
 
     @abstractmethod
     def buffer(self, shard: int, end: int) -> NDArray[np.uint8]:
-        """Returns a shard's bytes, not to be written to: at least to before `end`, if it has so many."""
+        """Returns a shard's bytes, read-only: at least `end` of them, if it has so many."""
 
     @abstractmethod
     def name(self, shard: int) -> str:
-        """Returns what messages call a shard."""
+        """Returns the name of a shard for messages."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of all records, and of what is needed to find them."""
+        """Bytes of all records and of their index."""
 
 
 class MemoryShards(Shards):
-    """Args:
-    limit: bytes that they will have at most.
-    """
+    """Records in memory, `limit` bytes at most."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -69,7 +76,7 @@ class MemoryShards(Shards):
         for record in records:
             if not self._chunks or self._used + len(record) > len(self._chunks[-1]):
                 left = self._limit - self.nbytes
-                # A system gives memory when it is written to, so that a chunk costs what it holds.
+                # Memory is allocated when it is written to, so that a chunk costs what it holds.
                 self._full += self._used
                 self._used = 0
                 self._chunks.append(np.empty(max(len(record), min(_CHUNK, left)), dtype=np.uint8))
@@ -79,7 +86,7 @@ class MemoryShards(Shards):
             self._count += 1
         return places
 
-    def news(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+    def new_entries(self) -> Iterator[tuple[int, NDArray[np.void]]]:
         return iter(())
 
     def buffer(self, shard: int, end: int) -> NDArray[np.uint8]:
@@ -98,11 +105,11 @@ ENTRIES = ".entries"
 
 
 class AppendFile(ABC):
-    """A file that grows at its end. Every method raises OSError where the disk does not do it."""
+    """A file to append to."""
 
     @abstractmethod
     def append(self, data: Sequence[NDArray[np.uint8]]) -> None:
-        """Returns when all of it is written."""
+        """Writes all of it, or raises an OSError."""
 
 
 class _LocalFile(AppendFile):
@@ -118,12 +125,12 @@ class _LocalFile(AppendFile):
 
 
 def created(path: Path) -> AppendFile:
-    """Makes a file that does not exist."""
+    """Creates a file; an OSError if it exists."""
     return _LocalFile(path)
 
 
 class _Shard:
-    """One file of records, and the file of its entries."""
+    """A file of records and the file of its entries."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,11 +140,11 @@ class _Shard:
         self._seen = False
 
     def map(self, length: int | None = None) -> NDArray[np.uint8]:
-        """Returns the file's bytes as it is now, or its first `length`."""
+        """Returns the file's present bytes, or its first `length`; several threads may call it."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(descriptor).st_size if length is None else length
-            # What is mapped already stays where it is as long as anybody uses it. Two threads may map at the same time.
+            # An older mapping stays valid as long as it is used.
             held = self.bytes
             if size > len(held):
                 held = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
@@ -148,7 +155,7 @@ class _Shard:
         return held
 
     def listed(self) -> NDArray[np.void]:
-        """Returns the entries that have been added, up to the first that is not sound."""
+        """Returns the entries that have been added, up to the first damaged one."""
         try:
             with open(self.entries_path, "rb", buffering=0) as file:
                 file.seek(self._read)
@@ -162,7 +169,7 @@ class _Shard:
         return entries
 
     def unlisted(self, last: int) -> NDArray[np.void]:
-        """Returns entries of the whole records behind the one at `last`; -1 for all."""
+        """Returns entries for the whole records after the one at offset `last`; -1 for all."""
         buffer, begin = self.map(), 0
         if last >= 0:
             front = front_at(buffer, last)
@@ -175,8 +182,8 @@ class _Shard:
             begin += front.record_bytes
         return _signed(np.array(found, dtype=ENTRY))
 
-    def news(self) -> NDArray[np.void]:
-        """Returns the entries that have been added; the first time, those of records that have none, too."""
+    def new_entries(self) -> NDArray[np.void]:
+        """Returns the entries that have been added; the first time, also of records without an entry."""
         entries = self.listed()
         if self._seen:
             return entries
@@ -185,17 +192,13 @@ class _Shard:
 
 
 class FileShards(Shards):
-    """Args:
-    folder: of the cache; it exists.
-    create: makes a file that does not exist, to append to.
-    claim: what keeps the folder from being made anew, for as long as these are used.
-    """
+    """Records in files of an existing folder; `lock` keeps the folder from being made anew meanwhile."""
 
     def __init__(
-        self, folder: Path, create: Callable[[Path], AppendFile] = created, claim: object | None = None
+        self, folder: Path, create: Callable[[Path], AppendFile] = created, lock: object | None = None
     ) -> None:
         self._folder = folder
-        self._claim = claim
+        self._lock = lock
         self._create = create
         self._shards: list[_Shard] = []
         self._known: set[str] = set()
@@ -221,14 +224,14 @@ class FileShards(Shards):
         self._files[1].append([_signed(entries).view(np.uint8)])
         return [(self._own, int(offset)) for offset in entries["offset"]]
 
-    def news(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+    def new_entries(self) -> Iterator[tuple[int, NDArray[np.void]]]:
         with _readable(self._folder):
             for name in sorted(os.listdir(self._folder)):
                 if name.endswith(RECORDS) and name not in self._known:
                     self._known.add(name)
                     self._shards.append(_Shard(self._folder / name))
             for number, shard in enumerate(self._shards):
-                if number != self._own and len(entries := shard.news()):
+                if number != self._own and len(entries := shard.new_entries()):
                     yield number, entries
 
     def buffer(self, shard: int, end: int) -> NDArray[np.uint8]:
@@ -237,7 +240,7 @@ class FileShards(Shards):
         if end <= len(mapped):
             return mapped
         with _readable(self._folder):
-            # Of one's own, only whole records: another thread may be writing the next.
+            # Of its own shard, only whole records: another thread may be writing the next.
             return held.map(self._end if shard == self._own else None)
 
     def name(self, shard: int) -> str:
@@ -250,14 +253,14 @@ class FileShards(Shards):
 
 
 def repair(folder: Path) -> None:
-    """Writes entries anew where a killed process has left them undone; deletes files without a record.
+    """Rewrites entries that a killed process has left unfinished; deletes files without a record.
 
-    Nobody else may use the folder meanwhile.
+    No other process may use the folder meanwhile.
     """
     for path in folder.glob(f"*{RECORDS}"):
         shard = _Shard(path)
-        entries = shard.news()
-        # After a power cut, there may be entries of records that the disk never saw.
+        entries = shard.new_entries()
+        # After a power cut, there may be entries of records that never reached the disk.
         entries = entries[entries["offset"] < path.stat().st_size]
         if not len(entries):
             path.unlink()
@@ -284,8 +287,8 @@ def _signed(entries: NDArray[np.void]) -> NDArray[np.void]:
 
 
 def _checksums(entries: NDArray[np.void]) -> NDArray[np.uint64]:
-    # Each factor is odd, so that whatever happens to one of the three numbers changes it; the first term, so that
-    # zeros are no entry.
+    # Each factor is odd, so that any change of one of the three numbers changes it; the first term, so that zeros
+    # are not a valid entry.
     factors = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
     total = np.full(len(entries), 0x27D4EB2F165667C5, dtype=np.uint64)
     for name, factor in zip(("index", "offset", "generation"), factors, strict=True):

@@ -1,4 +1,4 @@
-"""Finds the examples that a cache has, and keeps those that it has not."""
+"""A process's view of a cache: finds the examples that it has, and adds others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,72 +29,72 @@ from headrace.data.cache.shards import FileShards, MemoryShards, Shards
 from headrace.data.pipeline.steps import Cache
 
 _UNSEEN, _STRANGE, _LEFT_OUT = 0, -1, -2
-_MOST_FORMS = 4096
-"""Examples of every length have a form each; of more than so many, none is remembered."""
+_MOST_LAYOUTS = 4096
+"""Most record layouts that are remembered: examples of different lengths have different layouts."""
 
 
 class Store:
-    """What one process has of a cache. Any number of threads may use it at the same time.
+    """One process's view of a cache; for any number of threads.
 
-    What is found is handed out as a copy, so that whatever is done to it in place is done to the copy. A record is
-    checked when this process first reads it. What was kept is never thrown out: an epoch visits every example, so that
-    whatever made room for another would be missed before that one is used again.
+    Examples are handed out as copies, which may be changed in place. A record is checked when this process first reads
+    it. Nothing is evicted: an epoch visits every example, so that an evicted one would be needed before the new one.
+    `limit` is in bytes, None for no limit; `where` names the cache in messages.
     """
 
     def __init__(self, shards: Shards, examples: int, limit: int | None, where: str) -> None:
         self._shards = shards
         self._limit = limit
         self._where = where
-        # One more than the shard's number, so that memory which was never written to says "not there".
+        # The shard's number plus 1, so that fresh memory means "not there".
         self._shard = np.zeros(examples, dtype=np.int32)
         self._offset = np.zeros(examples, dtype=np.int64)
-        self._form = np.zeros(examples, dtype=np.int32)
+        self._layout = np.zeros(examples, dtype=np.int32)
         self._generations: dict[int, int] = {}
-        self._forms: list[RecordLayout] = []
+        self._layouts: list[RecordLayout] = []
         self._numbers: dict[bytes, int] = {}
         self._full = False
         self._notices: list[str] = []
         self._lock = threading.Lock()
-        self._forms_lock = threading.Lock()
+        self._layouts_lock = threading.Lock()
 
     def find(self, indices: Sequence[int]) -> list[Absent | None]:
-        """Returns what is `Absent` of each example; None where there is a sound one, which stays."""
-        self._look(np.asarray(indices, dtype=np.int64))
+        """Returns for each example how it is `Absent`, or None if the cache has it."""
+        self._find_records(np.asarray(indices, dtype=np.int64))
         absent = {_UNSEEN: Absent.MISSING, _LEFT_OUT: Absent.LEFT_OUT}
-        return [absent.get(int(self._form[index])) for index in indices]
+        return [absent.get(int(self._layout[index])) for index in indices]
 
     def example(self, index: int) -> Any:
         """Returns a copy of an example that was found."""
-        number, offset = int(self._form[index]), int(self._offset[index])
+        number, offset = int(self._layout[index]), int(self._offset[index])
         shard = int(self._shard[index]) - 1
         front = front_at(self._shards.buffer(shard, offset + FRONT_BYTES), offset)
         assert front is not None, "it was found"
         record = self._shards.buffer(shard, offset + front.record_bytes)[offset:]
-        form = self._forms[number - 1] if number > 0 else layout_of(front_of(record).header(record))
+        form = self._layouts[number - 1] if number > 0 else layout_of(front_of(record).header(record))
         return form.build(record[form.data :])
 
     def gather(self, indices: NDArray[np.int64]) -> tuple[Any, int] | None:
-        """Returns the batch of some examples, without those that are left out, and how many it has.
+        """Returns the batch of examples, without those that are left out, and how many it has.
 
-        None where one of them is missing, none is left, or they do not make a batch by being stacked.
+        None if an example is missing, none is left, or they cannot be stacked.
         """
-        self._look(indices)
-        forms = self._form[indices]
+        self._find_records(indices)
+        forms = self._layout[indices]
         if not forms.all():
             return None
         kept = indices[forms != _LEFT_OUT]
-        form = self._form[kept[0]] if len(kept) else _STRANGE
-        if form < 1 or (self._form[kept] != form).any() or self._forms[form - 1].batch is None:
+        form = self._layout[kept[0]] if len(kept) else _STRANGE
+        if form < 1 or (self._layout[kept] != form).any() or self._layouts[form - 1].batch is None:
             return None
-        known = self._forms[form - 1]
-        # All of a record: what is mapped may end in the middle of one that was being written then.
+        known = self._layouts[form - 1]
+        # The whole record: a mapping may end in the middle of one that was being written.
         length = known.data + max((leaf.end for leaf in known.leaves), default=0)
         places = zip((self._shard[kept] - 1).tolist(), self._offset[kept].tolist(), strict=True)
         records = [self._shards.buffer(shard, offset + length)[offset:] for shard, offset in places]
         return gathered(known, records), len(kept)
 
     def put(self, examples: Sequence[tuple[int, Any]]) -> None:
-        """Keeps examples, each with its index, where there is room."""
+        """Adds examples, each with its index, while there is room; a DataError for a type that cannot be cached."""
         if self._full:
             return
         packed = [
@@ -109,7 +108,7 @@ class Store:
             fresh = {index: (generation, record) for index, generation, record in packed if not self._shard[index]}
             self._append([(index, *fresh[index]) for index in fresh])
 
-    def news(self) -> tuple[str, ...]:
+    def take_notices(self) -> tuple[str, ...]:
         """Returns lines for the user, each once."""
         if not self._notices:
             return ()
@@ -117,7 +116,7 @@ class Store:
             told, self._notices = tuple(self._notices), []
         return told
 
-    def tell(self, notices: Sequence[str]) -> None:
+    def add_notices(self, notices: Sequence[str]) -> None:
         """Adds lines for the user."""
         self._notices += notices
 
@@ -132,8 +131,8 @@ class Store:
             return
         for (index, generation, record), (shard, offset) in zip(packed[:fitting], places, strict=True):
             self._add(index, shard, offset, generation)
-            # It is what this process has just made.
-            self._form[index] = self._number(record)
+            # This process has just made it, so that it needs no check.
+            self._layout[index] = self._number(record)
         if fitting < len(packed):
             self._end(f"it is full with {self._shards.nbytes:,} bytes", "raise its limit")
 
@@ -145,19 +144,19 @@ class Store:
             )
         self._full = True
 
-    def _look(self, indices: NDArray[np.int64]) -> None:
-        """Finds what there is of some examples, and checks what has not been read yet."""
+    def _find_records(self, indices: NDArray[np.int64]) -> None:
+        """Finds the records of examples, and checks those that were not read before."""
         if not self._shard[indices].all():
             with self._lock:
-                for shard, entries in self._shards.news():
+                for shard, entries in self._shards.new_entries():
                     self._learn(shard, entries)
-        unseen = indices[(self._shard[indices] > 0) & (self._form[indices] == _UNSEEN)]
+        unseen = indices[(self._shard[indices] > 0) & (self._layout[indices] == _UNSEEN)]
         for index in dict.fromkeys(unseen.tolist()):
             self._check(index)
 
     def _learn(self, shard: int, entries: NDArray[np.void]) -> None:
         entries = entries[entries["index"] < len(self._shard)]
-        # Nearly all are the first of their example, and there may be millions of them.
+        # There may be millions, nearly all the first of their example.
         indices = entries["index"].astype(np.int64)
         first = (self._shard[indices] == 0) & (entries["generation"] == 0)
         if self._generations:
@@ -169,8 +168,8 @@ class Store:
 
     def _add(self, index: int, shard: int, offset: int, generation: int) -> None:
         known, before = self._shard[index], self._generations.get(index, 0)
-        # What has been found to be sound stays: threads may be reading it.
-        if self._form[index] != _UNSEEN or generation < before or (known and generation == before):
+        # A record that was checked stays: threads may be reading it.
+        if self._layout[index] != _UNSEEN or generation < before or (known and generation == before):
             return
         if generation:
             self._generations[index] = generation
@@ -178,7 +177,7 @@ class Store:
         self._shard[index] = shard + 1
 
     def _check(self, index: int) -> None:
-        while self._shard[index] and self._form[index] == _UNSEEN:
+        while self._shard[index] and self._layout[index] == _UNSEEN:
             with self._lock:
                 shard, offset = int(self._shard[index]) - 1, int(self._offset[index])
             if shard < 0:
@@ -187,15 +186,15 @@ class Store:
             sound = record is not None and front_of(record).index == index and is_sound(record)
             number = self._number(record) if record is not None and sound else _UNSEEN
             with self._lock:
-                # Another thread may have found a newer one meanwhile.
+                # Another thread may have found a newer record meanwhile.
                 if (self._shard[index], self._offset[index]) != (shard + 1, offset):
                     continue
-                self._form[index] = number
+                self._layout[index] = number
                 if not sound:
                     self._lose(index, shard, offset)
 
     def _record(self, shard: int, offset: int) -> NDArray[np.uint8] | None:
-        """Returns a record that nobody has checked; None if there is none."""
+        """Returns an unchecked record; None if there is none."""
         front = front_at(self._shards.buffer(shard, offset + FRONT_BYTES), offset)
         if front is None:
             return None
@@ -211,52 +210,47 @@ class Store:
         )
 
     def _number(self, record: NDArray[np.uint8]) -> int:
-        """Returns the number of a record's form, counted from 1."""
+        """Returns the number of a record's layout, counted from 1."""
         front = front_of(record)
         if front.left_out:
             return _LEFT_OUT
         header = front.header(record)
-        with self._forms_lock:
+        with self._layouts_lock:
             number = self._numbers.get(header, 0)
-            if not number and len(self._forms) < _MOST_FORMS:
-                self._forms.append(layout_of(header))
-                number = self._numbers.setdefault(header, len(self._forms))
+            if not number and len(self._layouts) < _MOST_LAYOUTS:
+                self._layouts.append(layout_of(header))
+                number = self._numbers.setdefault(header, len(self._layouts))
         return number or _STRANGE
 
 
-@dataclass(frozen=True)
-class _Open:
-    process: int
-    store: Store
-
-
-_OPEN: weakref.WeakKeyDictionary[Cache, _Open] = weakref.WeakKeyDictionary()
+_OPEN: weakref.WeakKeyDictionary[Cache, tuple[int, Store]] = weakref.WeakKeyDictionary()
+"""The caches that are open, each with the process that opened it."""
 _LOCK = threading.Lock()
-# A child must not wait for a thread that is not in it.
+# A fork must not wait for a thread that it does not have.
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 def store_of(cache: Cache, examples: int) -> Store:
-    """Returns what this process has of a cache, for as long as its definition lives."""
+    """Returns this process's store of a cache, the same for all readers, as long as the cache's definition lives."""
     found = _OPEN.get(cache)
-    # A forked child appends to files of its own.
-    if found is None or found.process != os.getpid():
+    # A fork appends to files of its own.
+    if found is None or found[0] != os.getpid():
         with _LOCK:
             found = _OPEN.get(cache)
-            if found is None or found.process != os.getpid():
-                found = _OPEN[cache] = _opened(cache, examples)
-    return found.store
+            if found is None or found[0] != os.getpid():
+                found = _OPEN[cache] = os.getpid(), _open(cache, examples)
+    return found[1]
 
 
-def _opened(cache: Cache, examples: int) -> _Open:
+def _open(cache: Cache, examples: int) -> Store:
     if cache.folder is None:
         limit = cache.limit or 0
-        return _Open(os.getpid(), Store(MemoryShards(limit), examples, limit, "the cache in memory"))
+        return Store(MemoryShards(limit), examples, limit, "the cache in memory")
     folder = Path(cache.folder)
-    held, notices = claim(folder, cache.key, cache.about)
+    lock, notices = claim(folder, cache.key, cache.about)
     for other in [other for other in _OPEN if other.folder == cache.folder and other.key != cache.key]:
         # Its files are gone.
         del _OPEN[other]
-    store = Store(FileShards(folder, claim=held), examples, cache.limit, f"the cache in {folder}")
-    store.tell(notices)
-    return _Open(os.getpid(), store)
+    store = Store(FileShards(folder, lock=lock), examples, cache.limit, f"the cache in {folder}")
+    store.add_notices(notices)
+    return store

@@ -1,9 +1,9 @@
-"""Who reads: begun with the cores that training leaves, and changed while training waits and a change makes it faster.
+"""Chooses how batches are read: inline, by threads or by processes, and by how many.
 
-Nothing is measured that is not wanted anyway: a mode of reading counts by the batches that training takes while it is
-tried, so what it costs training counts, too.
+It begins with the cores that training leaves free, and tries another mode only while training waits for data. A trial
+counts the batches that training takes during it, so that it includes what the mode costs training.
 
-    window      current mode ──► try another ──► faster: it is the current one
+    window      current mode ──► try another ──► faster: it becomes the current one
                      ▲                │
                      └── not faster ──┘         all tried: rest, then again with longer windows
 """
@@ -15,19 +15,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 QUICK_S = 0.0003
-"""A batch that takes less is not worth a thread."""
+"""A batch that takes less time is not worth a thread."""
 _WORTH_S = 0.001
-"""One that takes less is not worth a process."""
+"""A batch that takes less time is not worth a process."""
 _WAITING = 0.03
-"""Share of the time that whoever trains may wait."""
+"""Share of the time that training may wait."""
 _GAIN = 0.05
-"""So much faster must be more or fewer readers that take the others' place."""
+"""Least gain for which the number of readers changes."""
 _OTHERS_GAIN = 0.15
-"""So much faster must be readers of another kind: processes take memory, and what is as good may stay."""
+"""Least gain for which the kind of readers changes: processes take memory."""
 _HOPELESS = 0.8
-"""What was once slower than that share of what reads now is not tried again."""
+"""A mode that was once slower than this share of the current rate is not tried again."""
 _NEARLY_TWICE = 1.6
-"""Threads that gain so much by twice their number are not held up by each other: processes can gain little more."""
+"""If twice the threads gain this factor, they do not block each other, and processes can gain little more."""
 
 _WINDOW = 8
 _WINDOW_S, _LONGEST_WINDOW_S = 0.1, 0.8
@@ -37,12 +37,7 @@ _REST_S = 1.0
 
 @dataclass(frozen=True)
 class ReadMode:
-    """How batches are read.
-
-    Attributes:
-        parallel: "inline", "threads" or "processes".
-        readers: threads or processes; 0 where the worker reads by itself.
-    """
+    """How batches are read: `parallel` is "inline", "threads" or "processes"; inline has 0 readers."""
 
     parallel: str
     readers: int = 0
@@ -56,31 +51,28 @@ class ReadMode:
 
 @dataclass(frozen=True)
 class ReadModes:
-    """Which modes of reading there are.
-
-    Attributes:
-        kinds: those that may be chosen.
-        free: cores that training leaves.
-        most: readers.
-    """
+    """The kinds of modes that may be chosen, the cores that training leaves free, and the most readers."""
 
     kinds: tuple[str, ...]
     free: int
     most: int
 
     def without(self, kind: str) -> ReadModes:
-        """Returns the others."""
+        """Returns the modes of the other kinds."""
         return replace(self, kinds=tuple(each for each in self.kinds if each != kind))
 
     def first(self, read_s: float) -> ReadMode:
-        """Returns what to begin with."""
+        """Returns the mode to begin with, if one reader takes `read_s` for a batch."""
         kind = self.kinds[0]
         if kind == "inline" or ("inline" in self.kinds and read_s < QUICK_S):
             return ReadMode("inline")
         return ReadMode(kind, self.free)
 
-    def beside(self, mode: ReadMode, rate: float, read_s: float, computing_s: float) -> list[ReadMode]:
-        """Returns what may be faster than one of them, the likeliest first."""
+    def neighbors(self, mode: ReadMode, rate: float, read_s: float, computing_s: float) -> list[ReadMode]:
+        """Returns the modes that may be faster than `mode`, the likeliest first.
+
+        `mode` yields `rate` batches a second; a batch takes a reader `read_s`, of which it computes for `computing_s`.
+        """
         more = min(self.most, mode.readers + max(1, mode.readers // 2))
         fewer = max(min(mode.readers, self.free), mode.readers - max(1, mode.readers // 3))
         found = []
@@ -92,31 +84,30 @@ class ReadModes:
             found.insert(1, ReadMode("processes", max(mode.readers, min(2, self.most))))
         if mode.parallel == "processes":
             found.append(ReadMode("threads", mode.readers))
-        # More than that it would not give by itself, even if it did nothing else.
+        # Inline, it cannot be faster than the time that it computes.
         if rate * (1 + _GAIN) * computing_s < 1:
             found.append(ReadMode("inline"))
         return [each for each in dict.fromkeys(found) if each.parallel in self.kinds and each != mode]
 
 
 class Autotuner:
-    """Tries modes of reading while training waits, and keeps what makes it faster.
+    """Tries other modes while training waits, and keeps those that make it faster.
 
-    Attributes:
-        mode: how it should be read.
-        current: the best that is known; `mode` is another one while that is tried.
+    `mode` is the one to read with now, `current` the best known: they differ during a trial. `on_change` takes the new
+    mode and the rates before and now, batches a second. The first `skip_batches` are not counted.
     """
 
     def __init__(
         self,
         mode: ReadMode,
         modes: ReadModes,
-        told: Callable[[ReadMode, float, float], object] = lambda *_: None,
-        passed_over: int = 0,
+        on_change: Callable[[ReadMode, float, float], object] = lambda *_: None,
+        skip_batches: int = 0,
     ) -> None:
         self.mode = self.current = mode
         self._modes = modes
-        self._told = told
-        self._pass_over = passed_over
+        self._on_change = on_change
+        self._skip_batches = skip_batches
         self._batches = 0
         self._began = self._waited_before = 0.0
         self._read_s = self._computing_s = 0.0
@@ -125,28 +116,32 @@ class Autotuner:
         self._known: dict[ReadMode, float] = {}
         self._window_s, self._rest_s, self._rests_until = _WINDOW_S, _REST_S, -math.inf
 
-    def look(self, now: float, waited_s: float, read_s: float, computing_s: float) -> ReadMode:
-        """Returns how it should be read, at every batch."""
-        if self._pass_over > 0:
-            self._pass_over -= 1
+    def update(self, now: float, waited_s: float, read_s: float, computing_s: float) -> ReadMode:
+        """Returns the mode for the next batch; to be called at every batch.
+
+        `now` is in seconds of any monotonic clock, `waited_s` the time that training has waited in all; reading this
+        batch took `read_s`, of which the reader computed for `computing_s`.
+        """
+        if self._skip_batches > 0:
+            self._skip_batches -= 1
             self._begin(now, waited_s)
             return self.mode
         self._batches += 1
         self._read_s += read_s
         self._computing_s += computing_s
         elapsed = now - self._began
-        # Half as many say as much where each takes long.
+        # Slow batches need fewer samples.
         enough = _WINDOW if elapsed < _LONG * self._window_s else _WINDOW // 2
         if self._batches >= max(enough, 2 * self.mode.readers) and elapsed >= self._window_s:
-            # Their means: an epoch's last batch may be a short one.
+            # Mean values: the last batch of an epoch may be short.
             self._read_s /= self._batches
             self._computing_s /= self._batches
             self._decide(now, self._batches / elapsed, (waited_s - self._waited_before) / elapsed)
             self._begin(now, waited_s)
         return self.mode
 
-    def leave_out(self, kind: str) -> ReadMode:
-        """Returns how it should be read where one kind of reading does not work."""
+    def exclude(self, kind: str) -> ReadMode:
+        """Excludes a kind that does not work; returns the mode to read with."""
         self._modes, self._untried = self._modes.without(kind), None
         if self.current.parallel == kind:
             self.current = ReadMode(self._modes.kinds[0], self.current.readers)
@@ -166,31 +161,31 @@ class Autotuner:
             self._untried = None
         elif now >= self._rests_until:
             if self._untried is None:
-                self._untried = self._beside()
+                self._untried = self._candidates()
             if self._untried:
                 self._change(self._untried.pop(0))
             else:
                 self._rest(now)
 
     def _judge(self, rate: float) -> None:
-        """Decides over the mode that was tried."""
+        """Keeps the tried mode or goes back to the current one."""
         tried, before = self.mode, self.current
         gain = _GAIN if tried.parallel == before.parallel else _OTHERS_GAIN
-        # Where training waits for little, little is to be had.
+        # If training waits little, little can be gained.
         if rate < self._rate * (1 + min(gain, self._waiting / 2)):
             self._known[tried] = rate
             self._change(before)
             return
         self.current = tried
         self._known[before] = self._rate
-        self._told(tried, self._rate, rate)
+        self._on_change(tried, self._rate, rate)
         if tried.parallel == before.parallel == "threads" and rate > _NEARLY_TWICE * self._rate:
             self._modes = self._modes.without("processes")
         self._rate = rate
-        self._untried = [each for each in self._beside() if each != before]
+        self._untried = [each for each in self._candidates() if each != before]
 
-    def _beside(self) -> list[ReadMode]:
-        found = self._modes.beside(self.current, self._rate, self._read_s, self._computing_s)
+    def _candidates(self) -> list[ReadMode]:
+        found = self._modes.neighbors(self.current, self._rate, self._read_s, self._computing_s)
         return [mode for mode in found if self._known.get(mode, math.inf) > _HOPELESS * self._rate]
 
     def _rest(self, now: float) -> None:
@@ -199,6 +194,6 @@ class Autotuner:
         self._window_s = min(_LONGEST_WINDOW_S, 2 * self._window_s)
 
     def _change(self, mode: ReadMode) -> None:
-        # Until what was read before has been taken.
-        self._pass_over = self.mode.readers + mode.readers + 2
+        # Batches of the mode before are still to come.
+        self._skip_batches = self.mode.readers + mode.readers + 2
         self.mode = mode

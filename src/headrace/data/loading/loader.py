@@ -1,4 +1,4 @@
-"""What runs for one worker: its share of every global batch, endless, from any round on."""
+"""The loader: one worker's share of every global batch, from any round on, and where the time of reading goes."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class Loader:
 
     Args:
         pipeline: what to read.
-        seed: the job's; a seed of the pipeline's own goes before it.
-        global_batch_size: examples that all workers together take in one round.
-        shares: relative weights by which a batch is split, one a worker; where hosts list examples of their own, of
-            this host's workers.
+        seed: the job's; a seed of the pipeline takes precedence.
+        global_batch_size: examples that all workers together take in a round.
+        shares: relative weights by which a batch is split, one a worker; if hosts list examples of their own,
+            those of this host's workers.
         data_rank: which of these workers this is.
         ordered: keeps the order of the data, for evaluation.
         cpu_budget: the cores that reading may use.
-        tell: called about once a second with `stages`.
+        tell: called about once a second with `counters`.
 
     Attributes:
-        rounds_per_epoch: how many there are.
-        full_batch: examples of a round, but for an epoch's last one.
-        stages: where the time went.
+        rounds_per_epoch: the rounds of an epoch.
+        full_batch: examples of a round, except the last of an epoch.
+        counters: how much was read, and how long each stage took.
         drops: whether a share may have fewer examples than its part of the batch, because some are left out.
 
     Raises:
-        UsageError: no such worker, or no batch size.
+        UsageError: there is no such worker, or the batch size is below 1.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Loader:
         self._epoch = -1
         self._epoch_order: ExampleOrder | Bucketed | None = None
         self._reader = ExampleReader(pipeline, seed)
-        self.stages = InputCounters(self._reader.stages, pipeline.reading.most_skipped, tell)
+        self.counters = InputCounters(self._reader.stages, pipeline.reading.most_skipped, tell)
         self._batch_reader = BatchReader(pipeline, self._reader, cpu_budget)
         self.drops = self._reader.drops
 
@@ -90,15 +90,15 @@ class Loader:
         """Yields this worker's share of every round.
 
         Args:
-            start_round: the first, counted over the whole run; to begin there costs one epoch's order.
-            stop_round: the one before which it ends, so that nothing is read in vain; None goes on without end.
+            start_round: the first, counted over the whole run; starting there costs one epoch's order.
+            stop_round: the round before which it ends; None for no end.
 
         Raises:
             DataError: an example cannot be read.
         """
         if start_round < 0:
             raise UsageError(f"start_round must not be negative, got {start_round}")
-        self.stages.begin()
+        self.counters.begin()
         parts = self._parts(start_round)
         if stop_round is not None:
             parts = islice(parts, max(0, stop_round - start_round))
@@ -108,21 +108,21 @@ class Loader:
         """Yields this worker's share of every round of one epoch, from its beginning.
 
         Args:
-            alone: without threads or processes, for the first few.
+            alone: inline, without threads or processes.
 
         Raises:
             DataError: an example cannot be read.
         """
-        self.stages.begin()
+        self.counters.begin()
         return self._shares(islice(self._parts(0), self.rounds_per_epoch), 0, alone)
 
     def portion(self, round_: int, part: int, parts: int) -> Share:
-        """Reads one part of one round's batch, whatever was read before.
+        """Reads one part of one round's batch, independent of what was read before.
 
         Args:
             round_: counted over the whole run.
             part: which of the parts.
-            parts: into how many equal ones the batch is cut.
+            parts: the number of equal parts of the batch.
 
         Raises:
             DataError: an example cannot be read.
@@ -160,27 +160,27 @@ class Loader:
     def _shares(self, parts: Iterator[Part], start_round: int, alone: bool = False) -> Generator[Share, None, None]:
         processes = self._pipeline.processes
         if processes is not None and not alone:
-            # A run that goes on does not draw there what it drew at its begin.
+            # A resumed run must not repeat the random numbers of its beginning.
             seed = self._seed + self._data_rank + (start_round << 32)
             running = read_by_torch(self._reader, processes, parts, seed)
-            self.stages.parallel, self.stages.readers = "processes", processes.count
+            self.counters.parallel, self.counters.readers = "processes", processes.count
         else:
-            running = self._batch_reader.alone(parts) if alone else self._batch_reader.run(parts)
+            running = self._batch_reader.run_inline(parts) if alone else self._batch_reader.run(parts)
         try:
             asked, ready = perf_counter(), 0
             for part, read in running:
                 yield self._share(part, read, asked, ready)
                 del read
-                ready = self._look()
+                ready = self._update_mode()
                 asked = perf_counter()
         finally:
             running.close()
 
-    def _look(self) -> int:
-        """Takes note of how it is read now; returns how many batches are there."""
+    def _update_mode(self) -> int:
+        """Updates the reading mode in the counters; returns how many batches wait."""
         if self._pipeline.processes is not None:
             return 0
-        self.stages.parallel, self.stages.readers = self._batch_reader.parallel, self._batch_reader.readers
+        self.counters.parallel, self.counters.readers = self._batch_reader.parallel, self._batch_reader.readers
         return self._batch_reader.prefetcher.ready() if self._batch_reader.prefetcher else 0
 
     def _read(self, part: Part) -> Share:
@@ -189,7 +189,7 @@ class Loader:
 
     def _share(self, part: Part, read: ReadResult, asked: float, ready: int = 0) -> Share:
         epoch, _, of = part
-        self.stages.add(epoch, read, asked, ready)
+        self.counters.add(epoch, read, asked, ready)
         return Share(read.batch, read.examples, of, epoch)
 
 
@@ -198,15 +198,10 @@ _SHOWN = 3
 
 
 class InputCounters:
-    """Counts since a loader began. Whoever takes the batches adds them, and nobody else.
+    """What a loader has read since it was made, and how long each stage took.
 
-    Attributes:
-        parallel: how batches are read, "inline", "threads" or "processes".
-        readers: how many threads or processes read.
-        skipped: examples that could not be had and were left out.
-        shown: the first of those, each with the reason.
-        examples: that came.
-        notices: lines for the user.
+    Only the thread that takes the batches updates it. More than `most_skipped` unreadable examples in an epoch are an
+    error; `shown` has the first of them with their reasons, `notices` has lines for the user.
     """
 
     def __init__(
@@ -229,11 +224,14 @@ class InputCounters:
         self._ready = self._batches = self._bytes = 0
 
     def begin(self) -> None:
-        """Forgets which epochs had examples left out: what follows may read them again."""
+        """Resets the count of skipped examples of each epoch, since epochs may be read again."""
         self._skips.clear()
 
     def add(self, epoch: int, read: ReadResult, asked: float, ready: int = 0) -> None:
-        """Counts a batch that has just come."""
+        """Counts a batch that has just come; `asked` is when it was asked for, by `perf_counter`.
+
+        `ready` is the number of batches that waited then. A DataError if too many examples of the epoch were skipped.
+        """
         self._last = perf_counter()
         if self._first is None:
             self._first = self._told = asked
@@ -254,7 +252,7 @@ class InputCounters:
             self._tell(self)
 
     def event(self, rank: int, time_s: float) -> InputStats:
-        """Returns the counts as they are now."""
+        """Returns the counts as an event."""
         return InputStats(
             rank=rank,
             time_s=time_s,
@@ -283,23 +281,23 @@ class InputCounters:
 
 
 def batches(pipeline: InputPipeline, *, epoch: int = 0, seed: int = 0, start: int = 0) -> Iterator[Any]:
-    """Yields the batches of one epoch, as a job with one worker would have them.
+    """Yields the batches of one epoch, as a job with one worker would read them.
 
         for images, labels in hr.data.batches(pipeline.shuffle().batch(32), epoch=3):
 
     Args:
         pipeline: with a batch size, `.batch(32)`.
         epoch: counted from 0; each has its own order and augmentation.
-        seed: what both follow, if the pipeline has no seed of its own.
-        start: batches to leave out, where an earlier iteration ended.
+        seed: of the order and the augmentation, unless the pipeline has its own.
+        start: batches to leave out, to go on where an earlier iteration ended.
 
     Raises:
         UsageError: the pipeline has no batch size.
-        DataError: an example cannot be had.
+        DataError: an example cannot be read.
     """
     size = pipeline.batching.size
     if size is None:
-        raise UsageError("nobody says how many examples a batch has; chain .batch(32) behind the pipeline")
+        raise UsageError("the pipeline has no batch size; chain .batch(32) to it")
     loader = Loader(pipeline, seed, size, (1,), 0)
     first = epoch * loader.rounds_per_epoch
     shares = loader.rounds(first + start, first + loader.rounds_per_epoch)

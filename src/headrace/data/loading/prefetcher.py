@@ -1,10 +1,10 @@
-"""Batches read before they are asked for, in order, within a budget of bytes.
+"""Reads batches ahead of training: in order, within a budget of bytes, and on to a CUDA device.
 
-parts ──► reserve ──► readers: one batch each ──► in order ──► whoever trains
-             ▲                                                     │
-             └───────────── bytes given back ◄─────────────────────┘
+parts ──► reserve ──► readers: one batch each ──► in order ──► training
+             ▲                                                    │
+             └───────────── bytes released ◄──────────────────────┘
 
-A reader is a thread; it reads itself, or waits for a process of its own that does.
+A reader is a thread that reads itself, or waits for its reading process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from headrace.trees import map_tensors
 Part = TypeVar("Part")
 
 _BEYOND = 2
-"""Batches beyond those that are being read, if nobody says how many: one waits, one is being trained on."""
+"""Batches besides those that are being read, by default: one waits, one is being trained on."""
 
 
 class _Job(Generic[Part]):
-    """A batch on its way."""
+    """A part to read, the function that reads it, and the bytes reserved for it."""
 
     def __init__(self, part: Part, read: Callable[[Part], ReadResult], reserved: int) -> None:
         self.part = part
@@ -42,15 +42,13 @@ class _Job(Generic[Part]):
 
 
 class Prefetcher(Generic[Part]):
-    """Hands out parts to readers, and what they have read to whoever trains.
+    """Hands out parts to reader threads, and their batches to training, in order.
 
-    Only one thread, which trains, calls its methods. It is to be closed.
+    Only the training thread calls its methods, and closes it at the end. Reader threads call `read`, `estimate` (bytes
+    that reading a part takes; None if unknown) and `measured` (with the bytes it took); `freed` gets the bytes of
+    each batch that is no longer used. At most `most` batches are read or wait, by default 2 more than readers.
 
-    Attributes:
-        read: see above; may be changed, for the parts that are handed out from then on.
-        readers: how many there are.
-        budget: of bytes.
-        waited_s: how long whoever trains has waited for batches.
+    `read` may be replaced for the parts that are handed out from then on. `waited_s` is how long training has waited.
     """
 
     def __init__(
@@ -79,9 +77,9 @@ class Prefetcher(Generic[Part]):
         self._held: deque[int] = deque()
 
     def set_readers(self, count: int) -> None:
-        """Lets so many parts be read at the same time; without readers, whoever takes a part reads it."""
+        """Changes the number of readers; without any, `take` reads the part itself."""
         while self.readers < count:
-            # A daemon, for an interpreter that ends in the middle of a loop waits for no batch.
+            # A daemon: an interpreter that exits in the middle of a loop must not wait for a batch.
             thread = threading.Thread(target=self._work, name="headrace-data", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -94,7 +92,7 @@ class Prefetcher(Generic[Part]):
         """Hands out parts as long as there is room."""
         most = self.readers + _BEYOND if self._most is None else max(1, self._most)
         while len(self._jobs) < most:
-            part = self._following()
+            part = self._next_part()
             if part is None:
                 break
             needed = self._estimate(part)
@@ -106,17 +104,17 @@ class Prefetcher(Generic[Part]):
             self._queue.put(job)
 
     def settle(self) -> None:
-        """Waits until all that was handed out has been read, or has failed."""
+        """Waits until all parts that were handed out have been read or have failed."""
         for job in self._jobs:
             job.future.exception()
 
     def ready(self) -> int:
-        """Returns how many batches have been read and wait."""
+        """Returns the number of batches that wait to be taken."""
         return sum(job.future.done() for job in self._jobs)
 
     def take(self) -> tuple[Part, ReadResult] | None:
-        """Returns the next part with what was read of it; None behind the last."""
-        # Whoever asks for a batch holds the one before until it has this one.
+        """Returns the next part with its batch; None after the last."""
+        # Training holds the batch before until it has this one.
         while len(self._held) > 1:
             nbytes = self._held.popleft()
             self._freed(nbytes)
@@ -125,7 +123,7 @@ class Prefetcher(Generic[Part]):
             self.fill()
         began = perf_counter()
         if not self._jobs:
-            part = self._following()
+            part = self._next_part()
             if part is None:
                 return None
             read = self.read(part)
@@ -139,13 +137,13 @@ class Prefetcher(Generic[Part]):
         self._held.append(job.bytes)
         return job.part, read
 
-    def _following(self) -> Part | None:
-        """Returns the next part that has not been handed out; None behind the last."""
+    def _next_part(self) -> Part | None:
+        """Returns the next part that has not been handed out; None after the last."""
         part, self._next = self._next, None
         return next(self._parts, None) if part is None else part
 
     def close(self) -> None:
-        """Ends the readers, after what each of them is reading; what was not taken is lost."""
+        """Ends the readers after the parts that they are reading; drops batches that were not taken."""
         for job in self._jobs:
             job.future.cancel()
         self._jobs.clear()
@@ -155,18 +153,18 @@ class Prefetcher(Generic[Part]):
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            self._attend(job)
-            # Not until the next one comes: it holds a batch.
+            self._run(job)
+            # Else it would hold its batch until the next part comes.
             del job
 
-    def _attend(self, job: _Job[Part]) -> None:
+    def _run(self, job: _Job[Part]) -> None:
         if not job.future.set_running_or_notify_cancel():
             return
         try:
             read = job.read(job.part)
             found = read.nbytes
             self._measured(job.part, found)
-        except BaseException as error:  # raised where the batch is taken
+        except BaseException as error:  # raised by `take`
             job.future.set_exception(error)
             return
         self.budget.correct(job.bytes, found)
@@ -175,14 +173,10 @@ class Prefetcher(Generic[Part]):
 
 
 class MemoryBudget:
-    """Whoever hands out work reserves, whoever has read corrects, and what nobody holds any more is released.
+    """Bytes reserved for batches that are read, wait or are trained on; for any number of threads.
 
-    Where nothing is being read or waits, a reservation is granted, however large: else a batch that is larger than
-    the limit would never come.
-
-    Attributes:
-        reserved: bytes.
-        most: the largest that `reserved` has been.
+    If no batch is being read or waits, any reservation is granted: else a batch larger than the limit would never come.
+    `reserved` is the sum now, `most` its maximum.
     """
 
     def __init__(self, limit: int) -> None:
@@ -193,7 +187,7 @@ class MemoryBudget:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int | None) -> bool:
-        """Returns whether so many bytes are now reserved, for a batch that is to be read."""
+        """Reserves bytes for a batch and returns True, if they fit; a batch of unknown size (None) is read alone."""
         with self._lock:
             if self._open and (nbytes is None or self.reserved + nbytes > self._limit):
                 return False
@@ -202,17 +196,17 @@ class MemoryBudget:
             return True
 
     def correct(self, before: int, after: int) -> None:
-        """Says how many bytes a reservation is of, when that is known."""
+        """Corrects a reservation to the size of its batch."""
         with self._lock:
             self._add(after - before)
 
     def hand_over(self) -> None:
-        """Says that a batch has been taken; whoever took it holds its bytes still."""
+        """Counts a batch as taken by training, which still holds its bytes."""
         with self._lock:
             self._open -= 1
 
     def release(self, nbytes: int) -> None:
-        """Gives back what nobody holds any more."""
+        """Releases the bytes of a batch that is no longer used."""
         with self._lock:
             self._add(-nbytes)
 
@@ -224,12 +218,16 @@ class MemoryBudget:
 def delivered(shares: Generator[Share, None, None], device: torch.device) -> Generator[Share, None, None]:
     """Yields shares whose batches lie on a device, in order.
 
-    Each is pinned, and copied on a stream of its own while the one before is trained on. On any other device than a
-    CUDA one they stay where they are.
+    Each batch is pinned and copied on a stream of its own while training computes the one before:
+
+        copy     | batch 0 | batch 1 | batch 2 |
+        compute            | step 0  | step 1  | step 2
+
+    On any other device than a CUDA one, batches stay where they are.
 
     Args:
-        shares: closed with this.
-        device: that of the model.
+        shares: a generator, closed with this one.
+        device: the device of the model.
     """
     if device.type != "cuda":
         return shares
@@ -239,7 +237,7 @@ def delivered(shares: Generator[Share, None, None], device: torch.device) -> Gen
 def _double_buffered(shares: Generator[Share, None, None], device: torch.device) -> Generator[Share, None, None]:
     stream = torch.cuda.Stream(device)
 
-    def bring() -> tuple[Share, torch.cuda.Event] | None:
+    def copy_next() -> tuple[Share, torch.cuda.Event] | None:
         share = next(shares, None)
         if share is None:
             return None
@@ -247,17 +245,17 @@ def _double_buffered(shares: Generator[Share, None, None], device: torch.device)
             batch = map_tensors(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), share.batch)
             return replace(share, batch=batch), stream.record_event()
 
-    def take_over(tensor: Tensor) -> Tensor:
-        # Its memory belongs to the stream that copied; the one that computes may use it longer.
+    def adopt(tensor: Tensor) -> Tensor:
+        # The memory belongs to the copying stream; the computing stream may use it longer.
         tensor.record_stream(torch.cuda.current_stream(device))
         return tensor
 
     try:
-        upcoming = bring()
+        upcoming = copy_next()
         while upcoming is not None:
             share, arrived = upcoming
-            upcoming = bring()
+            upcoming = copy_next()
             torch.cuda.current_stream(device).wait_event(arrived)
-            yield replace(share, batch=map_tensors(take_over, share.batch))
+            yield replace(share, batch=map_tensors(adopt, share.batch))
     finally:
         shares.close()

@@ -1,11 +1,10 @@
 """Processes that read for one worker: forks of it, which send batches back through shared memory.
 
-worker ── epoch, places ──► reading process
-       ◄── what it is, as JSON; the descriptor of the memory that its tensors lie in
+worker ── epoch, places ──────────────────────────────────────────────► reading process
+       ◄── structure as JSON, and the descriptor of the tensors' memory ──
 
-A fork has the pipeline, its data and the user's functions as they are, so that none is sent or copied. It computes
-on one thread and without gradients, because a fork that used the threads of the process it comes from would wait for
-them for ever. It ends with its worker, however that ends.
+A fork has the pipeline, its data and the user's functions already. It computes on one thread and without gradients: a
+fork that uses the thread pool of its parent waits forever. It ends when its worker ends.
 """
 
 from __future__ import annotations
@@ -49,7 +48,11 @@ class ReaderStalled(Exception):
 
 
 class ReaderProcesses:
-    """Reading processes. Any number of threads may read at the same time, each by a process of its own."""
+    """Reading processes, for any number of threads that read by them.
+
+    `read` takes an epoch and the places of the examples, `(examples,)` int64. A process may make no progress for
+    `patience_s` at most.
+    """
 
     def __init__(self, read: Callable[[int, Tensor], ReadResult], count: int, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -67,7 +70,10 @@ class ReaderProcesses:
         return tuple(self._processes)
 
     def read(self, epoch: int, places: Tensor) -> ReadResult:
-        """Lets a process read a batch."""
+        """Reads a batch by a process; raises the errors of `read` with the process's traceback as their cause.
+
+        RunFailed if the process was lost, ReaderStalled if it stalls, UsageError if the batch cannot be sent.
+        """
         pid = self._idle.get()
         try:
             channel = self._processes[pid]
@@ -83,7 +89,7 @@ class ReaderProcesses:
             self._idle.put(pid)
 
     def end(self) -> None:
-        """Ends the processes, whatever they are doing; who waits for one hears that it is lost."""
+        """Kills the processes; a thread that waits for one gets RunFailed."""
         if not self._batch_reader:
             return
         self._batch_reader = False
@@ -93,16 +99,16 @@ class ReaderProcesses:
             os.waitpid(pid, 0)
 
     def close(self) -> None:
-        """Ends them and lets go of their channels, when nobody waits for an answer any more."""
+        """Kills the processes and closes their channels; no thread may wait for an answer."""
         self.end()
         for channel in self._processes.values():
             channel.close()
         self._processes.clear()
 
     def _await(self, pid: int, channel: socket.socket) -> None:
-        """Waits for an answer, however long a process computes for it."""
+        """Waits for an answer as long as the process computes."""
         before = -1
-        # Not select, which takes no descriptor beyond the 1024th.
+        # Not select, which is limited to 1,024 descriptors.
         answer = select.poll()
         answer.register(channel, select.POLLIN)
         while not answer.poll(1000 * self._patience_s):
@@ -118,7 +124,7 @@ class ReaderProcesses:
     def _fork(self, read: Callable[[int, Tensor], ReadResult]) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair()
         worker = os.getpid()
-        # Else both would write what is still in there.
+        # Else both processes would write what is still buffered.
         sys.stdout.flush()
         sys.stderr.flush()
         number = next(_FORKS)
@@ -131,7 +137,7 @@ class ReaderProcesses:
 
 
 def _ticks(pid: int) -> int:
-    """Returns the processor time that a process has had, in the system's ticks."""
+    """Returns the CPU time of a process in clock ticks."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return int(user) + int(system)
 
@@ -144,30 +150,30 @@ def _become_reader(
         if os.getppid() == worker:
             for other in others:
                 other.close()
-            # The worker's own handlers would act in its place.
+            # Not the worker's signal handlers.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            # What is the worker's is not its fork's to free.
+            # The fork must not free the worker's objects.
             gc.freeze()
             torch.set_num_threads(1)
             torch.set_grad_enabled(False)
             _serve(channel, read)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the worker has done with it
+        pass  # the worker has closed the channel
     except BaseException:
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        # Not back into the worker's frames.
+        # Without returning into the worker's frames.
         os._exit(0)
 
 
 def _seed(number: int) -> None:
-    """Gives a fork random numbers of its own, for functions that draw elsewhere than from `rng`."""
+    """Seeds a fork differently, for functions that draw random numbers not from `rng`."""
     seed = (torch.initial_seed() + number) % 2**63
-    # Not torch.manual_seed, which asks for a lock of torch.cuda: another thread may have held it at the fork.
+    # Not torch.manual_seed: it takes a lock of torch.cuda that another thread may have held at the fork.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -182,15 +188,15 @@ def _serve(channel: socket.socket, read: Callable[[int, Tensor], ReadResult]) ->
             found = read(epoch, places)
             reply, segment = _packed(found)
             del found
-        except Exception as error:  # told to the worker
+        except Exception as error:  # sent to the worker
             kind = type(error).__name__ if type(error).__name__ in _ERRORS else "DataError"
             said = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
-            reply = {"error": kind, "message": said, "traceback": _theirs(error)}
+            reply = {"error": kind, "message": said, "traceback": _traceback_of(error)}
         _send(channel, reply, segment)
 
 
-def _theirs(error: Exception) -> str:
-    """Returns the traceback of what user code raised, or of the error itself."""
+def _traceback_of(error: Exception) -> str:
+    """Returns the traceback of the user code's error, or of the error itself."""
     return "".join(traceback.format_exception(error.__cause__ or error))
 
 
@@ -214,7 +220,7 @@ def _answer(channel: socket.socket) -> ReadResult:
         length, size = _REPLY.unpack(head)
         reply = json.loads(_receive(channel, length))
     except (EOFError, ConnectionResetError):
-        # It was ended in the middle of its answer.
+        # It was killed in the middle of its answer.
         for descriptor in descriptors:
             os.close(descriptor)
         raise
@@ -240,11 +246,11 @@ def _receive(channel: socket.socket, count: int) -> bytes:
 
 
 class _InReader(Exception):
-    """Stands for what was raised in a reading process; shows its traceback."""
+    """The traceback of an error in a reading process."""
 
 
 def _packed(read: ReadResult) -> tuple[dict[str, Any], SharedSegment | None]:
-    """Returns what a reply says, and the memory with the batch's tensors."""
+    """Returns a reply's JSON values, and the shared memory with the batch's tensors."""
     tensors: list[tuple[int, Tensor]] = []
     description = _described(read.batch, tensors)
     reply = {"batch": description, "examples": read.examples, "skipped": read.skipped, "seconds": read.seconds}
@@ -259,7 +265,7 @@ def _packed(read: ReadResult) -> tuple[dict[str, Any], SharedSegment | None]:
 
 
 def _described(value: Any, tensors: list[tuple[int, Tensor]]) -> list[Any]:
-    """Returns a batch as JSON values; its tensors are put down with their places in the memory."""
+    """Returns a batch as JSON values, and appends its tensors with their places in the memory to `tensors`."""
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout is torch.strided:
         start = 0
         if tensors:

@@ -1,4 +1,4 @@
-"""Reads batches of a pipeline: examples go through its steps, all of a batch through one before the next."""
+"""Reads batches of a pipeline: all examples of a batch go through a step before the next step."""
 
 from __future__ import annotations
 
@@ -27,16 +27,11 @@ _SOURCE = "the source"
 
 @dataclass(frozen=True)
 class ReadResult:
-    """What was read.
+    """A batch that was read.
 
-    Attributes:
-        batch: tensors, in the structure of an example.
-        examples: in it; fewer than were asked for where some are left out.
-        skipped: the keys of those that could not be had, and why.
-        seconds: that each stage took: the source, each step, and what makes the batch.
-        waiting: of those, in which it did not compute: it waited for a disk, a network, a lock or a core. Empty where
-            that was not measured.
-        notices: lines for the user.
+    `examples` is their number without those left out, and `skipped` names the unreadable ones with the reasons.
+    `seconds` is the time of each stage (the source, each step, collating); `waiting` is the part of it that the thread
+    did not compute (for a disk, a network, a lock or a core), empty if not measured. `notices` are lines for the user.
     """
 
     batch: Any
@@ -54,11 +49,7 @@ class ReadResult:
 
 @dataclass
 class _Row:
-    """An example on its way.
-
-    Attributes:
-        first: the first step that it goes through; -1 for the source.
-    """
+    """An example on its way through the steps; `first` is the first step that it needs, -1 for the source."""
 
     index: int
     epoch: Epoch
@@ -67,11 +58,9 @@ class _Row:
 
 
 class ExampleReader:
-    """Any number of threads may read at the same time.
+    """Reads examples and batches of a pipeline; for any number of threads.
 
-    Attributes:
-        stages: what each of `ReadResult.seconds` is of.
-        drops: whether a batch may have fewer examples than were asked for.
+    `stages` names what each of `ReadResult.seconds` is of; `drops` says whether a batch may lack examples.
     """
 
     def __init__(self, pipeline: InputPipeline, seed: int) -> None:
@@ -79,7 +68,7 @@ class ExampleReader:
         self._source = pipeline.source
         self._seed = seed if pipeline.seed is None else pipeline.seed
         self._skips = pipeline.reading.on_error == "skip"
-        # In a batch of a pipeline that repeats itself, epochs of the source may meet.
+        # A batch of a repeating pipeline may have examples of two epochs of the source.
         one_epoch = pipeline.times == 1 or pipeline.source.lasting
         self._whole = not pipeline.steps and pipeline.batching.pad is None and not self._skips and one_epoch
         last = pipeline.steps[-1] if pipeline.steps else None
@@ -94,7 +83,7 @@ class ExampleReader:
         self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
 
     def read(self, epoch: int, places: Tensor) -> ReadResult:
-        """Returns the batch of the examples at some places of the data."""
+        """Returns the batch of the examples at `places`, `(examples,)` int64, each below the pipeline's length."""
         if self._whole:
             began = perf_counter()
             batch = self._source.gather(self._indices(places), Epoch(self._seed, epoch))
@@ -112,10 +101,10 @@ class ExampleReader:
     def _through(
         self, epoch: int, places: Sequence[int], spent: list[tuple[float, float]], skipped: list[str]
     ) -> tuple[list[_Row], Any]:
-        """Lets examples go through all steps; returns those that are left, and their batch."""
+        """Passes examples through all steps; returns those that are left, and their batch."""
         rows = self._missing([_Row(*self._locate(epoch, place)) for place in places])
         rows = self._timed(spent, lambda: self._fetch(rows, skipped))
-        # The last one may write into the batch.
+        # The last step may write into the batch.
         inner = self._pipeline.steps[:-1] if self._into else self._pipeline.steps
         for position, step in enumerate(inner):
             rows = self._timed(spent, lambda: self._apply(position, step, rows, skipped))  # noqa: B023  (at once)
@@ -125,7 +114,7 @@ class ExampleReader:
         return rows, batch
 
     def example(self, epoch: int, place: int) -> Any:
-        """Returns one example, for a pipeline that this one is a part of."""
+        """Returns one example, for a pipeline that contains this one; a DataError if it is left out."""
         skipped: list[str] = []
         rows = self._fetch(self._missing([_Row(*self._locate(epoch, place))]), skipped)
         for position, step in enumerate(self._pipeline.steps):
@@ -135,10 +124,7 @@ class ExampleReader:
         return rows[0].value
 
     def trace(self, epoch: int, place: int) -> Iterator[tuple[str, Any]]:
-        """Yields what one example is after each stage, with the stage's name; ends early where it is left out.
-
-        All of it is done, whatever a cache has.
-        """
+        """Yields each stage's name and result for one example, without the cache; ends early if it is left out."""
         skipped: list[str] = []
         rows = self._fetch([_Row(*self._locate(epoch, place))], skipped)
         for position, step in enumerate((None, *self._pipeline.steps)):
@@ -149,7 +135,7 @@ class ExampleReader:
             yield self.stages[position], rows[0].value
 
     def key(self, place: int) -> str:
-        """Returns what messages call the example at a place of the data."""
+        """Returns the name of an example for messages."""
         return self._source.key(self._locate(0, place)[0])
 
     def _timed(self, spent: list[tuple[float, float]], work: Callable[[], Any]) -> Any:
@@ -177,7 +163,7 @@ class ExampleReader:
         self, batch: Any, examples: int, skipped: Sequence[str], spent: Sequence[tuple[float, float]]
     ) -> ReadResult:
         seconds, waiting = zip(*spent, strict=True)
-        notices = self._store().news() if self._cache else ()
+        notices = self._store().take_notices() if self._cache else ()
         return ReadResult(batch, examples, tuple(skipped), seconds, waiting, notices)
 
     def _store(self) -> Store:
@@ -185,7 +171,7 @@ class ExampleReader:
         return store_of(self._cache, len(self._source))
 
     def _gathered(self, places: Tensor) -> ReadResult | None:
-        """Reads a batch that a cache has, and behind which nothing is done, as a whole; None if that cannot be."""
+        """Reads a batch as a whole from a cache that is the last step; None if that is not possible."""
         indices = self._indices(places).numpy()
         spent = [(0.0, 0.0)] * (1 + self._cached)
         found = self._timed(spent, lambda: self._store().gather(indices))
@@ -195,7 +181,7 @@ class ExampleReader:
         return self._read(batch, examples, (), [*spent, (0.0, 0.0)])
 
     def _missing(self, rows: list[_Row]) -> list[_Row]:
-        """Marks the examples that a cache has; returns all but those of which it knows that they are left out."""
+        """Marks the examples that a cache has; returns all except those that it knows to be left out."""
         if self._cache is None or not rows:
             return rows
         found = self._store().find([row.index for row in rows])
@@ -204,7 +190,7 @@ class ExampleReader:
         return [row for row, absent in zip(rows, found, strict=True) if absent is not Absent.LEFT_OUT]
 
     def _keep(self, rows: list[_Row]) -> list[_Row]:
-        """Hands out what a cache has, and gives it what it has not."""
+        """Takes the cached examples from the cache, and adds the others to it."""
         store = self._store()
         for row in rows:
             if row.first == self._cached:
@@ -280,14 +266,14 @@ class ExampleReader:
             except Exception as error:
                 if not self._skips:
                     if who == _SOURCE and isinstance(error, DataError):
-                        # It says itself which example it is.
+                        # Its message names the example.
                         raise
                     raise unreadable(self._source.key(row.index), who, error) from error
                 skipped.append(f"{self._source.key(row.index)}: {who} raised {type(error).__name__}: {error}")
         return kept
 
     def _rng(self, row: _Row, position: int) -> np.random.Generator:
-        # A cache draws nothing: what stands behind it draws what it would without.
+        # A cache draws no numbers: the steps after it draw the same as without it.
         drawing = position - (0 <= self._cached < position)
         return generator(row.epoch.seed, row.epoch.number, row.index, drawing)
 
@@ -295,7 +281,7 @@ class ExampleReader:
         if self._into:
             return self._written(self._into, rows, skipped)
         if self._gathers:
-            # What has just been kept is read back row by row, which takes no thread from whoever trains.
+            # Reading back what was just cached, row by row, takes no thread from training.
             found = self._store().gather(np.array([row.index for row in rows]))
             if found is not None:
                 return found[0]
@@ -308,7 +294,7 @@ class ExampleReader:
         return self._source.collate(values)
 
     def _written(self, step: Map, rows: list[_Row], skipped: list[str]) -> Any:
-        """Lets the last step write its results into the batch; the other fields are collated."""
+        """Makes a batch into which the last step writes its results; the other fields are collated."""
         function: Any = step.function
         tensor = torch.from_numpy(np.empty((len(rows), *function.shape), dtype=function.dtype))
         out: NDArray[Any] = tensor.numpy()
@@ -329,7 +315,7 @@ class ExampleReader:
         return _replaced(self._collated(rest), step.field, tensor)
 
     def _nothing(self, epoch: int) -> Any:
-        """Returns an empty batch: only an example that went through all steps tells the shapes."""
+        """Returns an empty batch; its shapes are those of an example that went through all steps."""
         for place in range(len(self._pipeline)):
             rows, batch = self._through(epoch, [place], [], [])
             if rows:

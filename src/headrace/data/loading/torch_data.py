@@ -1,4 +1,4 @@
-"""What users have already, tensors, data sets and loaders of torch, as a pipeline."""
+"""Tensors, data sets and loaders of torch as pipelines, and reading by the processes of a torch `DataLoader`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FORMS = "a pair of tensors or arrays, a dict of them, a torch Dataset or DataLo
 
 @runtime_checkable
 class _MapStyle(Protocol):
-    """A data set that need not know torch."""
+    """A map-style data set that does not inherit from torch's."""
 
     def __len__(self) -> int: ...
 
@@ -71,13 +71,12 @@ def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
 def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
     """Returns a pipeline over a data set or loader of torch, or anything that can be iterated over.
 
-    Of a `DataLoader`, its data set, `collate_fn` and reading processes are used, and whether it shuffles; the job's
-    batch size replaces its own. What has no index, as an `IterableDataset` or a generator, can be given no order: it is
-    read once, from its beginning to its end, into memory.
+    Of a `DataLoader`, the data set, `collate_fn`, the reading processes and whether it shuffles are used; the job's
+    batch size replaces its own. Data without an index, an `IterableDataset` or a generator, is read into memory once.
 
     Args:
         data: a map-style data set, a `DataLoader`, an `IterableDataset`, or an iterable of examples.
-        limit: so many examples at most are read of what has no index.
+        limit: most examples that are read of data without an index.
 
     Raises:
         DataError: there are more than `limit`, or none, or it can neither be indexed nor iterated over.
@@ -86,15 +85,15 @@ def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):
             own_collate = None if data.collate_fn is default_collate else data.collate_fn
-            return InputPipeline(DatasetSource(gathered(data.dataset, limit), own_collate))
+            return InputPipeline(DatasetSource(read_all(data.dataset, limit), own_collate))
         pipeline, _ = _from_loader(data)
         return dataclasses.replace(pipeline, shuffled=isinstance(data.sampler, RandomSampler))
     indexed = isinstance(data, Dataset | _MapStyle) and not isinstance(data, IterableDataset | Mapping)
-    return _from_dataset(data) if indexed else _from_dataset(gathered(data, limit))
+    return _from_dataset(data) if indexed else _from_dataset(read_all(data, limit))
 
 
-def gathered(examples: Any, limit: int) -> list[Any]:
-    """Returns all that an iterable yields."""
+def read_all(examples: Any, limit: int) -> list[Any]:
+    """Returns all examples of an iterable; a DataError if they are more than `limit`."""
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise UsageError(f"limit must be a whole number of at least 1, got {limit!r}")
     name = type(examples).__name__
@@ -116,7 +115,7 @@ def _from_dataset(dataset: Any, collate_fn: Any = None) -> InputPipeline:
             "given to them; make it a Dataset with __len__ and __getitem__, or read it into memory by "
             "hr.data.from_torch(...)"
         )
-    # Exactly this class: a subclass may do more in its __getitem__ than to look its tensors up.
+    # Not a subclass, whose __getitem__ may do more than index the tensors.
     if type(dataset) is TensorDataset and collate_fn is None:
         return from_arrays(*dataset.tensors)
     if isinstance(dataset, Dataset | _MapStyle) and not isinstance(dataset, str | bytes):
@@ -146,7 +145,7 @@ def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...
 
 
 def _require_all_examples(loader: DataLoader[Any]) -> None:
-    """Refuses samplers that choose examples: to replace them would train on others than were meant."""
+    """Refuses samplers that choose examples: replacing them would change what is trained on."""
     sampler: Any = loader.sampler
     length = len(DatasetSource(loader.dataset))
     name = type(sampler).__name__
@@ -190,19 +189,22 @@ _Part = tuple[int, Tensor, int]
 def read_by_torch(
     reader: ExampleReader, processes: Processes, parts: Iterator[_Part], seed: int
 ) -> Generator[tuple[_Part, ReadResult], None, None]:
-    """Yields each part with what was read of it, in order."""
+    """Yields each part (epoch, indices, length of the global batch) with its batch, read by a `DataLoader`'s processes.
+
+    `seed` seeds the processes' own random numbers. Of an unreadable example, the process's traceback is a note.
+    """
     mine, theirs = tee(parts)
     loader = DataLoader(
         _Reading(reader),
         batch_size=None,
         sampler=_wanted(theirs),
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         num_workers=processes.count,
         prefetch_factor=processes.prefetch_factor,
         multiprocessing_context=processes.start_method,
         worker_init_fn=processes.worker_init_fn,
         timeout=processes.timeout_s,
-        # The base of its processes' seeds comes from here, not from the generator that dropout draws on.
+        # Seeds its processes without drawing from the generator that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
     batches = iter(loader)
@@ -214,19 +216,19 @@ def read_by_torch(
                 raise read.error()
             yield part, read
     finally:
-        # Its processes end with the last reference; a traceback that holds this frame must not be one.
+        # Its processes end with the last reference, which a traceback with this frame must not keep.
         del batches
 
 
 @dataclass(frozen=True)
 class _Broken:
-    """What a reading process sends in place of a batch that it could not read."""
+    """An error that a reading process sends in place of a batch."""
 
     message: str
     traceback: str
 
     def error(self) -> DataError:
-        """Returns the error, with the traceback of the other process as a note."""
+        """Returns the error, with the process's traceback as a note."""
         error = DataError(self.message)
         error.add_note(self.traceback)
         return error
@@ -249,9 +251,9 @@ class _Reading(Dataset[Any]):
 def _wanted(parts: Iterator[_Part]) -> Iterator[tuple[int, NDArray[np.int64]]]:
     for epoch, indices, _ in parts:
         if len(indices):
-            # As an array, since tensors would cross to the other process through a file of their own each.
+            # As an array, since each tensor would be sent through a file of its own.
             yield epoch, indices.numpy()
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

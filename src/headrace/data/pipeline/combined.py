@@ -1,4 +1,4 @@
-"""Several pipelines as one: mixed by weights, or interleaved."""
+"""Several pipelines as one, mixed by weights or interleaved; and batches that were read as a pipeline."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LONGEST_PATTERN = 10_000
 def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> InputPipeline:
     """Returns a pipeline that takes its examples from several, in proportion to weights, exactly.
 
-    An epoch is as long as all of them together. Whichever is used up before its end begins a new epoch of its own, in a
-    new order if it is shuffled; whatever is not reached comes in the next epoch. Their transforms are applied; what is
-    chained behind is applied to all.
+    An epoch is as long as all of them together. A pipeline that ends before begins a new epoch of its own, in a new
+    order if it is shuffled; the examples of one that does not end come in the next epoch. Each keeps its transforms;
+    steps chained to the result apply to all.
 
         a b a a b a a b a a        weights=(2, 1)
 
@@ -74,7 +74,7 @@ def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
 
 
 class _Several(Source):
-    """Pipelines whose examples are found by who has them, and the place there."""
+    """Examples of several pipelines, found by the pipeline and the place in it."""
 
     def __init__(self, pipelines: Sequence[InputPipeline]) -> None:
         self._pipelines = tuple(pipelines)
@@ -98,7 +98,7 @@ class _Several(Source):
         key = (which, own, number)
         order = self._orders.get(key)
         if order is None:
-            # Only the last epochs are asked for, and a thread more or less that makes one does no harm.
+            # Only the last epochs are used; two threads may make the same order.
             for old in [old for old in self._orders if old[0] == which and old[2] < number - 1]:
                 self._orders.pop(old, None)
             order = self._orders[key] = ExampleOrder(len(pipeline), own, number, pipeline.shuffled)
@@ -115,9 +115,7 @@ class _Chained(_Several):
 
 
 class _Mixed(_Several):
-    """Args:
-    pattern: which pipeline has each place of a pattern that repeats itself.
-    """
+    """`pattern` repeats itself, and tells which pipeline has each place of it."""
 
     def __init__(self, pipelines: Sequence[InputPipeline], pattern: NDArray[np.int64]) -> None:
         super().__init__(pipelines)
@@ -143,12 +141,12 @@ class _Interleaved(_Several):
     def __init__(self, pipelines: Sequence[InputPipeline], block: int) -> None:
         super().__init__(pipelines)
         self._block = block
-        # Stretches: the first place, the turns before it, who has examples left.
+        # Of each: the first place, the turns before it, the pipelines with examples left.
         self._stretches: list[tuple[int, int, list[int]]] = []
         turns, place = 0, 0
         while place < self._length:
             left = [which for which, pipeline in enumerate(pipelines) if len(pipeline) > turns * block]
-            # Those with less than a block come to a turn of their own.
+            # Pipelines with less than a block left take part in one more turn.
             whole = min(len(pipelines[which]) // block for which in left)
             self._stretches.append((place, turns, left))
             if whole > turns:
@@ -172,7 +170,7 @@ class _Interleaved(_Several):
 
 
 def _pattern(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Returns who has each place of a pattern with the weights' ratio: always whoever is the furthest behind."""
+    """Returns a pattern of pipelines in the weights' ratio; each place goes to the one furthest behind its share."""
     shares = [Fraction(weight).limit_denominator(_LONGEST_PATTERN) for weight in weights]
     whole = math.lcm(*(share.denominator for share in shares))
     counts = [int(share * whole) for share in shares]
@@ -192,7 +190,7 @@ def _pattern(weights: Sequence[float]) -> NDArray[np.int64]:
 
 
 def replayed(batches: Sequence[Any]) -> tuple[InputPipeline, int]:
-    """Returns a pipeline over the examples of some batches, in their order, and of how many each of its batches is.
+    """Returns a pipeline over the examples of batches (trees of tensors) in their order, and its batch size.
 
     Batches whose shapes differ from the first one's beyond their first dim are left out; longer ones are cut.
     """
@@ -220,10 +218,7 @@ def _form(leaves: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]
 
 
 class _Replay(Source):
-    """Args:
-    tree: of tensors `(examples, ...)`.
-    length: examples.
-    """
+    """A tree of tensors `(examples, ...)`."""
 
     def __init__(self, tree: Any, length: int) -> None:
         self._tree = tree
@@ -240,6 +235,6 @@ class _Replay(Source):
         return ""
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
-        # They follow each other, so that nothing need be copied.
+        # The indices are consecutive, so that nothing is copied.
         first = int(indices[0]) if len(indices) else 0
         return map_tensors(lambda tensor: tensor[first : first + len(indices)], self._tree)

@@ -1,4 +1,4 @@
-"""Whether examples are functions of (seed, epoch, index): each is read twice and compared after every stage."""
+"""Checks that examples depend on (seed, epoch, index) alone: reads each twice and compares after every stage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headrace.errors import DataError
 def check_deterministic(pipeline: InputPipeline, seed: int, examples: int = 64) -> int:
     """Reads examples twice, evenly spread over the data, and returns how many.
 
-    Objects that cannot be compared, because they are equal to nothing but themselves, are taken for equal where they
-    are of one type.
+    Objects whose type has no equality are taken for equal. A DataError names the example that differs, or that a
+    transform changes in place, and the stage.
     """
     reader = ExampleReader(pipeline, seed)
     places = range(0, len(pipeline), max(1, len(pipeline) // examples))[:examples]
@@ -44,7 +44,7 @@ def check_deterministic(pipeline: InputPipeline, seed: int, examples: int = 64) 
 
 
 def _source(reader: ExampleReader, place: int) -> Any:
-    """Returns a copy of what the source has."""
+    """Returns a copy of an example as the source has it."""
     return copy.deepcopy(next(reader.trace(0, place), None))
 
 
@@ -61,7 +61,7 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor | np.ndarray):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        # What is not a number is not equal to itself.
+        # NaN is not equal to itself.
         return bool(((one == other) | ((one != one) & (other != other))).all())
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())

@@ -1,8 +1,8 @@
-"""An epoch's order and an example's random numbers: functions of (seed, epoch) and (seed, epoch, index).
+"""An epoch's order, its rounds, and an example's random numbers: functions of (seed, epoch) and (seed, epoch, index).
 
-Both are addresses in one counter-based generator (Philox; Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3", 2011): the seed is the key, the epoch and the example's index are words of the counter. So
-nothing has to be stored or replayed to begin anywhere, and the number of workers cannot matter.
+Both are addresses in one counter-based generator (Philox; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+2011): the seed is the key, the epoch and the example's index are words of the counter. So nothing is stored or replayed
+to begin anywhere, and the number of workers cannot matter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EXAMPLES = 1
 _SCATTER = 2
 _WORD = 2**64
 _SORTED = 1 << 20
-"""Up to so many examples an order is sorted as a whole: 60 ms, and the fastest to read."""
+"""Most examples whose order is sorted as a whole: it takes 60 ms, and is the fastest to read."""
 _BLOCK = 1 << 15
 _ROUNDS = 6
 
@@ -25,8 +25,8 @@ _ROUNDS = 6
 class ExampleOrder:
     """The order in which an epoch visits the examples.
 
-    It is a permutation, as a whole where there are few examples; where there are many, each place of it is computed
-    when it is asked for, so that to begin in the middle of an epoch of any length takes no time and no memory.
+    It is a permutation: of few examples stored as a whole, of many computed place by place, so that beginning in the
+    middle of an epoch of any length takes no time and no memory.
     """
 
     def __init__(self, count: int, seed: int, epoch: int, shuffled: bool = True) -> None:
@@ -51,7 +51,7 @@ class ExampleOrder:
             held, block = self._block
             if first != held:
                 block = self._scatter(np.arange(first, min(first + _BLOCK, self._count)))
-                # Both at once, because threads may ask at the same time.
+                # Both at once, for other threads.
                 self._block = (first, block)
             end = min(stop, first + _BLOCK)
             pieces.append(block[start - first : end - first])
@@ -68,9 +68,9 @@ class ExampleOrder:
 class _Scatter:
     """A permutation of `0 .. count - 1` that is computed place by place.
 
-    Multiplications by odd numbers, additions and shifts, each of which can be undone within so many bits, keyed by the
-    seed and the epoch; what falls outside goes round again until it is inside (cycle walking; Black, Rogaway,
-    "Ciphers with arbitrary finite domains", 2002, section 3).
+    Multiplications by odd numbers, additions and shifts, each invertible within the bits of `count` and keyed by the
+    seed and the epoch; a result of `count` or more goes round again (cycle walking; Black, Rogaway, "Ciphers with
+    arbitrary finite domains", 2002, section 3).
     """
 
     def __init__(self, count: int, seed: int, epoch: int) -> None:
@@ -99,7 +99,7 @@ class _Scatter:
 
 
 def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the indices `0 .. count - 1` in an order that is sorted as a whole, `(count,)`."""
+    """Returns the indices `0 .. count - 1` in random order, `(count,)`."""
     # Sorted raw words instead of Generator.permutation: numpy promises the bits of the former for all
     # versions and machines, not those of the latter, and a run may be resumed elsewhere. Each word carries its
     # own index in its low bits, which costs half of an argsort and leaves no ties.
@@ -113,7 +113,7 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def generator(seed: int, epoch: int, index: int, transform: int = 0) -> np.random.Generator:
-    """Returns the random numbers that belong to one example in one epoch."""
+    """Returns the random generator of one example in one epoch; `transform` tells a pipeline's transforms apart."""
     return np.random.Generator(_philox(seed, _EXAMPLES, (0, transform, epoch, index)))
 
 
@@ -123,11 +123,20 @@ def _philox(seed: int, stream: int, counter: tuple[int, int, int, int]) -> np.ra
 
 
 _STREAM = 2**32
-"""Behind every index that a transform draws numbers for."""
+"""Above every index that a transform draws numbers for."""
 
 
 class Bucketed:
-    """An order that brings examples of about one length together."""
+    """An order that brings examples of about one length together.
+
+    Within a window of batches, examples are sorted by length, and the batches of the window shuffled:
+
+        order       3 9 1 4 | 1 5 9 2 | 6 5 3 5 | 8 9 7 9      lengths, a window of 4 batches
+        sorted      1 1 2 3 | 3 4 5 5 | 5 6 7 8 | 9 9 9 9
+        shuffled    5 6 7 8 | 1 1 2 3 | 9 9 9 9 | 3 4 5 5
+
+    `lengths` are of each place of the data, `window` is in batches.
+    """
 
     def __init__(
         self,
@@ -166,10 +175,10 @@ class Bucketed:
         first = which * self._size
         places = self._order.slice(first, min(first + self._size, self._count))
         places = places[np.argsort(self._lengths[places], kind="stable")]
-        # The short batch of an epoch stays its last.
+        # The short batch of an epoch stays the last.
         whole = len(places) // self._batch * self._batch
         rows = places[:whole].reshape(-1, self._batch)
-        # By raw words, whose bits numpy promises for all versions.
+        # By raw words, since numpy keeps their bits in all versions.
         words = generator(self._seed, self._epoch, _STREAM + which).bit_generator.random_raw(len(rows))
         turn = np.argsort(words, kind="stable")
         self._which, self._sorted = which, np.concatenate([rows[turn].reshape(-1), places[whole:]])
@@ -193,7 +202,8 @@ class Rounds:
     """The rounds of one epoch.
 
     A host with `n` of all `N` examples takes those at `[n i // R, n (i + 1) // R)` of its order in round `i` of
-    `R = ceil(N / B)`; where all hosts list the same data, those at `[i B, (i + 1) B)`.
+    `R = ceil(N / B)`; if all hosts list the same data, those at `[i B, (i + 1) B)`. `examples` are those that this host
+    lists, `batch` those that all workers take in a round (on average, if hosts differ).
     """
 
     examples: int
@@ -205,11 +215,11 @@ class Rounds:
 
     @property
     def total(self) -> int:
-        """Examples that all hosts have together."""
+        """Examples of all hosts together."""
         return sum(self.hosts.counts) if self.hosts and self.hosts.counts else self.examples
 
     def span(self, index: int) -> tuple[int, int, int]:
-        """Returns what this host takes in a round, `[start, stop)` of its order, and how many all take."""
+        """Returns this host's examples of a round, `[start, stop)` of its order, and how many all hosts take."""
         hosts = self.hosts
         if hosts is None or len(hosts.counts) <= 1:
             start = index * self.batch

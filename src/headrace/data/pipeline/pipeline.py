@@ -1,4 +1,4 @@
-"""What the data is: definitions. Nothing is read, shuffled or copied before a `Loader` runs them."""
+"""The definition of an input pipeline. Nothing is read, shuffled or copied before a `Loader` runs it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,7 @@ _AUTO = Reading()
 
 @dataclass(frozen=True)
 class Processes:
-    """Processes that read ahead for one worker, as a torch `DataLoader` was told to have.
-
-    Attributes:
-        count: how many; at least 1.
-        prefetch_factor: batches that each may be ahead.
-        start_method: how they begin, "fork" or "spawn"; None for Python's own choice.
-        worker_init_fn: what each calls first, with its number.
-        timeout_s: longest wait for a batch; 0 for no limit.
-    """
+    """Processes that read ahead for one worker, with the options of a torch `DataLoader`; `timeout_s` 0 is no limit."""
 
     count: int
     prefetch_factor: int | None = None
@@ -40,19 +32,19 @@ class Processes:
 
 @dataclass(frozen=True, eq=False)
 class InputPipeline:
-    """A data set and what is done to it, for any number of workers.
+    """A data set and its processing, for any number of workers.
 
     Attributes:
         source: where examples come from.
         shuffled: whether every epoch has an order of its own; else the source's.
-        seed: what the orders and the transforms' random numbers follow; None for the job's.
-        steps: what every example goes through, in turn.
-        processes: who reads, if not the worker itself.
+        seed: of the orders and the transforms' random numbers; None for the job's.
+        steps: the transforms, filters and caches, in order.
+        processes: that read, if a `DataLoader` was given.
         taken: which of the source's examples, by index; None for all.
         times: how often an epoch visits each.
-        batching: how they become a batch.
+        batching: how examples become a batch.
         reading: how a worker reads.
-        hosts: who has how much, where each host lists its own; None where all list the same.
+        hosts: the examples of each host, if each lists its own; None if all list the same.
 
     Raises:
         DataError: the source is empty.
@@ -80,7 +72,7 @@ class InputPipeline:
         """Gives every epoch an order of its own, over the whole data set.
 
         Args:
-            seed: what the orders follow; None for the job's.
+            seed: of the orders; None for the job's.
         """
         return dataclasses.replace(self, shuffled=True, seed=seed)
 
@@ -92,7 +84,7 @@ class InputPipeline:
         batched: bool = False,
         parallel: str | int | None = None,
     ) -> InputPipeline:
-        """Lets every example go through a function.
+        """Applies a function to every example.
 
         Args:
             fn: takes one example, a tuple or a dict as the data has it, and returns one. If it has a
@@ -100,8 +92,8 @@ class InputPipeline:
                 index) alone, so that augmentation is the same for any number of workers.
             field: the part of the example that it takes and replaces, by number or name.
             batched: whether it takes a list of examples, and returns a list of as many; then `rng` is a list, too.
-            parallel: how this pipeline is read: "inline", "threads", "processes", so many threads, or "auto", which
-                tries what is fastest; None for what was said before, or "auto".
+            parallel: how this pipeline is read: "inline", "threads", "processes", a number of threads, or "auto", which
+                tries what is fastest; None for the last choice before, or "auto".
 
         Raises:
             UsageError: there is no such way to read.
@@ -117,7 +109,7 @@ class InputPipeline:
     def filter(self, fn: Callable[..., Any]) -> InputPipeline:
         """Leaves out the examples for which a function returns something false.
 
-        What is left out is missing from its batch, so that every other example stays where it is.
+        Its batch is shorter by those examples, and every other example stays in its batch.
 
         Args:
             fn: takes one example; `rng` as of `map`.
@@ -127,19 +119,19 @@ class InputPipeline:
     def cache(
         self, where: str | os.PathLike[str], limit: int | None = None, *, key: str | None = None
     ) -> InputPipeline:
-        """Keeps the examples that have come so far: what stands before is done once, what stands behind each time.
+        """Caches the examples: the steps before run once, the steps after in every epoch.
 
-        What a filter before leaves out stays left out. What is handed on is a copy, that may be changed.
+        Examples that a filter before leaves out stay left out. The steps after get copies, which they may change.
 
         Args:
             where: "memory" of each process, or a folder, which all processes of a host share and later runs find again.
-            limit: bytes; whatever is made when it is reached is made anew in every epoch. None for 1 GiB of memory, for
-                all that the disk has.
-            key: says what the folder holds, where that cannot be seen from the source and the functions before it.
+            limit: bytes; examples beyond it are made anew in every epoch. None for 1 GiB of memory, or for the whole
+                disk.
+            key: identifies the folder's content, if the source and the functions before it cannot be fingerprinted.
 
         Raises:
-            UsageError: what stands before draws random numbers, mixes pipelines or is a cache, too; a number is out of
-                range; or nobody can know whether the folder still holds this, and there is no key.
+            UsageError: a step before draws random numbers or is a cache, too; the source mixes pipelines; a number is
+                out of range; or a key is needed.
         """
         return dataclasses.replace(self, steps=(*self.steps, cached(self.source, self.steps, where, limit, key)))
 
@@ -155,11 +147,11 @@ class InputPipeline:
         """Says how examples become a batch.
 
         Args:
-            size: of a batch, where the pipeline is iterated over by hand; a job has its own.
-            pad: what shorter examples are filled up with along their first dim, so that those of a batch are as long as
-                its longest; None refuses examples of different lengths.
+            size: of a batch for `hr.data.batches`; a job has its own.
+            pad: value that shorter examples are filled up with along their first dim, to the longest of the batch; None
+                refuses examples of different lengths.
             pad_to: the length that all are filled up to.
-            lengths: of all examples of the source, `(examples,)`: those of about one length come into one batch.
+            lengths: of all examples of the source, `(examples,)`: examples of about one length share a batch.
             window: batches of the order within which examples are sorted by length.
 
         Raises:
@@ -186,7 +178,7 @@ class InputPipeline:
         return dataclasses.replace(self, taken=visited(self)[:count])
 
     def repeat(self, times: int) -> InputPipeline:
-        """Lets an epoch visit every example so often; augmentation differs each time.
+        """Makes an epoch visit every example `times` times; augmentation differs each time.
 
         Raises:
             UsageError: `times` is below 1.
@@ -208,11 +200,11 @@ class InputPipeline:
         return dataclasses.replace(self, taken=visited(self)[rank::world])
 
     def prefetch(self, batches: int | None = None, *, memory_limit: int | None = None) -> InputPipeline:
-        """Says how much may be read before it is asked for.
+        """Limits how much is read ahead.
 
         Args:
-            batches: how many; None for what the memory allows.
-            memory_limit: bytes that all batches may take that are being read or wait, of each worker.
+            batches: how many; None for as many as the memory allows.
+            memory_limit: bytes of all batches that are being read or wait, for each worker.
 
         Raises:
             UsageError: a number is out of range.
@@ -221,11 +213,11 @@ class InputPipeline:
         return dataclasses.replace(self, reading=dataclasses.replace(self.reading, ahead=batches, memory_limit=limit))
 
     def on_error(self, action: str, most: int = 100) -> InputPipeline:
-        """Says what becomes of an example that cannot be had.
+        """Says what to do with an example that cannot be read.
 
         Args:
             action: "raise" ends the run with its key; "skip" leaves it out and counts it.
-            most: so many may be left out in an epoch, by each worker; one more ends the run.
+            most: most examples that each worker may leave out in an epoch; one more ends the run.
 
         Raises:
             UsageError: it is neither.
@@ -257,15 +249,15 @@ def from_arrays(*arrays: Any) -> InputPipeline:
 
 
 def local(pipeline: InputPipeline) -> InputPipeline:
-    """Says that a pipeline lists only what this host stores; every host lists its own, under the same name of a job.
+    """Marks a pipeline as only this host's part of the data; every host of the job lists its own.
 
-    Each host shuffles its own part and reads nothing of the others'. In every round it takes what is in proportion to
-    its part, so that all parts end together, and each example weighs the same, however unequal they are.
+    Each host shuffles and reads its own part only. In every round it takes examples in proportion to its part, so that
+    all parts end together and each example weighs the same, even if the parts are unequal.
 
     Args:
         pipeline: of this host's examples; at least one.
 
     Returns:
-        The same, marked. Where there is only one host, nothing changes.
+        The same, marked; with only one host, nothing changes.
     """
     return dataclasses.replace(pipeline, hosts=Hosts())

@@ -1,4 +1,4 @@
-"""Where examples come from: anything that can be asked for them by index."""
+"""Sources of examples by index, and how examples become a batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from headrace.errors import DataError
 from headrace.trees import map_tensors, nbytes
 
 _MOST_HASHED = 1 << 30
-"""Bytes of arrays whose content is looked at to know them again: a second or two."""
+"""Most bytes of arrays that are hashed to recognize them: a second or two."""
 
 _SMALL = 1 << 15
-"""Numbers that torch copies without its other threads (`at::internal::GRAIN_SIZE`)."""
+"""Numbers that torch copies on one thread (`at::internal::GRAIN_SIZE`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Epoch:
     """One pass over the data.
 
     Attributes:
-        seed: what its order and its random numbers follow.
+        seed: of its order and its random numbers.
         number: counted from 0.
     """
 
@@ -52,31 +52,31 @@ class Source(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """What it reads from, so that what was kept of it can be found again; "" where nobody can know."""
+        """Identifies the data, so that a cache of it can be found again; "" if it cannot be identified."""
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         """Returns the batch of the examples at `indices`, `(examples,)` int64."""
         wanted = indices.tolist()
         if not wanted:
-            # Only an example tells the shapes.
+            # The shapes are those of an example.
             return emptied(self.collate([self.example(0, epoch)]))
         return self.collate([self.example(index, epoch) for index in wanted])
 
     def collate(self, examples: Sequence[Any]) -> Any:
-        """Returns the batch of examples that have been read one by one; at least one."""
+        """Returns the batch of one or more examples."""
         return collate(examples)
 
     def key(self, index: int) -> str:
-        """Returns what messages call an example."""
+        """Returns the name of an example for messages."""
         return f"example {index}"
 
     def nbytes(self, index: int) -> int | None:
-        """Returns about how many bytes an example is read from; None where that is not known beforehand."""
+        """Returns about how many bytes an example is read from; None if unknown."""
         return None
 
     @property
     def stacks(self) -> bool:
-        """Whether `collate` is the usual one."""
+        """Whether `collate` is the default."""
         return type(self).collate is Source.collate
 
     @property
@@ -86,7 +86,7 @@ class Source(ABC):
 
 
 class ArraySource(Source):
-    """Tensors in host memory that have one entry an example, in a tuple or by name."""
+    """Tensors `(examples, ...)` in host memory, in a tuple or by name."""
 
     def __init__(self, arrays: tuple[Tensor, ...] | Mapping[str, Tensor]) -> None:
         named = arrays if isinstance(arrays, Mapping) else dict(enumerate(arrays))
@@ -125,7 +125,7 @@ class ArraySource(Source):
 
 
 class DatasetSource(Source):
-    """A map-style data set: it has a length, and `dataset[index]` is an example."""
+    """A map-style data set, of torch or alike: it has a length, and `dataset[index]` is an example."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
         if not isinstance(dataset, Sized):
@@ -134,8 +134,7 @@ class DatasetSource(Source):
             )
         self._dataset: Any = dataset
         self._collate = collate_fn or collate
-        # Data sets that read many at once (torch's Subset, Hugging Face's) offer this name for it, as torch's
-        # own loader expects.
+        # The name by which torch's loader lets a data set read many examples at once.
         many = getattr(dataset, "__getitems__", None)
         self._many: Callable[[list[int]], Sequence[Any]] | None = many if callable(many) else None
 
@@ -160,7 +159,7 @@ class DatasetSource(Source):
             examples = self._many(wanted)
         except Exception as error:
             for index in wanted:
-                self.example(index, epoch)  # the guilty one is named, if it fails alone too
+                self.example(index, epoch)  # names the example, if it fails alone too
             raise unreadable(f"one of the examples {wanted}", "the data set", error) from error
         return self.collate(examples)
 
@@ -173,7 +172,7 @@ class DatasetSource(Source):
 
 
 def unreadable(which: str, who: str, error: Exception) -> DataError:
-    """Returns the error that names an example which user code could not read or change."""
+    """Returns the error for an example that user code could not read or transform."""
     return DataError(
         f"{which} cannot be had: {who} raised {type(error).__name__}: {error}; "
         "repair that example, or leave it out of the data"
@@ -181,7 +180,7 @@ def unreadable(which: str, who: str, error: Exception) -> DataError:
 
 
 def as_tensor(value: Any, where: str) -> Tensor:
-    """Returns a tensor or array as a tensor in host memory, without a copy where its layout allows that."""
+    """Returns a tensor or array `(examples, ...)` as a tensor in host memory, without a copy if possible."""
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, where)
     if not isinstance(value, Tensor):
@@ -196,12 +195,12 @@ def as_tensor(value: Any, where: str) -> Tensor:
 
 
 def _from_numpy(array: np.ndarray[Any, Any], where: str) -> Tensor:
-    # torch takes neither negative strides nor another machine's byte order.
+    # torch supports neither negative strides nor foreign byte order.
     if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     try:
         with warnings.catch_warnings():
-            # It warns of memory that must not be written to (a file mapped read-only); nobody writes here.
+            # It warns about read-only memory (of a mapped file); nothing writes to it here.
             warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
             return torch.from_numpy(array)
     except TypeError as error:
@@ -211,7 +210,7 @@ def _from_numpy(array: np.ndarray[Any, Any], where: str) -> Tensor:
 
 
 def collate(examples: Sequence[Any]) -> Any:
-    """Stacks examples, as torch's `default_collate` does, but that a tuple stays one, and no list becomes of it."""
+    """Stacks examples as torch's `default_collate` does, but keeps tuples as tuples."""
     try:
         return _collated(list(examples))
     except DataError:
@@ -245,7 +244,7 @@ def _stacked(examples: Sequence[Any]) -> Tensor:
     alike = all(tensor.dtype == first.dtype and tensor.device.type == "cpu" for tensor in tensors)
     if not alike or first.numel() * len(tensors) < _SMALL:
         return torch.stack(tensors)
-    # numpy takes no thread from whoever trains; torch would.
+    # By numpy, since torch would take threads from training.
     batch = first.new_empty((len(tensors), *first.shape))
     for row, tensor in zip(_bytes(batch.flatten(1)), tensors, strict=True):
         row[:] = _bytes(tensor.flatten())
@@ -253,7 +252,7 @@ def _stacked(examples: Sequence[Any]) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """Returns its memory; its last dim is contiguous."""
+    """Returns the memory of a tensor whose last dim is contiguous."""
     return tensor.detach().resolve_conj().view(torch.uint8).numpy()
 
 
@@ -263,7 +262,10 @@ def emptied(batch: Any) -> Any:
 
 
 def padded(examples: Sequence[Any], value: float, length: int | None = None) -> Any:
-    """Returns the batch of examples whose tensors differ in their first dim, filled up at its end."""
+    """Returns the batch of examples that differ in their first dim, padded with `value` at its end.
+
+    They are padded to `length`, or to the longest of them.
+    """
     first = examples[0]
     if isinstance(first, Mapping):
         return {name: padded([example[name] for example in examples], value, length) for name in first}

@@ -1,4 +1,4 @@
-"""What is done to every example of a pipeline, in turn: definitions."""
+"""The definitions of a pipeline's steps, and of how its examples are read and batched."""
 
 from __future__ import annotations
 
@@ -21,32 +21,24 @@ _PARALLEL = ("auto", "inline", "threads", "processes")
 
 @runtime_checkable
 class Into(Protocol):
-    """A transform that writes its result into the batch's own memory.
-
-    Attributes:
-        shape: of each result.
-        dtype: of each result.
-    """
+    """A transform that writes its result, of `shape` and `dtype`, into the batch's own memory."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     def __call__(self, example: Any) -> Any:
-        """Returns the result, `shape`."""
+        """Returns the result."""
 
     def into(self, example: Any, out: NDArray[Any]) -> None:
-        """Writes the result to `out`, `shape`; lets other threads run meanwhile."""
+        """Writes the result to `out`; other threads run meanwhile."""
 
 
 @dataclass(frozen=True)
 class Map:
-    """A function that every example goes through.
+    """A function that every example goes through, or a list of examples if `batched`.
 
-    Attributes:
-        function: takes an example and returns one; or takes a list of them and returns one of as many.
-        draws: whether it has a parameter `rng` for a `numpy.random.Generator`; with lists, a list of those.
-        field: of the example that it takes and replaces, by number or name; None for the whole.
-        batched: whether it takes lists.
+    `draws` says whether it has a parameter `rng` for a `numpy.random.Generator`, or a list of them. It maps
+    one `field` of the example, by number or name, or the whole if None.
     """
 
     function: Callable[..., Any]
@@ -56,37 +48,29 @@ class Map:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"map({_name(self.function)})"
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A question that decides whether an example is trained on.
-
-    Attributes:
-        function: takes an example and returns whether to keep it.
-        draws: as of `Map`.
-    """
+    """A predicate: examples for which it returns something false are left out; `draws` as of `Map`."""
 
     function: Callable[..., Any]
     draws: bool = False
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"filter({_name(self.function)})"
 
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Where the examples are kept that have come so far.
+    """A cache of the examples at this place of the pipeline.
 
-    Attributes:
-        folder: on disk; None for the memory of each process.
-        limit: bytes; None for what the disk has.
-        key: of the source and the steps before; another one makes the folder anew.
-        about: the same in words.
+    `folder` is None for the memory of each process, `limit` is in bytes. `key` identifies the source and
+    the steps before, `about` describes them; a folder with another key is made anew.
     """
 
     folder: str | None
@@ -96,7 +80,7 @@ class Cache:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"cache({self.folder or 'memory'})"
 
 
@@ -105,15 +89,7 @@ Step = Map | Filter | Cache
 
 @dataclass(frozen=True)
 class Batching:
-    """How examples become a batch.
-
-    Attributes:
-        size: of a batch where nobody else decides; None for what the job says.
-        pad: what the first dim of examples of different lengths is filled up with; None refuses them.
-        pad_to: the length that they are filled up to; None for the longest of the batch.
-        lengths: of all examples, `(examples,)`; those of about one length come into one batch. None for no such order.
-        window: batches within which examples are sorted by length.
-    """
+    """How examples become a batch: the arguments of `InputPipeline.batch`."""
 
     size: int | None = None
     pad: float | None = None
@@ -124,15 +100,9 @@ class Batching:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a worker reads.
+    """How a worker reads: the arguments of `InputPipeline.map`, `prefetch` and `on_error`.
 
-    Attributes:
-        parallel: "inline", "threads" or "processes"; "auto" measures and chooses.
-        count: of threads or processes; None measures.
-        ahead: batches that are read before they are asked for; None for what fits.
-        memory_limit: bytes that all batches that are being read or wait may take.
-        on_error: "raise", or "skip" to leave out examples that cannot be had.
-        most_skipped: so many may be left out in an epoch, by each worker.
+    `count` is of threads or processes, `ahead` of batches, both None to measure; `memory_limit` is in bytes.
     """
 
     parallel: str = "auto"
@@ -162,7 +132,7 @@ def takes_rng(function: Callable[..., Any]) -> bool:
     """Returns whether a function has a parameter `rng`."""
     try:
         return "rng" in inspect.signature(function).parameters
-    except ValueError:  # some built-in functions do not tell their parameters
+    except ValueError:  # some built-in functions have no signature
         return False
 
 
@@ -178,7 +148,7 @@ _MEMORY_LIMIT = 1 << 30
 def cached(
     source: Source, steps: Sequence[Step], where: str | os.PathLike[str], limit: int | None, key: str | None
 ) -> Cache:
-    """Returns the cache behind the steps of a source; see `Pipeline.cache`."""
+    """Returns the cache after the steps of a source; see `InputPipeline.cache`."""
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise UsageError(f"limit must be a whole number of bytes of at least 1, got {limit!r}")
     for step in steps:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.data.loading.torch_data import gathered
+from headrace.data.loading.torch_data import read_all
 from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate
 from headrace.errors import DataError, UnfitMachine
@@ -215,7 +215,7 @@ def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, lim
     except ImportError as error:
         raise UnfitMachine(f"data sets of Hugging Face need their package ({error}); pip install datasets") from error
     if isinstance(dataset, datasets.IterableDataset):
-        dataset = datasets.Dataset.from_list(gathered(dataset, limit), features=dataset.features)
+        dataset = datasets.Dataset.from_list(read_all(dataset, limit), features=dataset.features)
     if isinstance(dataset, dict):
         raise DataError(
             f"the data set has the splits {', '.join(dataset)}; give one, dataset[{next(iter(dataset), '')!r}]"

@@ -51,7 +51,7 @@ def from_tfrecord(where: str | Sequence[str], **options: Any) -> InputPipeline:
 
 
 def _scan(file: SourceFile) -> NDArray[np.int64]:
-    """Returns where each record's content begins, and, last, where one more would; `(records + 1,)`."""
+    """Returns where each record's content begins and, last, where another one would; `(records + 1,)`."""
     window, place = Window(file), 0
     found: list[int] = []
     while place < file.length:
@@ -163,7 +163,7 @@ class _ArrayRecords(FileSource):
         file = self._files[at]
         try:
             found: list[bytes] = self._reader(at).read(records)
-            # Of a file that was cut meanwhile, it returns records that are empty.
+            # From a file that was truncated meanwhile, it returns empty records.
             file.require(os.stat(file.name).st_size)
         except (OSError, RuntimeError) as error:
             raise DataError(
@@ -172,7 +172,7 @@ class _ArrayRecords(FileSource):
         return found
 
     def _reader(self, at: int) -> Any:
-        # A fork has not got the threads that a reader of its parent may have started.
+        # A fork does not have the threads that its parent's reader may have started.
         return self._readers.get((os.getpid(), at), lambda: self._opened(self._files[at]))
 
     def _opened(self, file: SourceFile) -> Any:
@@ -186,7 +186,7 @@ class _ArrayRecords(FileSource):
             raise DataError(f"{file.name} cannot be opened as ArrayRecord: {error}") from error
         if not reader.ok():
             raise DataError(
-                f"{file.name} ({file.length:,} bytes) is no whole ArrayRecord file: it is truncated, damaged or of "
+                f"{file.name} ({file.length:,} bytes) is not a whole ArrayRecord file: it is truncated, damaged or of "
                 "another format; write it again"
             )
         return reader

@@ -1,4 +1,4 @@
-"""Files on this machine and on any file system that fsspec knows: found by a pattern, read in pieces by anyone."""
+"""Files on this machine and on any file system that fsspec knows, and sources of examples that lie in them."""
 
 from __future__ import annotations
 
@@ -56,18 +56,13 @@ def _read_local(file: SourceFile, start: int, count: int | None) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Remote:
-    """A file system of fsspec, which every process opens for itself.
-
-    Attributes:
-        address: any on it, "s3://bucket".
-        options: as fsspec takes them.
-    """
+    """A remote file system: an address on it, "s3://bucket", and the options for fsspec."""
 
     address: str
     options: Mapping[str, Any]
 
     def open(self) -> tuple[Any, str]:
-        """Returns the file system, and the address as it calls it; fsspec keeps one for each process and options."""
+        """Returns the file system, which fsspec caches in each process, and the path on it."""
         try:
             import fsspec
         except ImportError as error:
@@ -81,14 +76,7 @@ class Remote:
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A file as it was when it was found.
-
-    Attributes:
-        name: its path, as its file system calls it.
-        size: in bytes; None where the file system does not tell.
-        stamp: what changes with its content: time of modification or ETag.
-        remote: where it lies, if not on this machine.
-    """
+    """A file as it was found: its path, its size in bytes if known, and its time of modification or ETag."""
 
     name: str
     size: int | None
@@ -97,23 +85,23 @@ class SourceFile:
 
     @property
     def length(self) -> int:
-        """Its size, where records are looked for in it."""
+        """The size of the file; a DataError if it is unknown."""
         if self.size is None:
             raise DataError(
-                f"{self.name}: its server does not tell its size, and to find records in it needs that; copy the file "
+                f"{self.name}: its server does not tell its size, which is needed to find records in it; copy the file "
                 "to this machine"
             )
         return self.size
 
     def read(self, start: int = 0, count: int | None = None) -> bytes:
-        """Returns `count` bytes from `start` on; None for all."""
+        """Returns `count` bytes from `start` on, or all; a DataError if they cannot be read or the size has changed."""
         wanted = count if count is not None or self.size is None else self.size - start
         try:
             content = self._fetch(start, count) if self.remote else _read_local(self, start, count)
         except HeadraceError:
             raise
         except Exception as error:
-            # Clients of file systems have errors of their own.
+            # Clients of file systems have their own errors.
             raise unreadable(self.name, error) from error
         if wanted is not None and len(content) != wanted:
             raise DataError(
@@ -123,7 +111,7 @@ class SourceFile:
         return content
 
     def open(self) -> Any:
-        """Returns it as an open binary file."""
+        """Opens the file in binary mode; a DataError if it cannot be read or its size has changed."""
         try:
             if self.remote is None:
                 self.require(os.stat(self.name).st_size)
@@ -135,7 +123,7 @@ class SourceFile:
             raise unreadable(self.name, error) from error
 
     def require(self, size: int) -> None:
-        """Makes sure that it is as long as when it was found."""
+        """Raises a DataError if the size has changed since the file was found."""
         if size != self.size:
             raise DataError(
                 f"{self.name} had {self.size:,} bytes when it was found and has {size:,} now; "
@@ -160,7 +148,7 @@ class SourceFile:
 
 
 class Window:
-    """Reads a file from its beginning to its end in pieces, for scans that jump over what they need not see."""
+    """A buffer over a file for scans from its beginning to its end that skip most of it."""
 
     _LOCAL_BYTES = 1 << 16
     _REMOTE_BYTES = 1 << 23
@@ -206,13 +194,13 @@ def find_files(
 
 def _local(pattern: str) -> list[SourceFile]:
     expanded = os.path.expanduser(pattern)
-    # A name may hold what would be a pattern.
+    # A file's name may contain characters of a pattern.
     names = [expanded] if os.path.isfile(expanded) else glob.glob(expanded, recursive=True)
     files = []
     for name in names:
         if os.path.isfile(name):
             status = os.stat(name)
-            # Absolute, since a worker may run elsewhere.
+            # Absolute, since a worker may run in another folder.
             files.append(SourceFile(os.path.abspath(name), status.st_size, str(status.st_mtime_ns)))
     return files
 
@@ -234,7 +222,7 @@ def _remote(pattern: str, options: Mapping[str, Any]) -> list[SourceFile]:
 
 
 def unreadable(name: str, error: Exception) -> DataError:
-    """Returns the error of a file that cannot be read."""
+    """Returns the error for a file that cannot be read."""
     said = error.strerror if isinstance(error, OSError) else ""
     return DataError(f"{name} cannot be read: {said or str(error) or repr(error)}")
 

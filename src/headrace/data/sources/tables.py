@@ -67,7 +67,7 @@ def from_csv(
     tables = map_files(lambda file: _read(file, delimiter, wanted), files)
     names = select_columns(tables[0].column_names, columns, files[0].name)
     _require_one_schema(
-        files, [table.schema for table in tables], [*names, *wanted], "say what both are by types={...}"
+        files, [table.schema for table in tables], [*names, *wanted], "say what both are, types={{{!r}: 'float64'}}"
     )
     how = f"{delimiter!r} {dict(types or {})}"
     return InputPipeline(_Csv(files, [table.select(names) for table in tables], how))
@@ -175,7 +175,8 @@ def _require_one_schema(files: Sequence[SourceFile], schemas: Sequence[Any], nam
             found, expected = schema.field(name).type, schemas[0].field(name).type
             if found != expected:
                 raise DataError(
-                    f"{file.name}: column {name!r} is {found}, and in {files[0].name} it is {expected}; {remedy}"
+                    f"{file.name}: column {name!r} is {found}, and in {files[0].name} it is {expected}; "
+                    + remedy.format(name)
                 )
 
 

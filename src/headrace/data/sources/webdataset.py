@@ -1,4 +1,4 @@
-"""WebDataset: tar files, whose neighbouring members of one name are an example; found by one scan of the headers.
+"""WebDataset: tar files whose adjacent members of one name are an example; one scan of the headers finds them.
 
     000001.jpg  000001.json  000002.jpg  000002.json        two examples, each with "jpg", "json" and "__key__"
 
@@ -28,7 +28,7 @@ def from_webdataset(where: str | Sequence[str], **options: Any) -> InputPipeline
     """Returns a pipeline over the examples of tar files in the form of WebDataset.
 
     An example is a dict: ending of a member's name to its content as bytes, and "__key__" to the name before the first
-    dot. Neighbouring members with one key are one example. Members without an ending, folders and links are left out.
+    dot. Adjacent members with one key are one example. Members without an ending, folders and links are left out.
 
     Headers are read when the pipeline is made, contents when they are asked for: in any order, not as a stream.
 
@@ -46,15 +46,11 @@ def from_webdataset(where: str | Sequence[str], **options: Any) -> InputPipeline
 
 @dataclass(frozen=True)
 class _Tar:
-    """Where everything is in one tar.
+    """The index of one tar.
 
-    Attributes:
-        members: offset and size of each, `(members, 2)`.
-        endings: which of `names` each member has, `(members,)`.
-        names: endings.
-        begins: the first member of each example, and, last, how many there are; `(examples + 1,)`.
-        keys: of the examples, encoded, one after the other, `(bytes,)`.
-        ends: where each of them ends, `(examples,)`.
+    `members` has the offset and size of each member, `(members, 2)`, `endings` the number of its ending in `names`,
+    `begins` the first member of each example and, last, the count, `(examples + 1,)`. `keys` are the examples' keys,
+    encoded and concatenated, `ends` where each ends.
     """
 
     members: NDArray[np.int64]
@@ -65,7 +61,7 @@ class _Tar:
     ends: NDArray[np.int64]
 
     def key(self, example: int) -> str:
-        """Returns what an example is called."""
+        """Returns the key of an example."""
         begin = int(self.ends[example - 1]) if example else 0
         return self.keys[begin : int(self.ends[example])].tobytes().decode(errors="surrogateescape")
 
@@ -87,7 +83,7 @@ def _scan(file: SourceFile) -> _Tar:
             keys.append(key)
             begins.append(len(members))
         elif which in endings[begins[-1] :]:
-            raise DataError(f"{file.name}: {name!r} is there twice in a row; give each example a name of its own")
+            raise DataError(f"{file.name}: {name!r} occurs twice in a row; give each example its own name")
         members.append((offset, size))
         endings.append(which)
     return _Tar(
@@ -101,7 +97,7 @@ def _scan(file: SourceFile) -> _Tar:
 
 
 def _members(file: SourceFile) -> Iterator[tuple[str, int, int]]:
-    """Yields name, offset and size of every regular file in a tar."""
+    """Yields name, offset and size of every regular file in a tar; a DataError if it is truncated or damaged."""
     window, place = Window(file), 0
     name: str | None = None
     longer: int | None = None
@@ -112,12 +108,12 @@ def _members(file: SourceFile) -> Iterator[tuple[str, int, int]]:
         size = _checked(file, header, place)
         kind = header[156:157]
         if kind in (_PAX, _GNU_NAME):
-            told = window.at(place + _BLOCK, max(0, size))
+            content = window.at(place + _BLOCK, max(0, size))
             if kind == _PAX:
-                records = _pax(told, file, place)
+                records = _pax(content, file, place)
                 name, longer = records.get("path", name), int(records["size"]) if "size" in records else longer
             else:
-                name = _text(told)
+                name = _text(content)
         else:
             if kind == _GNU_SPARSE:
                 raise DataError(
@@ -127,7 +123,7 @@ def _members(file: SourceFile) -> Iterator[tuple[str, int, int]]:
             if kind in (b"0", b"\0", b"7"):
                 yield name or _name(header), place + _BLOCK, size
             elif kind in b"123456":
-                size = 0  # whatever a link says that it takes
+                size = 0  # a link has no content, whatever its header says
             name = longer = None
         if size < 0:
             raise _damaged(file, place, f"it says that it takes {size:,} bytes")
@@ -141,20 +137,20 @@ def _members(file: SourceFile) -> Iterator[tuple[str, int, int]]:
 
 
 def _checked(file: SourceFile, header: bytes, place: int) -> int:
-    """Returns the size that a header tells."""
+    """Returns the size in a header, after verifying its checksum."""
     if len(header) < _BLOCK:
         raise DataError(
             f"{file.name} is truncated or no tar: at byte {place:,} of {file.length:,} there is neither a whole member "
             "nor the block of zeros that ends a tar; write it again"
         )
     try:
-        told, size = _number(header[148:156]), _number(header[124:136])
+        expected, size = _number(header[148:156]), _number(header[124:136])
     except ValueError as error:
         raise _damaged(file, place, str(error)) from error
-    # The checksum counts itself as spaces.
+    # The checksum field counts as spaces.
     summed = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    if told != summed:
-        raise _damaged(file, place, f"the bytes of its header sum up to {summed}, and it says {told}")
+    if expected != summed:
+        raise _damaged(file, place, f"the bytes of its header sum up to {summed}, and its checksum is {expected}")
     return size
 
 
@@ -165,7 +161,7 @@ def _damaged(file: SourceFile, place: int, why: str) -> DataError:
 
 def _number(field: bytes) -> int:
     if field[0] & 128:
-        # GNU's form of what octal digits have no room for.
+        # GNU's form of numbers too large for the octal digits.
         return int.from_bytes(bytes([field[0] & 127]) + field[1:], "big")
     return int(field.strip(b" \0") or b"0", 8)
 
