@@ -63,7 +63,7 @@ def _entries(tensors: Sequence[tuple[str, Tensor]]) -> list[TensorEntry]:
                 f"a checkpoint holds dense ones of {', '.join(sorted(NAMES.values()))}"
             )
         if name == "__metadata__":
-            raise UsageError("a tensor cannot be named '__metadata__', which safetensors reserves")
+            raise UsageError("a tensor cannot be named '__metadata__', which safetensors keeps for itself")
         place = entries[-1].end if entries else 0
         entries.append(TensorEntry(name, _NAMES[tensor.dtype], tuple(tensor.shape), place))
     return entries
