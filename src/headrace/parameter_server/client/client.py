@@ -1,4 +1,4 @@
-"""A worker's side of the parameter servers: push, pull, and both in one round trip."""
+"""A worker's client of the parameter servers: push, pull, and both in one round trip."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ from headrace.parameter_server.wire.messages import Kind, Message, decode
 from headrace.training.clipping import all_finite
 
 _BUCKET_BYTES = 1 << 20
-"""A server works on one bucket while the worker copies the next."""
+"""A server updates one bucket while the worker copies the next."""
 _BUCKET_SHARDS = 4096
-"""So many versions go into one message."""
+"""At most as many versions as one message has room for."""
 
 
 class Client:
-    """Args:
-    connections: one a server.
-    worker: number of this worker.
-    incarnation: greater than that of whoever had this number before.
-    check: called about every 50 ms of waiting; raises to end the wait.
-    timeout_s: how long a server may take for an answer that depends on no other worker.
-    together: push all shards of a server in one message.
-    observes: only look: pull, and wait for nobody.
-    in_turn: let the first server say whose pushes a round is of, and push to the others then; all shards `together`.
+    """Pushes gradients to all servers, and pulls parameters from them.
+
+    Args:
+        connections: one for each server.
+        worker: number of this worker.
+        incarnation: greater than that of any process that had this number before.
+        check: called about every 50 ms while waiting; raises to end the wait.
+        timeout_s: how long a server may take for an answer that depends on no other worker.
+        together: push all shards of a server in one message.
+        observes: pull only, and wait for no other worker.
+        in_turn: push to the first server, which decides whose pushes a round has, and then to the others; needs
+            `together`.
 
     Attributes:
         rested: whether no other worker waited for this one while it waited for its last lease.
-        apart: how far what it pushed last was from the mean of its round, where servers measure that.
-        pulled: is called when parameters have been pulled.
+        apart: distance of the last push from the mean of its round, if servers measure it.
+        pulled: called when parameters have been pulled.
 
     Raises:
-        PeerLost: a server has gone, or gives no answer; by any method.
-        Replaced: another process goes on in place of this worker; by any method.
-        ServerRefused: a server does not deal with this worker; by any method.
+        PeerLost: a server has ended, or does not answer; by any method.
+        Replaced: another process has replaced this worker; by any method.
+        ServerRefused: a server refuses this worker; by any method.
     """
 
     def __init__(
@@ -71,11 +74,11 @@ class Client:
 
     @property
     def moved_bytes(self) -> int:
-        """Payload that has gone to and from all servers."""
+        """Payload sent to and received from all servers."""
         return sum(server.session.moved_bytes for server in self._servers)
 
     def pull(self) -> None:
-        """Brings this worker's copies up to date; waits until it may begin its next round."""
+        """Updates this worker's copy of the parameters; waits until the worker may begin its next round."""
         for server in self._servers:
             for shards in server.buckets:
                 server.request(Kind.PULL, shards)
@@ -98,20 +101,19 @@ class Client:
         """Sends gradients to all servers, and waits until they are applied.
 
         Args:
-            gradients: by server and shard; None where the loss does not depend on the parameter.
-            lease: of the data that they were made from.
-            weight: in the mean of the round; 0 where there was no data.
-            share: of the round that they stand for.
-            finite: whether all of them are, for whoever has looked; None to look. Those that are not are refused.
-            pull: bring the parameters up to date in the same round trip.
-            steps: whose gradients these are the sum of.
-            versions: by server and shard, of the parameters that they were made with; None for those pulled last.
-            patience_s: how long to wait for other workers before the round is to end without them. Only where shards
-                are pushed `together`, and on one server or `in_turn`: others might end it with other workers'
-                gradients.
+            gradients: by server and shard; None if the loss does not depend on the parameter.
+            lease: of the data.
+            weight: in the mean of the round; 0 if there was no data.
+            share: of the round that the gradients stand for.
+            finite: whether all are finite, if the caller has checked; None to check here. Others are refused.
+            pull: pull the parameters in the same round trip.
+            steps: how many gradients these are the sum of.
+            versions: by server and shard, of the parameters that they were computed with; None for those pulled last.
+            patience_s: how long to wait for other workers before the round ends without them; with `together`, and one
+                server or `in_turn`.
 
         Returns:
-            None if they count, else why not.
+            None if the gradients count, otherwise why not.
         """
         kind = Kind.PUSH_PULL if pull else Kind.PUSH
         if finite is None:
@@ -123,7 +125,7 @@ class Client:
             for number, server in enumerate(self._servers):
                 if index < len(server.buckets):
                     own = None if versions is None else versions[number]
-                    # All workers push in the same order, so none waits for one that waits for it.
+                    # All workers push in the same order, so that no two wait for each other.
                     server.make_room(pull)
                     server.push(kind, server.buckets[index], gradients[number], head, own)
         reason: Reason | None = None
@@ -137,12 +139,12 @@ class Client:
     def _push_in_turn(
         self, gradients: Sequence[Sequence[Tensor | None]], head: Message, pull: bool, patience_s: float
     ) -> Reason | None:
-        """Pushes to the first server, and where that counts, to all others."""
+        """Pushes to the first server, and if the push counts there, to all others."""
         first, *others = self._servers
         first.push(head.kind, first.buckets[0], gradients[0], head)
         reason = first.finish(pull, monotonic() + patience_s)
         last = decode(bytes(first.ask(Message(Kind.ROUND_MEMBERS)))).numbers
-        # Whoever was of an earlier round does it again: the others know of no round but the last.
+        # A push of an earlier round is repeated: the other servers know only the last round.
         counts = bool(last) and self._worker in RoundMembers.of(last).workers and reason != Reason.LATE
         reason = reason if counts else Reason.LATE
         for server, own in zip(others, gradients[1:], strict=True):
@@ -159,48 +161,47 @@ class Client:
 
     @property
     def versions(self) -> list[list[int]]:
-        """Of the parameters that were pulled last, by server and shard."""
+        """The versions of the parameters pulled last, by server and shard."""
         return [server.versions for server in self._servers]
 
     @property
     def is_behind(self) -> bool:
-        """Whether the first server has newer parameters in all shards, as far as that is to be seen without asking.
+        """Whether the first server is known to have newer parameters in all shards.
 
-        Then no shard of it takes what this worker pushes.
+        Then it would refuse a push.
         """
         first = self._servers[0]
         current_version = first.session.transport.current_version
         return all((current_version(shard) or 0) > version for shard, version in enumerate(first.versions))
 
     def forget(self) -> None:
-        """Lets the next pull bring all parameters: this worker's copies are no more what was pulled last."""
+        """Makes the next pull fetch all parameters, because the local copy was changed."""
         for server in self._servers:
             server.forget()
 
     def ask(self, server: int, message: Message, blob: bytes = b"") -> bytes:
-        """Asks one server for something that is no push or pull, and returns what came with its answer."""
+        """Sends one server a message other than push or pull, and returns the blob of its answer."""
         return bytes(self._servers[server].ask(message, blob))
 
     def tell(self, message: Message) -> None:
-        """Tells the first server, which gives out the data, something, and does not wait for its answer."""
+        """Sends the first server, which leases the data, a message without waiting for the answer."""
         self._servers[0].tell(message)
 
     def lease(self, rests: bool = False) -> Message:
-        """Waits for the first server's next word about data: a grant or a fence.
+        """Waits for the first server's next grant or sync point.
 
-        Args:
-            rests: let no other worker wait for this one meanwhile.
+        `rests` lets no other worker wait for this one meanwhile.
         """
         self.rested = False
         message = self._servers[0].lease(self._rest if rests else None)
         for server in self._servers if self.rested else ():
-            # Others may go on when this worker has met them, and then it counts again.
+            # Other workers wait for this one again from now on.
             server.ask(Message(Kind.REST))
         return message
 
     def _rest(self) -> None:
         first, *others = self._servers
-        # While it asks, its data may come: then the others wait for it.
+        # The data may have arrived while it asks: then the other servers keep waiting for this worker.
         if self.rested or first.ask(Message(Kind.REST, flag=True)):
             return
         for server in others:
@@ -237,7 +238,7 @@ class _Server:
         head: Message,
         versions: Sequence[int] | None = None,
     ) -> None:
-        """Puts the gradients of some shards where the server reads them, and says so."""
+        """Writes the gradients of some shards to their push slots, and announces them."""
         known = self._versions if versions is None else versions
         sends, present, numbers = bool(head.weight and head.flag), [], []
         for shard in shards:
@@ -255,7 +256,7 @@ class _Server:
         return self._versions[:]
 
     def forget(self) -> None:
-        """Takes the copies for unknown."""
+        """Marks the copies as unknown."""
         self._versions = [-1] * len(self.layout)
 
     def request(self, kind: Kind, shards: range) -> None:
@@ -265,11 +266,9 @@ class _Server:
         self._pending += 1
 
     def finish(self, pulls: bool = True, until: float = math.inf) -> Reason | None:
-        """Waits for all answers, and fetches what they are about if that was asked for; returns a refusal's reason.
+        """Waits for all answers, and fetches the parameters if they were asked for; returns the reason of a refusal.
 
-        Args:
-            pulls: whether it was.
-            until: when to let no other worker be waited for any more.
+        After `until`, the server is asked to end the round without the workers that are still missing.
         """
         self.apart = 0.0
         while self._pending:
@@ -278,13 +277,13 @@ class _Server:
         return reason
 
     def make_room(self, pulls: bool) -> None:
-        """Waits until another push may be on its way."""
+        """Waits until another push may be sent."""
         window = self.session.transport.window
         while window is not None and self._pending >= window:
             self._await_answer(pulls)
 
     def _await_answer(self, pulls: bool, until: float = math.inf) -> None:
-        # As long as other workers need, or are given.
+        # Without a deadline, because the answer depends on other workers.
         message, _ = self._next(until=until)
         if message.kind != Kind.ANSWER:
             raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
@@ -296,7 +295,7 @@ class _Server:
             self._fetch(message)
 
     def ask(self, message: Message, blob: bytes = b"") -> memoryview:
-        """Sends a message that is about no shards' content, and waits for its answer; returns the blob."""
+        """Sends a message other than push or pull, waits for its answer, and returns the blob."""
         self.tell(message, blob)
         answer, returned = self._next(self._told, monotonic() + self._timeout_s)
         if answer.kind != Kind.DONE:
@@ -304,19 +303,19 @@ class _Server:
         return returned
 
     def tell(self, message: Message, blob: bytes = b"") -> None:
-        """Sends a message that is about no shards' content."""
+        """Sends a message other than push or pull."""
         if message.kind == Kind.ASK:
             self.session.ask(message)
             return
         if self.session.waits_for(self._told):
-            # The server knows again the last of them that it has done, no earlier one.
+            # The server recognizes only the last repeated message.
             self._next(self._told, monotonic() + self._timeout_s)
         self._told = self.session.ask(message, (), blob)
 
     def lease(self, rest: Callable[[], None] | None = None) -> Message:
-        """Waits for a word about data; `rest` is told when that takes long."""
+        """Waits for a grant or a sync point; calls `rest` when that takes long."""
         while not self._leases:
-            # Others may compute for as long as they like; that they live is seen elsewhere.
+            # Without a deadline, because others may compute for any time; the launcher checks that they live.
             received = self.session.receive()
             if received is None and rest:
                 rest()
@@ -325,7 +324,7 @@ class _Server:
         return self._leases.popleft()
 
     def _takes(self, message: Message, awaited: int = 0) -> bool:
-        """Whether an answer is none of those that are waited for here."""
+        """Takes an answer that this call does not wait for; returns whether it was one."""
         if message.kind in (Kind.GRANT, Kind.SYNC_POINT):
             self._leases.append(message)
             return True
@@ -366,16 +365,16 @@ class _Server:
 
 
 def _nothing() -> None:
-    """Nobody waits for what has been pulled."""
+    """The default of `Client.pulled`."""
 
 
 def _graver(one: Reason | None, other: Reason | None) -> Reason | None:
-    """Returns what two refusals come to: a gradient that is late anywhere comes again everywhere."""
+    """Returns the reason that stands for two: a gradient that is late in one shard is computed again for all."""
     return Reason.LATE if Reason.LATE in (one, other) else one or other
 
 
 def _buckets(layout: ShardLayout) -> list[range]:
-    """Returns the shards in pieces of about a megabyte."""
+    """Returns the shards in ranges of about a megabyte."""
     buckets, start, nbytes = [], 0, 0
     for shard, length in enumerate(layout.slots.lengths):
         nbytes += length

@@ -1,4 +1,10 @@
-"""A worker's gradients on their way to the servers."""
+"""A worker's gradients on their way to the servers, and the ranks of one replica that check them together.
+
+    rank 0   ─ compute ─┐        ┌─ push to its servers ─┐          ┌─ ask for a lease ─► all ranks compute it
+    rank 1   ─ compute ─┴ judge ─┴─ push to its servers ─┴ all have ┘
+
+A worker that holds the whole model is a replica of one rank.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +23,7 @@ from headrace.training.clipping import GradientClipper, LossScale, StepDecision,
 
 
 class GradientBuffer:
-    """What a backward pass brought, as the servers' shards of it.
-
-    Args:
-        forms: by server.
-        model: whose trainable parameters come in this order.
-    """
+    """The gradients of a backward pass, as shards of the servers; one for each trainable parameter of `model`."""
 
     def __init__(self, layouts: Sequence[ShardLayout], model: ModelSpec) -> None:
         self._layouts = layouts
@@ -39,44 +40,44 @@ class GradientBuffer:
         self._gradients = [None] * len(self._index)
 
     def add(self, others: GradientBuffer, factor: float = 1.0) -> None:
-        """Adds others times a factor, into memory of its own: autograd may give one tensor to two parameters."""
+        """Adds other gradients times a factor.
+
+        Into new memory, because autograd may share a tensor between parameters.
+        """
         self._gradients = [
             own if other is None else _times(other, factor) if own is None else torch.add(own, other, alpha=factor)
             for own, other in zip(self._gradients, others._gradients, strict=True)
         ]
 
     def multiply(self, factor: float) -> None:
-        """Multiplies all, into memory of its own."""
+        """Multiplies all, into new memory."""
         self._gradients = [None if own is None else own * factor for own in self._gradients]
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """One a trainable parameter; None where the loss does not depend on it."""
+        """One for each trainable parameter; None if the loss does not depend on it."""
         return tuple(self._gradients)
 
     @property
     def present(self) -> list[Tensor]:
-        """The gradients that there are."""
+        """The gradients that exist."""
         return [gradient for gradient in self._gradients if gradient is not None]
 
     def clip(
         self, value: float | None, norm: float | None, total: Callable[[Sequence[float]], list[float]] | None = None
     ) -> None:
-        """Clips elements, then the norm of all, as torch does, bit for bit; None leaves them.
+        """Clips elements to `value`, then the norm of all to `norm`, like torch, bit for bit; None does not clip.
 
-        Args:
-            value: the largest that an element may be.
-            norm: the largest that the norm may be.
-            total: where a gradient is held by several ranks, sums numbers over them, who all call this.
+        `total` sums numbers over the ranks of a replica, all of which call this.
         """
         clipped = self.present
         if (not clipped and total is None) or (value is None and norm is None):
             return
-        # Into other memory: autograd may give one tensor as the gradient of two parameters.
+        # Into new memory: autograd may share a tensor between parameters.
         if value is not None:
             clipped = list(torch._foreach_clamp_max(torch._foreach_clamp_min(clipped, -value), value))
         if norm is not None and total is not None:
-            # What several hold is measured by whoever pushes it.
+            # A gradient that several ranks hold is measured by the rank that pushes it.
             there = [index for index, gradient in enumerate(self._gradients) if gradient is not None]
             own = [gradient for index, gradient in zip(there, clipped, strict=True) if index in self._pushed]
             (squared,) = total([squared_norm(own)])
@@ -89,7 +90,7 @@ class GradientBuffer:
         self._gradients = [None if gradient is None else next(left) for gradient in self._gradients]
 
     def by_shard(self) -> list[list[Tensor | None]]:
-        """Returns the gradients by server and shard; None where the loss does not depend on the parameter."""
+        """Returns the gradients by server and shard; None if the loss does not depend on the parameter."""
         flat = [None if gradient is None else gradient.reshape(-1) for gradient in self._gradients]
         return [[_slice(flat[self._index[spec.parameter]], spec) for spec in layout.pieces] for layout in self._layouts]
 
@@ -99,36 +100,31 @@ def _slice(flat: Tensor | None, spec: ShardSpec) -> Tensor | None:
 
 
 class GradientAccumulator:
-    """The sum of several steps' gradients, each with its share of a round.
+    """The sum of the gradients of several steps, each with its share of a round.
 
-    Where the shares are not alike (the last batch of an epoch is short), a gradient counts by its own: the sum times
-    the mean share is the sum of all gradients times their shares.
-
-    Args:
-        forms: by server.
-        model: as of `GradientBuffer`.
-        weighed: whether shares count; else the sum is the plain one.
+    If shares differ (the last batch of an epoch is short) and `weighted`, each gradient is weighted with its own, so
+    that the sum times the mean share is the sum of the gradients times their shares.
     """
 
-    def __init__(self, layouts: Sequence[ShardLayout], model: ModelSpec, weighed: bool) -> None:
+    def __init__(self, layouts: Sequence[ShardLayout], model: ModelSpec, weighted: bool) -> None:
         self._new = partial(GradientBuffer, layouts, model)
-        self._weighed = weighed
+        self._weighted = weighted
         self._sum = self._new()
         self._shares: list[float] = []
 
     def add(self, buffer: GradientBuffer, share: float) -> None:
-        """Adds the gradients of one step; those of no examples are none."""
+        """Adds the gradients of one step, unless it had no examples."""
         if share:
             self._shares.append(share)
-            self._sum.add(buffer, share / self._shares[0] if self._weighed else 1.0)
+            self._sum.add(buffer, share / self._shares[0] if self._weighted else 1.0)
 
     def take(self) -> tuple[list[list[Tensor | None]], float, int]:
-        """Returns the sum by server and shard, the mean share, and of how many steps they are; then there are none."""
+        """Returns the sum by server and shard, the mean share, and the number of steps; then starts anew."""
         buffer, shares, self._sum, self._shares = self._sum, self._shares, self._new(), []
         if len(set(shares)) < 2:
             return buffer.by_shard(), shares[0] if shares else 0.0, len(shares)
         mean = sum(shares) / len(shares)
-        if self._weighed:
+        if self._weighted:
             buffer.multiply(shares[0] / mean)
         return buffer.by_shard(), mean, len(shares)
 
@@ -142,15 +138,9 @@ _WORDS = 6
 
 
 class ReplicaGroup:
-    """Args:
-    group: the ranks of the replica.
-    options: the job's.
-    scale: of the loss, None for none.
-    device: where the gradients come from.
+    """The ranks of one replica, which act as one worker of the servers.
 
-    Attributes:
-        group: see there.
-        leads: whether this rank speaks for the replica with whoever gives out data.
+    `leads` says whether this rank asks for the replica's data.
     """
 
     def __init__(self, group: ProcessGroup, options: Options, scale: LossScale | None, device: torch.device) -> None:
@@ -163,16 +153,13 @@ class ReplicaGroup:
 
     @property
     def checks(self) -> bool:
-        """Whether gradients that `judge` lets pass are known to be finite."""
+        """Whether gradients that `judge` accepts are known to be finite."""
         return self._clipper.checks
 
     def judge(self, buffer: GradientBuffer, finite: bool, replica: int) -> StepDecision:
-        """Looks at the replica's gradient, and clips it; all ranks call it.
+        """Checks the replica's gradient, and clips it; all ranks call it.
 
-        Args:
-            held: this rank's part of it.
-            finite: whether its loss is.
-            replica: which one this is; with its ranks come those of the next.
+        `finite` says whether this rank's loss is, `replica` is the replica's number.
         """
         world = self.group.world
         present = buffer.present
@@ -182,9 +169,9 @@ class ReplicaGroup:
         return replace(decision, bad_losses=tuple(replica * world + place for place in decision.bad_losses))
 
     def any(self, flag: bool) -> bool:
-        """Returns whether it is so on any rank, when all have come to say."""
+        """Returns whether `flag` is true on any rank; all ranks call it."""
         return flag if self.group.world == 1 else self.group.sum([float(flag)])[0] > 0
 
     def all(self, flag: bool) -> bool:
-        """Returns whether it is so on every rank, when all have come to say."""
+        """Returns whether `flag` is true on every rank; all ranks call it."""
         return not self.any(not flag)

@@ -1,4 +1,4 @@
-"""What a shard is told, and what it wants done: the words between a `Shard` and whoever drives it."""
+"""Events that a `Shard` handles, and actions that it returns."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import chain
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker becomes a member, comes again in a new incarnation, or in the same one over another link.
+    """A worker becomes a member, or comes back in a new incarnation, or reconnects in the same one.
 
-    In the same one it stays where it was; what it has asked, and has given to a round that is open, comes again.
+    In the same incarnation its clock stays, and it repeats its request and its push of an open round.
     """
 
     worker: int
@@ -21,22 +21,21 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A worker is a member no more."""
+    """A worker is no member any more."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A worker's gradient is there.
+    """A worker's gradient has arrived.
 
     Attributes:
-        worker: who has made it.
-        incarnation: of that worker; a push of an earlier one is refused.
-        lease: of the data that it was made from; one lease is applied once.
-        version: of the parameters that it was made with.
+        incarnation: of the worker; a push of an earlier one is refused.
+        lease: of the data; a lease is applied once.
+        version: of the parameters that it was computed with.
         weight: in the mean of its round; 0 if the worker had no data in it.
-        share: of the round that it stands for, where it is a step of its own.
+        share: of the round that it stands for, if it is a step of its own.
         finite: whether all of it is.
     """
 
@@ -53,11 +52,8 @@ class Push:
 class Pull:
     """A worker asks for parameters to begin its next round with.
 
-    Attributes:
-        worker: who.
-        incarnation: of that worker.
-        least: the version that they shall have reached. Where all shards are to take the same gradients into a round,
-            another machine says first which, and so they may be behind it.
+    `least` is the version that they must have. If all shards take the same gradients into a round, another shard
+    decides which, and this one may be behind it.
     """
 
     worker: int
@@ -67,11 +63,10 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """All leases so far are committed: none of them comes again.
+    """All leases so far are committed, so that none is given out again.
 
-    Attributes:
-        version: that this shard counts on from, if it is not further. Where shards take the same gradients into a
-            round, all must give it the same number, whatever has renewed some of them.
+    `version` is where this shard's versions continue, if it is not further: shards that take the same gradients into a
+    round must give it the same number, even if some of them were renewed.
     """
 
     version: int = 0
@@ -79,14 +74,14 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """The parameters have been replaced by others, a checkpoint's or their averages."""
+    """The parameters have been replaced, by a checkpoint or by their averages."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeasesAhead:
-    """So many leases come, from the last `Settle` to the next fence: the last round may be short.
+    """The number of leases from the last `Settle` to the next sync point: the last round may have fewer pushes.
 
-    Without this, rounds never are.
+    Without this event, every round is full.
     """
 
     leases: int
@@ -94,18 +89,16 @@ class LeasesAhead:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """A worker has waited long enough: the round ends with those who have contributed, if it is still the open one."""
+    """A worker has waited long enough: the round ends with those that have contributed, if it is still open."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoundMembers:
-    """Another server has ended a round: here, too, it is of the same workers, as far as they are members still.
+    """Another server has ended a round: here, too, it has the pushes of the same workers that are still members.
 
-    Attributes:
-        round: its number there.
-        workers: whose pushes it is of, and of which incarnation.
+    `round` is its number there, `workers` are workers and their incarnations.
     """
 
     round: int
@@ -113,14 +106,12 @@ class RoundMembers:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The same in a row; `of` reads it."""
+        """The fields in one tuple, which `of` reads."""
         return (self.round, *chain.from_iterable(self.workers))
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> RoundMembers:
-        """Raises:
-        ValueError: these are no such numbers.
-        """
+        """Returns what `numbers` has given; raises ValueError if it is something else."""
         round_, *workers = numbers
         return cls(round_, tuple(zip(workers[::2], workers[1::2], strict=True)))
 
@@ -132,13 +123,13 @@ class Reason(Enum):
     """Why a push is refused."""
 
     STRANGER = 1
-    """From nobody that is a member, or from an earlier incarnation."""
+    """The sender is not a member, or an earlier incarnation."""
     LATE = 2
-    """The round that it was made for is over; its data comes again."""
+    """Its round is over; its data is leased again."""
     NOT_FINITE = 3
     """It holds NaN or infinity; its round goes on without it."""
     DUPLICATE = 4
-    """Its lease is done here already: applied, or refused as not finite."""
+    """Its lease is done here: applied, or refused as not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +141,10 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class ApplyStep:
-    """Apply the optimizer.
+    """Apply the optimizer to the mean of the gradients of `workers`, in order.
 
-    Attributes:
-        workers: the mean of whose gradients is applied, in the order of their numbers.
-        share: of a round that it stands for.
-        staleness: updates between the parameters that it was made with and those it is applied to.
+    `staleness` is the number of updates between the parameters that the gradient was computed with and the present
+    ones.
     """
 
     workers: tuple[int, ...]
@@ -182,7 +171,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Give a worker the parameters of this version."""
+    """Send a worker the parameters of this version."""
 
     worker: int
     version: int

@@ -1,15 +1,15 @@
-"""Who computes which portion of the data: a state machine without clocks and sockets.
+"""Who computes which part of the data: a state machine without clocks and sockets.
 
-A round is cut into as many portions as make up a global batch; a lease is one of them, given to one worker. One lease
-is one push. It is committed when every shard has that push, and only then is the portion done; what was refused or
-lost is given out again.
+A round is divided into as many leases as make up a global batch; each is given to one worker. One lease is one push. It
+is committed when every shard has that push, and only then is it done; a lease whose push was refused or whose worker
+was lost is given out again.
 
-    portions   | 0,0  0,1 | 1,0  1,1 | 2,0  2,1 ║        ║ the fence: nobody gets a portion behind it
-    worker 0     ═══        ═══        ═══      ║        before all that lie in front are committed
+    leases     | 0,0  0,1 | 1,0  1,1 | 2,0  2,1 ║        ║ the sync point: no lease behind it is given out
+    worker 0     ═══        ═══        ═══      ║        before all in front of it are committed
     worker 1          ═════════════       ══════║
 
-At a fence the workers meet: to evaluate, to save, to end. All are told at once who meets: those who are present then.
-Who comes later waits for the fence to be left.
+At a sync point the workers meet: to evaluate, to save, to end. All are told at once which workers meet: those present
+then. A worker that joins later waits until the sync point is left.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from dataclasses import dataclass, replace
 _MOST = 1 << 24
 
 
-def spans_of(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Returns where runs of numbers begin, and before which number each ends."""
-    spans: list[list[int]] = []
+def intervals_of(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Returns the intervals [first, stop) of a set of numbers."""
+    intervals: list[list[int]] = []
     for number in sorted(numbers):
-        if spans and spans[-1][1] == number:
-            spans[-1][1] += 1
+        if intervals and intervals[-1][1] == number:
+            intervals[-1][1] += 1
         else:
-            spans.append([number, number + 1])
-    return tuple((first, stop) for first, stop in spans)
+            intervals.append([number, number + 1])
+    return tuple((first, stop) for first, stop in intervals)
 
 
 def numbers_in(spans: Sequence[Sequence[int]]) -> set[int]:
-    """Returns the numbers in some spans.
+    """Returns the numbers in some intervals.
 
     Raises:
-        ValueError: these are none, or there are too many.
+        ValueError: these are not intervals, or have too many numbers.
     """
     pairs = [(first, stop) for first, stop in spans]
     count = sum(stop - first for first, stop in pairs)
@@ -47,14 +47,14 @@ def numbers_in(spans: Sequence[Sequence[int]]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A worker wants a portion; it has none."""
+    """A worker without a lease asks for one."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every shard has the push of a lease; only who holds the lease can say so (-1 for whoever it is)."""
+    """Every shard has the push of a lease; only its holder can commit it (-1 for any worker)."""
 
     lease: int
     worker: int = -1
@@ -62,7 +62,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The push of a lease was refused; its portion is free again, if it is who holds it that says so."""
+    """The push of a lease was refused; the lease is free again, if its holder says so."""
 
     lease: int
     worker: int = -1
@@ -70,24 +70,24 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker is gone; what it held and no shard has is free again."""
+    """A worker is lost; its lease is free again, unless every shard has its push."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """The next fence shall come as soon as the rounds that have been begun are done."""
+    """The next sync point comes as soon as the rounds that have begun are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The workers have met; on, to the next fence.
+    """The workers have met; continue to the next sync point.
 
     Attributes:
-        done: rounds in front of the fence where they have met; it has been left if it is another one.
-        until: rounds that lie in front of the next.
-        alone: so many of those between that worker 0 does alone.
+        done: rounds in front of the sync point where they have met; ignored if it is another one.
+        until: rounds in front of the next.
+        alone: rounds between them that worker 0 computes alone.
     """
 
     done: int
@@ -100,14 +100,7 @@ Event = Ask | Commit | Return | WorkerLost | Halt | Advance
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A worker computes a portion.
-
-    Attributes:
-        worker: who.
-        lease: its number in the run, `round * portions + part`.
-        round: which global batch.
-        part: which portion of it.
-    """
+    """A worker gets a lease: part `part` of round `round`, with the number `round * leases a round + part`."""
 
     worker: int
     lease: int
@@ -119,11 +112,8 @@ class Grant:
 class MeetAtSyncPoint:
     """A worker meets the others.
 
-    Attributes:
-        worker: who.
-        round: rounds that are done.
-        meeting: how many meetings there were in the run, this one counted.
-        members: all who meet, whoever has been there longest first.
+    `round` rounds are done, `meeting` counts the sync points of the run, and `members` are all who meet, the one that
+    joined first in front.
     """
 
     worker: int
@@ -137,21 +127,21 @@ Answer = Grant | MeetAtSyncPoint
 
 @dataclass(frozen=True, slots=True)
 class LeaseTableState:
-    """All that is known of a run's leases, as JSON takes it.
+    """The state of a `LeaseTable` as JSON values.
 
     Attributes:
-        portions: of a round.
-        until: rounds in front of the next fence.
-        begin: the first lease behind the last fence.
+        portions: leases of a round.
+        until: rounds in front of the next sync point.
+        begin: the first lease behind the last sync point.
         together: the first lease that is not worker 0's alone.
-        next: the next lease to give out: of all, or of each fixed portion.
-        free: leases that were given out and are free again, from each to before another.
-        held: lease and worker of each that is given out.
-        lost, met: workers that are gone, and that were told of the fence.
-        present: workers that are waited for, in the order in which they came; None for those that a run begins with.
+        next: the next lease to give out: of all, or of each fixed part.
+        free: leases that were given out and are free again, as intervals.
+        held: lease and worker.
+        lost, met: workers that are lost, and that were told of the sync point.
+        present: workers that are waited for, in the order in which they joined; None for those of the run's start.
         meetings: so far.
-        asking: workers, in the order in which they came.
-        loose: whether any portion goes to any worker, because some are lost, or have none of their own.
+        asking: workers, in order.
+        loose: whether any lease goes to any worker, because some are lost, or have none of their own.
     """
 
     portions: int
@@ -169,38 +159,37 @@ class LeaseTableState:
     loose: bool
 
     def committed(self) -> set[int]:
-        """Returns the leases behind the last fence that every shard has."""
+        """Returns the committed leases behind the last sync point."""
         stride = len(self.next)
         given = {lease for stream, stop in enumerate(self.next) for lease in range(self.begin + stream, stop, stride)}
         return given - numbers_in(self.free) - {lease for lease, _ in self.held}
 
     def clocks(self) -> tuple[int, ...]:
-        """Returns how many rounds behind the last fence each worker has done, where each has portions of its own."""
+        """Returns how many rounds behind the last sync point each worker has done, if leases are fixed."""
         streams = Counter(lease % self.portions for lease in self.committed())
         return tuple(streams[worker] for worker in range(len(self.next) if len(self.next) > 1 else 0))
 
     def detached(self) -> LeaseTableState:
-        """Returns it without its workers: what they hold is free."""
+        """Returns the state without workers, with their leases free."""
         free = numbers_in(self.free) | {lease for lease, _ in self.held}
-        return replace(self, free=spans_of(free), held=(), lost=(), met=(), asking=(), present=None, loose=False)
+        return replace(self, free=intervals_of(free), held=(), lost=(), met=(), asking=(), present=None, loose=False)
 
 
 class LeaseTable:
-    """The portions of a run.
+    """Gives out the leases of a run.
 
     Args:
-        portions: of a round.
-        until: rounds in front of the first fence.
+        portions: leases of a round.
+        until: rounds in front of the first sync point.
         first: the round to begin with.
-        fixed: whether worker `w` of as many as there are portions gets portion `w` of every round, so that all do the
-            same number of rounds; else whoever asks gets the next. Where a worker is lost, others get its portions, and
-            up to the fence whoever has done its own gets any: nobody is left with rounds that need more than one. Where
-            a worker has come that has none of its own, too.
-        alone: rounds from the first on that worker 0 does alone.
-        workers: who is present from the begin, and waited for until it asks or is lost; others are from when they ask.
+        fixed: whether worker `w` gets part `w` of every round, so that all compute the same number of rounds; otherwise
+            a worker that asks gets the next lease. When a worker is lost, or has joined without a part of its own, the
+            others get its leases, and until the sync point any worker that has done its own gets any.
+        alone: rounds from the first on that worker 0 computes alone.
+        workers: present from the start, and waited for until they ask or are lost.
 
     Attributes:
-        until: rounds in front of the next fence.
+        until: rounds in front of the next sync point.
     """
 
     def __init__(
@@ -251,7 +240,7 @@ class LeaseTable:
         elif isinstance(event, Halt):
             self.until = min(self.until, -(-self._begun() // self._portions))
         elif event.done == self.until:
-            # All who have met say so, and the first one counts.
+            # Every worker that has met says so; the first one counts.
             self._first = self.until * self._portions
             self._together = self._first + event.alone * self._portions
             self.until = event.until
@@ -260,14 +249,14 @@ class LeaseTable:
         return self._answer()
 
     def state(self) -> LeaseTableState:
-        """Returns all that it knows."""
+        """Returns the state."""
         return LeaseTableState(
             portions=self._portions,
             until=self.until,
             begin=self._first,
             together=self._together,
             next=tuple(self._next),
-            free=spans_of(self._free),
+            free=intervals_of(self._free),
             held=tuple(self._held.items()),
             lost=tuple(sorted(self._lost)),
             met=tuple(sorted(self._met)),
@@ -278,10 +267,10 @@ class LeaseTable:
         )
 
     def load(self, state: LeaseTableState) -> None:
-        """Becomes what another one was.
+        """Takes over a saved state.
 
         Raises:
-            ValueError: that had other portions.
+            ValueError: it is of another number of leases a round.
         """
         if (state.portions, len(state.next)) != (self._portions, self._stride):
             raise ValueError(
@@ -297,7 +286,7 @@ class LeaseTable:
         self._loose = state.loose
 
     def _begun(self) -> int:
-        """Returns one more than the last portion that was given out."""
+        """Returns one more than the last lease that was given out."""
         return max(self._next) - self._stride + 1
 
     def _release(self, leases: list[int]) -> None:
@@ -308,7 +297,7 @@ class LeaseTable:
     def _answer(self) -> list[Answer]:
         answers: list[Answer] = []
         for worker in self._asking[:]:
-            # Whatever is left while they meet lies behind the fence.
+            # Leases that are free while workers meet are behind the sync point.
             lease = None if self._met else self._take(worker)
             if lease is not None:
                 self._held[lease] = worker
@@ -317,7 +306,7 @@ class LeaseTable:
         return answers + self._meet()
 
     def _meet(self) -> list[Answer]:
-        """Brings all together when there is nothing left in front of the fence; whoever comes later waits outside."""
+        """Lets all present workers meet when no lease is left in front of the sync point."""
         if self._met or not self._present or self._held or self._left() or len(self._asking) < len(self._present):
             return []
         members = tuple(self._present)
@@ -342,5 +331,5 @@ class LeaseTable:
         return bool(self._free) or any(lease < self._stop() for lease in self._next)
 
     def _stop(self) -> int:
-        """Returns the first lease behind the fence."""
+        """Returns the first lease behind the sync point."""
         return self.until * self._portions

@@ -1,12 +1,12 @@
-"""What a shard does next: a state machine without tensors, sockets or clocks.
+"""A shard's decisions: a state machine without tensors, sockets or clocks.
 
-    Push ──► Step, Ack                                  each push a step
-             Accumulate; with the round's last Step, Ack   a round a step
-             Refuse                                     late, not finite, applied before, or from nobody
+    Push ──► ApplyStep, Ack                               each push is a step
+             Accumulate; with the round's last Step, Ack  a round is a step
+             Refuse                                       late, not finite, applied before, or from no member
     Pull ──► Reply, now or when others have pushed
 
-Whoever drives it owns the parameters and the optimizer and carries the actions out in their order: a server, virtual
-time, a test.
+Its driver owns the parameters and the optimizer, and carries out the actions in order: a server, or a test in virtual
+time.
 """
 
 from __future__ import annotations
@@ -32,21 +32,16 @@ from headrace.parameter_server.core.events import (
     RoundMembers,
     Settle,
 )
-from headrace.parameter_server.core.leases import numbers_in, spans_of
+from headrace.parameter_server.core.leases import intervals_of, numbers_in
 from headrace.policies.staleness import Admission, Combination, DecidedElsewhere
 
 _EXACTLY = 1e-9
-"""Shares of a round add up to 1 but for rounding."""
+"""Tolerance of the sum of a round's shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What a member was told of its last push.
-
-    Attributes:
-        push: which.
-        refused: the `Reason`; 0 if it is applied.
-    """
+    """What a member was told of its last push; `refused` is the `Reason`, or 0 if it is applied."""
 
     push: Push
     refused: int
@@ -54,19 +49,18 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """All that a shard knows, as JSON takes it.
+    """The state of a shard as JSON values.
 
     Attributes:
-        version, ahead: the shard's.
         members: worker, incarnation and clock of each.
-        done: the leases that are done since the last `Settle`, from each to before another.
-        contributed: to the round that is open.
-        waiting: in the order in which they came.
-        told: to each member, of its last push.
-        overdue: members that nobody waits for before they push again.
-        last: round that is over.
+        done: the leases done since the last `Settle`, as intervals.
+        contributed: pushes of the open round.
+        waiting: in the order in which they arrived.
+        told: each member's last push and its result.
+        overdue: members that are not waited for before they push again.
+        last: the last ended round.
         among: the last round that another server has told of.
-        awaited: of that round, those who have not been lost; None when it is over.
+        awaited: members whose push of that round is missing here; None when it has ended.
     """
 
     version: int
@@ -83,17 +77,17 @@ class ShardState:
 
 
 class Shard:
-    """One piece of the parameters, as far as it decides anything.
+    """One piece of the parameters, without its content.
 
     Args:
-        workers: the members at the begin. Learnt from joins alone, the first round would close too early.
-        admission: who may begin its next round.
+        workers: the members at the start. Learnt from joins alone, the first round would end too early.
+        admission: which workers may begin their next round.
         combination: which pushes make a step.
 
     Attributes:
-        version: rounds that are closed where a round is a step, steps otherwise.
+        version: ended rounds if a round is a step, steps otherwise.
         clocks: rounds that each member has finished.
-        last: the last round that is over, as another server is told of it; None before the first.
+        last: the last ended round, as another server is told of it; None before the first.
     """
 
     def __init__(self, workers: range, admission: Admission, combination: Combination) -> None:
@@ -113,7 +107,7 @@ class Shard:
         self._awaited: set[int] | None = None
 
     def handle(self, event: Event) -> list[Action]:
-        """Returns what is to be done, in this order."""
+        """Returns the actions to carry out, in order."""
         if isinstance(event, Push):
             return self._push(event)
         if isinstance(event, Pull):
@@ -140,12 +134,12 @@ class Shard:
         return self._change(event)
 
     def state(self) -> ShardState:
-        """Returns all that it knows."""
+        """Returns the state."""
         return ShardState(
             version=self.version,
             ahead=self._ahead,
             members=tuple((worker, self._incarnations[worker], clock) for worker, clock in self.clocks.items()),
-            done=spans_of(self._done),
+            done=intervals_of(self._done),
             contributed=tuple(self._contributed.values()),
             waiting=tuple(self._waiting.values()),
             told=tuple(
@@ -159,10 +153,10 @@ class Shard:
         )
 
     def load(self, state: ShardState) -> None:
-        """Becomes what another shard with the same policies was.
+        """Takes over the state of a shard with the same policies.
 
         Raises:
-            ValueError: no shard ever was so.
+            ValueError: the state is not consistent.
         """
         clocks = {worker: clock for worker, _, clock in state.members}
         asking = {push.worker for push in state.contributed} | {pull.worker for pull in state.waiting}
@@ -185,7 +179,7 @@ class Shard:
         self._overdue.discard(worker)
         last = self._last.get(worker)
         if last is not None and last[0].lease == push.lease and last[0] == push:
-            # Its answer was lost on the way. It is not another round, and what was true stays so.
+            # Its answer was lost. It is not another round, and the result stays the same.
             return [last[1]]
         if self._combination.needed(len(self.clocks)):
             return self._contribute(push)
@@ -208,10 +202,10 @@ class Shard:
         return [*kept, *self._close(), *self._release()]
 
     def _finish(self, push: Push) -> Ack | Refuse:
-        """Says what becomes of a push at the end of its round.
+        """Returns the result of a push at the end of its round.
 
-        A duplicate is a round of its worker, too, which has made it because another was lost between shards. Were it
-        none, two workers could each be the one that is waited for on a shard, while they wait on the other one.
+        A duplicate counts as a round of its worker, too, which has computed it because another push was lost between
+        shards. If it did not, two workers could wait for each other, each on another shard.
         """
         result: Ack | Refuse = Ack(push.worker, push.lease)
         if push.lease in self._done:
@@ -223,7 +217,7 @@ class Shard:
         return result
 
     def _close(self, early: bool = False) -> list[Action]:
-        """Ends the round if enough have contributed; `early` for whoever has."""
+        """Ends the round if enough workers have contributed; with `early`, if any has."""
         if self._awaited is not None:
             return self._end() if self._awaited <= self._contributed.keys() else []
         needed = self._combination.needed(len(self.clocks) - len(self._overdue))
@@ -232,7 +226,7 @@ class Shard:
         if not self._contributed or (len(self._contributed) < needed and not early):
             return []
         if early:
-            # Who has kept the others waiting once does not do so again before it has come.
+            # A member that has delayed the others once is not waited for again before it has pushed.
             self._overdue = self.clocks.keys() - self._contributed.keys()
         return self._end()
 
@@ -247,7 +241,7 @@ class Shard:
         ]
         self._contributed.clear()
         self.version += 1
-        # Where some are lost, a round is of other data than one global batch, and moves the parameters as far.
+        # After a loss, a round may have other data than one global batch; the step is scaled by the shares that it has.
         fresh = (
             p.share for p, a in zip(pushes, answers, strict=True) if getattr(a, "reason", None) != Reason.DUPLICATE
         )
@@ -263,14 +257,14 @@ class Shard:
         return self._without(pull.worker) + self._release()
 
     def _without(self, worker: int) -> list[Action]:
-        """Lets a round that is over elsewhere not wait for who has nothing for it here: it came too late, or again."""
+        """Makes a round that has ended elsewhere not wait for a worker that has no push for it here."""
         if self._awaited is None or worker in self._contributed:
             return []
         self._awaited.discard(worker)
         return self._close() + self._release()
 
     def _release(self) -> list[Action]:
-        # While a round that is over elsewhere goes on here, there is nothing new to be had.
+        # While a round that has ended elsewhere is open here, there is no new version.
         if not self._waiting or self._awaited is not None:
             return []
         slowest = min(self.clocks.values())
@@ -289,7 +283,7 @@ class Shard:
         worker = event.worker
         self._waiting.pop(worker, None)
         self._overdue.discard(worker)
-        # What it has given to the round that is open goes with it; the lease comes again.
+        # Its push of the open round is dropped with it; the lease is given out again.
         if self._contributed.pop(worker, None) is not None:
             self.clocks[worker] -= 1
         incarnation = event.incarnation if isinstance(event, Join) else None
@@ -298,7 +292,7 @@ class Shard:
             if self._awaited is not None:
                 self._awaited.discard(worker)
         if incarnation is not None:
-            # Whoever comes late, or again, is not behind, and holds nobody up.
+            # A member that joins late, or again, starts with the slowest clock, and delays no other.
             self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
             self._incarnations[worker] = incarnation
         return self._close() + self._release()

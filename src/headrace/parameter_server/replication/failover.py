@@ -1,4 +1,4 @@
-"""Which process is the primary of each server, and which its backup, as the launcher says in the control page."""
+"""Which process is the primary of each server, and which its backup; the launcher publishes it in the control page."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from headrace.spec.plan import Plan
 
 
 def process_number(page: ControlPage, rank: int) -> int:
-    """Returns the number of the process that is at a rank now; no other of the run ever has it."""
+    """Returns the number of the process that is at a rank now; no other process of the run ever has it."""
     return page.ranks[rank].restarts * len(page.ranks) + rank
 
 
 def primary_address(page: ControlPage, plan: Plan, server: int) -> str:
-    """Returns where a server can be reached now; "" where it cannot.
-
-    Args:
-        page: the run's.
-        plan: of the run.
-        server: its rank, of which its backup goes on with what was there.
-    """
+    """Returns the present address of a server; "" if it has none. With backups it is that of its primary."""
     if not plan.backups:
         return page.ranks[server].address.read()
     epoch, primary, _ = page.ranks[server].server_view.read()
@@ -33,12 +27,7 @@ def server_of(plan: Plan, rank: int) -> int:
 
 
 class FailoverController:
-    """The launcher's side: it alone decides.
-
-    Args:
-        plan: of the run.
-        page: its signals.
-    """
+    """Decides, in the launcher, which process is the primary of each server."""
 
     def __init__(self, plan: Plan, page: ControlPage) -> None:
         self._plan = plan
@@ -50,18 +39,18 @@ class FailoverController:
         return server_of(self._plan, rank)
 
     def __contains__(self, rank: int) -> bool:
-        """Whether the run goes on if the process at a rank is lost."""
+        """Returns whether the run continues if the process at a rank is lost."""
         return server_of(self._plan, rank) in self._authorities
 
     def up(self, rank: int) -> None:
-        """Is told that a process is started at a rank."""
+        """Handles the start of a process at a rank."""
         self._tell(rank, Up(process_number(self._page, rank)))
 
     def down(self, rank: int, cause: str) -> None:
-        """Is told that the process at a rank is gone; before another one is started there.
+        """Handles the loss of the process at a rank, before another one is started there.
 
         Raises:
-            PeerLost: nobody holds what it held.
+            PeerLost: no process holds its state.
         """
         try:
             self._tell(rank, Down(process_number(self._page, rank)))
@@ -70,7 +59,7 @@ class FailoverController:
             raise PeerLost(rank, self._plan.roles[rank].host, told) from error
 
     def look(self) -> list[int]:
-        """Takes note of backups that have become ready; returns their ranks."""
+        """Records which backups have become ready; returns their ranks."""
         ready = []
         for authority in self._authorities.values():
             view = authority.view

@@ -1,9 +1,9 @@
-"""The log as it goes from a primary to its backup, in messages that they alone exchange.
+"""The log as a primary sends it to its backup, the messages that they exchange, and the backup's end of the connection.
 
 backup   FOLLOW  epoch, process                         "I am your backup"
-primary  FILL    epoch, number, links; a snapshot       all that has been made of the log up to here
-primary  MEMORY  link; a segment                        on one host: where that link pushes
-primary  ENTRY   epoch, number, link, mail; a payload   a piece of the log
+primary  FILL    epoch, number, connections; snapshot   the state after the log up to this number
+primary  MEMORY  connection; a segment                  on one host: where that client pushes
+primary  ENTRY   epoch, number, connection, message     an entry of the log, with a payload
 backup   HELD    epoch, number
 """
 
@@ -23,28 +23,26 @@ from headrace.transport.base import LARGEST_MESSAGE, ClientTransport, ReceivedMe
 _HEAD = len(encode(Message(Kind.ENTRY, numbers=(0, 0))))
 
 LONGEST = LARGEST_MESSAGE - _HEAD
-"""Bytes of a message that can be written down."""
+"""Bytes of the longest message that fits into a log entry."""
 
 
 class LogPayload(IntEnum):
-    """How what was pushed, or another blob, comes with a piece of the log."""
+    """How gradients, or another blob, are sent with a log entry."""
 
     NONE = 0
     BLOB = 1
-    """As it came."""
+    """The blob of the message."""
     CARRIED = 2
-    """What was pushed, slot after slot."""
+    """The pushed gradients, slot after slot."""
     SHARED = 3
-    """What was pushed lies where its link has put it."""
+    """The pushed gradients are in the client's shared memory."""
 
 
 @dataclass
 class LogEntry:
-    """Mail as it is dealt with, here and on the backup.
+    """A message as the primary and the backup handle it, with the log's number of its connection.
 
-    Attributes:
-        mail: with the number that the log has for its link.
-        pushed: by slot, `(bytes,)` uint8.
+    `pushed` is `(bytes,)` uint8 by slot.
     """
 
     mail: ReceivedMessage
@@ -53,18 +51,18 @@ class LogEntry:
 
 @dataclass
 class LogConnections:
-    """The links that the log knows, by numbers of its own.
+    """The connections that the log knows, by numbers of its own.
 
     Attributes:
         next: number of the next new one; none is used twice.
-        ends: of each that is not over, how often its end was told: at once, and again when its worker's grace is over.
+        ends: of each open one, how often its end was reported: at once, and when its worker's grace is over.
     """
 
     next: int = 0
     ends: dict[int, int] = field(default_factory=dict)
 
     def note(self, mail: ReceivedMessage) -> None:
-        """Takes note of a piece of mail."""
+        """Records the connection of a message."""
         self.next = max(self.next, mail.peer + 1)
         ends = self.ends.setdefault(mail.peer, 0) + (not mail.message)
         if ends < 2:
@@ -77,33 +75,29 @@ class LogConnections:
         return (self.next, *(number for pair in self.ends.items() for number in pair))
 
     def take_up(self, numbers: Sequence[int]) -> None:
-        """Becomes what it is in another process.
-
-        Raises:
-            ValueError: they are not what `numbers` returns.
-        """
+        """Takes over the state of another process; raises ValueError if this is not what `numbers` returns."""
         self.next, self.ends = numbers[0], dict(zip(numbers[1::2], numbers[2::2], strict=True))
 
 
 def pushed_by(message: bytes) -> list[int]:
-    """Returns the slots whose content comes with a message; none if it is no message."""
+    """Returns the slots whose content is sent with a message; none if it is not a message."""
     try:
         return decode(message).pushed
     except ValueError:
         return []
 
 
-def encode_entry(epoch: int, number: int, piece: LogEntry, payload: LogPayload) -> bytes:
-    """Returns the message that a piece of the log is, without its payload."""
-    mail = piece.mail
+def encode_entry(epoch: int, number: int, entry: LogEntry, payload: LogPayload) -> bytes:
+    """Returns the message of a log entry, without its payload."""
+    mail = entry.mail
     return encode(Message(Kind.ENTRY, flag=payload, lease=number, numbers=(epoch, mail.peer))) + mail.message
 
 
 def parse_entry(data: bytes) -> tuple[Message, bytes]:
-    """Returns the head of a primary's message, and the mail in it, empty in all but pieces of the log.
+    """Returns the head of a primary's message, and the client's message in it, which only log entries have.
 
     Raises:
-        ValueError: it is none.
+        ValueError: this is no message of a primary.
     """
     entry = len(data) >= _HEAD and data[1] == Kind.ENTRY
     head = decode(data[:_HEAD] if entry else data)
@@ -115,12 +109,7 @@ def parse_entry(data: bytes) -> tuple[Message, bytes]:
 
 
 def pack(lengths: Sequence[int], pushed: Mapping[int, Tensor]) -> bytearray:
-    """Returns what was pushed, slot after slot.
-
-    Args:
-        lengths: of all slots, bytes.
-        pushed: by slot.
-    """
+    """Returns pushed gradients in one buffer, slot after slot; `lengths` are the bytes of all slots."""
     slots = Slots([lengths[slot] for slot in pushed])
     packed = bytearray(slots.nbytes)
     if packed:
@@ -131,15 +120,10 @@ def pack(lengths: Sequence[int], pushed: Mapping[int, Tensor]) -> bytearray:
 
 
 def unpack(lengths: Sequence[int], present: Sequence[int], packed: memoryview) -> dict[int, Tensor]:
-    """Returns what `pack` was given, in place.
-
-    Args:
-        lengths: of all slots, bytes.
-        present: the slots that are in it.
-        packed: its result.
+    """Returns what `pack` was given, as views of `packed`; `present` are the slots in it.
 
     Raises:
-        ValueError: it has another length.
+        ValueError: `packed` has another length.
     """
     slots = Slots([lengths[slot] for slot in present if slot < len(lengths)])
     if len(slots) != len(present) or slots.nbytes != len(packed):
@@ -151,17 +135,13 @@ def unpack(lengths: Sequence[int], present: Sequence[int], packed: memoryview) -
 
 
 _MOST = 64
-"""Pieces of the log that are taken at once; that they are held is said once for all."""
+"""Log entries that are received at once, and acknowledged together."""
 
 
 class BackupLink:
-    """Args:
-    pushes: the places of what links push.
-    links: that the log knows.
-    connect: opens a link to a primary at an address.
+    """A backup's connection to its primary: the source of its log.
 
-    Attributes:
-        restore: makes the server what a snapshot says.
+    `restore` loads a snapshot into the server, `connect` opens a connection to a primary at an address.
     """
 
     def __init__(self, pushes: Slots, links: LogConnections, connect: Callable[[str], ClientTransport]) -> None:
@@ -175,30 +155,30 @@ class BackupLink:
 
     @property
     def follows(self) -> bool:
-        """Whether there is a link."""
+        """Whether there is a connection."""
         return self._transport is not None
 
     def open(self, epoch: int, process: int, address: str) -> None:
-        """Calls the primary.
+        """Connects to the primary.
 
         Raises:
-            ConnectionError: it is not there.
+            ConnectionError: it cannot be reached.
         """
         self.close()
         self._transport = self._connect(address)
         self._transport.send(encode(Message(Kind.FOLLOW, numbers=(epoch, process))))
 
     def receive(self, timeout_s: float, machine: Replication) -> list[LogEntry]:
-        """Returns pieces of the log; nothing that was returned before may still wait.
+        """Returns log entries; all entries that were returned before must be handled.
 
         Raises:
-            ConnectionError: the primary is gone.
-            ValueError: it says what it must not.
+            ConnectionError: the primary has ended.
+            ValueError: the primary sends what it must not.
         """
-        self._say()
-        pieces: list[LogEntry] = []
-        while self._transport is not None and len(pieces) < _MOST:
-            received = self._transport.receive(0.0 if pieces else timeout_s)
+        self._acknowledge()
+        entries: list[LogEntry] = []
+        while self._transport is not None and len(entries) < _MOST:
+            received = self._transport.receive(0.0 if entries else timeout_s)
             if received is None:
                 break
             head, message = parse_entry(received[0])
@@ -215,22 +195,22 @@ class BackupLink:
             ):
                 self.close()
                 break
-            pieces.append(self._piece(ReceivedMessage(peer, message), LogPayload(head.flag), received[1]))
+            entries.append(self._entry(ReceivedMessage(peer, message), LogPayload(head.flag), received[1]))
             self._held = epoch, head.lease
             if head.flag == LogPayload.SHARED:
-                # Its sender may write there again when this is held: it must be dealt with before.
-                return pieces
-        self._say()
-        return pieces
+                # The client may overwrite it when this entry is held, so it must be handled before.
+                return entries
+        self._acknowledge()
+        return entries
 
     def close(self) -> None:
-        """Ends the link, if there is one."""
+        """Ends the connection, if there is one."""
         if self._transport is not None:
             self._transport.close()
         self._transport, self._held = None, None
         self._places.clear()
 
-    def _say(self) -> None:
+    def _acknowledge(self) -> None:
         if self._held is not None and self._transport is not None:
             self._transport.send(encode(Message(Kind.HELD, numbers=self._held)))
         self._held = None
@@ -241,9 +221,9 @@ class BackupLink:
         self._links.take_up(links)
         self.restore(snapshot)
         self._held = epoch, head.lease
-        self._say()
+        self._acknowledge()
 
-    def _piece(self, mail: ReceivedMessage, payload: LogPayload, blob: memoryview) -> LogEntry:
+    def _entry(self, mail: ReceivedMessage, payload: LogPayload, blob: memoryview) -> LogEntry:
         self._links.note(mail)
         if payload == LogPayload.BLOB:
             return LogEntry(ReceivedMessage(mail.peer, mail.message, blob))

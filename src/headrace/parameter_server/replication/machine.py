@@ -1,16 +1,15 @@
-"""Who may deal with mail, and when: a server and its backup as state machines without sockets, clocks and tensors.
+"""Which process handles messages, and when: a server and its backup as state machines without sockets and clocks.
 
-A *primary* writes its mail down, one number a piece: the log. It deals with a piece when its backup *holds* it, so that
-nothing that anybody can see is lost with the primary. The backup deals with the same log in the same order.
+A *primary* numbers its messages: the log. It handles an entry when its backup *holds* it, so that nothing that a worker
+has seen is lost with the primary. The backup handles the same log in the same order.
 
-    worker    mail ──►┐                           ┌──► answer
-    primary        Received ─ Forward(7) ─┐  Held(7) ─ Deal(7)
-    backup                             Entry(7) ─ Deal(7), Hold(7)
+    worker    message ─►┐                           ┌──► answer
+    primary          Received ─ Forward(7) ─┐  Held(7) ─ Deal(7)
+    backup                               Entry(7) ─ Deal(7), Hold(7)
 
-Who is what is said by one `Authority`, in views that are counted: their *epochs*. Whatever is of an older epoch than
-one has heard of is refused. A backup begins empty; it is filled with all that the primary has dealt with, and the log
-from there on. While it is being filled the primary waits for nobody, so there is nothing to promote; that the backup
-has caught up is told by `Ready`.
+One `Authority` assigns the roles, in numbered views: their *epochs*. Anything of an older epoch than a process has
+heard of is refused. A backup begins empty, and is filled with the primary's state and the log from there on. While it
+is being filled the primary does not wait for it, and it cannot be promoted; `Ready` says when it can.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Who is what from now on.
+    """The roles from now on.
 
-    Attributes:
-        epoch: counts views, from 1.
-        primary, backup: processes, each with a number that no other process ever has; backup None where there is none.
+    `epoch` counts views from 1. Primary and backup are numbers of processes, which no other process ever has; backup is
+    None if there is none.
     """
 
     epoch: int
@@ -34,12 +32,12 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A primary has got a piece of mail."""
+    """A primary has received a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A backup has opened its link to the primary, in this epoch."""
+    """A backup has connected to the primary in this epoch."""
 
     epoch: int
     process: int
@@ -55,7 +53,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The backup has got all that the primary had made of the log up to and including `number`."""
+    """The backup has loaded the state after the log up to and including `number`."""
 
     epoch: int
     number: int
@@ -63,7 +61,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class LogEntryReceived:
-    """The backup has got a piece of the log."""
+    """The backup has received a log entry."""
 
     epoch: int
     number: int
@@ -74,35 +72,35 @@ Event = View | Received | Called | Held | Filled | LogEntryReceived
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Write the piece of mail that was received last to the backup, under this number."""
+    """Send the message that was received last to the backup, as this entry."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Deal with this piece of the log."""
+    """Handle this log entry."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Give the backup all that has been made of the log up to and including `number`."""
+    """Send the backup the state after the log up to and including `number`."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The backup holds whatever has been dealt with: from now on it can be promoted."""
+    """The backup holds all that was handled: from now on it can be promoted."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Open a link to the primary and call it; forget what was held before."""
+    """Connect to the primary, and drop what was held before."""
 
     epoch: int
     primary: int
@@ -117,21 +115,21 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Be the primary: receive mail."""
+    """Become the primary: receive messages."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Another one is in this place: deal with nothing any more."""
+    """Another process has this role: handle nothing more."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseOldEpoch:
-    """It comes from an older epoch than this: end the link that it came over."""
+    """The event is of an older epoch: end its connection."""
 
     epoch: int
 
@@ -142,14 +140,11 @@ Action = Forward | Deal | Fill | Ready | Follow | Hold | Lead | Stop | RefuseOld
 class Replication:
     """One process: a primary, a backup, or neither.
 
-    Args:
-        process: its number.
-
     Attributes:
         epoch: of `view`; 0 before the first.
-        last: number of the log's last piece, as far as it is known here.
-        dealt: number of the last piece that is dealt with here, or is about to be.
-        view: the newest that it has heard of.
+        last: number of the newest known log entry.
+        dealt: number of the last entry that is handled here, or is about to be.
+        view: the newest.
     """
 
     def __init__(self, process: int) -> None:
@@ -162,14 +157,14 @@ class Replication:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the primary."""
+        """Whether this process is the primary."""
         return self._stage in (_ALONE, _FILLING, _CATCHING, _GUARDED)
 
     def handle(self, event: Event) -> list[Action]:
-        """Returns what is to be done, in this order.
+        """Returns the actions to carry out, in order.
 
         Raises:
-            ValueError: this cannot be, if everybody keeps to the rules.
+            ValueError: another process has broken the protocol.
         """
         if isinstance(event, View):
             return self._look(event)
@@ -198,11 +193,11 @@ class Replication:
                 return [Follow(view.epoch, view.primary)]
             self._stage = _IDLE
             return [Stop(view.epoch)]
-        # Whoever hears of its first view late was the primary of the first of all: backups have heard of one before.
+        # A process whose first view is not the first of all was its primary: backups have had a view before.
         if not (led or followed or first):
             raise ValueError(f"process {self._process} holds nothing, and is to be the primary of epoch {view.epoch}")
         self._stage = _ALONE
-        # Nobody else has, or ever will have, a say about what was forwarded.
+        # The old backup has no role any more, so what was forwarded to it need not be held.
         actions: list[Action] = [] if led else [Lead(view.epoch)]
         return [*actions, *self._deal(self.last), *self._begin_to_fill()]
 
@@ -224,7 +219,7 @@ class Replication:
         if self._stage not in (_FILLING, _CATCHING, _GUARDED) or held.number > self.last:
             raise ValueError(f"piece {held.number} is held, of a log of {self.last}")
         if self._stage == _FILLING:
-            # What comes from now on waits until it is held; what was dealt with without waiting is still to be.
+            # New entries wait until they are held; entries handled without waiting are still to be held.
             self._stage = _CATCHING
         ready = self._stage == _CATCHING and held.number >= self.dealt
         if ready:
@@ -255,14 +250,14 @@ that is empty, and one that is not."""
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A process is there, and serves as what it is told."""
+    """A process has started, and takes any role."""
 
     process: int
 
 
 @dataclass(frozen=True, slots=True)
 class Down:
-    """A process is dead for sure: it has ended, or was killed and waited for."""
+    """A process has certainly ended: it has exited, or was killed and waited for."""
 
     process: int
 
@@ -271,15 +266,13 @@ News = Up | Down | Ready
 
 
 class PrimaryLost(Exception):
-    """The primary is gone, and nobody holds what it held."""
+    """The primary is lost, and no backup holds its state."""
 
 
 class Authority:
-    """Decides the views of one server. There must be only one, as the launcher is.
+    """Decides the views of one server; the launcher has the only one.
 
-    Attributes:
-        view: the newest; None before a process is there.
-        ready: whether its backup can be promoted.
+    `view` is the newest, None before a process has started; `ready` says whether its backup can be promoted.
     """
 
     def __init__(self) -> None:
@@ -291,7 +284,7 @@ class Authority:
         """Returns the next view, if there is a new one.
 
         Raises:
-            Lost: the primary is down and there is no backup that holds all that it held.
+            PrimaryLost: the primary is down and no backup holds its state.
         """
         view = self.view
         if isinstance(news, Ready):

@@ -1,4 +1,4 @@
-"""The part of a server that gives out data: the first server has one."""
+"""The clients of a server, and the coordinator, which leases the data: only the first server has one."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ from headrace.transport.base import ReceivedMessage
 
 @dataclass
 class Member:
-    """One of a worker's clients.
+    """One client of a worker.
 
     Attributes:
-        worker, incarnation: whose.
-        session: the client's own number, drawn by chance.
-        observes: whether it only looks, and is no member of the shards.
-        peer: its link, or the last one that it had.
-        away: whether that link has ended, so that it may come over another.
-        heard: number of the last message that came over this link. What comes twice has one that is not greater.
-        done: number of the last thing that was done for it and must not be done twice.
+        session: random number of the client.
+        observes: whether it only pulls, and is no member of the shards.
+        peer: its connection, or the last one.
+        away: whether that has ended, and the client may come back over another.
+        heard: number of the last message on this connection; a repeated message has no greater one.
+        done: number of the last request that was carried out and must not be carried out twice.
     """
 
     worker: int
@@ -51,13 +50,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class MembershipState:
-    """All that is known of clients, as JSON takes it.
-
-    Attributes:
-        known: all that may come again.
-        linked: those that have links.
-        newest: worker and its newest incarnation.
-    """
+    """All clients as JSON values: those that may reconnect, those connected, and each worker's newest incarnation."""
 
     known: tuple[Member, ...]
     linked: tuple[Member, ...]
@@ -65,7 +58,7 @@ class MembershipState:
 
 
 class Membership:
-    """What is known of a client is kept when its link ends: if it comes again, it goes on where it was."""
+    """Remembers a client when its connection ends, so that it continues where it was if it comes back."""
 
     def __init__(self) -> None:
         self._at: dict[int, Member] = {}
@@ -73,15 +66,15 @@ class Membership:
         self._newest: dict[int, int] = {}
 
     def at(self, peer: int) -> Member | None:
-        """Returns who is at the other end of a link."""
+        """Returns the client of a connection."""
         return self._at.get(peer)
 
     def join(self, peer: int, worker: int, incarnation: int, session: int, observes: bool) -> tuple[Member, int]:
-        """Notes that a client speaks over this link from now on; returns it, and the link that it had before, or -1.
+        """Registers a client on a connection; returns it, and its connection before, or -1.
 
         Raises:
-            Replaced: the worker has come in a newer incarnation.
-            ValueError: it is not who it was.
+            Replaced: the worker has a newer incarnation.
+            ValueError: the session belongs to another worker.
         """
         newest = self._newest.setdefault(worker, incarnation)
         if incarnation < newest:
@@ -91,14 +84,14 @@ class Membership:
             self._known = {number: each for number, each in self._known.items() if each.worker != worker}
         member = self._known.setdefault(session, Member(worker, incarnation, session, observes, peer))
         if (member.worker, member.incarnation, member.observes) != (worker, incarnation, observes):
-            raise ValueError(f"worker {worker} comes as one that was worker {member.worker}")
+            raise ValueError(f"worker {worker} uses the session of worker {member.worker}")
         before = member.peer if self._at.pop(member.peer, None) else -1
         member.peer, member.away, member.heard = peer, False, 0
         self._at[peer] = member
         return member, before
 
     def superseded(self, member: Member) -> list[Member]:
-        """Returns who must go because this one has come: earlier incarnations, and who has pushed in its place."""
+        """Returns the clients that this one replaces: earlier incarnations, and other pushing clients of its worker."""
         return [
             each
             for each in self._at.values()
@@ -107,18 +100,18 @@ class Membership:
         ]
 
     def clients(self, worker: int) -> list[Member]:
-        """Returns all clients of a worker that have links."""
+        """Returns all connected clients of a worker."""
         return [each for each in self._at.values() if each.worker == worker]
 
     def state(self) -> MembershipState:
-        """Returns all that is known."""
+        """Returns the state."""
         return MembershipState(tuple(self._known.values()), tuple(self._at.values()), tuple(self._newest.items()))
 
     def load(self, state: MembershipState) -> dict[int, Member]:
-        """Knows what another one has known; returns the members by session.
+        """Takes over a saved state; returns the members by session.
 
         Raises:
-            ValueError: nobody ever has known that.
+            ValueError: the state is not consistent.
         """
         self._newest = {worker: incarnation for worker, incarnation in state.newest}
         self._known = {member.session: member for member in state.known}
@@ -127,7 +120,7 @@ class Membership:
         return every
 
     def leave(self, peer: int, for_good: bool = False) -> Member | None:
-        """Notes that nobody speaks over this link any more, and perhaps never comes again; returns who did."""
+        """Removes a client from its connection, and forgets it if `for_good`; returns it."""
         member = self._at.pop(peer, None)
         if member is not None and for_good:
             self._known.pop(member.session, None)
@@ -135,12 +128,9 @@ class Membership:
 
 
 class Grace:
-    """Tells the end of every link a second time, later, so that whoever has come again by then was never gone.
+    """Reports the end of every connection a second time, `seconds` later, when the client has not come back.
 
-    So what a server does depends on its mail alone, and not on a clock.
-
-    Args:
-        seconds: how much later.
+    So a server depends on its messages alone, and not on a clock.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -148,7 +138,7 @@ class Grace:
         self._ends: deque[tuple[float, ReceivedMessage]] = deque()
 
     def over(self, mail: Sequence[ReceivedMessage]) -> list[ReceivedMessage]:
-        """Takes note of the ends in some mail; returns those that are to be told again now."""
+        """Records the ended connections among some messages; returns those whose grace has ended."""
         ends = [each for each in mail if not each.message]
         if not ends and not self._ends:
             return ends
@@ -162,14 +152,7 @@ class Grace:
 
 @dataclass(frozen=True, slots=True)
 class AskedState:
-    """A worker's last question for data.
-
-    Attributes:
-        worker: whose.
-        session: of the client that has asked.
-        number: of the question.
-        answer: in hexadecimal digits.
-    """
+    """A worker's last request for data, as JSON values; the answer in hexadecimal digits."""
 
     worker: int
     session: int
@@ -179,26 +162,20 @@ class AskedState:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorState:
-    """All that a coordinator knows, as JSON takes it."""
+    """The state of a coordinator, as JSON values."""
 
     stretch: tuple[int, ...]
     leases: LeaseTableState
     asked: tuple[AskedState, ...]
 
     def detached(self) -> CoordinatorState:
-        """Returns it without its workers."""
+        """Returns the state without workers."""
         return CoordinatorState(self.stretch, self.leases.detached(), ())
 
 
 @dataclass
 class _Asked:
-    """A worker's last question for data.
-
-    Attributes:
-        member: who has asked, for that worker.
-        number: of the question.
-        answer: what it was told; empty as long as it waits.
-    """
+    """A worker's last request for data; the answer is empty while the worker waits."""
 
     member: Member
     number: int
@@ -206,11 +183,10 @@ class _Asked:
 
 
 class Coordinator:
-    """Args:
-    leases: of the run's data.
-    first, until: rounds at the run's begin, and at its first fence.
-    span: rounds of a lease until there.
-    send: gives a link a message.
+    """Gives the leases of a run to workers.
+
+    `first` and `until` are the rounds at the run's start and at its first sync point, `span` the rounds of a lease
+    until then. `send` sends a message to a connection.
     """
 
     def __init__(
@@ -218,13 +194,12 @@ class Coordinator:
     ) -> None:
         self._leases = leases
         self._send = send
-        # Round and lease number at the fence before, round at the next, rounds of a lease: with them whoever comes late
-        # knows where it is.
+        # Round and lease number at the last sync point, round of the next, rounds of a lease: what a new worker needs.
         self._stretch = (first, first, until, span)
         self._asked: dict[int, _Asked] = {}
 
     def handle(self, worker: int, message: Message) -> None:
-        """Deals with what a worker says about data."""
+        """Handles a message about leases."""
         if message.kind == Kind.HALT:
             self._tell(self._leases.handle(Halt()))
         elif message.kind == Kind.ADVANCE:
@@ -234,17 +209,17 @@ class Coordinator:
 
     def _advance(self, fence: int, numbers: tuple[int, ...]) -> None:
         if len(numbers) != 5:
-            raise ValueError(f"whoever lets all go on says where to by 5 numbers, not {len(numbers)}")
+            raise ValueError(f"an advance has 5 numbers, not {len(numbers)}")
         ahead, alone, done, until, span = numbers
         if fence == self._leases.until:
             self._stretch = (done, fence, until, span)
         self._tell(self._leases.handle(Advance(fence, ahead, alone)))
 
     def ask(self, member: Member, message: Message) -> None:
-        """Deals with a question for data, which comes with the news of what became of the lease before."""
+        """Handles a request for data, which also says what became of the lease before."""
         asked = self._asked.get(member.worker)
         if asked is not None and asked.member is member and asked.number == message.number:
-            # It comes again over another link.
+            # The request was repeated on another connection.
             if asked.answer:
                 self._send(member.peer, asked.answer)
             return
@@ -253,17 +228,17 @@ class Coordinator:
         self._tell(self._leases.handle(Ask(member.worker)))
 
     def open(self, member: Member) -> list[int]:
-        """Returns the number of the question that a client waits on, if it does."""
+        """Returns the number of the request that a client waits for, if any."""
         asked = self._asked.get(member.worker)
         return [asked.number] if asked is not None and asked.member is member and not asked.answer else []
 
     def lost(self, worker: int) -> None:
-        """Is told that a worker is gone."""
+        """Releases the leases of a lost worker."""
         self._asked.pop(worker, None)
         self._tell(self._leases.handle(WorkerLost(worker)))
 
     def state(self) -> CoordinatorState:
-        """Returns all that it knows."""
+        """Returns the state."""
         asked = (
             AskedState(worker, each.member.session, each.number, each.answer.hex())
             for worker, each in self._asked.items()
@@ -271,14 +246,10 @@ class Coordinator:
         return CoordinatorState(self._stretch, self._leases.state(), tuple(asked))
 
     def load(self, state: CoordinatorState, members: Mapping[int, Member]) -> None:
-        """Becomes what another one was.
-
-        Args:
-            state: its.
-            members: by session.
+        """Takes over a saved state, with the members by session.
 
         Raises:
-            ValueError: nobody ever was so.
+            ValueError: the state is not consistent.
         """
         done, fence, until, span = state.stretch
         self._stretch = (done, fence, until, span)
@@ -296,7 +267,7 @@ class Coordinator:
                 numbers = (*self._stretch, answer.round, answer.part)
                 message = Message(Kind.GRANT, lease=answer.lease, numbers=numbers, number=asked.number)
             else:
-                # Of a worker that was lost before anybody said so here, there may be another one by now.
+                # A worker that was lost unnoticed may have been replaced by now.
                 members = chain.from_iterable(
                     (each, self._asked[each].member.incarnation) for each in answer.members if each in self._asked
                 )

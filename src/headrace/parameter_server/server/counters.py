@@ -1,4 +1,4 @@
-"""What a server counts: the evidence of its work."""
+"""A server's counters: the evidence of its work."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from headrace.spec.events import ServerStats, ShardStats
 
 
 class ServerCounters:
-    """Counts since the server began.
-
-    Args:
-        form: of the shards.
-
-    Attributes:
-        busy_s: seconds in which it was not waiting for mail.
-    """
+    """Counts since the server started; `busy_s` is the time in which it did not wait for messages."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self.busy_s = 0.0
@@ -38,14 +31,14 @@ class ServerCounters:
         self._turns = 0
 
     def queued(self, count: int) -> None:
-        """Notes how many messages were there at once."""
+        """Counts the messages that were received together."""
         if count:
             self._turns += 1
             self._queued += count
             self._longest = max(self._longest, count)
 
     def stepped(self, shards: Sequence[int], worker: int, staleness: int, seconds: float) -> None:
-        """Notes an update of some shards; its time is theirs in proportion to their size."""
+        """Counts an update of some shards, and divides its time among them by size."""
         lengths, per_byte = self._lengths, seconds
         if len(shards) > 1:
             per_byte /= sum([lengths[shard] for shard in shards]) or 1
@@ -55,11 +48,11 @@ class ServerCounters:
         self._staleness.setdefault(worker, Counter())[staleness] += len(shards)
 
     def refused(self, reason: str) -> None:
-        """Notes a shard that did not take a gradient."""
+        """Counts a shard that refused a gradient."""
         self._refused[reason] += 1
 
     def answered(self, worker: int, pushed: Sequence[int], pulled: Sequence[int], seconds: float) -> None:
-        """Notes a request that has got its answer, `seconds` after it came; `pulled` are shards that were given."""
+        """Counts an answered request, which took `seconds`; `pulled` are the shards whose parameters were sent."""
         for shard in pushed:
             self._pushes[shard] += 1
         for shard in pulled:
@@ -68,12 +61,12 @@ class ServerCounters:
 
     @property
     def moved_bytes(self) -> int:
-        """Payload that was pushed and pulled."""
+        """Payload pushed and pulled."""
         moved = (*map(mul, self._pushed_lengths, self._pushes), *map(mul, self._pulled_lengths, self._pulls))
         return int(sum(moved))
 
     def event(self, rank: int, time_s: float) -> ServerStats:
-        """Returns the counts as they are now."""
+        """Returns the present counts."""
         pushed, pulled = map(mul, self._pushed_lengths, self._pushes), map(mul, self._pulled_lengths, self._pulls)
         columns = (self._names, self._lengths, self._pushes, self._pulls, self._steps, self._apply_s, pushed, pulled)
         return ServerStats(

@@ -1,4 +1,4 @@
-"""What a server does with gradients: the job's optimizer over its shards, and the remedies for stale gradients."""
+"""The optimizer of a server's shards, and the remedies for stale gradients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from headrace.training.optimizer_state import StatePiece
 from headrace.training.update import Updater
 
 _EXACTLY = 1e-6
-"""Shares of a round add up to 1 but for rounding."""
+"""Tolerance of the sum of a round's shares."""
 
 
 @dataclass(frozen=True)
 class Remedies:
-    """What is done about gradients that are stale.
+    """Remedies for stale gradients.
 
     Attributes:
         divide: divide a step's learning rate by its staleness (Zhang et al., "Staleness-aware async-SGD", 2016,
@@ -35,9 +35,9 @@ class Remedies:
         compensation: the constant of DC-ASGD-c: adds `compensation * g * g * (w - w_then)` to a gradient g that was
             made with the parameters w_then (Zheng et al., "Asynchronous SGD with delay compensation", 2017, section
             4). It costs a copy of the parameters for each worker.
-        asynchronous_workers: that many workers that do not wait for each other bring a momentum of `1 - 1 / workers`
-            of their own, by which the optimizer's is lowered, not below 0 (Mitliagkas et al., "Asynchrony begets
-            momentum", 2016, theorem 3); 0 leaves it as it is.
+        asynchronous_workers: that many workers that do not wait for each other add a momentum of `1 - 1 / workers`,
+            by which the optimizer's is lowered, not below 0 (Mitliagkas et al., "Asynchrony begets momentum", 2016,
+            theorem 3); 0 leaves it unchanged.
     """
 
     divide: bool = False
@@ -47,13 +47,7 @@ class Remedies:
 
 @dataclass(frozen=True)
 class RoundClock:
-    """How rounds go by.
-
-    Attributes:
-        options: schedule, warm-up and moving average.
-        rounds_per_epoch: for schedules that go by epochs.
-        first: the round to begin with.
-    """
+    """The job's options, rounds per epoch and first round: what schedules and averages go by."""
 
     options: Options = field(default_factory=Options)
     rounds_per_epoch: int = 1
@@ -62,14 +56,7 @@ class RoundClock:
 
 @dataclass(frozen=True)
 class ShardOptimizerState:
-    """What an applier knows besides tensors, as JSON takes it.
-
-    Attributes:
-        round: that is open.
-        done: rounds, by shard.
-        settings: of the optimizer and its schedule, as JSON.
-        shows_average: whether the averages stand where the parameters do.
-    """
+    """The state besides tensors, as JSON values; `done` rounds by shard, `settings` as JSON text."""
 
     round: int
     done: tuple[float, ...]
@@ -78,14 +65,14 @@ class ShardOptimizerState:
 
 
 class ShardOptimizer:
-    """Moves the parameters of one server's shards, which are numbered as on that server, from 0.
+    """Updates the parameters of one server's shards, which are numbered from 0.
 
     Args:
-        form: of the shards.
+        layout: of the shards.
         factory: makes the job's optimizer from named parameters.
-        parameters: of the whole model, in its order.
-        pace: of rounds.
-        full: apply every step with the whole learning rate, as papers do, not with its share of it.
+        parameters: of the whole model, in order.
+        clock: of rounds.
+        full: apply every step with the whole learning rate, as in papers, not with its share of it.
         remedies: for stale gradients.
     """
 
@@ -109,11 +96,7 @@ class ShardOptimizer:
         self._sent: dict[tuple[int, int], Tensor] = {}
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """Takes the places of all parameters: from now on they live there.
-
-        Args:
-            tensors: one a shard, in its shape and type.
-        """
+        """Makes these tensors, one for each shard, the parameters."""
         self._parameters = [nn.Parameter(tensor) for tensor in tensors]
         by_name: dict[str, list[Tensor]] = {}
         owned: list[tuple[Segment, Tensor]] = []
@@ -132,15 +115,15 @@ class ShardOptimizer:
         staleness: int,
         steps: int = 1,
     ) -> None:
-        """Makes one step of some shards.
+        """Applies one step to some shards.
 
         Args:
-            gradients: shard and gradient, in its shape and type, of those that have one. It may be changed.
-            shards: all that make the step.
-            worker: whose gradient it is; -1 where it is a round's mean.
+            gradients: shard and gradient, which may be overwritten.
+            shards: all that make the step, also those without a gradient.
+            worker: whose gradient it is; -1 for a round's mean.
             share: of a round that it stands for.
             staleness: updates that it is behind.
-            steps: whose gradients it is the sum of, each with that share.
+            steps: how many gradients it is the sum of, each with that share.
         """
         if self._sent:
             gradients = [(shard, self._compensated(shard, gradient, worker)) for shard, gradient in gradients]
@@ -151,32 +134,32 @@ class ShardOptimizer:
             for shard, gradient in gradients:
                 self._parameters[shard].grad = gradient
             with self._lowered():
-                # All of them: an average goes on where there is no gradient.
+                # All of them, because averages continue without a gradient.
                 self._updater.apply(shards, self._round, share * steps, factor)
             for shard, _ in gradients:
                 self._parameters[shard].grad = None
             if not self._begun.issuperset(shards):
                 self._begun.update(shards)
-                # An optimizer makes its state in a shard's first step, between tensors that are gone after it. They
-                # leave holes that the next shard's state just does not fit into, as many as there are shards.
+                # An optimizer allocates its state in a shard's first step, between temporary tensors. Freed, these
+                # leave holes in memory, one for each shard, that the next state does not fit into.
                 give_back()
         for shard in shards:
             self._done[shard] += share * steps
         self._advance(int(min(self._done) + _EXACTLY))
 
     def settle(self, done: int) -> None:
-        """Is told how many rounds are done, all that was refused for good counted."""
+        """Sets the number of rounds done, with those whose gradients were refused."""
         self._done = [float(done)] * len(self._done)
         self._advance(done)
 
     def sent(self, worker: int, shards: Sequence[int]) -> None:
-        """Is told that a worker now goes on from these shards' parameters as they are."""
+        """Records that a worker has received these shards' present parameters."""
         if self._remedies.compensation:
             for shard in shards:
                 self._sent[worker, shard] = self._parameters[shard].detach().clone()
 
     def state(self, shard: int | None = None) -> bytes:
-        """Returns a shard's state as safetensors, or what belongs to no shard, as JSON.
+        """Returns a shard's state as safetensors, or the rest as JSON.
 
         Raises:
             ValueError: there is no such shard.
@@ -187,12 +170,12 @@ class ShardOptimizer:
         return save({piece.name: piece.value for piece in self._updater.state(shard)})
 
     def load(self, state: bytes, shard: int | None = None) -> None:
-        """Takes up a shard's state, and its parameters where they are among it.
+        """Loads a shard's state, with its parameters if it has them.
 
-        Without a shard, forgets all state, and takes up what belongs to none, if that is given.
+        Without a shard, drops all state, and loads the rest if given.
 
         Raises:
-            ValueError: it is no state.
+            ValueError: this is no state.
         """
         try:
             if shard is None:
@@ -205,21 +188,21 @@ class ShardOptimizer:
         self._updater.load(pieces, index=shard)
 
     def all_state(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
-        """Returns all that it knows; the parameters are their owner's."""
+        """Returns the whole state except the parameters."""
         tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
         for shard in range(len(self._layout)):
             tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
-        # Optimizers that draw numbers go on with the same ones.
+        # For optimizers that draw random numbers.
         tensors["random"] = torch.get_rng_state()
         return ShardOptimizerState(
             self._round, tuple(self._done), self.state().decode(), self._updater.swapped
         ), tensors
 
     def load_all(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
-        """Becomes what another one of the same shards was.
+        """Takes over the whole state of an optimizer of the same shards.
 
         Raises:
-            ValueError: no such one ever was so.
+            ValueError: it is of other shards, or not consistent.
         """
         if len(state.done) != len(self._layout):
             raise ValueError(f"the state is of {len(state.done)} shards, and {len(self._layout)} are here")
@@ -238,12 +221,12 @@ class ShardOptimizer:
             self._updater.load(own, index=index)
         torch.set_rng_state(like(tensors, "random", torch.get_rng_state()).clone())
         self._round, self._done = state.round, list(state.done)
-        # The tensors are already as they stood.
+        # The tensors were saved exchanged.
         self._updater.swapped = state.shows_average
 
-    def show_average(self, on: bool) -> None:
-        """Lets the moving averages stand where the parameters do, or the parameters again."""
-        self._updater.swap_weights(on)
+    def swap_weights(self, averaged: bool) -> None:
+        """Exchanges the parameters and their moving averages."""
+        self._updater.swap_weights(averaged)
 
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""
@@ -262,7 +245,7 @@ class ShardOptimizer:
 
     @contextmanager
     def _lowered(self) -> Iterator[None]:
-        """Holds the optimizer's momentum at what asynchrony leaves of it."""
+        """Lowers the optimizer's momentum by that of asynchrony."""
         workers = self._remedies.asynchronous_workers
         if workers < 2:
             yield

@@ -1,8 +1,8 @@
-"""Questions of workers about shards: from the message to the machines, the optimizer and the answer.
+"""Requests of workers about shards: from the message to the state machines, the optimizer and the answer.
 
-    message ──► machines ──► actions ──► applier ──► answer
+    message ──► machines ──► actions ──► optimizer ──► answer
 
-A request is about a range of shards and gets one answer, when all of them have answered.
+A request is about a range of shards, and is answered when all of them have answered.
 """
 
 from __future__ import annotations
@@ -46,11 +46,7 @@ _Actions = list[tuple[int, list[Action]]]
 
 
 class StepFailed(Exception):
-    """The job's optimizer has raised, which is no worker's fault.
-
-    Args:
-        error: what it has raised.
-    """
+    """The job's optimizer has raised `error`, which is no worker's fault."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -59,17 +55,15 @@ class StepFailed(Exception):
 
 @dataclass
 class _Request:
-    """What a worker waits for.
+    """An open request.
 
     Attributes:
-        peer: the link that it came from.
-        message: what it said.
-        shards: that it is about.
-        unsaid: words of shards that are still to come: one about each gradient, one about each pull.
-        gradients: by shard, of those that have one.
-        refused: the first refusal's reason.
-        came: when, seconds.
-        apart: squared distance of the gradients from the mean of their round, if that is measured.
+        peer: the connection that it came from.
+        unsaid: answers of shards that are missing: one for each gradient, and one for each pull.
+        gradients: by shard.
+        refused: the reason of the first refusal.
+        came: time of arrival, seconds.
+        apart: squared distance of the gradients from the mean of their round, if measured.
     """
 
     peer: int
@@ -84,14 +78,9 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """A request as JSON takes it; its gradients are tensors, see `gradient_name`.
+    """A request as JSON values; its gradients are tensors, see `_gradient_name`.
 
-    Attributes:
-        worker, peer: whose, and over which link it came.
-        message: in hexadecimal digits.
-        unsaid: see `_Request`.
-        refused: the `Reason`; 0 for none.
-        present: the shards whose gradients it holds.
+    `message` is in hexadecimal digits, `refused` the `Reason` or 0, `present` the shards whose gradients it has.
     """
 
     worker: int
@@ -107,15 +96,9 @@ def _gradient_name(worker: int, shard: int) -> str:
 
 
 class Requests:
-    """All that is not answered yet, and those who answer it.
+    """All open requests, and the shards that answer them.
 
-    Args:
-        port: where the answers go.
-        form: of the shards.
-        applier: moves them.
-        machines: one a shard.
-        tally: is told what was done.
-    measures: whether to tell workers how far their gradients were from the mean.
+    `measures` tells workers how far their gradients were from the mean of the round.
     """
 
     def __init__(
@@ -138,7 +121,7 @@ class Requests:
         self._open: dict[tuple[int, int], _Request] = {}
 
     def state(self) -> tuple[tuple[RequestState, ...], tuple[ShardState, ...], dict[str, Tensor]]:
-        """Returns what is open, the shards, and the parameters and gradients, which are not copied."""
+        """Returns open requests, shards, and parameters and gradients, which are not copied."""
         tensors = {f"parameter/{shard}": tensor for shard, tensor in enumerate(self._tensors)}
         states = []
         for (worker, shard), request in self._open.items():
@@ -151,10 +134,10 @@ class Requests:
         return tuple(states), tuple(machine.state() for machine in self._machines), tensors
 
     def load(self, open_: Sequence[RequestState], shards: Sequence[ShardState], tensors: Mapping[str, Tensor]) -> None:
-        """Becomes what others were.
+        """Takes over a saved state.
 
         Raises:
-            ValueError: they were of other shards, or never so.
+            ValueError: it is of other shards, or not consistent.
         """
         for machine, state in zip(self._machines, shards, strict=True):
             machine.load(state)
@@ -162,7 +145,7 @@ class Requests:
         with self._transport.writing(every):
             for shard, tensor in enumerate(self._tensors):
                 tensor.copy_(like(tensors, f"parameter/{shard}", tensor))
-            self.show_all()
+            self.publish_versions()
         self._open.clear()
         for each in open_:
             message = decode(bytes.fromhex(each.message))
@@ -175,26 +158,26 @@ class Requests:
             self._open |= {(each.worker, shard): request for shard in request.shards}
 
     def drop(self, worker: int) -> None:
-        """Forgets what a worker waits for."""
+        """Drops a worker's open requests."""
         self._open = {key: request for key, request in self._open.items() if key[0] != worker}
 
     def numbers(self, peer: int) -> set[int]:
-        """Returns the numbers of what is open and came over a link."""
+        """Returns the numbers of the open requests of a connection."""
         return {request.message.number for request in self._open.values() if request.peer == peer}
 
-    def show_all(self) -> None:
-        """Says which versions the parameters are."""
+    def publish_versions(self) -> None:
+        """Publishes the versions of all parameters."""
         for shard, machine in enumerate(self._machines):
             self._transport.set_version(shard, machine.version)
 
-    def show_average(self, on: bool) -> None:
+    def swap_weights(self, averaged: bool) -> None:
         """Exchanges all parameters and their averages."""
         with self._transport.writing(range(len(self._machines))):
-            self._optimizer.show_average(on)
+            self._optimizer.swap_weights(averaged)
         self.broadcast(Renew())
 
     def replace(self, shard: int, blob: bytes) -> None:
-        """Replaces a shard's state by another.
+        """Loads a shard's state.
 
         Raises:
             ValueError: there is no such shard, or this is no state of it.
@@ -210,7 +193,7 @@ class Requests:
         self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
 
     def answer_observer(self, member: Member, message: Message) -> None:
-        """Answers who only looks: it waits for nobody."""
+        """Answers a client that only observes at once."""
         shards = self._named(message)
         versions = tuple(self._machines[shard].version for shard in shards)
         changed = [shard for shard, new, had in zip(shards, versions, message.numbers, strict=True) if new != had]
@@ -236,9 +219,9 @@ class Requests:
         return shards
 
     def take(self, member: Member, message: Message) -> None:
-        """Gives a push, a pull or both to the shards that they are about."""
+        """Passes a push, a pull or both to the shards."""
         if member.observes:
-            raise ValueError(f"{message.kind.name} from a link that only observes")
+            raise ValueError(f"{message.kind.name} from a client that only observes")
         peer, worker, incarnation = member.peer, member.worker, member.incarnation
         shards = self._named(message)
         if not (
@@ -266,7 +249,7 @@ class Requests:
         self._carry_out(actions)
 
     def _gradients(self, peer: int, message: Message) -> dict[int, Tensor]:
-        """Returns what a worker has pushed, by shard, without those on which its loss does not depend."""
+        """Returns the gradients that a worker has pushed, by shard."""
         unpack, pushed = self._layout.decode, self._transport.pushed
         return {shard: unpack(shard, pushed(peer, shard)) for shard in message.pushed}
 
@@ -277,7 +260,7 @@ class Requests:
             for action in wanted:
                 if isinstance(action, ApplyStep):
                     if len(action.workers) == 1:
-                        # One push's steps are made together.
+                        # The steps of one push are applied together.
                         alone.setdefault((action.workers[0], action.share, action.staleness), []).append(shard)
                     else:
                         self._step_mean(shard, action)
@@ -291,7 +274,7 @@ class Requests:
             self._tell(shard, result)
 
     def _step_mean(self, shard: int, step: ApplyStep) -> None:
-        """Applies the mean of a round, added up in the order of the workers, so that every run adds alike."""
+        """Applies the mean of a round, summed in the order of the workers, so that every run gives the same bits."""
         requests = [self._open[worker, shard] for worker in step.workers]
         weight = sum(request.message.weight for request in requests)
         mean: Tensor | None = None
@@ -326,12 +309,12 @@ class Requests:
         self._counters.stepped(shards, worker, staleness, perf_counter() - began)
 
     def _tell(self, shard: int, action: Ack | Refuse | Reply) -> None:
-        """Notes what a shard says to a worker; sends the answer when it is complete."""
+        """Records a shard's answer, and sends the request's answer when it is complete."""
         request = self._open.get((action.worker, shard))
         if request is None:
             return
         if isinstance(action, Refuse):
-            # What comes too late anywhere comes again everywhere; a shard that has it already says so then.
+            # A push that is late in one shard is repeated for all; shards that have it then answer DUPLICATE.
             if request.refused is None or action.reason == Reason.LATE:
                 request.refused = action.reason
             if action.lease >= 0:
@@ -357,7 +340,7 @@ class Requests:
         apart, numbers = min(request.apart, MOST_WEIGHT), tuple(versions)
         message = Message(Kind.ANSWER, asked.first, flag, asked.lease, apart, numbers=numbers, number=asked.number)
         self._transport.release(request.peer, shards)
-        # Before it is counted, because somebody waits for it.
+        # Before it is counted, because a worker waits for it.
         self._reply(worker, request.peer, message, pulled)
         pushed = shards if asked.kind != Kind.PULL else ()
         self._counters.answered(worker, pushed, pulled, perf_counter() - request.came)

@@ -36,22 +36,21 @@ _LEASED = (Kind.COMMIT, Kind.HALT, Kind.ADVANCE)
 
 
 class Server:
-    """Its parameters are zeros until a worker has loaded others.
+    """Serves its shards' parameters, which are zeros until a worker has loaded others.
 
     Args:
-    port: its end of the links.
-    form: of its shards.
-    applier: moves them.
-    machines: one a shard.
-    coordinates: leases of the run's data, the run's first round and first fence, and the rounds of a lease until then,
-        on the one server that gives them out; None elsewhere.
-    grace_s: how long a worker whose link has ended may take to come over another, before it is taken for lost.
-    pairing: with its backup, or of that with its primary; then `port` is the pairing's, and `grace_s` is.
-    measures: whether workers are told how far what they push is from the mean of its round.
+        transport: the server's end of its connections.
+        layout: of its shards.
+        optimizer: of its shards.
+        machines: the state machines, one for each shard.
+        coordinates: leases of the run's data, the first round, the first sync point, and the rounds of a lease until
+            then, on the server that leases the data; None elsewhere.
+        grace_s: how long a worker whose connection has ended may take to reconnect, before it counts as lost.
+        replicated: if there is a backup; then `transport` and the grace are its.
+        measures: whether workers are told the distance of their push from the mean of its round.
 
     Attributes:
-        tally: what has been done so far.
-        pairing: see there.
+        counters: of the work so far.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Server:
         self._requests = Requests(transport, layout, optimizer, machines, self.counters, measures)
         self._coordinator = Coordinator(*coordinates, transport.send) if coordinates else None
         self._members = Membership()
-        # With a backup, what is told again later must be part of the log.
+        # With a backup, the second report of an end must be part of the log.
         self._grace = None if replicated else Grace(grace_s)
         self._settled = -1
         self._begun = False
@@ -84,12 +83,12 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where clients find it."""
+        """Where clients connect to."""
         return self._transport.address
 
     @property
     def moved_bytes(self) -> int:
-        """Payload that was pushed to it and pulled from it."""
+        """Payload pushed and pulled."""
         return self.counters.moved_bytes
 
     def memory(self) -> tuple[int, int]:
@@ -97,11 +96,11 @@ class Server:
         return self._optimizer.memory()
 
     def snapshot(self) -> memoryview:
-        """Returns all that it is, for `restore`."""
+        """Returns the whole state, for `restore`."""
         return self._pack(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).numpy().data
 
     def share(self) -> SharedSegment:
-        """Returns all that it is, in memory that another process of this host can be given."""
+        """Returns the whole state in memory that another process of this host can map."""
         made: list[SharedSegment] = []
 
         def allocate(nbytes: int) -> Tensor:
@@ -112,15 +111,13 @@ class Server:
         return made[0]
 
     def restore(self, snapshot: memoryview, clocks: Sequence[int] | None = None) -> None:
-        """Becomes what another server was.
+        """Takes over the state of another server.
 
-        Args:
-            snapshot: of it.
-            clocks: rounds that each worker has done, as a `SnapshotSet` has them, where a run is resumed: then it is
-                without its clients.
+        `clocks` are the rounds that each worker has done, as in a `SnapshotSet`, when a run is resumed: the state is
+        then loaded without clients.
 
         Raises:
-            ValueError: it is none, or is of another model or strategy; what this server is then, is not said.
+            ValueError: this is no snapshot, or one of another model or strategy; the server is then not usable.
         """
         state, tensors = unpack(snapshot)
         difference = self._layout.difference(state.form.encode())
@@ -151,40 +148,40 @@ class Server:
         return pack(state, tensors | its_tensors | self._layout.residuals, allocate)
 
     def close(self) -> None:
-        """Ends all links."""
+        """Ends all connections."""
         self._transport.close()
 
     def serve(self, check: Callable[[], None]) -> None:
-        """Serves until a worker says that the run has ended; `check` is called about ten times a second."""
+        """Serves until a worker ends the run; `check` is called about ten times a second."""
         while not self._ended:
             self.turn(_WAIT_S)
             check()
 
     def turn(self, timeout_s: float) -> None:
-        """Deals with all mail that is there; waits for some, but not longer than `timeout_s`."""
-        mail = self._transport.receive(timeout_s)
+        """Handles all messages that have arrived; waits for one, but not longer than `timeout_s`."""
+        received = self._transport.receive(timeout_s)
         if self._grace is not None:
-            mail += self._grace.over(mail)
+            received += self._grace.over(received)
         began = perf_counter()
-        self.counters.queued(len(mail))
+        self.counters.queued(len(received))
         try:
-            self._deal_with(mail)
+            self._handle_all(received)
         except StepFailed as failed:
             raise failed.error from None
         self.counters.busy_s += perf_counter() - began
 
-    def _deal_with(self, mail: Sequence[ReceivedMessage]) -> None:
-        for each in mail:
+    def _handle_all(self, messages: Sequence[ReceivedMessage]) -> None:
+        for each in messages:
             try:
-                self._deal(each)
+                self._handle(each)
             except Replaced as error:
                 self._refuse(each.peer, error)
             except ValueError as error:
-                # Whoever cannot speak properly harms itself alone.
+                # A wrong message ends its sender's connection, and nothing else.
                 self._refuse(each.peer, error)
 
     def _refuse(self, peer: int, error: Replaced | ValueError) -> None:
-        """Ends a link, and says why."""
+        """Ends a connection, and says why."""
         message = Message(Kind.ERROR)
         if isinstance(error, Replaced):
             message = Message(Kind.ERROR, flag=1, numbers=(error.rank, error.incarnation))
@@ -192,25 +189,25 @@ class Server:
         self._forget(peer)
         self._transport.drop(peer)
 
-    def _deal(self, mail: ReceivedMessage) -> None:
-        if not mail.message:
-            self._end(mail.peer)
+    def _handle(self, received: ReceivedMessage) -> None:
+        if not received.message:
+            self._end(received.peer)
             return
-        message = decode(mail.message)
+        message = decode(received.message)
         if message.kind == Kind.JOIN:
-            self._join(mail.peer, message, mail.blob)
+            self._join(received.peer, message, received.blob)
             return
-        member = self._members.at(mail.peer)
+        member = self._members.at(received.peer)
         if member is None:
-            raise ValueError(f"{message.kind.name} from a link that has not joined")
+            raise ValueError(f"{message.kind.name} from a connection that has not joined")
         if message.kind == Kind.ALIVE:
-            self._say_open(member, message)
+            self._send_open(member, message)
         elif message.number > member.heard:
-            # What has come before is over. Whoever misses its answer asks again, over another link.
+            # Earlier messages are done. A client that misses an answer repeats the request on another connection.
             member.heard = message.number
-            self._deal_once(member, mail, message)
+            self._handle_once(member, received, message)
 
-    def _deal_once(self, member: Member, mail: ReceivedMessage, message: Message) -> None:
+    def _handle_once(self, member: Member, received: ReceivedMessage, message: Message) -> None:
         if message.kind == Kind.PULL and member.observes:
             self._requests.answer_observer(member, message)
         elif message.kind in _PUSHES:
@@ -218,7 +215,7 @@ class Server:
         elif message.kind == Kind.ASK:
             self._leasing().ask(member, message)
         else:
-            self._administer(member, mail, message)
+            self._administer(member, received, message)
 
     def _leasing(self) -> Coordinator:
         if self._coordinator is None:
@@ -243,16 +240,16 @@ class Server:
                 self._transport.drop(before)
             if not member.observes:
                 self._withdraw(member)
-            self._requests.show_all()
+            self._requests.publish_versions()
         self._transport.send(peer, encode(Message(Kind.DONE)))
 
     def _withdraw(self, member: Member) -> None:
-        """Makes a worker a member; what it has asked and is not answered is taken back: it will come again."""
+        """Makes a worker a member, and drops its open requests, which it will send again."""
         self._requests.drop(member.worker)
         self._requests.broadcast(Join(member.worker, member.incarnation))
 
     def _end(self, peer: int) -> None:
-        """Is told of the end of a link: once when it has ended, and once more when its worker's grace has."""
+        """Handles the end of a connection: reported when it ends, and again when its worker's grace is over."""
         member = self._members.at(peer)
         if member is None:
             return
@@ -263,7 +260,7 @@ class Server:
             self._withdraw(member)
 
     def _forget(self, peer: int, for_good: bool = False) -> None:
-        """Ends the membership of whoever was at the other end of a link."""
+        """Ends the membership of the client of a connection."""
         member = self._members.leave(peer, for_good)
         if member is None or member.observes:
             return
@@ -273,11 +270,11 @@ class Server:
             self._coordinator.lost(member.worker)
 
     def _has_answered(self, member: Member) -> bool:
-        """Whether a worker that has asked for data here has been told where to go on."""
+        """Returns whether a worker's request for data here is answered."""
         return self._coordinator is not None and not self._coordinator.open(member)
 
-    def _say_open(self, member: Member, message: Message) -> None:
-        """Says what is still to be answered; whatever else a client waits for was lost on its way."""
+    def _send_open(self, member: Member, message: Message) -> None:
+        """Tells a client which of its requests are open; all others that it waits for were lost."""
         numbers = self._requests.numbers(member.peer)
         if self._coordinator is not None:
             numbers.update(self._coordinator.open(member))
@@ -285,13 +282,13 @@ class Server:
             member.peer, encode(Message(Kind.OPEN, numbers=tuple(sorted(numbers)), number=message.number))
         )
 
-    def _administer(self, member: Member, mail: ReceivedMessage, message: Message) -> None:
-        """Does what is asked for between rounds, when nobody pushes; what comes again is answered alone."""
+    def _administer(self, member: Member, received: ReceivedMessage, message: Message) -> None:
+        """Handles what is asked between rounds, when no worker pushes; a repeated request is only answered."""
         blob = b""
         if message.kind == Kind.STATE:
             blob = self._optimizer.state(message.first if message.flag else None)
         elif message.number != member.done:
-            self._do(member, mail, message)
+            self._do(member, received, message)
             member.done = message.number
         if message.kind == Kind.ROUND_MEMBERS and not message.numbers:
             last = self._first.last
@@ -300,31 +297,31 @@ class Server:
             blob = b"begun"
         if message.kind == Kind.REST and self._has_answered(member):
             blob = b"answered"
-        self._transport.send(mail.peer, encode(Message(Kind.DONE, number=message.number)), blob=blob)
+        self._transport.send(received.peer, encode(Message(Kind.DONE, number=message.number)), blob=blob)
 
     def _settle(self, done: int) -> None:
-        """Is told how many rounds are done, by all who have met: by some of them when new pushes have come since."""
+        """Handles the number of rounds done, which every worker reports at a sync point, some after new pushes."""
         if done > self._settled:
             self._settled = done
             self._optimizer.settle(done)
             self._requests.broadcast(Settle())
 
-    def _do(self, member: Member, mail: ReceivedMessage, message: Message) -> None:
+    def _do(self, member: Member, received: ReceivedMessage, message: Message) -> None:
         if message.kind in _LEASED:
             self._leasing().handle(member.worker, message)
         elif message.kind == Kind.LOAD:
             if message.flag:
-                self._requests.replace(message.first, bytes(mail.blob))
+                self._requests.replace(message.first, bytes(received.blob))
             else:
-                self._optimizer.load(bytes(mail.blob))
+                self._optimizer.load(bytes(received.blob))
         elif message.kind == Kind.AVERAGE:
-            self._requests.show_average(bool(message.flag))
+            self._requests.swap_weights(bool(message.flag))
         elif message.kind == Kind.SETTLE:
             self._settle(message.lease)
         elif message.kind == Kind.BEGIN:
             self._begun |= message.flag == 1
         elif message.kind == Kind.REST:
-            # Whoever waits for data holds up nobody who has some; whose data is on its way does not wait.
+            # Other workers do not wait for one that waits for data, unless its data is on the way.
             if not message.flag:
                 self._requests.broadcast(Join(member.worker, member.incarnation))
             elif not self._has_answered(member):
@@ -335,7 +332,7 @@ class Server:
         elif message.kind == Kind.CLOSE:
             self._requests.broadcast(Close(member.worker))
         elif message.kind == Kind.LEAVE:
-            # One of a worker's clients says it for all of them, or for itself.
+            # One client of a worker leaves for all of them, or for itself.
             for each in [member] if message.flag else self._members.clients(member.worker):
                 self._forget(each.peer, for_good=True)
         elif message.kind == Kind.END:

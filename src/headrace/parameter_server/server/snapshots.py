@@ -1,13 +1,13 @@
-"""Servers' snapshots as files, taken now and then while workers go on; and a set of them that a run can go on from.
+"""Snapshots of servers: the whole state as bytes, as files, and sets of files that fit together.
 
-    snapshots/server-0-00000007      the first server's: its shards, and who has done which lease
-    snapshots/server-1-00000009      the second one's, of another moment
-    snapshots/server-1-00000010.part being written
+The bytes are safetensors, one of which is JSON for what is no tensor:
 
-Each server takes its own, without asking the others. A lease that is in some shards and not in others does no harm: it
-is given out again, and refused where it is. What must not be is a lease that the first server counts as done and that
-some shard has not; so a set is consistent if every shard's snapshot holds all leases that the first server's says are
-done, and all are of the same stretch between two fences. That is read from the files themselves.
+parameter/3                      a shard's parameters
+state/3/weight/exp_avg@0         its optimizer's state
+sent/1/3, residual/pull/1/3      what worker 1 was sent, and the encoding error that is corrected next time
+gradient/1/3                     worker 1's gradient in a round that is open
+random                           the state of torch's generator
+server                           the rest, as JSON
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.checkpoint.header import NAMES, PREFIX, TensorEntry, encode, lengt
 from headrace.checkpoint.storage import LocalStorage, Storage
 from headrace.checkpoint.tensors import views
 from headrace.errors import CorruptCheckpoint
-from headrace.parameter_server.core.leases import numbers_in, spans_of
+from headrace.parameter_server.core.leases import intervals_of, numbers_in
 from headrace.parameter_server.core.shard import ShardState
 from headrace.parameter_server.server.coordinator import CoordinatorState, MembershipState
 from headrace.parameter_server.server.optimizer import ShardOptimizerState
@@ -44,18 +44,10 @@ _NAMES = {getattr(torch, word): name for name, word in NAMES.items()}
 
 @dataclass(frozen=True)
 class ServerState:
-    """What of a server is no tensor.
+    """The state of a server without tensors.
 
-    Attributes:
-        form: describes the shards.
-        settled: rounds that were done at the last fence; -1 before.
-        begun: whether somebody has brought parameters to begin with.
-        ended: whether the run has.
-        members: the clients.
-        requests: that are open.
-        shards, applier: the machines, and what moves the parameters.
-        coordinator: of the first server; None elsewhere.
-        version: of this form.
+    `form` describes the shards, `applier` is the optimizer's state, `settled` the rounds done at the last sync point
+    (-1 before), `begun` whether parameters were loaded. Only the first server has a coordinator.
     """
 
     form: str
@@ -70,13 +62,10 @@ class ServerState:
     version: int = _VERSION
 
     def detached(self, clocks: Sequence[int]) -> ServerState:
-        """Returns it without its clients: the processes are gone, and others come.
+        """Returns the state without clients, whose processes have ended.
 
-        What they hold is free, what they have asked or given to a round that is open is forgotten. What a worker has
-        done here and not everywhere it does again, so it has not done it.
-
-        Args:
-            clocks: rounds that each worker has done; 0 for all others.
+        Leases that they hold are free, and open requests are dropped. A round that a worker has done here but not on
+        all servers is done again. `clocks` are the rounds that each worker has done; 0 for all others.
         """
         known = dict(enumerate(clocks))
         return replace(
@@ -101,12 +90,7 @@ class ServerState:
 
 
 def pack(state: ServerState, tensors: Mapping[str, Tensor], allocate: Callable[[int], Tensor]) -> Tensor:
-    """Copies a server into bytes, and returns those.
-
-    Args:
-        state, tensors: what it is.
-        allocate: returns a place for so many bytes, `(bytes,)` uint8.
-    """
+    """Copies a server's state into bytes at the place that `allocate` returns, `(bytes,)` uint8."""
     rest = torch.frombuffer(bytearray(json.dumps(to_plain(state)).encode()), dtype=torch.uint8)
     # The widest elements first, so that every tensor is aligned.
     ordered = sorted([*tensors.items(), (_REST, rest)], key=lambda item: -item[1].element_size())
@@ -122,10 +106,10 @@ def pack(state: ServerState, tensors: Mapping[str, Tensor], allocate: Callable[[
 
 
 def unpack(packed: memoryview) -> tuple[ServerState, dict[str, Tensor]]:
-    """Returns a server's state and its tensors, which lie in `packed`.
+    """Returns a server's state and its tensors, which are views of `packed`.
 
     Raises:
-        ValueError: these bytes are no snapshot.
+        ValueError: this is no snapshot.
     """
     try:
         begin = PREFIX + length(bytes(packed[:PREFIX]), len(packed))
@@ -151,21 +135,20 @@ _MOST_ENTRIES = 100_000
 
 
 class Snapshots:
-    """One server's files. What the disk does not do is told, and hurts nobody: the older ones are still there.
+    """Writes one server's snapshots; if the disk fails, `error` says why, and the older snapshots stay.
 
     Args:
         folder: of all servers of the run.
-        server: which, from 0 in the order of their ranks.
-        every_s: seconds from one to the next.
+        server: index of the server, in the order of ranks.
+        every_s: seconds between snapshots.
         keep: how many.
-        storage: what writes them; the operating system, if not given.
+        storage: that writes them; the file system by default.
 
     Attributes:
-        folder: see there.
         taken: how many have been written.
         bytes: of the last one.
-        pause_s: how long the server stood still for it.
-        error: why the last one could not be written; None if it could.
+        pause_s: how long the server paused for it.
+        error: why the last one could not be written.
     """
 
     def __init__(
@@ -184,7 +167,7 @@ class Snapshots:
         self._thread: threading.Thread | None = None
 
     def look(self, snapshot: Callable[[], memoryview]) -> None:
-        """Takes a snapshot if it is time for one, and the one before is written."""
+        """Takes a snapshot if it is due and the one before is written."""
         if self._thread is not None and self._thread.is_alive():
             return
         began = monotonic()
@@ -196,7 +179,7 @@ class Snapshots:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits until what is being written is."""
+        """Waits until the snapshot that is being written is complete."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -211,10 +194,10 @@ class Snapshots:
             self.taken += 1
 
     def write(self, content: memoryview) -> None:
-        """Writes a snapshot aside, renames it when it is on the disk, and deletes what is older than those to keep.
+        """Writes a snapshot to a temporary file, renames it, and deletes those that are older than `keep`.
 
         Raises:
-            OSError: the disk does not do it.
+            OSError: the disk has failed.
         """
         self._storage.prepare()
         found = [(int(match[2]), name) for match, name in _files(self._storage) if int(match[1]) == self._server]
@@ -241,14 +224,14 @@ class Snapshots:
 
 @dataclass(frozen=True)
 class SnapshotSet:
-    """A snapshot of each server; together what a run can go on from.
+    """One snapshot of each server, from which a run can resume.
 
     Attributes:
         names: of the files, by server.
-        done: rounds that were done at the last fence, or where the run began.
-        until: rounds in front of the next fence.
-        clocks: rounds since the last fence that each worker has done, where each has portions of its own.
-        committed: leases since the last fence that are done everywhere, from each to before another.
+        done: rounds done at the last sync point, or at the run's start.
+        until: round of the next sync point.
+        clocks: rounds since the last sync point that each worker has done, if leases are fixed.
+        committed: leases since the last sync point that all servers have, as intervals.
         applied: by server and shard, the leases since then that are in its parameters.
     """
 
@@ -344,7 +327,7 @@ def _around(book: tuple[str, ServerState], others: list[list[tuple[str, ServerSt
         done=coordinator.stretch[0],
         until=coordinator.leases.until,
         clocks=coordinator.leases.clocks(),
-        committed=spans_of(committed),
+        committed=intervals_of(committed),
         applied=tuple(tuple(shard.done for shard in state.shards) for _, state in chosen),
     )
 

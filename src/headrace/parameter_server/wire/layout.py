@@ -1,4 +1,4 @@
-"""What the shards of one server are: which piece of which parameter, of what shape and type."""
+"""The shards of one server: which piece of which parameter each is, its shape and type, and how it is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.transport.base import Slots
 from headrace.transport.codec import Codec, Plain, codec_for
 
 _LONGER, _LONGER_BYTES = 4, 1 << 16
-"""What another describes may be so much longer than one's own: to say how it differs it has to be read."""
+"""A longer description is not read."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ShardSpec:
         start: its first element of the flattened parameter.
         shape: of the piece.
         dtype: as in `torch.float32`.
-        exact: whether it travels as it is, whatever the codecs: what is no parameter may be worth nothing if rounded.
+        exact: whether it is never encoded, because it is optimizer state.
     """
 
     parameter: str
@@ -42,21 +42,20 @@ class ShardSpec:
 
     @property
     def name(self) -> str:
-        """How people read of it: the parameter, and where in it."""
+        """The parameter, and the start in it."""
         return f"{self.parameter}@{self.start}" if self.start else self.parameter
 
 
 class ShardLayout:
-    """All shards of one server, in order, and how they travel.
+    """All shards of one server, in order, and how they are sent.
 
     Args:
         pieces: by shard.
-        push_codec, pull_codec: names of codecs, for gradients and for parameters on their way.
+        push_codec, pull_codec: names of codecs, for gradients and for parameters.
 
     Attributes:
-        pieces: see there.
-        slots, push_slots: places of parameters and of gradients on their way, in bytes, for a port or a link.
-        reply_slots: of parameters on their way; None where they travel as they are.
+        slots, push_slots: of parameters and of gradients.
+        reply_slots: of encoded parameters; None if they are sent as they are.
 
     Raises:
         UnknownName: there is no such codec.
@@ -79,15 +78,15 @@ class ShardLayout:
         return len(self.pieces)
 
     def view(self, shard: int, place: Tensor) -> Tensor:
-        """Returns a place of `(bytes,)` uint8 as the shard that lies there."""
+        """Returns a shard at a place, `(bytes,)` uint8."""
         return place.view(self._dtypes[shard]).view(self.pieces[shard].shape)
 
     def push_view(self, shard: int, place: Tensor) -> Tensor:
-        """Returns a push slot as `encode` and `decode` take it: as the shard, where that travels as it is."""
+        """Returns a push slot as `encode` and `decode` take it: as the shard, if it is sent as it is."""
         return self.view(shard, place) if isinstance(self._push[shard], Plain) else place
 
     def encode(self, shard: int, gradient: Tensor, place: Tensor) -> None:
-        """Puts a gradient into its push slot's `seat`, and keeps what that loses for the next."""
+        """Writes a gradient to a `push_view`, and keeps the encoding error for the next gradient."""
         if isinstance(self._push[shard], Plain):
             place.copy_(gradient)
             return
@@ -95,10 +94,10 @@ class ShardLayout:
         self._push[shard].encode(near, place, self._residual("push", 0, shard, self._push[shard]))
 
     def decode(self, shard: int, place: Tensor) -> Tensor:
-        """Returns the gradient in a push slot; in place where it has travelled as it is.
+        """Returns the gradient in a push slot; a view if it was sent as it is.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the bytes are not an encoded gradient.
         """
         if isinstance(self._push[shard], Plain):
             return self.view(shard, place)
@@ -107,24 +106,18 @@ class ShardLayout:
         return gradient
 
     def encode_reply(self, worker: int, shard: int, parameters: Tensor, place: Tensor) -> None:
-        """Puts parameters into a worker's reply slot, and keeps what that loses for its next."""
+        """Writes parameters to a worker's reply slot, and keeps the encoding error for its next reply."""
         self._pull[shard].encode(parameters, place, self._residual("pull", worker, shard, self._pull[shard]))
 
     def decode_reply(self, shard: int, place: Tensor, into: Tensor) -> None:
-        """Brings parameters out of a reply slot.
-
-        Args:
-            shard: which.
-            place: the slot.
-            into: a worker's copy, `(bytes,)` uint8.
-        """
+        """Copies the parameters in a reply slot into a worker's copy, `(bytes,)` uint8."""
         near = torch.empty(self.pieces[shard].elements, dtype=self._dtypes[shard])
         self._pull[shard].decode(place, near)
         into.view(self._dtypes[shard]).copy_(near)
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """What codecs have lost so far, and make good next time, by name."""
+        """Encoding errors so far, which are corrected next time, by name."""
         return {f"residual/{way}/{worker}/{shard}": lost for (way, worker, shard), lost in self._residuals.items()}
 
     @residuals.setter
@@ -151,15 +144,15 @@ class ShardLayout:
         return Slots([codec.nbytes(piece.elements, dtype) for codec, piece, dtype in of])
 
     def describe(self) -> bytes:
-        """Returns what another process compares its own form with."""
+        """Returns what another process compares its layout with."""
         pieces = [[p.parameter, p.start, list(p.shape), p.dtype] for p in self.pieces]
         return json.dumps([*self._names, *pieces]).encode()
 
     def difference(self, described: bytes) -> str:
-        """Says in what another's form differs from this one; "" if in nothing.
+        """Says how another layout differs from this one; "" if it does not.
 
         Raises:
-            ValueError: these bytes describe no form.
+            ValueError: these bytes describe no layout.
         """
         mine = self.describe()
         if described == mine:
@@ -192,15 +185,10 @@ def _words(piece: object) -> str:
 
 
 def like(tensors: Mapping[str, Tensor], name: str, known: Tensor) -> Tensor:
-    """Returns the tensor of this name.
-
-    Args:
-        tensors: by name.
-        name: which.
-        known: what it must be like.
+    """Returns the tensor of a snapshot with this name.
 
     Raises:
-        ValueError: there is none, or it is of another shape or type.
+        ValueError: there is none, or its shape or type is not that of `known`.
     """
     found = tensors.get(name)
     if found is None or found.shape != known.shape or found.dtype != known.dtype:

@@ -1,4 +1,4 @@
-"""What workers and servers say to each other: a head of fixed form, then whole numbers."""
+"""Messages between workers and servers: a head of fixed layout, then whole numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_SHARE = 1e3
 
 
 class Kind(IntEnum):
-    """What a message is about; the first half is asked by workers, the other answered by servers."""
+    """What a message is about; workers ask the first half, servers answer with the other."""
 
     JOIN = 1
     PUSH = 2
@@ -54,23 +54,22 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """One of them.
+    """One message.
 
     Attributes:
         kind: what it is about.
         first: of the shards that it is about; their number is that of `numbers`.
-        flag: a push: 1 if it is finite. An answer: the `Reason` of a refusal, 0 for none.
-            LEAVE: 1 for this client alone, 0 for its worker.
-        lease: that a push is made from; -1 for none.
-        weight, share: of a push, as the `Shard` knows them. An answer's weight: how far what was pushed was from the
-            mean of its round, squared, where servers measure that.
-        steps: whose gradients a push is the sum of; each has that share.
-        numbers: a push or pull: a version for each shard, `~version` where the push has no gradient for it. An answer:
-            the versions. ADVANCE: where to go on, as `LeasedPortions` says it. AMONG: a round
-            and its workers; none to ask for them. JOIN: worker, incarnation, session. OPEN: of what
-            was asked and is not answered yet. ERROR: worker and incarnation, where `flag` says that this one took its
-            place.
-        number: counted by whoever asks, from 1 on; an answer repeats it. 0 where nothing is to be remembered.
+        flag: of a push, 1 if it is finite. Of an answer, the `Reason` of a refusal, or 0. Of LEAVE, 1 for this client
+            alone, 0 for its worker.
+        lease: of a push; -1 for none.
+        weight, share: of a push, see `Push`. Of an answer, the weight is the squared distance of the push from the mean
+            of its round, if servers measure it.
+        numbers: of a push or pull, a version for each shard, `~version` if the push has no gradient for it. Of an
+            answer, the versions. Of ADVANCE, see `ServerDataLeases`. Of ROUND_MEMBERS, a round and its workers, or none
+            to ask for them. Of JOIN, worker, incarnation, session. Of OPEN, the requests that are not answered yet. Of
+            ERROR with `flag`, worker and incarnation of the process that has replaced this one.
+        steps: how many gradients a push is the sum of; each has that share.
+        number: counted by the client, from 1; an answer repeats it. 0 if the message is not remembered.
     """
 
     kind: Kind
@@ -85,7 +84,7 @@ class Message(NamedTuple):
 
     @property
     def pushed(self) -> list[int]:
-        """The shards whose gradients come with it: those on which the loss depends, if all are finite and count."""
+        """The shards whose gradients are sent with it: those that have one, if all are finite and count."""
         if self.kind not in (Kind.PUSH, Kind.PUSH_PULL) or not self.weight or not self.flag:
             return []
         return [shard for shard, version in enumerate(self.numbers, self.first) if version >= 0]
@@ -99,10 +98,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Returns the message that bytes stand for.
+    """Returns the message of some bytes.
 
     Raises:
-        ValueError: they stand for none.
+        ValueError: they are not a message.
     """
     count, rest = divmod(len(data) - _HEAD.size, 8)
     if count < 0 or rest or count > _MOST:
