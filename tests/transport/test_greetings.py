@@ -129,7 +129,7 @@ def test_more_links_of_this_host_than_there_may_be_are_refused(
     local: LocalServerTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = join(local, lambda: open_link("local", local.address, SLOTS, SLOTS))
-    monkeypatch.setattr(local_port, "_MOST_LINKS", 1)
+    monkeypatch.setattr(local_port, "_MOST_CLIENTS", 1)
     with pytest.raises(ConnectionError, match="has 1 links already, which is the most"):
         join(local, lambda: open_link("local", local.address, SLOTS, SLOTS))
     still_served(local, link)

@@ -180,7 +180,7 @@ def test_the_length_of_a_frame_on_the_wire_is_known(port: RemoteServerTransport,
 def test_more_links_than_there_may_be_are_refused(
     port: RemoteServerTransport, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_port, "_MOST_LINKS", 1)
+    monkeypatch.setattr(remote_port, "_MOST_CLIENTS", 1)
     other = raw()  # type: ignore[operator]
     other.send_multipart(hello())
     deadline = monotonic() + DEADLINE_S

@@ -314,7 +314,7 @@ def test_an_update_does_not_change_what_is_on_its_way(port: RemoteServerTranspor
 def test_who_asks_and_does_not_read_is_cut_off(
     port: RemoteServerTransport, link: ClientTransport, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.transport.remote_server._OWED_BYTES", 1 << 20)
+    monkeypatch.setattr("headrace.transport.remote_server._UNREAD_BYTES", 1 << 20)
     broken = raw()
     broken.rcvhwm = 1
     broken.send_multipart(hello())

@@ -1,7 +1,6 @@
 """Which owner gets which piece of the parameters: pure functions from sizes to indices.
 
-A placement gives the same answer for the same input, and everybody a piece that has elements, where there are as many
-of these as owners.
+A placement is deterministic, and gives every owner a piece that has elements if there are enough of them.
 """
 
 from __future__ import annotations
@@ -18,13 +17,7 @@ UNEVEN = 1.5
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A contiguous piece of one flattened parameter, which has no owner yet.
-
-    Attributes:
-        parameter: its name.
-        start, stop: elements `[start, stop)` of the flattened parameter.
-        bytes: its size.
-    """
+    """A contiguous piece `[start, stop)` of one flattened parameter, which has no owner yet, and its size."""
 
     parameter: str
     start: int
@@ -37,7 +30,7 @@ Placement = Callable[[Sequence[ParameterPiece], int], tuple[int, ...]]
 
 
 def round_robin(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...]:
-    """Deals the pieces out in turn; one without elements takes no turn.
+    """Deals the pieces out in turn; a piece without elements takes no turn.
 
     Raises:
         UsageError: `owners` is below 1.
@@ -51,7 +44,7 @@ def round_robin(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...
 
 
 def greedy(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...]:
-    """Gives the largest piece first to whoever has the fewest bytes so far.
+    """Gives the largest piece first to the owner with the fewest bytes so far.
 
     No owner has more than 4/3 of the least possible maximum (Graham, "Bounds on multiprocessing timing anomalies",
     1969, theorem 3).
@@ -70,10 +63,10 @@ def greedy(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...]:
 
 
 def place(pieces: Sequence[ParameterPiece], ranks: Sequence[int], placement: Placement) -> tuple[Segment, ...]:
-    """Gives every piece to one of the servers with these ranks; the pieces stay in their order.
+    """Assigns every piece to one of the servers with these ranks; the pieces keep their order.
 
     Raises:
-        InfeasiblePlan: a server would have nothing to do.
+        InfeasiblePlan: a server would have no piece.
     """
     filled = sum(piece.bytes > 0 for piece in pieces)
     if len(ranks) > filled:
@@ -115,10 +108,6 @@ def balance(loads: Sequence[float]) -> float:
 
 
 def require_owners(owners: int) -> None:
-    """Refuses to share among nobody.
-
-    Raises:
-        UsageError: `owners` is below 1.
-    """
+    """Raises UsageError if `owners` is below 1."""
     if owners < 1:
         raise UsageError(f"parameters need at least 1 owner, got {owners}")

@@ -16,11 +16,7 @@ from headrace.spec.plan import Plan, Role, Segment
 def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool = False) -> tuple[Role, ...]:
     """Places `workers`: as many as the launcher started, or as there are accelerators, if None.
 
-    Args:
-        strategy: its name, for the errors.
-        workers: how many were asked for.
-        cluster: what there is.
-        spread: whether they may be on several hosts, where a launcher has started them.
+    `spread` says whether they may be on several hosts, where a launcher has started them.
 
     Raises:
         InfeasiblePlan: the number contradicts the launcher or the machine.
@@ -45,16 +41,9 @@ def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: b
 def worker_and_server_roles(
     strategy: str, workers: int | None, servers: int, cluster: Cluster, backups: int = 0
 ) -> tuple[Role, ...]:
-    """Places workers, after them servers, and after those their backups on one host.
+    """Places workers, then servers, then one backup of each server if `backups` is 1, on one host.
 
     Of a launcher's processes the last are servers.
-
-    Args:
-        strategy: its name, for the errors.
-        workers: how many were asked for; None for what there is.
-        servers: how many were asked for.
-        cluster: what there is.
-        backups: of each server.
 
     Raises:
         InfeasiblePlan: the numbers contradict the launcher or the machine.
@@ -129,12 +118,9 @@ def require_cpu(strategy: str, cluster: Cluster) -> None:
 
 
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:
-    """Refuses a plan whose copies of parameters, gradients and their exchange do not fit on the hosts.
+    """Refuses a plan that needs more host memory than there is.
 
-    Args:
-        strategy: its name, for the error.
-        needed_bytes: on all hosts together, each in proportion to its workers.
-        cluster: what there is.
+    `needed_bytes` are of all hosts together, each in proportion to its workers.
 
     Raises:
         InfeasiblePlan: with both numbers.

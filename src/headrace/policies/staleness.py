@@ -1,12 +1,12 @@
-"""How far apart workers may be, and what of their gradients makes an update: the two halves of staleness.
+"""How far apart workers may be, and which of their gradients make an update: the two halves of staleness.
 
-*Admission* says who may begin its next round; *combination* says which pushes make a step. A clock is a worker's count
-of finished rounds. The three classical regimes are points of this plane:
+*Admission* says which workers may begin their next round; *combination* says which pushes make a step. A clock is a
+worker's count of finished rounds. The three classical regimes:
 
-    asynchronous           every push a step            nobody waits
+    asynchronous           every push a step            no worker waits
     bounded by s           every push a step            clock <= slowest clock + s
-    synchronous, N of      the first N of a round       whoever has pushed waits for
-    N + b (b backup)       are one step, the others     the round's end
+    synchronous, N of      the first N of a round       a worker that has pushed waits
+    N + b (b backup)       are one step, the others     for the round's end
                            are dropped
 """
 
@@ -17,21 +17,16 @@ from dataclasses import dataclass
 
 
 class Admission(ABC):
-    """Says who may begin its next round."""
+    """Says which workers may begin their next round."""
 
     @abstractmethod
     def admits(self, clock: int, slowest: int) -> bool:
-        """Tells whether a worker that has finished `clock` rounds may begin another.
-
-        Args:
-            clock: its own.
-            slowest: the least clock of all workers.
-        """
+        """Returns whether a worker that has finished `clock` rounds may begin another, given the least clock of all."""
 
 
 @dataclass(frozen=True)
 class Unbounded(Admission):
-    """Nobody waits (asynchronous SGD)."""
+    """No worker waits (asynchronous SGD)."""
 
     def admits(self, clock: int, slowest: int) -> bool:
         return True
@@ -39,17 +34,14 @@ class Unbounded(Admission):
 
 @dataclass(frozen=True)
 class Bounded(Admission):
-    """Nobody begins a round more than `bound` rounds ahead of the one that the slowest is in.
+    """No worker begins a round more than `bound` rounds ahead of the slowest worker's; 0 is lock-step.
 
-    While a worker computes its round `clock`, counted from 0, `clock <= min(clocks) + bound`. So its parameters hold
-    all gradients of everybody's rounds 0 to `clock - bound - 1`, its own, and perhaps newer ones; with the bound 0,
-    all of the rounds before. That bounds rounds, not updates: while one worker makes a round, N - 1 others may make
-    `2 * bound + 1` each.
+    While a worker computes its round `clock`, counted from 0, `clock <= min(clocks) + bound`. So its parameters have
+    all gradients of all workers' rounds 0 to `clock - bound - 1`, its own, and perhaps newer ones; with the bound 0,
+    all of the rounds before. That bounds rounds, not updates: while one worker makes a round, N - 1 others may make `2
+    * bound + 1` each.
 
     Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", 2013, section 3.
-
-    Attributes:
-        bound: rounds, at least 0; 0 is lock-step.
     """
 
     bound: int
@@ -63,7 +55,7 @@ class Combination(ABC):
 
     @abstractmethod
     def needed(self, workers: int) -> int:
-        """Returns how many pushes make a step where so many workers are members; 0 if each is one."""
+        """Returns how many pushes make a step of so many members; 0 if each push is one."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class EveryPush(Combination):
 
 @dataclass(frozen=True)
 class AllMembers(Combination):
-    """The pushes of all members, however many there are by then, are one step."""
+    """The pushes of all present members are one step."""
 
     def needed(self, workers: int) -> int:
         return workers
@@ -84,7 +76,7 @@ class AllMembers(Combination):
 
 @dataclass(frozen=True)
 class DecidedElsewhere(Combination):
-    """Another server says whose pushes are one step, so that a step is of the same workers on all."""
+    """Another server decides whose pushes are one step, so that a step has the same workers on all servers."""
 
     def needed(self, workers: int) -> int:
         return workers + 1
@@ -92,12 +84,11 @@ class DecidedElsewhere(Combination):
 
 @dataclass(frozen=True)
 class FirstPushes(Combination):
-    """The first pushes of a round are one step, later ones are dropped.
+    """The first pushes of a round are one step; later ones are dropped.
+
+    `count` are needed, or all members' if they are fewer.
 
     Chen et al., "Revisiting distributed synchronous SGD", 2016, section 3: N workers and b backup workers.
-
-    Attributes:
-        count: how many; as many as there are members, where those are fewer.
     """
 
     count: int

@@ -1,4 +1,4 @@
-"""What gradients and parameters are on their way: as they are, or in fewer bits.
+"""Codecs of gradients and parameters that are sent: as they are, or in fewer bits.
 
     plain    as they are
     bf16     2 bytes an element: 8 significant bits, rounded to the nearest
@@ -9,8 +9,8 @@
              │ float32 │ float32 │        256 x int8         │     n x int8      │
              └─────────┴─────────┴───────────────────────────┴───────────────────┘
 
-*Error feedback*: what one encoding loses is a residual that the caller keeps and the next encoding adds first, so that
-the sum of all that was decoded is the sum of all that was encoded, but for the last residual (Seide et al., "1-bit
+*Error feedback*: the error of one encoding is a residual that the caller keeps and the next encoding adds, so that the
+sum of all decoded tensors is the sum of all encoded ones, except for the last residual (Seide et al., "1-bit
 stochastic gradient descent", 2014, section 3; Karimireddy et al., "Error feedback fixes SignSGD", 2019, algorithm 2).
 """
 
@@ -36,12 +36,10 @@ _SPARE_BITS = 0xFF
 
 
 class Codec(ABC):
-    """Turns tensors into bytes and back. It has no state; what it makes of a tensor has the same length each time.
+    """Encodes tensors as bytes, without state; the length depends only on shape and type.
 
-    Bytes are `(nbytes,)` uint8 tensors that begin at a multiple of 8 in their storage.
-
-    Attributes:
-        feedback: whether it loses so much that the caller should keep a residual for each tensor.
+    Bytes are `(nbytes,)` uint8 tensors that begin at a multiple of 8 in their storage. `feedback` says whether the
+    error is so large that the caller should keep a residual for each tensor.
     """
 
     feedback: ClassVar[bool]
@@ -56,29 +54,22 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, tensor: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Writes a tensor of any shape as bytes.
+        """Writes a tensor of any shape to `out`, `(nbytes,)` uint8.
 
-        Args:
-            tensor: is not changed.
-            out: `(nbytes,)` uint8.
-            residual: contiguous, as many elements of the same type, 0 at first: is added to the tensor, and becomes
-                what this encoding loses.
+        `residual`, 0 at first, contiguous and of the tensor's size and type, is added to the tensor, and becomes the
+        error of this encoding.
 
         Raises:
-            ValueError: `out` or `residual` is not of this form, or the tensor holds what cannot be encoded. The
-                residual is unchanged then.
+            ValueError: `out` or `residual` has another size, or the tensor cannot be encoded. The residual is then
+                unchanged.
         """
 
     @abstractmethod
     def decode(self, data: Tensor, into: Tensor) -> None:
-        """Reads a tensor from its bytes.
-
-        Args:
-            data: `(nbytes,)` uint8.
-            into: contiguous, of any shape.
+        """Reads a tensor from its bytes into a contiguous tensor of any shape.
 
         Raises:
-            ValueError: `data` is not what `encode` makes of such a tensor.
+            ValueError: `data` is not the encoding of such a tensor.
         """
 
 
@@ -151,7 +142,7 @@ class Int8(Codec):
         out[: _SCALE_BYTES * count].view(torch.float32).copy_(scales)
         out[_SCALE_BYTES * count :].view(torch.int8).copy_(rounded)
         if residual is not None:
-            # Exactly what `decode` will make of it.
+            # Exactly what `decode` returns.
             blocks.mul_(scales[:, None])
             torch.sub(value, rounded, out=residual.view(-1))
 
@@ -187,11 +178,7 @@ def _blocks(elements: int) -> int:
 
 
 def _scales(blocks: Tensor) -> Tensor:
-    """Returns the scales of `(count, 256)` elements, `(count,)` float32.
-
-    Raises:
-        ValueError: they have none.
-    """
+    """Returns the scales of `(count, 256)` elements, `(count,)` float32; raises ValueError if they have none."""
     largest = blocks.abs().amax(1)
     exact = (largest / _LARGEST_CODE).to(torch.float32)
     # A float32's bits are in the order of its magnitude, so that the next multiple of 256 is the next such scale.
@@ -205,7 +192,7 @@ def _scales(blocks: Tensor) -> Tensor:
 
 
 def _value(codec: Codec, tensor: Tensor, out: Tensor, residual: Tensor | None) -> Tensor:
-    """Returns what is to be encoded, flat."""
+    """Returns the values to encode, flat."""
     _require_length(codec, out, tensor)
     if residual is None:
         return tensor.reshape(-1)

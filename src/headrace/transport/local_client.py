@@ -1,4 +1,7 @@
-"""A worker's end of a link to a server on the same host; see `local_port`."""
+"""A worker's transport to a server on the same host, see `local_server`, and the socket messages that both ends use.
+
+A message can carry a descriptor of memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from headrace.transport.base import LARGEST_MESSAGE, ClientTransport, Slots, Tra
 
 NOTHING = memoryview(b"")
 SPIN_S = 300e-6
-"""How long to look for a message before one sleeps: a push of some kB takes a fifth of it, to be woken a tenth."""
+"""How long to spin for a message before sleeping: a push of some kB takes a fifth of it, waking up a tenth."""
 
 _CREDENTIALS = struct.Struct("3i")
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
@@ -30,23 +33,23 @@ _ROOM = [socket.CMSG_LEN(4 * most) for most in range(3)]
 
 
 def head_bytes(parameters: Slots) -> int:
-    """Returns the length of the words before the parameters: one a shard, `version << 1 | being written`."""
+    """Returns the length of the words before the parameters: one for each shard, `version << 1 | being written`."""
     return -(-8 * len(parameters) // 64) * 64
 
 
 def segment_bytes(layout: TransportLayout) -> list[int]:
-    """Returns the lengths of the pieces of memory that a link gives to the port."""
+    """Returns the lengths of the segments that a client gives to the server."""
     return [slots.nbytes for slots in (layout.pushes, layout.replies) if slots]
 
 
 def user_of(connection: socket.socket) -> int:
-    """Returns who has made the other end."""
+    """Returns the user of the process at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def send(connection: socket.socket, message: bytes, blob: bytes | bytearray | memoryview | int) -> None:
-    """Sends a message, and a blob as a file of its own; it may be the descriptor of one."""
+    """Sends a message, and a blob as a memory file, or the descriptor of one."""
     if isinstance(blob, int):
         socket.send_fds(connection, [message], [blob])
     elif blob:
@@ -62,15 +65,12 @@ def send(connection: socket.socket, message: bytes, blob: bytes | bytearray | me
 
 
 def receive(connection: socket.socket, blob_bytes: int, shared: bool = False) -> tuple[bytes, memoryview]:
-    """Returns a message and its blob; both empty if the other end has gone.
+    """Returns a message and its blob, at most `blob_bytes`; both empty if the other end has closed.
 
-    Args:
-        connection: to the other end.
-        blob_bytes: the longest blob that may come.
-        shared: whether to take a blob that is a `SharedSegment` as the shared memory that it is.
+    `shared` maps a blob that is a `SharedSegment`, and does not copy it.
 
     Raises:
-        ValueError: it sends what is too long, or something else than memory.
+        ValueError: what was sent is too long, or no memory.
         OSError: the connection is lost.
     """
     message, descriptors = take(connection, 1)
@@ -78,10 +78,10 @@ def receive(connection: socket.socket, blob_bytes: int, shared: bool = False) ->
 
 
 def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    """Returns a message and at most so many descriptors, which are the caller's to close.
+    """Returns a message and at most `most` descriptors, which the caller closes.
 
     Raises:
-        ValueError: there were more, or it is too long.
+        ValueError: there were more, or the message is too long.
     """
     message, ancillary, flags, _ = connection.recvmsg(LARGEST_MESSAGE, _ROOM[most], _CLOEXEC)
     descriptors = array("i")
@@ -96,14 +96,14 @@ def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
 
 
 def _blob_in(descriptor: int, most: int, shared: bool) -> memoryview:
-    """Returns what lies in the file that was sent. Read, not mapped, where its owner may still shorten it."""
+    """Returns the content of a received file; read, not mapped, if its owner could still shorten it."""
     length = os.fstat(descriptor).st_size
     if shared and 0 < length <= most and is_sealed(descriptor):
         segment = SharedSegment.received(descriptor, length)
         segment.close()
         return segment.memory
     try:
-        # Which only memory has: a folder could not be read, a pipe or a file of a slow disk could be waited for.
+        # Only memory files have seals: a folder could not be read, and a pipe or a slow disk could block.
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if length > most:
             raise ValueError(f"a blob of {length:,} bytes came, at most {most:,} may")
@@ -121,13 +121,13 @@ _NAP_S = 30e-6
 
 
 class LocalClientTransport(ClientTransport):
-    """Args:
-    address: of the port.
-    parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
-    hello_s: how long the port may take to greet.
+    """Shares its push slots with the server, and reads the parameters in the server's memory.
+
+    The slots are those of the server, without pushes for a client that only pulls. The server may take `hello_s` to
+    answer.
 
     Raises:
-        ConnectionError: nobody listens there, or whoever does is not of the same kind, or does not greet.
+        ConnectionError: no server listens there, or it has another layout, or does not answer.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class LocalClientTransport(ClientTransport):
                 return
             except BlockingIOError:
                 pass
-            # Takes in what comes meanwhile, or two who send would wait for each other.
+            # Receives meanwhile, because two ends that only send would block each other.
             self._poll.modify(self._socket, select.POLLIN | select.POLLOUT)
             events = self._poll.poll(1000)
             self._poll.modify(self._socket, select.POLLIN)
@@ -203,7 +203,7 @@ class LocalClientTransport(ClientTransport):
             elif monotonic() > deadline:
                 raise ConnectionAbortedError(f"shard {slot} has been written to for {_WRITTEN_S:.0f} s")
             elif any(events & select.POLLHUP for _, events in self._poll.poll(0)):
-                # Nobody will say that it is written.
+                # The write will never be marked as done.
                 raise ConnectionResetError("the server has gone while it wrote")
             else:
                 sleep(_NAP_S)
@@ -220,7 +220,7 @@ class LocalClientTransport(ClientTransport):
         self._shared.close()
 
     def _join(self, address: str) -> int:
-        """Says hello; returns the memory with the parameters."""
+        """Sends the hello; returns the descriptor of the parameters' memory."""
         self._socket.connect("\0" + address.removeprefix("local:"))
         if user_of(self._socket) != os.getuid():
             raise ConnectionError("it belongs to another user")

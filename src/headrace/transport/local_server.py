@@ -1,4 +1,4 @@
-"""Servers and workers of one host: messages through a Unix socket, payloads in shared memory.
+"""Servers and workers of one host: messages through a Unix socket, payload in shared memory.
 
     worker                                               server
     push slots    (its own memory, the server reads)     parameters (its own memory, workers read)
@@ -7,9 +7,9 @@
                   64 bytes ◄───────────────────────────── "there"
        private copy ◄─────────────────────────────────────── parameters
 
-No payload is sent: the optimizer reads gradients where the worker has put them, and workers copy parameters from where
-the optimizer has left them. A word before every shard's parameters says their version and whether they are just being
-written; a copy during which it changed is made again.
+No payload is sent: the optimizer reads gradients where the worker has written them, and workers copy parameters from
+where the optimizer has written them. A word before every shard's parameters has their version and whether they are
+being written; a copy during which it changed is repeated.
 """
 
 from __future__ import annotations
@@ -31,22 +31,18 @@ from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
 from headrace.transport.local_client import NOTHING, SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
 
-_OWED_BYTES = 1 << 26
-"""Messages and blobs that a link may leave unread, besides what the kernel holds."""
+_UNREAD_BYTES = 1 << 26
+"""Messages and blobs that a client may leave unread, besides those in the kernel's buffer."""
 
-_MOST_LINKS = 1024
+_MOST_CLIENTS = 1024
 _HALF_OPEN = 64
-"""Connections that have not said hello; of more the oldest goes."""
+"""Connections that have not said hello; of more, the oldest is ended."""
 
 _HELLO_S = 10.0
 
 
 class LocalServerTransport(ServerTransport):
-    """Args:
-    parameters: places of the shards' parameters.
-    pushes: places of what a link pushes.
-    replies: places of what a link pulls in another form; None if it pulls parameters as they are.
-    """
+    """The server's end; its address is a name in Linux's abstract name space."""
 
     trusts_clients = True
 
@@ -57,9 +53,9 @@ class LocalServerTransport(ServerTransport):
         self._shared = SharedSegment.create(head + parameters.nbytes, "parameters")
         self._region = self._shared.tensor(start=head)
         self._words = self._shared.memory[: 8 * len(parameters)].cast("q")
-        self._changing = _Changing(self._words)
+        self._changing = _Writing(self._words)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        # In the abstract name space nothing is left behind, whoever is killed. Who may connect is looked at below.
+        # In the abstract name space no file is left behind by a killed process. Users are checked below.
         name = f"headrace-{secrets.token_hex(16)}"
         self._listener.bind(f"\0{name}")
         self._listener.listen(128)
@@ -71,7 +67,7 @@ class LocalServerTransport(ServerTransport):
         self._next = 0
         self._gone: list[int] = []
         self._unsent: dict[int, deque[tuple[bytes, bytes | bytearray | memoryview | int]]] = {}
-        self._owed: dict[int, int] = {}
+        self._unread: dict[int, int] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._peers: dict[int, int] = {}
         self._half_open: dict[int, float] = {}
@@ -82,7 +78,7 @@ class LocalServerTransport(ServerTransport):
     def parameters(self, slot: int) -> Tensor:
         return self._layout.parameters.of(self._region, slot)
 
-    def writing(self, slots: Sequence[int]) -> _Changing:
+    def writing(self, slots: Sequence[int]) -> _Writing:
         self._changing.slots = slots
         return self._changing
 
@@ -90,10 +86,10 @@ class LocalServerTransport(ServerTransport):
         self._words[slot] = version << 1 | self._words[slot] & 1
 
     def receive(self, timeout_s: float) -> list[ReceivedMessage]:
-        # What a link has pushed before it went was needed until now.
+        # The pushes of an ended connection were needed until now.
         while self._gone:
             self.drop(self._gone.pop())
-        mail: list[ReceivedMessage] = []
+        received: list[ReceivedMessage] = []
         for descriptor, events in look(self._poll.poll, self._spin, timeout_s):
             peer = self._peers.get(descriptor)
             if peer is not None and events & select.EPOLLOUT:
@@ -104,11 +100,11 @@ class LocalServerTransport(ServerTransport):
             if peer is None:
                 self._accept()
             elif peer in self._segments:
-                mail += self._receive_from(peer)
+                received += self._receive_from(peer)
             else:
                 self._greet(peer)
-        self._show_out()
-        return mail
+        self._drop_silent()
+        return received
 
     def pushed(self, peer: int, slot: int) -> Tensor:
         try:
@@ -117,7 +113,7 @@ class LocalServerTransport(ServerTransport):
             raise ValueError("a push from a link without a place for it") from None
 
     def release(self, peer: int, slots: Sequence[int]) -> None:
-        """It is the link's own memory."""
+        """The slots are the client's own memory."""
 
     def reply_slot(self, peer: int, slot: int) -> Tensor:
         return self._layout.pulled.of(self._replied[peer], slot)
@@ -130,13 +126,13 @@ class LocalServerTransport(ServerTransport):
         lengths = self._layout.pulled.lengths
         self.moved_bytes += sum(lengths[slot] for slot in slots)
         unsent = self._unsent.setdefault(peer, deque())
-        # Whoever owns a segment may let go of it before it is sent.
+        # Duplicated, because the owner of a segment may close it before it is sent.
         unsent.append((message, os.dup(blob.descriptor) if isinstance(blob, SharedSegment) else blob))
-        self._owed[peer] = self._owed.get(peer, 0) + _length(*unsent[-1])
+        self._unread[peer] = self._unread.get(peer, 0) + _length(*unsent[-1])
         if len(unsent) == 1:
             self._flush(peer)
-        elif limited and self._owed[peer] > _OWED_BYTES:
-            # It asks and does not read.
+        elif limited and self._unread[peer] > _UNREAD_BYTES:
+            # The client sends requests and does not read the answers.
             self._break(peer)
 
     def drop(self, peer: int) -> None:
@@ -149,7 +145,7 @@ class LocalServerTransport(ServerTransport):
         connection.close()
         self._forget_unsent(peer)
         self._unsent.pop(peer, None)
-        self._owed.pop(peer, None)
+        self._unread.pop(peer, None)
         self._pushed.pop(peer, None)
         self._replied.pop(peer, None)
         for segment in self._segments.pop(peer, ()):
@@ -163,14 +159,14 @@ class LocalServerTransport(ServerTransport):
         self._shared.close()
 
     def _flush(self, peer: int) -> None:
-        """Sends what a link has room for; the rest when it has read."""
+        """Sends what the socket has room for; the rest when the client has read."""
         connection, unsent = self._sockets[peer], self._unsent[peer]
         try:
             while unsent:
                 message, blob = unsent[0]
                 send(connection, message, blob)
                 unsent.popleft()
-                self._owed[peer] -= _length(message, blob)
+                self._unread[peer] -= _length(message, blob)
                 if isinstance(blob, int):
                     os.close(blob)
         except BlockingIOError:
@@ -179,7 +175,7 @@ class LocalServerTransport(ServerTransport):
             self._break(peer)
 
     def _break(self, peer: int) -> None:
-        """Ends a connection; the next `receive` tells."""
+        """Ends a connection; the next `receive` reports it."""
         self._forget_unsent(peer)
         with suppress(OSError):
             self._sockets[peer].shutdown(socket.SHUT_RDWR)
@@ -195,7 +191,7 @@ class LocalServerTransport(ServerTransport):
         with suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
-                if user_of(connection) != os.getuid() or len(self._sockets) >= _MOST_LINKS + _HALF_OPEN:
+                if user_of(connection) != os.getuid() or len(self._sockets) >= _MOST_CLIENTS + _HALF_OPEN:
                     connection.close()
                     continue
                 connection.setblocking(False)
@@ -205,8 +201,8 @@ class LocalServerTransport(ServerTransport):
                 self._poll.register(connection, select.EPOLLIN)
                 self._next += 1
 
-    def _show_out(self) -> None:
-        """Ends connections that have had time to say hello, now that whatever came has been read."""
+    def _drop_silent(self) -> None:
+        """Ends connections that have not said hello in time, now that all that has arrived was read."""
         while self._half_open:
             peer, since = next(iter(self._half_open.items()))
             if len(self._half_open) <= _HALF_OPEN and monotonic() - since < _HELLO_S:
@@ -214,7 +210,7 @@ class LocalServerTransport(ServerTransport):
             self.drop(peer)
 
     def _greet(self, peer: int) -> None:
-        """Takes what a new link shares, gives what it may read."""
+        """Takes the segments of a new client, and sends the parameters' memory."""
         del self._half_open[peer]
         connection = self._sockets[peer]
         try:
@@ -224,8 +220,8 @@ class LocalServerTransport(ServerTransport):
             return
         try:
             layout = self._layout.match(message)
-            if len(self._segments) >= _MOST_LINKS:
-                raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
+            if len(self._segments) >= _MOST_CLIENTS:
+                raise ValueError(f"the server has {_MOST_CLIENTS:,} links already, which is the most")
             lengths = segment_bytes(layout)
             if len(lengths) != len(descriptors):
                 raise ValueError(f"{len(descriptors)} pieces of memory came, not {len(lengths)}")
@@ -263,16 +259,12 @@ class LocalServerTransport(ServerTransport):
 
 
 def _length(message: bytes, blob: bytes | bytearray | memoryview | int) -> int:
-    """Returns how much a link leaves unread with this."""
+    """Returns how much of a message and its blob a client can leave unread."""
     return len(message) + (0 if isinstance(blob, int) else len(blob))
 
 
-class _Changing:
-    """The time in which parameters are written to; never two at once.
-
-    Attributes:
-        slots: whose.
-    """
+class _Writing:
+    """The context of `writing`, for `slots`; never entered twice at once."""
 
     def __init__(self, words: memoryview) -> None:
         self.slots: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""A worker's end of a link to a server on another host; see `remote_port`."""
+"""A worker's transport to a server on another host; see `remote_server`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headrace.transport.zeromq import Keys, connect, make_socket, waits, watch
 
 _STALL_S = 60.0
 _FAREWELL_MS = 2_000
-"""How long last words may take."""
+"""How long the last messages may take."""
 
 _BLOB_BYTES = 1 << 32
 _STRANGER = "it has another secret than this run's, or is no server of headrace"
@@ -42,16 +42,13 @@ _ENDS = {
 
 
 class RemoteClientTransport(ClientTransport):
-    """It belongs to one thread.
+    """The client's end; it belongs to one thread.
 
-    Args:
-        address: of the port, "tcp://host:port".
-        parameters, pushes, replies: the same places as the port's; no pushes for a link that only pulls.
-        secret: the run's.
-        hello_s: how long the port may take to greet.
+    `address` is "tcp://host:port", `secret` the run's. The slots are those of the server, without pushes for a client
+    that only pulls. The server may take `hello_s` to answer.
 
     Raises:
-        ConnectionError: nobody listens there, or whoever does is not of this run or not of the same kind.
+        ConnectionError: no server listens there, or it is of another run or has another layout.
         UsageError: the secret is too short, or this is no address.
     """
 
@@ -156,7 +153,7 @@ class RemoteClientTransport(ClientTransport):
             self._wait(left, zmq.POLLIN)
 
     def _put(self, parts: Frame) -> None:
-        """Sends a letter; takes in what comes while there is no room, or two who send would wait for each other."""
+        """Sends a frame; receives while there is no room, because two ends that only send would block each other."""
         deadline = monotonic() + _STALL_S
         while True:
             if self._end:
@@ -177,7 +174,7 @@ class RemoteClientTransport(ClientTransport):
         self._poll.poll(max(1, int(timeout_s * 1000)))
 
     def _read(self) -> None:
-        """Takes in all that is there: first whether there is an end, because what came before it is read after."""
+        """Receives all that has arrived; first checks whether the connection has ended, as earlier frames count."""
         while waits(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             self._end = self._end or _ENDS.get(zmq.Event(event), "")
@@ -189,7 +186,7 @@ class RemoteClientTransport(ClientTransport):
             try:
                 self._open([frame.buffer for frame in frames])
             except ValueError as error:
-                self._end = self._end or f"it speaks as no server does: {error}"
+                self._end = self._end or f"it sends what no server sends: {error}"
 
     def _open(self, parts: Sequence[memoryview]) -> None:
         kind = kind_of(parts)

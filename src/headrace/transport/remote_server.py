@@ -1,7 +1,7 @@
-"""A server's end of links from other hosts: ZeroMQ over TCP, in letters of about a megabyte, always encrypted.
+"""A server's transport for workers of other hosts: ZeroMQ over TCP, in frames of about a megabyte, always encrypted.
 
-worker: DEALER ── CURVE ──► ROUTER :server       one connection a link; its end is the end of the link,
-                                                 nothing is sent again behind anybody's back
+worker: DEALER ── CURVE ──► ROUTER :server       one connection for each client, whose end is the end of the client;
+                                                 ZeroMQ never reconnects or repeats by itself
 """
 
 from __future__ import annotations
@@ -41,30 +41,27 @@ from headrace.transport.zeromq import Keys, is_loopback, listen, make_socket, wa
 
 _AGAIN_S = 0.005
 _FAREWELL_S = 2.0
-"""How long last words may take."""
+"""How long the last messages may take."""
 
-_OWED_BYTES = 1 << 26
-"""Messages and blobs that a link may leave unread."""
+_UNREAD_BYTES = 1 << 26
+"""Messages and blobs that a client may leave unread."""
 
-_MOST_LINKS = 1024
-_TURN_LETTERS = 32
+_MOST_CLIENTS = 1024
+_TURN_FRAMES = 32
 
 
 @dataclass
 class _Peer:
-    """A link, as its port sees it.
+    """A client as its server sees it.
 
     Attributes:
         number: in `ReceivedMessage`.
-        routing: what the socket calls it.
-        line: its connection.
-        collector: of what it sends.
-        pushed: what it has pushed, by slot.
-        replies: what it is to be sent, by slot.
-        letters: what waits to be sent.
-        owed: bytes of messages and blobs in that.
-        sent, heard: letters so far.
-        until: when it is cut off, if it has been dropped.
+        routing: the socket's name of it.
+        connection: its TCP connection.
+        pushed, replies: by slot.
+        frames: that wait to be sent, each with the bytes of its message and blob, which `owed` sums up.
+        sent, heard: frames so far.
+        until: when it is disconnected, if it has been dropped.
     """
 
     number: int
@@ -80,10 +77,10 @@ class _Peer:
     until: float | None = None
 
     def hear(self, parts: Sequence[memoryview]) -> Payload | None:
-        """Takes a letter; returns what it completes.
+        """Takes a frame; returns the payload if it completes one.
 
         Raises:
-            ValueError: it is none, or not the next.
+            ValueError: it is no frame, or not the next.
         """
         payload = self.reassembler.add(parts)
         self.heard += 1
@@ -91,21 +88,16 @@ class _Peer:
         return payload
 
     def forget(self) -> None:
-        """Lets go of what cannot be sent any more."""
+        """Drops what cannot be sent any more."""
         self.frames.clear()
         self.owed = 0
 
 
 class RemoteServerTransport(ServerTransport):
-    """It belongs to one thread: what it sends is copied in `send` and `receive`, never while anybody writes to it.
+    """The server's end; it belongs to one thread, and copies what it sends in `send` and `receive`.
 
-    Args:
-        parameters, pushes, replies: as in `TransportLayout`.
-        address: "tcp://host:port" of this machine to listen on; port 0 takes a free one.
-        secret: the run's; on loopback a new one is made if there is none.
-
-    Attributes:
-        secret: what links need.
+    `address` is "tcp://host:port" of this machine, with port 0 for a free one. `secret` is the run's, which clients
+    need; on loopback a new one is made if there is none.
 
     Raises:
         UsageError: it would listen to other machines without a secret, or cannot listen there.
@@ -135,12 +127,12 @@ class RemoteServerTransport(ServerTransport):
         self._peers: dict[int, _Peer] = {}
         self._routes: dict[bytes, _Peer] = {}
         self._by_connection: dict[Connection, _Peer] = {}
-        self._told: list[_Peer] = []
+        self._reported: list[_Peer] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._socket.router_mandatory = True
         self._guard = ConnectionGuard(self._socket, keys)
-        # What tells others, as `headrace doctor`, whose process this is.
+        # Shows other programs, such as `headrace doctor`, that this process is a server.
         self._mark = memory_file("port")
         self._poll = epoll()
         for descriptor in (self._socket.FD, self._guard.ended_fd):
@@ -161,23 +153,24 @@ class RemoteServerTransport(ServerTransport):
         self._versions[slot] = version
 
     def receive(self, timeout_s: float) -> list[ReceivedMessage]:
-        for peer in self._told:
+        for peer in self._reported:
             self._remove(peer)
-        self._told = []
+        self._reported = []
         deadline = monotonic() + timeout_s
         while True:
             ended = self._guard.take_ended()
-            mail = self._read()
+            received = self._read()
             waiting = self._flush_all()
-            # Last, because all that they have sent came before they went. What it was is needed until it is dealt with.
-            self._told = self._part(ended)
-            mail += [ReceivedMessage(peer.number, b"") for peer in self._told]
+            # Last, because frames before an end count. The state of an ended client is needed until it is handled.
+            self._reported = self._part(ended)
+            received += [ReceivedMessage(peer.number, b"") for peer in self._reported]
             left = deadline - monotonic()
-            if mail or left <= 0:
-                return mail
+            if received or left <= 0:
+                return received
             if not waits(self._socket):
                 self._guard.disconnect_silent()
-                # That a link has room again is told once, and sending to another one may have swallowed it.
+                # ZeroMQ reports only once that a client has room again, and sending to another may have consumed the
+                # report.
                 self._poll.poll(min(left, _AGAIN_S) if waiting else left)
 
     def pushed(self, peer: int, slot: int) -> Tensor:
@@ -210,8 +203,8 @@ class RemoteServerTransport(ServerTransport):
         self._write(
             to, to_frames(message, [(slot, lengths[slot]) for slot in slots], take, blob), len(message) + len(blob)
         )
-        if limited and len(to.frames) > 1 and to.owed > _OWED_BYTES:
-            # It asks and does not read.
+        if limited and len(to.frames) > 1 and to.owed > _UNREAD_BYTES:
+            # The client sends requests and does not read the answers.
             to.forget()
             self._guard.disconnect(to.connection)
 
@@ -237,7 +230,7 @@ class RemoteServerTransport(ServerTransport):
             os.close(self._mark)
 
     def _part(self, ended: Sequence[Connection]) -> list[_Peer]:
-        """Lets go of links whose lines have ended; returns those whose end is news."""
+        """Removes clients whose connections have ended; returns those whose end is not known yet."""
         news = []
         for connection in ended:
             peer = self._by_connection.get(connection)
@@ -256,9 +249,9 @@ class RemoteServerTransport(ServerTransport):
         del self._by_connection[peer.connection]
 
     def _read(self) -> list[ReceivedMessage]:
-        """Takes what is there, but not for ever, even if it comes faster than it is taken."""
-        mail: list[ReceivedMessage] = []
-        for _ in range(_TURN_LETTERS * (len(self._peers) + 1)):
+        """Receives what has arrived, but not for ever, even if it arrives faster than it is read."""
+        received: list[ReceivedMessage] = []
+        for _ in range(_TURN_FRAMES * (len(self._peers) + 1)):
             try:
                 routing = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -268,11 +261,11 @@ class RemoteServerTransport(ServerTransport):
             if peer is None:
                 self._greet(routing, parts)
             elif peer.until is None:
-                mail += self._take(peer, parts)
-        return mail
+                received += self._take(peer, parts)
+        return received
 
     def _parts(self) -> list[memoryview]:
-        """Returns the rest of what came at once; one part too many, if there are more than a letter has."""
+        """Returns the other parts of a frame; one too many, if there are more than a frame has."""
         parts: list[memoryview] = []
         while self._socket.rcvmore:
             part = self._socket.recv(copy=False)
@@ -289,7 +282,7 @@ class RemoteServerTransport(ServerTransport):
             if not payload.message:
                 raise ValueError("an empty message")
         except ValueError:
-            # Whoever cannot speak properly harms itself alone.
+            # A wrong frame ends its sender's connection, and nothing else.
             self.drop(peer.number)
             return [ReceivedMessage(peer.number, b"")]
         peer.pushed.update({slot: content for slot, (_, content) in payload.slots.items()})
@@ -297,7 +290,7 @@ class RemoteServerTransport(ServerTransport):
         return [ReceivedMessage(peer.number, payload.message, payload.blob)]
 
     def _greet(self, routing: zmq.Frame, parts: Sequence[memoryview]) -> None:
-        """Takes in a new link, if it is laid out as this port."""
+        """Accepts a new client if its layout matches."""
         connection = self._guard.find(int(routing.get(zmq.SRCFD)))
         if connection is None:
             return
@@ -308,10 +301,10 @@ class RemoteServerTransport(ServerTransport):
         self._peers[peer.number] = self._routes[peer.routing] = self._by_connection[connection] = peer
         try:
             if kind_of(parts) != FrameKind.HELLO:
-                raise ValueError("a link begins with its layout")
+                raise ValueError("a client begins with its layout")
             expect_number(parts, 0)
-            if len(self._peers) > _MOST_LINKS:
-                raise ValueError(f"the server has {_MOST_LINKS:,} links already, which is the most")
+            if len(self._peers) > _MOST_CLIENTS:
+                raise ValueError(f"the server has {_MOST_CLIENTS:,} links already, which is the most")
             self._layout.match(bytes(parts[1]))
         except ValueError as error:
             self._write(peer, iter([control_frame(FrameKind.FAREWELL, str(error).encode())]), 0)
@@ -329,7 +322,7 @@ class RemoteServerTransport(ServerTransport):
         slots = self._layout.parameters
         start, length = slots.starts[slot], slots.lengths[slot]
         content = self._content[start : start + length]
-        # What goes in several letters must be of one version.
+        # Several frames must be of one version.
         return self._versions[slot], content if length <= PIECE_BYTES else memoryview(bytes(content))
 
     def _write(self, peer: _Peer, frames: Iterator[Frame], owed: int) -> None:
@@ -338,7 +331,7 @@ class RemoteServerTransport(ServerTransport):
         self._flush(peer)
 
     def _flush_all(self) -> bool:
-        """Sends what there is room for, breaks with whoever has been dropped long ago; tells if something is left."""
+        """Sends what there is room for, and disconnects dropped clients; returns whether frames are left."""
         now = monotonic()
         for peer in list(self._peers.values()):
             self._flush(peer)
@@ -348,7 +341,7 @@ class RemoteServerTransport(ServerTransport):
         return any(peer.frames for peer in self._peers.values())
 
     def _flush(self, peer: _Peer) -> None:
-        """Sends what a link has room for. Letters are made when there is room: until then nothing is copied."""
+        """Sends a client what there is room for. Frames are made only then, so that nothing is copied early."""
         while peer.frames:
             owed, frames = peer.frames[0]
             try:
@@ -358,7 +351,7 @@ class RemoteServerTransport(ServerTransport):
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                # Its end is about to be told.
+                # Its end is about to be reported.
                 peer.forget()
                 return
             parts = next(frames)
