@@ -251,8 +251,8 @@ def replica_lines(plan: Plan) -> list[str]:
     return [line]
 
 
-def _some(words: list[str]) -> list[str]:
-    return words if len(words) <= _MOST_NAMED else [*words[: _MOST_NAMED - 1], f"{len(words) - _MOST_NAMED + 1} more"]
+def _some(names: list[str]) -> list[str]:
+    return names if len(names) <= _MOST_NAMED else [*names[: _MOST_NAMED - 1], f"{len(names) - _MOST_NAMED + 1} more"]
 
 
 def stage_lines(plan: Plan) -> list[str]:

@@ -54,9 +54,9 @@ class TensorBoard:
         self._writer = self._open_writer()
         self._workers = 1
         self._began = 0.0
-        self._waiting: dict[int, list[Stepped]] = defaultdict(list)
+        self._open_rounds: dict[int, list[Stepped]] = defaultdict(list)
         self._latest: dict[int, int] = {}
-        self._past = 0
+        self._first_open = 0
 
     def __enter__(self) -> Self:
         return self
@@ -74,12 +74,12 @@ class TensorBoard:
                 self._workers = event.workers
                 self._began = _wall_time(event.started_at) - event.time_s
                 if event.resumed_step:
-                    self._go_on(event.resumed_step)
+                    self._resume(event.resumed_step)
             case Stepped():
                 for part in STEPPED_PARTS:
                     tag = f"seconds/{part.removesuffix('_s')}/rank-{event.rank}"
                     self._writer.add_scalar(tag, getattr(event, part), event.step, time_s)
-                self._gather(event)
+                self._add_to_round(event)
             case Evaluated():
                 for name, value in event.metrics.items():
                     self._writer.add_scalar(f"evaluation/{name}", value, event.step, time_s)
@@ -100,33 +100,33 @@ class TensorBoard:
 
     def close(self) -> None:
         """Writes what is left, also the steps that not every worker has finished; may be called twice."""
-        for step in sorted(self._waiting):
+        for step in sorted(self._open_rounds):
             self._write_loss(step)
         self._writer.close()
 
-    def _go_on(self, step: int) -> None:
+    def _resume(self, step: int) -> None:
         """Makes TensorBoard drop what an earlier attempt wrote of the rounds that are repeated."""
-        self._waiting.clear()
+        self._open_rounds.clear()
         self._latest.clear()
-        self._past = 0
+        self._first_open = 0
         self._writer.close()
         # Not from `step` on: the evaluation after `step` rounds stays, and the loss of round `step` is the same again.
         self._writer = self._open_writer(purge_step=step + 1)
 
-    def _gather(self, event: Stepped) -> None:
+    def _add_to_round(self, event: Stepped) -> None:
         """Adds a worker's step to its round, and writes the rounds that are complete."""
-        if event.step < self._past:
+        if event.step < self._first_open:
             return  # A repeated lease: the curve has this round already.
-        self._waiting[event.step].append(event)
+        self._open_rounds[event.step].append(event)
         self._latest[event.rank] = max(event.step, self._latest.get(event.rank, 0))
         if len(self._latest) == self._workers:
-            self._past = min(self._latest.values())
-        for step in sorted(self._waiting):
-            if step < self._past or len(self._waiting[step]) == self._workers:
+            self._first_open = min(self._latest.values())
+        for step in sorted(self._open_rounds):
+            if step < self._first_open or len(self._open_rounds[step]) == self._workers:
                 self._write_loss(step)
 
     def _write_loss(self, step: int) -> None:
-        parts = [event for event in self._waiting.pop(step) if event.loss is not None]
+        parts = [event for event in self._open_rounds.pop(step) if event.loss is not None]
         weight = sum(event.weight for event in parts)
         if weight > 0:
             loss = sum((event.loss or 0.0) * event.weight for event in parts) / weight
