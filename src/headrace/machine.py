@@ -1,11 +1,12 @@
-"""What this machine has."""
+"""What this machine has, and what of it this process may use."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -14,17 +15,54 @@ from typing import TextIO
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.cluster import Cluster, Host
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_ROOT = Path("/")
+"""Where the machine's files begin; tests have roots of their own."""
 
 
 def cores() -> int:
-    """Returns the processor cores that this process may use: its affinity, and its container's quota."""
-    count = len(os.sched_getaffinity(0))
-    if _QUOTA.is_file():
-        quota, period = _QUOTA.read_text().split()
-        if quota != "max":
-            count = min(count, max(1, round(int(quota) / int(period))))
-    return count
+    """Returns how many processor cores this process may use.
+
+    Its affinity, its control groups' quota and OMP_NUM_THREADS limit it.
+    """
+    limits = [len(os.sched_getaffinity(0))]
+    quota = core_quota()
+    if quota is not None:
+        limits.append(max(1, round(quota)))
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    # torchrun sets it to 1 in every process, whatever there is.
+    if threads.isdecimal() and int(threads) and "RANK" not in os.environ:
+        limits.append(int(threads))
+    return min(limits)
+
+
+def core_quota(root: Path = _ROOT) -> float | None:
+    """Returns how many cores' time the control groups grant, nested and version 1 ones too; None if unlimited."""
+    quotas = []
+    for folder in _groups(root, "cpu"):
+        words = _words(folder / "cpu.max")
+        if len(words) == 2 and words[0] != "max":
+            quotas.append(int(words[0]) / int(words[1]))
+        # Version 1 of control groups.
+        quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
+        if quota and period and int(quota[0]) > 0:
+            quotas.append(int(quota[0]) / int(period[0]))
+    return min(quotas, default=None)
+
+
+def spare_memory_bytes(root: Path = _ROOT) -> int:
+    """Returns the memory that this process can still take, by the kernel's estimate and by the control groups."""
+    spare = _meminfo(root, "MemAvailable")
+    for folder in _groups(root, "memory"):
+        for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, used = _words(folder / most), _words(folder / now)
+            if limit and used and limit[0] != "max":
+                spare = min(spare, int(limit[0]) - int(used[0]))
+    return max(0, int(spare))
+
+
+def memory_limit_bytes(root: Path = _ROOT) -> int:
+    """Returns the memory that there is in all."""
+    return int(_meminfo(root, "MemTotal"))
 
 
 def host_name() -> str:
@@ -110,3 +148,42 @@ def _accelerators() -> tuple[str, ...]:
     if not torch.backends.cuda.is_built():
         return ()
     return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+
+
+def _meminfo(root: Path, name: str) -> float:
+    for line in _lines(root / "proc/meminfo"):
+        key, _, rest = line.partition(":")
+        if key == name:
+            return int(rest.split()[0]) * 1024
+    return math.inf if name == "MemAvailable" else 0
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yields this process's control groups, from its own up to the root: each of them limits."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / controllers
+            top = top if top.is_dir() else root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        group = top / path.lstrip("/")
+        yield group
+        while group != top and top in group.parents:
+            group = group.parent
+            yield group
+
+
+def _words(file: Path) -> list[str]:
+    lines = _lines(file)
+    return lines[0].split() if lines else []
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        # Files of the kernel come and go with its version and the container's mounts; absent means no limit.
+        return []

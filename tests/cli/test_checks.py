@@ -91,9 +91,7 @@ def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("headrace.machine")
-    vars(module)["check_shared_memory"] = lambda: "memfd_create: operation not permitted"
-    monkeypatch.setitem(sys.modules, "headrace.machine", module)
+    monkeypatch.setattr(checks, "check_shared_memory", lambda: "memfd_create: operation not permitted")
     usage = types.SimpleNamespace(free=64 << 20, total=64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     found = lines("_shared_memory")

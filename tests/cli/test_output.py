@@ -12,12 +12,12 @@ from headrace.cli.output import (
     answering,
     error_document,
     exit_code,
-    user_traceback,
     write_document,
     write_error,
 )
 from headrace.engine.signals import Terminated
 from headrace.errors import DataError, HeadraceError, JobError, PeerLost, UnfitMachine, UsageError, WorkerFailed
+from headrace.tracebacks import user_traceback
 
 
 def test_stdout_carries_the_result_alone(capsys: pytest.CaptureFixture[str]) -> None:

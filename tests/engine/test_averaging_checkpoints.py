@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import headrace as hr
-from api.test_resumption import damage
+from api.test_resume import damage
 from engine.lasting import OFTEN, files_of, lasting_job, left_by
 from headrace.errors import CorruptCheckpoint
 

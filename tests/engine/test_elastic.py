@@ -122,7 +122,9 @@ class Hand:
             self.lost.append(event)
         elif isinstance(event, Stepped) and self._after in self.pids:
             self._steps += 1
-            for step in [step for step in self._deeds if step <= self._steps]:
+            # Another rank may step before the one that is meant has started; then its turn is a step later.
+            due = [step for step, (rank, _) in self._deeds.items() if step <= self._steps and rank in self.pids]
+            for step in due:
                 rank, number = self._deeds.pop(step)
                 os.kill(self.pids[rank], number)
             if self._done is not None and not self._deeds:

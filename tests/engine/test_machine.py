@@ -12,7 +12,16 @@ import pytest
 from headrace import machine
 from headrace.engine.torchrun.rendezvous import launched_ranks
 from headrace.errors import UnfitMachine, UsageError
-from headrace.machine import can_paint, check_shared_memory, cores, detect, require_linux
+from headrace.machine import (
+    can_paint,
+    check_shared_memory,
+    core_quota,
+    cores,
+    detect,
+    memory_limit_bytes,
+    require_linux,
+    spare_memory_bytes,
+)
 
 QUOTAS = {
     "max 100000": 64,
@@ -28,16 +37,103 @@ QUOTAS = {
 def test_cores_respect_a_containers_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, most: int
 ) -> None:
-    quota = tmp_path / "cpu.max"
-    quota.write_text(text)
-    monkeypatch.setattr(machine, "_QUOTA", quota)
+    root = files_of(tmp_path, {"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/cpu.max": text})
+    monkeypatch.setattr(machine, "core_quota", lambda: core_quota(root))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert cores() == most
 
 
-def test_cores_without_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_QUOTA", tmp_path / "none")
-    assert cores() == len(os.sched_getaffinity(0))
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({}, 8),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "2,4"}, 2),
+        ({"OMP_NUM_THREADS": "64"}, 8),
+        ({"OMP_NUM_THREADS": "0"}, 8),
+        ({"OMP_NUM_THREADS": "many"}, 8),
+        ({"OMP_NUM_THREADS": "1", "RANK": "0"}, 8),
+    ],
+)
+def test_cores_respect_what_openmp_is_told_but_not_by_torchrun(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], count: int
+) -> None:
+    monkeypatch.setattr(machine, "core_quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cores() == count
+
+
+def files_of(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:        4096 kB\nMemFree: 10 kB\nMemAvailable:    1024 kB\n"}
+
+
+def test_the_tightest_group_of_all_above_counts(tmp_path: Path) -> None:
+    root = files_of(
+        tmp_path,
+        {
+            **MEMINFO,
+            "proc/self/cgroup": "0::/jobs/mine\n",
+            "sys/fs/cgroup/jobs/mine/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/jobs/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
+            "sys/fs/cgroup/jobs/mine/memory.current": "4096\n",
+            "sys/fs/cgroup/jobs/memory.max": "500000\n",
+            "sys/fs/cgroup/jobs/memory.current": "200000\n",
+        },
+    )
+    assert core_quota(root) == 1.5
+    assert spare_memory_bytes(root) == 300_000
+    assert memory_limit_bytes(root) == 4096 * 1024
+
+
+def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
+    root = files_of(
+        tmp_path,
+        {
+            **MEMINFO,
+            "proc/self/cgroup": "4:memory:/box\n3:cpu,cpuacct:/box\n",
+            "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "50000\n",
+            "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "9000\n",
+            "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "10000\n",
+        },
+    )
+    assert core_quota(root) == 0.5
+    assert spare_memory_bytes(root) == 0
+
+
+def test_no_limit(tmp_path: Path) -> None:
+    root = files_of(tmp_path, {**MEMINFO, "proc/self/cgroup": "0::/\n"})
+    assert core_quota(root) is None
+    assert spare_memory_bytes(root) == 1024 * 1024
+
+
+def test_a_quota_of_minus_one_is_none(tmp_path: Path) -> None:
+    root = files_of(
+        tmp_path,
+        {
+            "proc/self/cgroup": "3:cpu:/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert core_quota(root) is None
+
+
+def test_this_machine() -> None:
+    assert 1 <= cores() <= (os.cpu_count() or 1)
+    assert 0 < spare_memory_bytes() <= memory_limit_bytes()
 
 
 def test_detect_describes_this_host() -> None:

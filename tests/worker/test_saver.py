@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import headrace as hr
-from api.test_claim import mounted
+from api.test_run_directory import mounted
 from checkpoint.faulty import FaultyStorage
 from engine.conftest import until
 from engine.lasting import ROUNDS, lasting_job, left_by

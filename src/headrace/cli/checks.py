@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from headrace.cli.limits import core_quota, cores, memory_limit_bytes, spare_memory_bytes
 from headrace.cli.listening import Listener, listeners
+from headrace.machine import check_shared_memory, core_quota, cores, memory_limit_bytes, spare_memory_bytes
 from headrace.report.format import byte_count
 
 _LEAST_TORCH = (2, 11)
@@ -152,9 +152,6 @@ def _memory() -> Iterator[Check]:
 
 
 def _shared_memory() -> Iterator[Check]:
-    # Here, because the engine is loaded by a run alone.
-    from headrace.machine import check_shared_memory
-
     reason = check_shared_memory()
     if reason is not None:
         remedy = "run on Linux 5.4 or newer, outside a sandbox that forbids memfd_create and futex"

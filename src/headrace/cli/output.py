@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sys
-import sysconfig
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -20,13 +17,10 @@ from headrace.engine.signals import Terminated
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 from headrace.report.model.summary import References, Summary, summarize, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
+from headrace.tracebacks import user_traceback
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-
-_HEADRACE = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class ExitCode(IntEnum):
@@ -68,38 +62,6 @@ def write_error(stream: TextIO, error: BaseException) -> None:
     if frames:
         lines += ["", frames]
     print("\n".join(lines), file=stream, flush=True)
-
-
-def user_traceback(error: BaseException) -> str:
-    """Returns the traceback from the first frame of user code on, without headrace's frames.
-
-    Empty if no user code was running. A syntax error has no frame of its own and is shown as it is.
-    """
-    shown = traceback.TracebackException.from_exception(error)
-    frames = _user_frames(shown)
-    if not frames and not isinstance(error, SyntaxError):
-        return ""
-    shown.stack = traceback.StackSummary.from_list(frames)
-    return "".join(shown.format()).rstrip("\n")
-
-
-def user_place(error: BaseException) -> str:
-    """Returns the last line of user code in the traceback, "job.py, line 12"; empty if there is none."""
-    frames = _user_frames(traceback.TracebackException.from_exception(error))
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
-
-
-def _user_frames(shown: traceback.TracebackException) -> list[traceback.FrameSummary]:
-    frames = [frame for frame in shown.stack if not _is_ours(frame.filename)]
-    while frames and frames[0].filename.startswith(_LIBRARIES):
-        del frames[0]
-    return frames
-
-
-def _is_ours(filename: str) -> bool:
-    # "<frozen importlib...>" loads the file, "<string>" is what `dataclass` wrote for us.
-    return filename.startswith(("<", _HEADRACE))
 
 
 def _traceback(error: BaseException) -> str:

@@ -69,15 +69,17 @@ class LivenessProbe:
     beat goes on. A stopped process (SIGSTOP, a debugger, a dead disk) does neither.
 
     Args:
-        pid: the process; 0 for one that has not said who it is, and gives no sign of life before.
+        pid: the process; 0 for one that has not told its id, and gives no sign of life before.
+        clock: returns seconds.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, clock: Callable[[], float] = monotonic) -> None:
         self.pid = pid
+        self._clock = clock
         self._stat = Path(f"/proc/{pid}/stat")
         self._seen: tuple[int, int] = (-1, -1)
         self._silent_s = 0.0
-        self._looked = monotonic()
+        self._looked = clock()
 
     def silent_s(self, beat: int) -> float:
         """Looks, and returns for how many seconds there was no sign of life.
@@ -85,7 +87,7 @@ class LivenessProbe:
         Args:
             beat: a counter that a thread of the process adds to a few times a second.
         """
-        now = monotonic()
+        now = self._clock()
         # If it is the watcher that stood still (a suspended laptop), it cannot accuse the watched.
         passed = min(now - self._looked, _GAP_S)
         self._looked = now

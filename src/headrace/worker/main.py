@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-import sysconfig
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -20,6 +18,7 @@ from headrace.errors import HeadraceError, PeerLost
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
+from headrace.tracebacks import user_traceback
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute, parameters_and_buffers
 from headrace.training.synchronization import DataLeases, PeriodicSync
@@ -37,8 +36,6 @@ from headrace.worker.state import LoadedCheckpoint, making_sense, seed_random
 from headrace.worker.worker import Worker, train
 
 _LOOK_EVERY_S = 0.001
-_HEADRACE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
 
 
 def work(
@@ -169,22 +166,9 @@ def _failed(rank: int, session: WorkerSession | None, events: EventWriter, error
     step = max(0, session.progress.round) if session else 0
     # An error of headrace says it all; below it, what the user's code raised is worth showing.
     origin = error.__cause__ if isinstance(error, HeadraceError) else error
-    shown = user_traceback(origin) if origin else ""
+    shown = user_traceback(origin, fallback=True) if origin else ""
     code = error.exit_code if isinstance(error, HeadraceError) else 1
     return Failed(rank, events.now(), step, f"{type(error).__name__}: {error}", shown, code)
-
-
-def user_traceback(error: BaseException) -> str:
-    """Returns the traceback from the first frame of the user's code on; where there is none, of a library's."""
-    frames = []
-    frame = error.__traceback__
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.tb_next
-    theirs = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(_HEADRACE)]
-    users = [frame for frame in theirs if not frame.tb_frame.f_code.co_filename.startswith(_LIBRARIES)]
-    first = next(iter(users or theirs or frames), None)
-    return "".join(traceback.format_exception(type(error), error, first))
 
 
 def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) -> None:

@@ -20,9 +20,9 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
 from headrace.spec.plan import Plan
 from headrace.strategies.strategy import ServedStrategy, ServerContext
+from headrace.tracebacks import user_traceback
 from headrace.worker.events import EventWriter
 from headrace.worker.loops.leased import next_sync_point
-from headrace.worker.main import user_traceback
 from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None
     except BaseException as error:
         code = error.exit_code if isinstance(error, HeadraceError) else 1
         cause = f"{type(error).__name__}: {error}"
-        journal.write(Failed(rank, journal.now(), 0, cause, user_traceback(error), code))
+        journal.write(Failed(rank, journal.now(), 0, cause, user_traceback(error, fallback=True), code))
         raise
     finally:
         if snapshots is not None:

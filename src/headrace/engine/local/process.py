@@ -26,8 +26,9 @@ from headrace.errors import HeadraceError, JobError, PeerLost
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Failed
+from headrace.tracebacks import user_traceback
 from headrace.worker.events import EventWriter
-from headrace.worker.main import user_traceback, work
+from headrace.worker.main import work
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import serve
 
@@ -57,7 +58,7 @@ def run(order: Mapping[str, Any], descriptors: list[int]) -> int:
         _log(LAST_WORDS, error)
         return error.exit_code
     except BaseException as error:
-        _log(LAST_WORDS, user_traceback(error))
+        _log(LAST_WORDS, user_traceback(error, fallback=True))
         return 1
     finally:
         if "script" in order:
@@ -108,7 +109,7 @@ def _unpack(packed: bytes, memory: int, order: Mapping[str, Any]) -> RunSpec:
         # Only what was unpacked would say where the run's directory is; the log lies in it.
         journal = EventWriter(Path(order["log"]).parents[1], order["spawn"], monotonic())
         cause = f"JobError: the job arrived but cannot be unpacked here: {type(error).__name__}: {error}"
-        journal.write(Failed(order["spawn"], 0.0, 0, cause, user_traceback(error), JobError.exit_code))
+        journal.write(Failed(order["spawn"], 0.0, 0, cause, user_traceback(error, fallback=True), JobError.exit_code))
         journal.close()
         raise
     return assignment
