@@ -105,7 +105,7 @@ class LocalStorage(Storage):
         missing = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
-        # Whoever made the folders that were there already may not have synced the last of them.
+        # Existing folders may have been created by a process that did not sync the last of them.
         for parent in {self._root.parent, *(folder.parent for folder in missing)}:
             with _opened(parent, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
                 os.fsync(descriptor)
