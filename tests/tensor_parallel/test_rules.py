@@ -43,7 +43,7 @@ def test_two_that_mix_and_one_that_takes_both_belong_together() -> None:
     ]
     layers = dict.fromkeys("abc", LINEAR)
     assert choose(gated, layers, 2) == {"a": "column", "b": "column", "c": "row"}
-    assert follow(gated, layers, choose(gated, layers, 2)).doors == {"a": 0, "b": 0, "c": 3}
+    assert follow(gated, layers, choose(gated, layers, 2)).sources == {"a": 0, "b": 0, "c": 3}
     # Slices of one and the whole of the other do not fit each other.
     flow = follow(gated, layers, {"a": "column", "c": "row"})
     assert flow.gathers == {"a"}
@@ -74,7 +74,7 @@ def test_channels_are_features_behind_a_flatten() -> None:
 
 
 def test_towers_take_and_leave_slices() -> None:
-    layers = {"a": CONVOLUTION, "b": Splittable("towers", 0, 2), "c": CONVOLUTION}
+    layers = {"a": CONVOLUTION, "b": Splittable("grouped", 0, 2), "c": CONVOLUTION}
     flow = follow(chain("a", "relu", "b", "pool", "c"), layers, dict.fromkeys("abc", "channels"))
     assert flow.takes == {"a": "", "b": "channels", "c": "channels"}
     assert flow.gathers == {"c"}

@@ -134,7 +134,7 @@ CASES = {
         images,
         kinds={"0": "channels", "2": "row"},
     ),
-    "towers": Case(
+    "grouped": Case(
         lambda: nn.Sequential(
             nn.Conv2d(6, 12, 3, groups=6),
             nn.ReLU(),

@@ -1,4 +1,4 @@
-"""From one process of a host to another: what is sent is copied once into shared memory, and once out of it.
+"""Messages between processes of one host: copied once into shared memory, and once out of it.
 
                  slot 0   note, tensor, tensor, ...
     Sender  ──►  slot 1   note, tensor, ...           ──►  Receiver
@@ -39,34 +39,21 @@ Check = Callable[[Callable[[], bool]], None]
 
 
 class Outbox(ABC):
-    """The end of a mailbox that sends.
-
-    Attributes:
-        moved_bytes: that were sent.
-    """
+    """The end of a mailbox that sends."""
 
     moved_bytes: int
 
     @abstractmethod
     def send(self, note: bytes, tensors: Sequence[Tensor]) -> None:
-        """Copies a message, as soon as there is room for it.
-
-        Args:
-            note: what the receiver needs to know of the tensors.
-            tensors: dense ones, on any device.
-        """
+        """Copies a message of dense tensors, as soon as there is room for it; the note says what they are."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of what it holds of the machine."""
+        """Releases memory and connections."""
 
 
 class Inbox(ABC):
-    """The end of a mailbox that receives.
-
-    Attributes:
-        moved_bytes: that were received.
-    """
+    """The end of a mailbox that receives."""
 
     moved_bytes: int
 
@@ -81,7 +68,7 @@ class Inbox(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of what it holds of the machine."""
+        """Releases memory and connections."""
 
 
 def head_bytes(slots: int) -> int:
@@ -90,7 +77,7 @@ def head_bytes(slots: int) -> int:
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Returns where pieces of so many bytes begin that lie one after the other, and where the last ends."""
+    """Returns where parts of so many bytes begin that lie one after the other, and where the last ends."""
     begins, end = [], 0
     for size in sizes:
         begins.append(end)
@@ -136,33 +123,25 @@ class _Slot:
         return self.segment
 
     def hold(self, segment: SharedSegment) -> None:
-        """Lets messages be in another piece of memory from now on."""
+        """Puts messages into another segment from now on."""
         self.close()
         self.segment, self.content = segment, segment.tensor()
 
     def give(self, state: int) -> None:
-        """Leaves the slot to the other end."""
+        """Passes the slot to the other end."""
         futex.fence()
         self.head.state = state
         futex.wake(self.address)
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         if self.segment:
             self.segment.close()
         self.segment, self.content = None, _NOTHING
 
 
 class _Ring:
-    """The slots, as one end sees them.
-
-    Args:
-        heads: `(head_bytes(slots),)` uint8, zeroed, the same for both ends.
-        check: as for `Sender`.
-
-    Attributes:
-        turn: index of the slot that is next.
-    """
+    """The slots, as one end sees them."""
 
     def __init__(self, heads: Tensor, check: Check) -> None:
         self._slots = [_Slot(heads, index) for index in range(len(heads) // _HEAD_BYTES)]
@@ -171,7 +150,7 @@ class _Ring:
         self.turn = 0
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         for slot in self._slots:
             slot.close()
 
@@ -216,7 +195,7 @@ class Sender(Outbox):
         begins, end = places(sizes)
         slot = self._ring.next(_EMPTY)
         if slot.segment is None or slot.segment.nbytes < end:
-            # Whoever receives has opened the old one, for the slot is empty. A quarter more, because the next message
+            # The receiver has opened the old one, for the slot is empty. A quarter more, because the next message
             # may be a little longer.
             slot.hold(SharedSegment.create(max(_LINE, end + end // 4), "mailbox"))
             slot.head.generation += 1
@@ -234,11 +213,7 @@ class Sender(Outbox):
 
 
 class Receiver(Inbox):
-    """The end that receives.
-
-    Args:
-        heads, check: as for `Sender`.
-    """
+    """The end that receives."""
 
     def __init__(self, heads: Tensor, check: Check) -> None:
         self._ring = _Ring(heads, check)

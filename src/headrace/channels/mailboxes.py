@@ -31,11 +31,7 @@ class Route:
 
 
 class Mailboxes:
-    """A rank's ends of all mailboxes. Every rank of the group makes them at the same time.
-
-    Args:
-        routes: the same on every rank.
-        group: the ranks.
+    """A rank's ends of all mailboxes. Every rank of the group makes them at the same time, with the same routes.
 
     Attributes:
         outboxes, inboxes: this rank's, by the index of their route.
@@ -58,7 +54,7 @@ class Mailboxes:
             raise
 
     def close(self) -> None:
-        """Lets go of memory and connections."""
+        """Releases memory and connections."""
         for outbox in self.outboxes.values():
             outbox.close()
         for inbox in self.inboxes.values():
@@ -89,41 +85,41 @@ class Mailboxes:
                 self.inboxes[index] = Receiver(head, _check(group, route.source))
 
     def _between_hosts(self, home: HostMap) -> None:
-        """Whoever begins a mailbox tells where it is: in shared memory who sends, over the network who receives."""
+        """The end that makes a mailbox says where: in shared memory the sender, over the network the receiver."""
         own, group = self._group.rank, self._group
         self._context = zmq.Context()
         remote: dict[int, RemoteReceiver | RemoteSender] = {}
         heads: dict[int, SharedSegment] = {}
-        told: dict[int, list[int | str]] = {}
+        own_addresses: dict[int, list[int | str]] = {}
         near = {index: home.hosts[route.source] == home.hosts[route.target] for index, route in self._routes}
         for index, route in self._routes:
             if near[index] and route.source == own:
-                heads[index] = self._kept(SharedSegment.create(head_bytes(route.slots), "mailboxes"))
-                told[index] = [os.getpid(), heads[index].descriptor]
+                heads[index] = self._tracked(SharedSegment.create(head_bytes(route.slots), "mailboxes"))
+                own_addresses[index] = [os.getpid(), heads[index].descriptor]
             elif not near[index] and route.target == own:
                 check = _check(group, route.source)
                 receiver = RemoteReceiver(self._context, route.slots, check, home.address)
                 self.inboxes[index] = remote[index] = receiver
-                told[index] = [receiver.address, receiver.key.decode()]
-        heard = _told(told, group)
+                own_addresses[index] = [receiver.address, receiver.key.decode()]
+        addresses = _exchange_addresses(own_addresses, group)
         for index, route in self._routes:
             if route.source == own and not near[index]:
-                where, key = heard[route.target][str(index)]
+                where, key = addresses[route.target][str(index)]
                 check = _check(group, route.target)
                 sender = RemoteSender(self._context, route.slots, check, where, key.encode())
                 self.outboxes[index] = remote[index] = sender
             elif route.source == own:
                 self.outboxes[index] = Sender(heads[index].tensor(), _check(group, route.target))
             elif route.target == own and near[index]:
-                pid, descriptor = heard[route.source][str(index)]
-                head = self._kept(SharedSegment.open(pid, descriptor, head_bytes(route.slots)))
+                pid, descriptor = addresses[route.source][str(index)]
+                head = self._tracked(SharedSegment.open(pid, descriptor, head_bytes(route.slots)))
                 self.inboxes[index] = Receiver(head.tensor(), _check(group, route.source))
         for end in remote.values():
             end.meet()
-        # Before that nobody lets go of what another has not opened.
+        # No rank may release what another has not opened yet.
         group.barrier()
 
-    def _kept(self, segment: SharedSegment) -> SharedSegment:
+    def _tracked(self, segment: SharedSegment) -> SharedSegment:
         self._segments.append(segment)
         return segment
 
@@ -140,8 +136,8 @@ def _check(group: ProcessGroup, peer: int) -> Callable[..., None]:
     return check
 
 
-def _told(own: dict[int, list[int | str]], group: ProcessGroup) -> list[dict[str, list]]:  # type: ignore[type-arg]
-    """Returns what every rank tells, by rank."""
+def _exchange_addresses(own: dict[int, list[int | str]], group: ProcessGroup) -> list[dict[str, list]]:  # type: ignore[type-arg]
+    """Returns what every rank has sent, by rank."""
     text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     lengths = group.sum([float(len(text)) if rank == group.rank else 0.0 for rank in range(group.world)])
     padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)

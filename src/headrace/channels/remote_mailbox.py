@@ -2,8 +2,8 @@
 
     Outbox ─► at most `slots` messages ─► a thread of ZeroMQ ══ TCP ══► a thread of ZeroMQ ─► at most `slots` ─► Inbox
 
-Whoever receives makes a pair of keys for the connection, and tells the public one to the run's processes alone: a
-stranger gets no further than the handshake. When the connection stands, nobody is let in any more.
+The receiver makes a pair of keys for the connection, and sends the public one to the run's processes alone: a stranger
+fails in the handshake. When the connection is established, no further one is accepted.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _MEET_S = 30.0
 _COUNT = struct.Struct("<I")
 _HELLO = b""
 _ENDS = {
-    zmq.EVENT_CLOSED: "nobody listens there",
-    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
+    zmq.EVENT_CLOSED: "no process listens there",
+    zmq.EVENT_CONNECT_RETRIED: "no process listens there",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let this process in",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "whoever listens there is not of this run",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "whoever listens there is not of this run",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the process that listens there is not of this run",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the process that listens there is not of this run",
     zmq.EVENT_DISCONNECTED: "the connection was closed",
 }
 
 
-class _Line:
+class _Connection:
     """One end of a connection.
 
     Args:
@@ -50,7 +50,7 @@ class _Line:
         slots: messages that may wait at this end.
         events: that its monitor tells.
         check: called about every 50 ms of waiting, with what tells whether the other end has come after all, and how
-            the connection has ended, "" while it stands; raises where nobody will come, and always after an end.
+            the connection has ended, "" while it stands; raises where no process will come, and always after an end.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class _Line:
     ) -> None:
         self.socket = make_socket(context, sort)
         self.socket.sndhwm = self.socket.rcvhwm = slots
-        # Whether the other end lives, others see: one that a debugger holds is not gone.
+        # The engine watches whether the other end lives: one that a debugger stops is not gone.
         self.socket.heartbeat_ivl = 0
         self._check = check
         self._monitor = watch(self.socket, events)
@@ -69,8 +69,8 @@ class _Line:
     def news(self) -> Iterator[tuple[int, int]]:
         """Yields what has happened to connections, and to which: event, descriptor."""
         while waits(self._monitor):
-            told = parse_monitor_message(self._monitor.recv_multipart())
-            yield told["event"], told["value"]
+            news = parse_monitor_message(self._monitor.recv_multipart())
+            yield news["event"], news["value"]
 
     def until(self, act: Callable[[], T], ended: Callable[[], str]) -> T:
         """Returns what `act` does, as soon as the socket lets it."""
@@ -91,7 +91,6 @@ class _Line:
 
     def check(self, end: str = "") -> None:
         """Looks whether the other end will come; raises where the connection has ended."""
-        # Between two meetings nobody's loop ends who has done all that others wait for.
         self._check(lambda: False, end)
 
     def close(self) -> None:
@@ -102,40 +101,34 @@ class _Line:
 
 
 class RemoteSender(Outbox):
-    """The end that sends.
-
-    Args:
-        context, slots, check: as for `_Line`.
-        address: of the other end, "tcp://host:port".
-        key: its public one.
-    """
+    """The end that sends."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], slots: int, check: Check, address: str, key: bytes
     ) -> None:
         self.moved_bytes = 0
         self._address = address
-        self._stands = False
+        self._established = False
         self._end = ""
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(event.value for event in _ENDS)
         # With the greeting.
-        self._line = _Line(context, zmq.PUSH, slots + 1, events, check)
-        socket = self._line.socket
+        self._connection = _Connection(context, zmq.PUSH, slots + 1, events, check)
+        socket = self._connection.socket
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.curve_serverkey = key
         connect(socket, address)
         socket.send(_HELLO)
 
     def meet(self) -> None:
-        """Waits until the connection stands."""
+        """Waits until the connection is established."""
         give_up = monotonic() + _MEET_S
-        while not self._stands:
-            self._line.wait()
+        while not self._established:
+            self._connection.wait()
             end = self._ended()
-            if not self._stands and monotonic() > give_up:
+            if not self._established and monotonic() > give_up:
                 end = f"no answer for {_MEET_S:.0f} s"
             if end:
-                self._line.check(f"{self._address} cannot be reached: {end}")
+                self._connection.check(f"{self._address} cannot be reached: {end}")
 
     def send(self, note: bytes, tensors: Sequence[Tensor]) -> None:
         contents = [_bytes(tensor) for tensor in tensors]
@@ -144,50 +137,42 @@ class RemoteSender(Outbox):
         for content in (memoryview(note), *contents):
             parts += [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
         # ZeroMQ copies it, so that the tensors may change meanwhile.
-        self._line.until(lambda: self._line.socket.send_multipart(parts, zmq.NOBLOCK), self._ended)
+        self._connection.until(lambda: self._connection.socket.send_multipart(parts, zmq.NOBLOCK), self._ended)
         self.moved_bytes += places(sizes)[1]
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
     def _ended(self) -> str:
-        for event, _ in self._line.news():
-            self._stands |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        for event, _ in self._connection.news():
+            self._established |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._end = self._end or _ENDS.get(zmq.Event(event), "")
         return self._end
 
 
 class RemoteReceiver(Inbox):
-    """The end that receives.
-
-    Args:
-        context, slots, check: as for `_Line`.
-        host: address of this host, where the other end reaches it.
-
-    Attributes:
-        address, key: what the other end needs to know.
-    """
+    """The end that receives."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], slots: int, check: Check, host: str) -> None:
         self.moved_bytes = 0
-        self._line = _Line(context, zmq.PULL, slots, zmq.EVENT_LISTENING | zmq.EVENT_DISCONNECTED, check)
+        self._connection = _Connection(context, zmq.PULL, slots, zmq.EVENT_LISTENING | zmq.EVENT_DISCONNECTED, check)
         self._gate: AcceptLimiter | None = None
         self._peer = -1
         self._gone: set[int] = set()
-        socket = self._line.socket
+        socket = self._connection.socket
         self.key, secret = zmq.curve_keypair()
         socket.curve_server, socket.curve_secretkey, socket.curve_publickey = True, secret, self.key
         self.address = listen(socket, f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
 
     def meet(self) -> None:
-        """Waits for the other end's greeting, and lets nobody else in."""
+        """Waits for the other end's greeting, and accepts no other connection."""
         give_up = monotonic() + _MEET_S
 
         def late() -> str:
             waited = monotonic() > give_up
             return f"it has not connected to {self.address} within {_MEET_S:.0f} s" if waited else ""
 
-        frame = self._line.until(lambda: self._line.socket.recv(zmq.NOBLOCK, copy=False), late)
+        frame = self._connection.until(lambda: self._connection.socket.recv(zmq.NOBLOCK, copy=False), late)
         self._peer = int(frame.get(zmq.SRCFD))
         self._ended()
         if self._gate:
@@ -196,30 +181,30 @@ class RemoteReceiver(Inbox):
             self._gate.update()
 
     def receive(self, read: Callable[[bytes, Tensor], T]) -> T:
-        frames = self._line.until(self._next, self._ended)
+        frames = self._connection.until(self._next, self._ended)
         try:
-            note, data, end = _put_together([frame.buffer for frame in frames])
+            note, data, end = _assemble([frame.buffer for frame in frames])
         except (ValueError, struct.error) as error:
-            self._line.check(f"it sent what is no message: {error}")
+            self._connection.check(f"it sent what is no message: {error}")
             raise
         self.moved_bytes += end
         return read(note, data)
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
     def _next(self) -> list[zmq.Frame]:
         while True:
-            frames = self._line.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames = self._connection.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             if int(frames[0].get(zmq.SRCFD)) == self._peer:
                 return frames
 
     def _ended(self) -> str:
-        for event, descriptor in self._line.news():
+        for event, descriptor in self._connection.news():
             if event == zmq.EVENT_LISTENING:
                 self._gate = AcceptLimiter(descriptor, a_second=0, at_once=0)
             else:
-                # Strangers come and go, too.
+                # Connections of strangers end, too.
                 self._gone.add(descriptor)
         return "the connection was closed" if self._peer in self._gone else ""
 
@@ -231,7 +216,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def _put_together(frames: Sequence[memoryview]) -> tuple[bytes, Tensor, int]:
+def _assemble(frames: Sequence[memoryview]) -> tuple[bytes, Tensor, int]:
     """Returns a message's note, its tensors' bytes, each at the next multiple of 64, and how many bytes it has.
 
     Raises:
@@ -248,9 +233,9 @@ def _put_together(frames: Sequence[memoryview]) -> tuple[bytes, Tensor, int]:
     for at, size in zip(begins, sizes, strict=True):
         stop = at + size
         while at < stop:
-            piece = next(rest, b"")
-            if not 0 < len(piece) <= stop - at:
-                raise ValueError(f"a piece of {len(piece):,} bytes where {stop - at:,} are left")
-            memory[at : at + len(piece)] = piece
-            at += len(piece)
+            part = next(rest, b"")
+            if not 0 < len(part) <= stop - at:
+                raise ValueError(f"a part of {len(part):,} bytes where {stop - at:,} are left")
+            memory[at : at + len(part)] = part
+            at += len(part)
     return bytes(memory[: sizes[0]]), content[places([sizes[0], 0])[0][1] :], end

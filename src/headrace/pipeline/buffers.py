@@ -21,12 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass(frozen=True)
 class SavedBuffer:
-    """A buffer as it was.
-
-    Attributes:
-        owner, name: where it belongs.
-        value: a copy.
-    """
+    """A copy of a buffer, and the module and name that it belongs to."""
 
     owner: nn.Module
     name: str
@@ -34,10 +29,7 @@ class SavedBuffer:
 
 
 class SavedBuffers:
-    """Args:
-    module: whose.
-    names: of those that may move, each by its first name.
-    """
+    """Saves those of the named buffers of a module that a forward changes."""
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
         wanted = {id(buffer) for name, buffer in module.named_buffers() if name in names}
@@ -50,7 +42,7 @@ class SavedBuffers:
 
     @contextmanager
     def watched(self) -> Iterator[list[SavedBuffer]]:
-        """Yields what holds afterwards those that were moved meanwhile, as they were before."""
+        """Yields a list that afterwards holds the buffers that were changed meanwhile, as they were before."""
         before = [(owner, name, _buffer(owner, name)) for owner, name in self._places]
         # A buffer that several modules have stays one.
         copies = {id(buffer): buffer.clone() for _, _, buffer in before}
@@ -63,7 +55,7 @@ class SavedBuffers:
 
     @contextmanager
     def as_before(self, kept: Sequence[SavedBuffer]) -> Iterator[None]:
-        """Puts others in the places of buffers for a while; they are moved and lost."""
+        """Puts the saved buffers in their places for a while; what forward does to them is lost."""
         # Not their values: a backward pass may need what was computed with, and the buffers themselves are not touched.
         now = [(each, _buffer(each.owner, each.name)) for each in kept]
         for each in kept:
@@ -110,11 +102,7 @@ class RunningStatistics:
 
     @contextmanager
     def following(self, again: bool = False) -> Iterator[None]:
-        """Lets the layers run on a micro-batch.
-
-        Args:
-            again: whether this is its second time, which is not counted.
-        """
+        """Lets the layers run on a micro-batch; one that runs `again` is not counted."""
         if not (self._deferred and self._layers):
             yield
             return
@@ -131,7 +119,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Moves the averages, when all micro-batches of a batch have been seen."""
+        """Updates the averages, when all micro-batches of a batch have been seen."""
         for layer, sums in self._sums.items():
             assert layer.running_mean is not None
             assert layer.running_var is not None
@@ -145,7 +133,7 @@ class RunningStatistics:
         self._sums.clear()
 
     def close(self) -> None:
-        """Leaves the layers as they were."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 

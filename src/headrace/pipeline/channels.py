@@ -41,12 +41,7 @@ class Edge:
 
 
 class Channel:
-    """One edge, as a rank sees it.
-
-    Args:
-        device: where this rank's stages are.
-        sender, receiver: this rank's ends; both None where the rank has both stages.
-    """
+    """One edge, as a rank sees it; without sender and receiver where the rank holds both stages."""
 
     def __init__(self, device: torch.device, sender: Outbox | None = None, receiver: Inbox | None = None) -> None:
         self._device = device
@@ -87,12 +82,7 @@ class Channel:
 
 
 class Channels:
-    """All channels that begin or end at one rank. Every rank makes them at the same time.
-
-    Args:
-        edges: of the whole pipeline, the same on every rank.
-        device: of this rank.
-    """
+    """All channels that begin or end at one rank. Every rank makes them at the same time, with the same edges."""
 
     def __init__(self, edges: Iterable[Edge], group: ProcessGroup, device: torch.device) -> None:
         self.device = device

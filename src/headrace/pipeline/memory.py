@@ -15,15 +15,10 @@ from headrace.memory import resident_bytes
 
 @contextmanager
 def explain_out_of_memory(where: str, held: Callable[[], str], remedy: str) -> Iterator[None]:
-    """Says what there was, where something runs out of memory.
-
-    Args:
-        where: "stage 1 ran out of memory in ...".
-        held: what took it, when it is asked for.
-        remedy: what to do about it.
+    """Explains where and with what the process ran out of memory; `held` is called only then.
 
     Raises:
-        UnfitMachine: so it did.
+        UnfitMachine: there was not enough memory.
     """
     try:
         yield
@@ -37,15 +32,14 @@ def explain_out_of_memory(where: str, held: Callable[[], str], remedy: str) -> I
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Returns whether that is what it says."""
+    """Returns whether an error says that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
 
 
 class SavedBytes:
-    """Counts while forward runs. That costs a call for each tensor that is kept, so it is not done in every step.
+    """Counts what autograd saves while forward runs: every storage once, without the model's parameters and buffers.
 
-    Args:
-        model: parameters and buffers.
+    That costs a call for each tensor that is saved, so it is not done in every step.
 
     Attributes:
         peak: most bytes that were kept at a time.

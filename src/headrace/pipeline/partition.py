@@ -29,7 +29,7 @@ Partition = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Terms:
-    """By what stages are compared, and what they may take.
+    """How stages are compared, and what they may take.
 
     Attributes:
         cost: a key of `COSTS`.
@@ -72,12 +72,7 @@ COSTS: Mapping[str, Callable[[StageCost, StageCost], float]] = {
 
 
 def split(model: ModelSpec, stages: int, terms: Terms) -> Partition:
-    """Returns the split whose worst stage costs least.
-
-    Args:
-        model: with its layers.
-        stages: how many.
-        terms: what a stage costs, and may take.
+    """Returns the split whose most expensive stage costs least.
 
     Raises:
         InfeasiblePlan: there are fewer layers than stages, or no split keeps the limit of memory; with the numbers.
@@ -251,7 +246,7 @@ def _count(entry: int | Sequence[str], names: Sequence[str]) -> int:
 def _missing(wish: Sequence[int | Sequence[str]], names: Sequence[str]) -> str:
     given = [name for entry in wish if not isinstance(entry, int) for name in entry]
     left = [name for name in names if not any(_within(name, each) for each in given)]
-    return f"; nobody has {_named(left)}" if left and all(not isinstance(entry, int) for entry in wish) else ""
+    return f"; no stage has {_named(left)}" if left and all(not isinstance(entry, int) for entry in wish) else ""
 
 
 def _within(name: str, given: str) -> bool:

@@ -43,13 +43,7 @@ _LEAST, _MOST = 5, 30
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """A model's layers.
-
-    Attributes:
-        layers: in the order of forward.
-        sweeps: how many counted.
-        notices: modules that are one layer because they could not be looked into, for the user.
-    """
+    """A model's layers."""
 
     layers: tuple[LayerSpec, ...]
     sweeps: int
@@ -145,38 +139,31 @@ _SAMPLED = 2
 """Examples with which the layers are found."""
 
 
-def measure(job: Job, module: nn.Module, objective: Objective, wish: ProfileRequest, device: str) -> MeasuredLayers:
+def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileRequest, device: str) -> MeasuredLayers:
     """Measures the layers on the first examples of the job's data.
 
-    What memory that took is given back to the system.
-
-    Args:
-        job: what is trained.
-        module: its model, which is left as it is.
-        objective: its loss.
-        wish: the strategy's.
-        device: "cpu" or "cuda".
+    The memory that this took is given back to the system. `request` is the strategy's; `device` is "cpu" or "cuda".
 
     Raises:
         JobError: the model cannot be cut.
         UnfitMachine: there is not enough memory.
     """
-    batch, sample = _first(job, wish.examples), _first(job, _SAMPLED)
+    batch, sample = _first(job, request.examples), _first(job, _SAMPLED)
     if device != "cpu":
         module = copy.deepcopy(module).to(device)
         batch, sample = map_tensors(lambda tensor: tensor.to(device), (batch, sample))
     autocast = torch.bfloat16 if job.options.precision == "bf16" else None
     try:
-        return profile(module, objective, batch, sample=sample, threads=wish.threads or None, autocast=autocast)
+        return profile(module, objective, batch, sample=sample, threads=request.threads or None, autocast=autocast)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         raise UnfitMachine(
             f"there was no memory to measure the layers of {type(module).__name__}, all of them, with a micro-batch of "
-            f"{wish.examples} examples: {error}; use more micro-batches, or a machine with more memory"
+            f"{request.examples} examples: {error}; use more micro-batches, or a machine with more memory"
         ) from error
     finally:
-        # Else it would be kept, in a launcher that needs no more of it.
+        # The allocator of a launcher would keep it for ever.
         give_back()
 
 
@@ -189,12 +176,7 @@ def _first(job: Job, examples: int) -> Any:
 
 @dataclass(frozen=True)
 class LayerTiming:
-    """What a layer took for one forward or backward.
-
-    Attributes:
-        busy_s: seconds that it computed.
-        waited_s: seconds that it did not, because it slept, or read, or others had the processor.
-    """
+    """What a layer took for one forward or backward: seconds in which it computed, and in which it waited."""
 
     busy_s: float
     waited_s: float
@@ -202,15 +184,7 @@ class LayerTiming:
 
 @dataclass
 class Sweep:
-    """Micro-batches through all layers and back.
-
-    Attributes:
-        module: the model.
-        stages: one a layer.
-        inputs: of the model.
-        loss: of the model's output.
-        device: that they are on.
-    """
+    """Micro-batches through all layers and back; each layer is a stage."""
 
     module: nn.Module
     stages: Sequence[Stage]
@@ -261,7 +235,7 @@ class Sweep:
         return saved, crossing
 
     def _each(self, measure: Callable[[Stage, Mapping[str, Any]], Mapping[str, Any]]) -> None:
-        """Does something with every layer and what it gets, which returns what the layer gives."""
+        """Calls `measure` with every layer and its inputs; it returns the layer's outputs."""
         alive: dict[str, Any] = {}
         for stage in self.stages:
             got = {name: self.inputs[name] for name in stage.inputs}
@@ -296,7 +270,7 @@ class Sweep:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 return kept, self._forward(stage, _received(got))[0]
         except RuntimeError:
-            # torch.func.grad lets nobody look on; what else went wrong goes wrong again.
+            # torch.func.grad permits no hooks; any other error is raised again.
             gave, roots = self._forward(stage, _received(got))
             return {_place(tensor): tensor.untyped_storage().nbytes() for tensor in _saved(roots)}, gave
 
@@ -319,7 +293,7 @@ def typical(sweeps: Sequence[Sequence[LayerTiming]]) -> list[float]:
     """Returns the seconds of each column: the median that it computed, and the least that it waited.
 
     Every sweep does the same, so each is brought to the length of the median one first: machines drift, and more from
-    sweep to sweep than within one. Whoever has no processor for a while waits, too, but hardly every time.
+    sweep to sweep than within one. A process that has no processor for a while waits, too, but hardly in every sweep.
     """
     busy = [[each.busy_s for each in sweep] for sweep in sweeps]
     length = median(map(sum, busy))

@@ -114,10 +114,7 @@ class Runner:
             stages[action.stage].gradients.split |= action.kind is PassKind.BACKWARD_INPUT
 
     def run(self, micro_batches: Sequence[MicroBatch | None]) -> None:
-        """Runs forward and backward of this rank's stages; gradients add up in `.grad`.
-
-        Args:
-            micro_batches: None for one without examples.
+        """Runs forward and backward of this rank's stages; gradients add up in `.grad`. None stands for no examples.
 
         Raises:
             UnfitMachine: there is not enough memory.
@@ -150,11 +147,7 @@ class Runner:
 
     @torch.no_grad()
     def predict(self, inputs: Mapping[str, Tensor], training: bool = False) -> Any:
-        """Returns the model's output where the last stage is, None elsewhere; every rank calls it.
-
-        Args:
-            inputs: the model's, by name.
-            training: whether the model is in training, in which it may do something else.
+        """Returns the model's output on the rank of the last stage, None elsewhere; every rank calls it.
 
         Raises:
             UnfitMachine: there is not enough memory.

@@ -1,4 +1,4 @@
-"""A contiguous piece of a model, on the model's own modules."""
+"""A stage: a contiguous part of a model, on the model's own modules."""
 
 from __future__ import annotations
 
@@ -39,27 +39,20 @@ class Value:
 
 
 class Stage:
-    """One of the pieces that a model is cut into.
+    """One of the parts that a model is cut into.
 
-    It holds the model's own modules, which follow `train()` and `eval()`, and whose hooks run.
-
-    Args:
-        traced: the model.
-        index: which piece.
-        bounds: the piece has the layers `[first, stop)`.
-        values: that cross cuts.
-        last: whether it gives the model's output.
+    It holds the model's own modules, which follow `train()` and `eval()`, and whose hooks run. Its layers are those
+    within `bounds`; `values` are all that cross cuts.
 
     Attributes:
-        index: see there.
         layers: the names of its layers.
         parameters, buffers: the names of those that it uses; what is tied is used by several stages.
         inputs: names of the model's inputs that it needs, from `Traced.inputs`.
         receives: what it needs of earlier stages.
         sends: what it makes for later ones.
         producers, consumers: the stages that it receives from, and sends to.
-        last: see there.
-        evaluated: what is done in evaluation in its place, where that is something else; else itself.
+        last: whether it gives the model's output.
+        evaluated: the stage that runs in evaluation: itself, unless the model's forward is another one there.
         gradients: of its layers' weights.
     """
 
@@ -83,7 +76,7 @@ class Stage:
         self._nodes = _needed(traced, bounds, received, last)
         self.inputs = tuple(node.name for node in self._nodes if node.op == "placeholder")
         self._outside = received | set(self.inputs)
-        # What others hold, too, is not theirs to change.
+        # A value that other stages hold, too, is copied before it is changed.
         self._copied = {target for writer, target in self._recording.writes if writer in self._nodes}
         self._drop = _last_uses(self._nodes)
 
@@ -96,10 +89,7 @@ class Stage:
         return SavedBuffers(self._recording.module, self.buffers)
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Does its part of forward.
-
-        Args:
-            values: by name: the inputs that it needs, and what it receives.
+        """Runs its part of forward on the inputs that it needs and the values that it receives, by name.
 
         Returns:
             What it sends, by name; of the last stage the model's output, as `OUTPUT`.
@@ -145,11 +135,7 @@ class Stage:
 
 
 def cut(traced: Traced, partition: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
-    """Cuts a model into stages.
-
-    Args:
-        traced: the model.
-        partition: the names of the layers of each stage, in order.
+    """Cuts a model into stages of named layers, in order.
 
     Raises:
         UsageError: these are not the model's layers, each once and in order, or a cut is where none can be.
@@ -222,7 +208,7 @@ def _needed(traced: Traced, bounds: tuple[int, int], received: set[str], last: b
         elif bounds[0] <= layer.get(node, -1) < bounds[1]:
             need(node)
         elif bounds[0] == 0 and node not in layer and node in recording.guards:
-            # Somebody has to ask.
+            # One stage must check it.
             need(node)
     return tuple(node for node in recording.graph.nodes if node in needed)
 

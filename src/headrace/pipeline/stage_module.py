@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds of the model: the tensors of its stages; the others are on the meta device."""
+"""The part of the model that a rank of a pipeline holds; the tensors of other stages are on the meta device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,9 @@ from headrace.pipeline.stage import Stage
 
 
 class StageModule:
-    """The part of a model that one rank holds.
-
-    Args:
-        module: the whole model; `release` leaves a part of it.
-        stages: all of them.
-        placement: the rank of each stage.
-        rank: this one.
+    """The part of a model that one rank holds; `placement` is the rank of each stage.
 
     Attributes:
-        module: see there.
         stages: those of this rank, by index.
         saved: names of the parameters and buffers that no rank before this one holds.
     """

@@ -1,4 +1,4 @@
-"""Compute with one part of the model a rank, micro-batch after micro-batch."""
+"""Compute and exchange of one rank of a pipeline, micro-batch after micro-batch."""
 
 from __future__ import annotations
 
@@ -32,14 +32,10 @@ _FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, 
 
 
 class StagedModel(Compute):
-    """The compute of one rank of a pipeline, with which the others of its replica work together.
+    """The compute of one rank of a pipeline.
 
     Gradients are those of the share's part of the global batch's mean loss, as those of `WholeModel`, on the rank that
     holds the parameter; of a parameter that several ranks hold, each has the whole gradient.
-
-    Args:
-        micro_batches: into how many a share is cut at most.
-        total: sums numbers over all workers.
 
     Attributes:
         parameters: names of this rank's.
@@ -124,7 +120,7 @@ class StagedModel(Compute):
         return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
 
     def spread_tied(self) -> None:
-        """Gives every rank that holds a parameter the values of the first of them; all ranks of the replica call it."""
+        """Copies the first holder's values of each tied parameter to the others; all ranks of the replica call it."""
         self._part.spread_tied(self._channels)
 
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
@@ -141,7 +137,7 @@ class StagedModel(Compute):
         index: int,
         output: Any,
     ) -> Tensor:
-        """Returns what is differentiated of a micro-batch's loss, and keeps what is told of it."""
+        """Returns what is differentiated of a micro-batch's loss, and notes its loss."""
         loss = self._objective.loss(output, select_target(piece, self._objective.target))
         total, weight = weigh(loss, examples)
         losses[index] = total.detach(), float(weight)

@@ -49,13 +49,13 @@ def splittable(module: nn.Module) -> dict[str, tuple[nn.Module, Splittable]]:
 
 
 def _form(layer: nn.Module) -> Splittable | None:
-    # Whoever has made a class of his own of a layer may do more in it.
+    # The forward of a subclass may do more.
     if type(layer) is nn.Linear:
         return Splittable("linear", layer.in_features, layer.out_features)
     if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         assert isinstance(layer, _ConvNd)
         if layer.groups > 1:
-            return Splittable("towers", 0, layer.groups)
+            return Splittable("grouped", 0, layer.groups)
         return Splittable("convolution", layer.in_channels, layer.out_channels)
     if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
         return Splittable("embedding", layer.num_embeddings, layer.embedding_dim)
@@ -66,18 +66,14 @@ def _form(layer: nn.Module) -> Splittable | None:
 
 
 def analyze_graph(module: nn.Module, layers: Collection[str], parts: Collection[str]) -> list[ValueStep]:
-    """Returns the steps of a model; of one that cannot be traced, those of its pieces.
+    """Returns the steps of a model; of one that cannot be traced, those of its children.
 
-    Args:
-        module: the model.
-        layers: names of the layers that may be split.
-        parts: names of modules that compute a part of the batch on every device.
-    """
+    `layers` may be split; `parts` are modules that compute a part of the batch on every device."""
     tensors = (*module.parameters(), *module.buffers())
     # A copy without data, because to trace is to run: what forward changes would be changed.
     try:
         ghost = copy.deepcopy(module, {id(tensor): _without_data(tensor) for tensor in tensors})
-    except Exception:  # whatever somebody's module holds need not bear to be copied
+    except Exception:  # a user's module may not be copyable
         return []
     names = {
         ghost.get_submodule(name): (does, name) for does, each in (("layer", layers), ("part", parts)) for name in each
@@ -103,7 +99,7 @@ _Names = Mapping[nn.Module, tuple[str, str]]
 def _look_into(module: nn.Module, path: str, names: _Names, steps: list[ValueStep]) -> None:
     try:
         graph = _Tracer(names).trace(module)
-    except Exception:  # its forward is anybody's code, and may not bear what stands for values
+    except Exception:  # a user's forward may not accept proxies
         for name, child in module.named_children():
             if child not in names and any(layer in names for layer in child.modules()):
                 _look_into(child, f"{path}{name}.", names, steps)
@@ -153,11 +149,7 @@ def _look_at_block(name: str, block: nn.Module, steps: list[ValueStep]) -> None:
 
 
 class _Tracer(fx.Tracer):
-    """Follows values into everything but layers.
-
-    Args:
-        leaves: modules not to look into.
-    """
+    """Traces into all modules but `leaves`."""
 
     def __init__(self, leaves: _Names) -> None:
         super().__init__()

@@ -14,12 +14,7 @@ from headrace.tensor_parallel.layers import dropped
 
 
 class ParallelAttention:
-    """A `nn.MultiheadAttention` of which each rank has some heads: one sum over ranks each way.
-
-    Args:
-        layer: whose place it takes.
-        group: the ranks.
-    """
+    """A `nn.MultiheadAttention` of which each rank has some heads: one sum over ranks each way."""
 
     def __init__(self, layer: nn.MultiheadAttention, group: Collective) -> None:
         self._layer = layer

@@ -35,7 +35,7 @@ Length = Callable[[], int]
 
 
 class SharedInput:
-    """How values come into layers that are split by their outputs, where several take the same one.
+    """The input of layers that are split by their outputs, which several of them may share.
 
     Gradients of one value are summed over ranks once, however many layers it goes to.
 
@@ -67,41 +67,28 @@ class SharedInput:
             else:
                 inside = all_gather_to(x, self._split, self._group, self._length() if self._length else None)
         self._left -= 1
-        # When nobody else comes, activations are not to be kept.
+        # After the last user, activations are released.
         self._came, self._inside = (x, inside) if self._left > 0 else (None, None)
         return inside
 
 
 class ColumnParallel:
-    """A linear layer or convolution of which each rank has some of the outputs.
+    """A linear layer or convolution of which each rank has some of the outputs."""
 
-    Args:
-        layer: whose place it takes.
-        group: the ranks.
-        door: through which its input comes.
-        gathers: whether all outputs go on whole, and not each rank's to layers that take them so.
-    """
-
-    def __init__(self, layer: nn.Module, group: Collective, door: SharedInput, gathers: bool) -> None:
+    def __init__(self, layer: nn.Module, group: Collective, shared: SharedInput, gathers: bool) -> None:
         self._layer = layer
         self._weighted = _weighted(layer)
         self._group = group
-        self._door = door
+        self._shared = shared
         self._gathered = feature_dim(layer) if gathers else None
 
     def __call__(self, input: Tensor) -> Tensor:
-        own = self._weighted(self._door.enter(input), self._layer.weight, self._layer.bias)
+        own = self._weighted(self._shared.enter(input), self._layer.weight, self._layer.bias)
         return own if self._gathered is None else gather_from(own, self._gathered, self._group)
 
 
 class RowParallel:
-    """A linear layer or convolution of which each rank has the weights of some of the inputs.
-
-    Args:
-        layer: whose place it takes; its bias is whole on every rank.
-        group: the ranks.
-        scatters: whether its input comes whole, and each rank takes its slice.
-    """
+    """A linear layer or convolution of which each rank has the weights of some of the inputs."""
 
     def __init__(self, layer: nn.Module, group: Collective, scatters: bool) -> None:
         self._layer = layer
@@ -121,13 +108,7 @@ class RowParallel:
 
 
 class GroupedConv:
-    """A convolution in groups, of which each rank has some: AlexNet's two towers (Krizhevsky et al., 2012, 3.2).
-
-    Args:
-        layer: whose place it takes.
-        group: the ranks.
-        scatters, gathers: whether its input comes whole, and its output is to go on whole.
-    """
+    """A convolution in groups, of which each rank has some: AlexNet's two towers (Krizhevsky et al., 2012, 3.2)."""
 
     def __init__(self, layer: _ConvNd, group: Collective, scatters: bool, gathers: bool) -> None:
         self._layer = layer
@@ -143,13 +124,7 @@ class GroupedConv:
 
 
 class ParallelEmbedding:
-    """An embedding of which each rank has some of the vectors, or a part of every vector.
-
-    Args:
-        layer: whose place it takes.
-        group: the ranks.
-        by_rows: whether each rank has some of the vectors.
-    """
+    """An embedding of which each rank has some of the vectors, or a part of every vector."""
 
     def __init__(self, layer: nn.Embedding, group: Collective, by_rows: bool) -> None:
         self._layer = layer
@@ -158,7 +133,7 @@ class ParallelEmbedding:
         self._first = group.rank * self._rows
         self._padding = layer.padding_idx
         if by_rows and self._padding is not None:
-            # Whoever has it gives it no gradient.
+            # The rank that holds the padding vector gives it no gradient.
             own = self._padding - self._first
             self._padding = own if 0 <= own < self._rows else None
 
@@ -175,12 +150,6 @@ class ParallelDropout:
     """Dropout of a value of which each rank has a slice: it draws for the whole, and takes its slice of that.
 
     So one device drops the same elements, and all ranks' generators go on alike.
-
-    Args:
-        layer: whose place it takes.
-        dim: along which the value is split.
-        group: the ranks.
-        length: of the whole along it; None where all slices are alike.
     """
 
     def __init__(self, layer: nn.Dropout, dim: int, group: Collective, length: Length | None = None) -> None:
@@ -227,12 +196,6 @@ class BatchParallel:
     Gradients of its parameters are summed over ranks in one piece (Krizhevsky, "One weird trick for parallelizing
     convolutional neural networks", 2014, section 4: so are convolutions parallel, and dense layers by their features).
 
-    Args:
-        module: whose place it takes.
-        group: the ranks.
-        gathers: whether its outputs go on whole.
-        name: of the module, for errors.
-
     Raises:
         UsageError: a layer of it draws random numbers in a way of its own.
     """
@@ -259,17 +222,17 @@ class BatchParallel:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         self._length = len(next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor)))
-        arguments, named = map_tensors(self._some, (arguments, named))
+        arguments, named = map_tensors(self._take_examples, (arguments, named))
         learned = {name: each for name, each in self._body.named_parameters() if each.requires_grad}
         entered = copy_all_to(tuple(learned.values()), self._group) if learned else ()
         outputs = functional_call(self._body, dict(zip(learned, entered, strict=True)), arguments, named)
-        return map_tensors(self._made, outputs)
+        return map_tensors(self._gather_examples, outputs)
 
-    def _some(self, x: Tensor) -> Tensor:
+    def _take_examples(self, x: Tensor) -> Tensor:
         self._require(x, self._length, "is given")
         return scatter_to(x, 0, self._group)
 
-    def _made(self, x: Tensor) -> Tensor:
+    def _gather_examples(self, x: Tensor) -> Tensor:
         start, stop = rows(self._length, self._group.rank, self._group.world)
         self._require(x, stop - start, "returns")
         return gather_from(x, 0, self._group, self._length) if self._gathers else x
@@ -284,11 +247,7 @@ class BatchParallel:
 
 
 class _Body(nn.Module):
-    """A module as it was, with the same parameters in the same places.
-
-    Args:
-        module: which.
-    """
+    """A module as it was, with the same parameters in the same places."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -62,12 +62,10 @@ class ShardDim:
 
 @dataclass(frozen=True)
 class RewrittenModel:
-    """What was split.
+    """A model of which this rank holds a part, and how its tensors are cut.
 
     Attributes:
-        module: of which this rank now holds a part.
-        group: the ranks.
-        cuts: of parameters, by name; those that are not there are whole on every rank.
+        cuts: of parameters, by name; all others are whole on every rank.
         shapes: of the whole tensors, by name.
         kinds: rules, by name of the layer.
     """
@@ -157,7 +155,7 @@ class RewrittenModel:
         for (name, kind), whole in wholes.items():
             part = self.cuts[name].take(whole, self.group.rank, self.group.world)
             found.append(StatePiece(name, kind, 0, part.flatten().clone()))
-        # Last, because it takes the place of what is everybody's.
+        # Last, because it replaces what is the same on all ranks.
         return [*found, *own]
 
     def part_shape(self, name: str) -> tuple[int, ...]:
@@ -172,15 +170,7 @@ class RewrittenModel:
 
 
 class SlicedReplica(ModelParallelGroup):
-    """One rank's slices of the layers of a replica.
-
-    Args:
-        split: what was split.
-        group: the ranks of the replica.
-        everyone: the ranks of all replicas.
-        mates: the ranks that hold the same slice.
-        model: what this rank holds.
-    """
+    """One rank's slices of the layers of a replica."""
 
     def __init__(
         self,
@@ -218,13 +208,7 @@ class SlicedReplica(ModelParallelGroup):
 
 
 class SplitModel(Compute):
-    """Computes with slices of layers, together with the other ranks of the replica.
-
-    Args:
-        whole: computes, as if it had all.
-        split: what was split.
-        mates: the ranks that hold the same slice.
-    """
+    """Computes with slices of layers; `mates` are the ranks that hold the same slice."""
 
     def __init__(self, whole: WholeModel, split: RewrittenModel, mates: ProcessGroup) -> None:
         self.module = whole.module
@@ -232,14 +216,14 @@ class SplitModel(Compute):
         self.mates = mates
         self._whole = whole
         self._split = split
-        # Whatever runs the model first, a loop of the user's own, too.
+        # Before the first forward, which may be one in the user's own loop.
         self._first = whole.module.register_forward_pre_hook(self._align)
 
     def run(self, share: Share) -> Computed:
-        return self._spoken(self._whole.run(share))
+        return self._loss_of_one(self._whole.run(share))
 
     def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
-        return self._spoken(self._whole.backward(loss, share))
+        return self._loss_of_one(self._whole.backward(loss, share))
 
     def predict(self, batch: Any) -> Any:
         return self._whole.predict(batch)
@@ -251,12 +235,12 @@ class SplitModel(Compute):
         if leads:
             yield from self._split.whole_tensors()
 
-    def _spoken(self, computed: Computed) -> Computed:
+    def _loss_of_one(self, computed: Computed) -> Computed:
         """Leaves the loss to the rank that counts."""
         return computed if self.counts else replace(computed, loss=None)
 
     def _align(self, *_: object) -> None:
-        """Lets all ranks draw what the first one draws: whatever they compute alike must be alike."""
+        """Gives all ranks the first one's generator states: what all of them draw must be the same."""
         self._first.remove()
         group, device = self._split.group, next(self.module.parameters()).device
         if not isinstance(group, ThreadCollective):
@@ -266,18 +250,13 @@ class SplitModel(Compute):
 
 
 def _broadcast_rng_state(state: Tensor, group: Collective, device: torch.device) -> Tensor:
-    told = state.to(device)
-    group.broadcast(told)
-    return told.cpu()
+    sent = state.to(device)
+    group.broadcast(sent)
+    return sent.cpu()
 
 
 class SplitExchange(Exchange):
-    """Exchanges parts, and saves and loads whole tensors.
-
-    Args:
-        exchange: of the parts.
-        split: what was split.
-    """
+    """Exchanges parts, and saves and loads whole tensors."""
 
     def __init__(self, exchange: Exchange, split: RewrittenModel) -> None:
         self._exchange = exchange
@@ -312,31 +291,26 @@ class SplitExchange(Exchange):
 
 
 class SplitPeriodicSync(PeriodicSync):
-    """Brings together those who hold the same slice.
+    """Synchronizes the ranks that hold the same slice."""
 
-    Args:
-        meetings: of the slices.
-        split: what was split.
-    """
-
-    def __init__(self, meetings: PeriodicSync, split: RewrittenModel) -> None:
-        self._meetings = meetings
+    def __init__(self, sync: PeriodicSync, split: RewrittenModel) -> None:
+        self._sync = sync
         self._split = split
 
     def coming(self, done: int) -> int:
-        return self._meetings.coming(done)
+        return self._sync.coming(done)
 
     def weigh(self, weight: float) -> None:
-        self._meetings.weigh(weight)
+        self._sync.weigh(weight)
 
     def meet(self, done: int) -> SyncResult:
-        return self._meetings.meet(done)
+        return self._sync.meet(done)
 
     def end(self, done: int) -> SyncResult | None:
-        return self._meetings.end(done)
+        return self._sync.end(done)
 
     def swap_weights(self, averaged: bool) -> None:
-        self._meetings.swap_weights(averaged)
+        self._sync.swap_weights(averaged)
 
     def own(self) -> tuple[StatePiece, ...]:
-        return self._split.mark(self._meetings.own())
+        return self._split.mark(self._sync.own())

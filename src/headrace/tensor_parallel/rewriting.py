@@ -117,12 +117,12 @@ def _refuse_pattern(pattern: str, kind: str, module: nn.Module, layers: Mapping[
 def _check(name: str, kind: str, layer: Splittable, world: int) -> None:
     if kind not in KINDS[layer.sort]:
         known = " or ".join(repr(each) for each in KINDS[layer.sort])
-        sort = {"towers": "a convolution in groups", "convolution": "a convolution"}.get(layer.sort)
+        sort = {"grouped": "a convolution in groups", "convolution": "a convolution"}.get(layer.sort)
         sort = sort or f"{'an' if layer.sort[0] in 'ae' else 'a'} {layer.sort} layer"
         raise UsageError(f"{name!r} is {sort}, which cannot be split by {kind!r}; use {known}")
     if not layer.divisible(kind, world):
         count = layer.count(kind)
-        what = {"heads": "heads", "row": "inputs"}.get(kind, "groups" if layer.sort == "towers" else "outputs")
+        what = {"heads": "heads", "row": "inputs"}.get(kind, "groups" if layer.sort == "grouped" else "outputs")
         fits = [str(number) for number in range(2, count + 1) if count % number == 0][:5]
         raise UsageError(
             f"{name!r} has {count} {what}, which {world} devices cannot share evenly; use "
@@ -145,16 +145,7 @@ def _own(layer: nn.Module) -> set[int]:
 
 
 class _Rewriter:
-    """Gives layers parts of their parameters, and what they do with them.
-
-    Args:
-        module: the model.
-        group: the ranks.
-        flow: where values stay split.
-        kinds: rules, by name of the layer.
-        layers: that can be split.
-        batches: modules that compute some of the examples, with their names.
-    """
+    """Gives layers parts of their parameters, and what they do with them."""
 
     def __init__(
         self,
@@ -173,7 +164,7 @@ class _Rewriter:
         self._batches = batches
         # With the whole ones, whose ids nobody else may get meanwhile.
         self._made: dict[int, tuple[nn.Parameter, ShardDim, nn.Parameter]] = {}
-        self._doors: dict[tuple[int, str], SharedInput] = {}
+        self._shared: dict[tuple[int, str], SharedInput] = {}
         self._length: Length | None = None
 
     def cut(self) -> dict[str, ShardDim]:
@@ -220,18 +211,18 @@ class _Rewriter:
         self._cut(layer, weight=ShardDim(0), bias=ShardDim(0))
         if isinstance(layer, _ConvNd) and layer.groups > 1:
             return GroupedConv(layer, group, scatters=not takes, gathers=gathers)
-        return ColumnParallel(layer, group, self._door(name, layer, takes), gathers)
+        return ColumnParallel(layer, group, self._shared_input(name, layer, takes), gathers)
 
-    def _door(self, name: str, layer: nn.Module, takes: str) -> SharedInput:
+    def _shared_input(self, name: str, layer: nn.Module, takes: str) -> SharedInput:
         """Returns one for all layers that take the same value."""
-        step = self._flow.doors.get(name, -1)
+        step = self._flow.sources.get(name, -1)
         if step < 0:
             return SharedInput(self._group)
-        # An input of several: only those that enter it whole, or spread it, by the same door.
-        mates = [other for other, came in self._flow.doors.items() if came == step and self._enters(other)]
+        # Only layers that are split by their outputs share an input.
+        mates = [other for other, came in self._flow.sources.items() if came == step and self._enters(other)]
         dim = {"": None, "batch": 0}.get(takes, feature_dim(layer))
         length = self._length if takes == "batch" else None
-        return self._doors.setdefault((step, takes), SharedInput(self._group, len(mates), dim, length))
+        return self._shared.setdefault((step, takes), SharedInput(self._group, len(mates), dim, length))
 
     def _enters(self, name: str) -> bool:
         return self._kinds[name] in ("column", "channels") and self._layers[name].sort in ("linear", "convolution")

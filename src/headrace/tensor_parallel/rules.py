@@ -1,13 +1,13 @@
-"""How the layers of a model are split over devices so that they say little to each other.
+"""How the layers of a model are split over devices with few collectives.
 
 A layer split by its outputs (column) leaves a slice of the features on every device; a layer split by its inputs (row)
-takes such slices, and one sum over devices makes its outputs whole. So a pair of them with nothing between but what
-treats every feature alone needs one sum forward, and one backward (Shoeybi et al., "Megatron-LM", 2019, section 3):
+takes such slices, and one sum over devices makes its outputs whole. So a pair of them with nothing between but
+elementwise steps needs one sum forward, and one backward (Shoeybi et al., "Megatron-LM", 2019, section 3):
 
     x whole ─► column ─► relu ─► row ─► sum: whole
                   slices stay where they are
 
-Where slices would come to anything else, they are gathered first, so every choice of rules is right, and some are slow.
+Where slices would reach any other step, they are gathered first, so every choice of rules is right, and some are slow.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 KINDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("column", "row"),
     "convolution": ("channels", "row"),
-    "towers": ("channels",),
+    "grouped": ("channels",),
     "embedding": ("column", "row"),
     "attention": ("heads",),
 }
-"""By which rules a sort of layer can be split. Convolutions in groups are towers: each device has some of them."""
+"""By which rules a sort of layer can be split. Of a grouped convolution each device has some groups."""
 
-AXES: Mapping[str, str] = {"linear": "features", "convolution": "channels", "towers": "channels"}
+AXES: Mapping[str, str] = {"linear": "features", "convolution": "channels", "grouped": "channels"}
 """Along which axis the slices lie that a sort of layer makes and takes."""
 
 
@@ -42,7 +42,7 @@ class Splittable:
     outputs: int
 
     def divisible(self, kind: str, world: int) -> bool:
-        """Whether a rule gives every device as much."""
+        """Returns whether a rule gives every device as much."""
         count = self.count(kind)
         return count > 0 and count % world == 0
 
@@ -53,7 +53,7 @@ class Splittable:
 
 @dataclass(frozen=True)
 class ValueStep:
-    """What happens to values on their way through a model.
+    """One step of a model's forward.
 
     Attributes:
         does: "layer", "part" (computes a part of the batch on every device), "elementwise", "dropout", "pool",
@@ -74,13 +74,13 @@ class Flow:
     Attributes:
         gathers: layers, and parts, whose outputs go on whole.
         takes: by layer, along which axis its input is split; "" where it is whole.
-        doors: by layer, the step that its input comes from.
+        sources: by layer, the step that its input comes from.
         drops: by dropout, along which axis its values are split; "" where they are whole.
     """
 
     gathers: set[str] = field(default_factory=set)
     takes: dict[str, str] = field(default_factory=dict)
-    doors: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)
     drops: dict[str, str] = field(default_factory=dict)
 
 
@@ -108,7 +108,7 @@ def follow(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: 
     while True:
         flow, wrong = _walk(steps, layers, kinds, gathers)
         if wrong <= gathers:
-            # Layers that no step shows are somewhere that cannot be looked into.
+            # Layers that no step shows are in modules that cannot be traced.
             for name in kinds:
                 if name not in flow.takes:
                     flow.gathers.add(name)
@@ -137,7 +137,7 @@ def _walk(
             fed[step.name] = fed.get(step.name, frozenset()) | makers
             if not fits or known != first.axis:
                 wrong |= fed[step.name]
-            flow.doors[step.name] = step.inputs[0] if step.inputs else -1
+            flow.sources[step.name] = step.inputs[0] if step.inputs else -1
             made = _made(step.name, layer, kind, gathers)
         elif step.does == "part":
             wrong |= makers
@@ -158,7 +158,7 @@ def _taken(layer: Splittable, kind: str) -> tuple[str, ...]:
     axis = AXES.get(layer.sort)
     if axis is None:
         return ("",)
-    return ("", axis) if kind == "row" or layer.sort == "towers" else ("", axis, "batch")
+    return ("", axis) if kind == "row" or layer.sort == "grouped" else ("", axis, "batch")
 
 
 def _made(name: str, layer: Splittable, kind: str, gathers: set[str]) -> _Slices:
@@ -173,7 +173,7 @@ def _makers(values: Sequence[_Slices]) -> frozenset[str]:
 
 
 def _passes(does: str, axis: str) -> bool:
-    """Whether slices go through unharmed."""
+    """Returns whether slices pass through a step as slices."""
     if does in ("elementwise", "dropout"):
         return True
     if does in ("pool", "flatten"):
@@ -182,12 +182,7 @@ def _passes(does: str, axis: str) -> bool:
 
 
 def choose(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], world: int) -> dict[str, str]:
-    """Returns rules that need little talk: pairs of column and row, and heads; where there is none, single layers.
-
-    Args:
-        steps, layers: see `follow`.
-        world: how many devices there are.
-    """
+    """Returns rules that need few collectives: pairs of column and row, and heads; else single layers."""
     kinds = {
         name: "heads" for name, layer in layers.items() if layer.sort == "attention" and layer.divisible("heads", world)
     }
@@ -223,8 +218,8 @@ def _is_pair(
 
 
 def _neighbourhood(steps: Sequence[ValueStep], start: int) -> tuple[set[str], set[str]]:
-    """Returns who makes the values that mix with a step's before anything but single features is looked at, and who
-    takes them: names of layers; "" for whatever is none."""
+    """Returns the names of the layers that make the values which elementwise steps mix with a step's, and of those that
+    take them; "" stands for a step that is no layer."""
     users: dict[int, list[int]] = {}
     for index, step in enumerate(steps):
         for given in step.inputs:

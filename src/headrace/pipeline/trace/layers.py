@@ -40,24 +40,14 @@ class Layer:
 
 @dataclass
 class LayerMap:
-    """Where the nodes of a recording belong.
-
-    Attributes:
-        layers: in order.
-        layer: index of each node's; those that belong to none are left out.
-    """
+    """Where the nodes of a recording belong."""
 
     layers: tuple[Layer, ...]
     layer: dict[fx.Node, int] = field(default_factory=dict)
 
 
 def lay_out(recording: Recording, whole: bool = True) -> LayerMap:
-    """Finds the layers, and between which there can be no cut.
-
-    Args:
-        recording: of a forward.
-        whole: whether what nobody uses belongs to the first layer.
-    """
+    """Finds the layers, and where there can be no cut; with `whole`, unused tensors belong to the first layer."""
     names, layer = _assign(recording)
     used = _used(recording, layer, len(names))
     joined = _joined(recording, layer, names, used)
@@ -150,7 +140,7 @@ def _joined(recording: Recording, layer: dict[fx.Node, int], names: list[str], u
 def _bound(recording: Recording, writer: fx.Node, target: fx.Node) -> set[fx.Node]:
     """Returns the nodes that must be where one writes into the value of another.
 
-    Who reads only the written value later, must be there too; where others share its memory, all of them.
+    A node that reads the written value later must be there too; where others share its memory, all of them.
     """
     order = {node: index for index, node in enumerate(recording.graph.nodes)}
     own = {tensor.untyped_storage()._cdata for tensor in tensors(recording.values[target])}
@@ -173,9 +163,6 @@ def align(trained: Sequence[Layer], evaluated: Sequence[Layer]) -> tuple[tuple[L
         training      stem │ blocks ─┬─ head          output, auxiliary
                            │         └─ auxiliary
         evaluation    stem │ blocks ─── head          output
-
-    Args:
-        trained, evaluated: the layers of both forwards, in order.
 
     Returns:
         The layers of training, between which there is no cut that evaluation cannot have, too; and the index of one of

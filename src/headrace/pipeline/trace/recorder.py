@@ -3,7 +3,7 @@
 `torch.fx` hands proxies through forward and writes down what is done to them. Here each proxy also knows its value for
 the examples, so that more models can be recorded as they are: `if x.dim() == 3`, `len(x)`, `isinstance(x, Tensor)`,
 loops over a shape. What such a question was answered with becomes a guard that every later run checks. A question about
-the data itself (`if x.sum() > 0`) has no answer that holds for all batches: whoever asks it is kept whole.
+the data itself (`if x.sum() > 0`) has no answer that holds for all batches: the module that asks is kept whole.
 """
 
 from __future__ import annotations
@@ -54,15 +54,12 @@ _len = len
 def record(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: tuple[type[nn.Module], ...] = ()
 ) -> Recording:
-    """Records `module(*args, **kwargs)`. Buffers and random numbers move on as in any forward.
+    """Records `module(*args, **kwargs)`.
 
-    Args:
-        module: in the mode that is recorded.
-        args, kwargs: of the call, on its device.
-        whole: types of modules that are not looked into.
+    Buffers and random numbers change as in any forward. Modules of the types `whole` are not looked into.
 
     Raises:
-        Untraceable: with whom to keep whole.
+        Untraceable: with the module to keep whole.
     """
     if module._forward_hooks or module._forward_pre_hooks:
         raise Untraceable(module, "it has forward hooks, which would see no forward; register them on its layers")
@@ -73,16 +70,12 @@ def record(
     except Untraceable:
         raise
     except Exception as error:
-        raise Untraceable(module, _said(error)) from error
+        raise Untraceable(module, _in_one_line(error)) from error
     return recorder.recording
 
 
 class _Recorder(RecordingTracer):
-    """Makes nodes of what is done to its proxies, and does it.
-
-    Args:
-        module, args, kwargs, whole: see `record`.
-    """
+    """Makes nodes of the operations on its proxies, and runs them; see `record`."""
 
     def __init__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: tuple[type[nn.Module], ...]
@@ -95,7 +88,7 @@ class _Recorder(RecordingTracer):
         self._busy = False
         self._placed: Tensor | None = None
         self._autocast = _autocast()
-        self._dice = _rng_state()
+        self._rng = _rng_state()
         self._names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._buffers = [(name, buffer) for name, buffer in module.named_buffers()]
         self._versions: list[tuple[fx.Node | str, Tensor, int]] = [(n, b, b._version) for n, b in self._buffers]
@@ -129,7 +122,7 @@ class _Recorder(RecordingTracer):
                 # What is written in place is assigned, too: self.calls += 1
                 self.refuse(f"it sets self.{name}")
 
-        def kept(*args: Any, **kwargs: Any) -> Any:
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
             self.recording.recomputes |= not self._busy
             return keep(*args, **kwargs) if self._busy else (None for _ in range(1))
 
@@ -143,7 +136,7 @@ class _Recorder(RecordingTracer):
             stack.enter_context(_replaced(nn.Module, "__setattr__", assign))
             stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(applied)))
             # Its own forward is recorded as if it were not there: a pipeline recomputes by itself.
-            stack.enter_context(_replaced(checkpoint, _CHECKPOINTED, kept))
+            stack.enter_context(_replaced(checkpoint, _CHECKPOINTED, checkpointed))
             stack.enter_context(torch.enable_grad())
             yield
 
@@ -207,7 +200,7 @@ class _Recorder(RecordingTracer):
         except Untraceable:
             raise
         except Exception as error:
-            raise Untraceable(m, _said(error)) from error
+            raise Untraceable(m, _in_one_line(error)) from error
         finally:
             self._owners.pop()
 
@@ -250,7 +243,7 @@ class _Recorder(RecordingTracer):
             finally:
                 self._busy = False
         recording.values[node] = value
-        self._dice = _rng_state()
+        self._rng = _rng_state()
         self._follow(node, value)
         return ValueProxy(node, self)
 
@@ -304,18 +297,18 @@ class _Recorder(RecordingTracer):
     def _training(self, module: nn.Module) -> Any:
         path = (self.submodule_paths or {}).get(module)
         if path is None or isinstance(self._owners[-1], _LOOKED_INTO):
-            # torch's own ask in order to choose between ways that give the same.
+            # torch's own modules ask in order to choose between kernels with the same result.
             return module.__dict__["training"]
         return self.create_proxy("get_attr", f"{path}.training" if path else "training", (), {})
 
     def _check(self) -> None:
         if _autocast() != self._autocast:
             self.refuse("it switches autocast")
-        if _rng_state() != self._dice:
+        if _rng_state() != self._rng:
             self.refuse("it draws random numbers that decide what it does, or that no input has a part in")
 
 
-def _said(error: Exception) -> str:
+def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 

@@ -24,12 +24,7 @@ _SETTLED = (torch.dtype, torch.device, torch.layout, bool, type(None))
 
 
 class Untraceable(Exception):
-    """Something in forward cannot be recorded.
-
-    Args:
-        owner: the module in whose forward it is.
-        reason: what it is.
-    """
+    """Something in forward cannot be recorded."""
 
     def __init__(self, owner: nn.Module, reason: str) -> None:
         super().__init__(reason)
@@ -42,7 +37,6 @@ class Recording:
     """A forward.
 
     Attributes:
-        module: whose.
         graph: what is done, in order. A `get_attr` reads a tensor or `training`; the output is a list of leaves.
         values: of every node, for the examples.
         guards: nodes whose values forward has asked for, and what they must be in every run.
@@ -50,7 +44,7 @@ class Recording:
         gradless: nodes under `torch.no_grad`.
         writes: (writer, node whose value it writes to).
         written: (writer, name of the buffer that it writes to).
-        constants: tensors that forward has made of nothing, by the `get_attr` that reads them.
+        constants: tensors that forward has created, by the `get_attr` that reads them.
         inputs: placeholders by the place of a tensor in the arguments of forward, "images" or "batch['text'][0]".
         settled: what else there is in the arguments, by its place.
         output: the tree that forward returns, with indices into the leaves in their place.
@@ -80,7 +74,7 @@ class Recording:
 
 
 def execute(recording: Recording, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Does what a node says that is no placeholder and not the output."""
+    """Runs a node that is neither a placeholder nor the output."""
     target: Any = node.target
     with torch.no_grad() if node in recording.gradless else nullcontext():
         if node.op == "call_module":
@@ -212,5 +206,5 @@ def _in_place(name: str) -> None:
 
 
 for _name in ("iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"):
-    # torch.fx takes x += y for x = x + y, which those who share the memory of x would not see.
+    # torch.fx takes x += y for x = x + y, which other views of x's memory would not see.
     _in_place(_name)

@@ -1,4 +1,4 @@
-"""From a model, as it is, to the layers that it can be cut between."""
+"""From a model to the layers that it can be cut between."""
 
 from __future__ import annotations
 
@@ -60,15 +60,10 @@ class Traced:
 
 
 def trace(module: nn.Module, batch: Any, inputs: Any = None) -> Traced:
-    """Finds out what a model does, on a few examples. Neither it nor the random numbers are changed.
+    """Records what a model does, on two examples or more. Neither it nor the random numbers are changed.
 
     What cannot be recorded of a submodule keeps it whole, as one layer. Where evaluation is something else than
     training, both are recorded.
-
-    Args:
-        module: on its device.
-        batch: two examples or more, on the same device.
-        inputs: of the batch, as in `Job`.
 
     Raises:
         JobError: the model itself cannot be recorded, with the remedy.
@@ -140,10 +135,10 @@ def _evaluated(
 def _verify(
     recording: Recording, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str
 ) -> None:
-    """Does what was recorded once more; forward's questions must be answered as they were.
+    """Runs what was recorded once more; forward's questions must get the same answers.
 
     Raises:
-        Untraceable: who has asked one that is not; `why` says what differs.
+        Untraceable: with the module that got another answer; `why` says what differs.
     """
     found, _ = places(module, args, kwargs)
     values: dict[fx.Node, Any] = {}
@@ -166,16 +161,16 @@ def _verify(
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Gives modes, attributes, buffers and random numbers back as they were."""
     modes = [(part, part.training) for part in module.modules()]
-    # What a forward has kept for its user may hang on a graph, which cannot be copied.
+    # What a forward has kept in attributes may belong to a graph, which cannot be copied.
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = {parameter.device.index for parameter in module.parameters() if parameter.device.type == "cuda"}
-    dice = random.getstate()
+    python_state = random.getstate()
     try:
         with torch.random.fork_rng(devices=sorted(index or 0 for index in devices)):
             yield
     finally:
-        random.setstate(dice)
+        random.setstate(python_state)
         for part, held in attributes:
             vars(part).clear()
             vars(part).update(held)
