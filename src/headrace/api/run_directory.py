@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace.api.checks import JobInfo
 from headrace.api.resume import find, resumption
 from headrace.errors import CorruptCheckpoint, UnfitMachine, UsageError
-from headrace.parameter_server.server.snapshots import SnapshotSet, forget, newest
+from headrace.parameter_server.server.snapshots import SnapshotSet, forget
 from headrace.spec.events import LAUNCHER, decode
 from headrace.worker.events import events_path
 from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
@@ -192,7 +192,7 @@ def _snapshots(
     one = not isinstance(going.resume, bool) and resume.folder.parent.resolve() != Path(going.resume).resolve()
     if one or order.snapshots_every_s is None or not resume.same or resume.reset_optimizer:
         return None, ()
-    found, damaged = newest(resume.snapshots_folder, len(order.plan.servers))
+    found, damaged = newest_of(order.plan, resume.snapshots_folder)
     if found is None or (found.done, bool(found.committed)) <= (resume.step, False) or found.until > rounds:
         return None, damaged
     if found.done > resume.step and order.job.options.early_stopping is not None:

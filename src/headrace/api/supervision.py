@@ -26,10 +26,11 @@ from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.batch_split import split
 from headrace.report.model.events import LogTail, Tail
-from headrace.report.model.servers import imbalance
+from headrace.report.model.servers import imbalances
 from headrace.report.views.console import Console, DiskMonitor, replica_lines, stage_lines
 from headrace.spec.events import LAUNCHER, Event, Notice, RunEnded, RunStarted, ServerStats
 from headrace.spec.plain import from_plain, to_plain
+from headrace.spec.plan import describe_processes
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
 
@@ -180,11 +181,8 @@ def _follow(
             journal.write(Notice(LAUNCHER, journal.now(), line))
         status = engine.run(order, follow)
         follow()
-        for stage in sorted({order.plan.role(rank).stage for rank in served}):
-            # Those of several stages hold what the cut has left them.
-            mates = [each for rank, each in served.items() if order.plan.role(rank).stage == stage]
-            if uneven := imbalance(mates):
-                journal.write(Notice(LAUNCHER, journal.now(), uneven))
+        for uneven in imbalances(order.plan, served):
+            journal.write(Notice(LAUNCHER, journal.now(), uneven))
         return status
     except PeerLost as lost:
         lost.remedy = _way_on(order)
@@ -236,13 +234,11 @@ def _first_line(order: RunSpec, prepared: JobInfo) -> str:
     plan, role = order.plan, order.plan.roles[0]
     parts = split(order.job.global_batch_size, plan.shares)
     batch = " + ".join(map(str, parts)) if len(parts) <= 8 else f"{len(parts)} x {parts[-1]}..{parts[0]}"
-    devices = ", ".join(dict.fromkeys(role.device for role in plan.roles if role.kind == "worker"))
-    servers = f" and {len(plan.servers)} server{'s' * (len(plan.servers) > 1)}" if plan.servers else ""
-    servers += f", {'each with a backup' if len(plan.servers) > 1 else 'with a backup'}," if plan.backups else ""
+    devices = ", ".join(dict.fromkeys(role.device for role in plan.roles if role.computes))
     hosts = list(dict.fromkeys(role.host for role in plan.roles))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts ({', '.join(hosts)})"
     return (
-        f"{plan.workers} worker{'s' * (plan.workers > 1)}{servers} on {where}, {devices}, {role.threads} "
+        f"{describe_processes(plan)} on {where}, {devices}, {role.threads} "
         f"thread{'s' * (role.threads > 1)} each; batch of {order.job.global_batch_size} = {batch}; "
         f"{prepared.examples:,} examples"
     )

@@ -32,6 +32,11 @@ class Role:
     data_rank: int
     stage: int = 0
 
+    @property
+    def computes(self) -> bool:
+        """Whether it is a worker; else it serves workers."""
+        return self.kind == "worker"
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -157,6 +162,21 @@ class Plan:
         """Tells whether a worker is the first of those that hold the same part of the model."""
         stage = self.role(rank).stage
         return rank == min(role.rank for role in self.roles if role.kind == "worker" and role.stage == stage)
+
+
+def describe_processes(plan: Plan) -> str:
+    """Returns how many processes there are of each kind, "2 workers and 1 server with a backup,"."""
+    servers, text = len(plan.servers), f"{plan.workers} worker{'s' * (plan.workers > 1)}"
+    if servers:
+        text += f" and {servers} server{'s' * (servers > 1)}"
+    if plan.backups:
+        text += f", {'each with a backup' if servers > 1 else 'with a backup'},"
+    return text
+
+
+def needs_snapshots(plan: Plan) -> bool:
+    """Whether there are processes whose state no other process holds, while workers go on without them."""
+    return bool(plan.servers) and not plan.backups
 
 
 def name_of(plan: Plan, rank: int) -> str:

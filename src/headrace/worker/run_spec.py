@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Checkpoints
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Plan, needs_snapshots
 
 if TYPE_CHECKING:
     # For the type alone: strategies import torch, and an engine starts before that.
@@ -111,5 +111,5 @@ class RunSpec:
     @property
     def snapshots_every_s(self) -> float | None:
         """Seconds between two snapshots of a server; None where there are none: a backup has all that they would."""
-        served = self.plan.servers and not self.plan.backups
-        return self.checkpoints.snapshots_every_s if served and self.checkpoints else None
+        snapshots = needs_snapshots(self.plan) and self.checkpoints
+        return snapshots.snapshots_every_s if snapshots else None

@@ -85,12 +85,12 @@ class Monitor:
         self._journal = EventWriter(order.run_dir, LAUNCHER, order.started)
         self._running = {role.rank for role in order.plan.roles}
         self._probes: dict[int, LivenessProbe] = {}
-        self._left = set(order.plan.servers)
+        self._failover = FailoverController(order.plan, page)
+        self._left = set(self._failover.servers)
         self._ended_at = math.inf
         # Whose workers lease their data: another one does what was not done.
         self._workers = set(range(order.plan.workers) if order.plan.replaces else ())
         self._scale_requests = ScaleRequests(order.run_dir)
-        self._failover = FailoverController(order.plan, page)
         ranks = (role.rank for role in order.plan.roles)
         self._replaceable = {rank: _Replaceable() for rank in ranks if rank in self._workers or rank in self._failover}
 

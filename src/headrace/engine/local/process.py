@@ -86,7 +86,7 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     del packed
     check = _checker(page, assignment)
     plan = assignment.plan
-    if plan.role(rank).kind != "worker":
+    if not plan.role(rank).computes:
         serve(assignment, rank, page, check)
         return 0
     if plan.replaces:

@@ -91,19 +91,18 @@ class LaunchedGroup:
 
     def work(self, order: RunSpec) -> None:
         """Does this rank's part of a run."""
-        plan = order.plan
-        workers = self.host
-        if plan.servers and not plan.replaces:
-            # Servers are in none of the workers' meetings.
-            kind = plan.roles[self.rank].kind
-            workers = self.host.subgroup([role.rank for role in plan.roles if role.kind == kind])
-        if plan.roles[self.rank].kind == "server":
-            serve(order, self.rank, self.page, self._check)
-        elif not plan.replaces:
+        plan, computes = order.plan, order.plan.roles[self.rank].computes
+        workers: ProcessGroup = self.host
+        if plan.replaces:
+            members = [(worker, 0) for worker in range(plan.workers)]
+            workers = ElasticGroup(self.page, self.rank, members, self._check)
+        elif plan.workers < len(plan.roles):
+            # Only processes of the same kind synchronize with each other.
+            workers = self.host.subgroup([role.rank for role in plan.roles if role.computes == computes])
+        if computes:
             work(order, self.rank, workers, self.page)
         else:
-            members = [(worker, 0) for worker in range(plan.workers)]
-            work(order, self.rank, ElasticGroup(self.page, self.rank, members, self._check), self.page)
+            serve(order, self.rank, self.page, self._check)
 
     def close(self) -> None:
         """Leaves the group."""

@@ -34,6 +34,11 @@ class FailoverController:
         self._page = page
         self._authorities = {server: Authority() for server in plan.servers} if plan.backups else {}
 
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """Ranks of the run's servers."""
+        return self._plan.servers
+
     def server_of(self, rank: int) -> int:
         """Returns the server whose shards the process at a rank holds."""
         return server_of(self._plan, rank)

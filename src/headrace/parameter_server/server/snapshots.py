@@ -36,6 +36,7 @@ from headrace.parameter_server.server.coordinator import CoordinatorState, Membe
 from headrace.parameter_server.server.optimizer import ShardOptimizerState
 from headrace.parameter_server.server.requests import RequestState
 from headrace.spec.plain import from_plain, to_plain
+from headrace.spec.plan import Plan
 
 _VERSION = 1
 _REST = "server"
@@ -254,6 +255,11 @@ def forget(folder: Path, but: Container[str] = (), storage: Storage | None = Non
     storage = storage or LocalStorage(folder)
     for name in [name for _, name in _files(storage) if name not in but]:
         storage.delete_file(name)
+
+
+def newest_of(plan: Plan, folder: Path) -> tuple[SnapshotSet | None, tuple[CorruptCheckpoint, ...]]:
+    """Returns `newest` for the servers of a plan."""
+    return newest(folder, len(plan.servers))
 
 
 def newest(

@@ -12,6 +12,7 @@ from headrace.report.format import byte_count, duration, ratio
 from headrace.report.model.events import Attempt, of_kind
 from headrace.report.model.training import STEPPED_PARTS, TrainingClock, step_began_s
 from headrace.spec.events import ServerStarted, ServerStats, ShardStats, Stepped
+from headrace.spec.plan import Plan
 
 ROUNDS = -1
 """The key of the mean of a round, to which many workers contribute."""
@@ -219,6 +220,14 @@ def to_mean(values: Sequence[float]) -> tuple[float, int]:
     mean = sum(values) / len(values)
     which = max(range(len(values)), key=values.__getitem__)
     return (values[which] / mean if mean > 0 else 1.0), which
+
+
+def imbalances(plan: Plan, served: Mapping[int, ServerStats]) -> list[str]:
+    """Returns lines on servers that carry much more than others of the same part of the model."""
+    parts = sorted({plan.role(rank).stage for rank in served})
+    # The servers of another part hold what the cut has left them.
+    lines = (imbalance(each for rank, each in served.items() if plan.role(rank).stage == part) for part in parts)
+    return [line for line in lines if line]
 
 
 def imbalance(served: Iterable[ServerStats]) -> str | None:
