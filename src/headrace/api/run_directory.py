@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace.api.checks import JobInfo
 from headrace.api.resume import find, resumption
 from headrace.errors import CorruptCheckpoint, UnfitMachine, UsageError
-from headrace.parameter_server.server.snapshots import SnapshotSet, forget
+from headrace.parameter_server.server.snapshots import SnapshotSet, forget, newest_of
 from headrace.spec.events import LAUNCHER, decode
 from headrace.worker.events import events_path
 from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.collectives.base import Collective, ProcessGroup
-from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.collectives.base import ProcessGroup
 from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.errors import UsageError
 from headrace.machine import cores
@@ -28,6 +27,7 @@ from headrace.training.whole_model import Objective
 from headrace.worker.evaluation import Evaluation
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RunSpec
+from headrace.worker.session import DeviceGroup
 
 
 def build_module(job: Job) -> nn.Module:
@@ -106,45 +106,6 @@ def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessG
         return Loader(data.pipeline, job.seed, size, data.shares, data.rank, ordered=True, cpu_budget=budget)
 
     return Evaluation(job, replica, functools.cache(loader), group)
-
-
-class DeviceGroup:
-    """Connects the collective for the devices' own tensors when it is first called; None where memory is shared.
-
-    Attributes:
-        group: all workers.
-        moved_bytes: by that collective, so far.
-    """
-
-    def __init__(self, run: RunSpec, role: Role, group: ProcessGroup) -> None:
-        self.group = group
-        self._run, self._role = run, role
-        self._connected: Collective | None = None
-
-    def __call__(self) -> Collective | None:
-        if self._connected is None:
-            self._connected = self._connect()
-        return self._connected
-
-    @property
-    def moved_bytes(self) -> int:
-        """The group's own traffic is counted by the group."""
-        connected = self._connected
-        return connected.moved_bytes if connected is not None and connected is not self.group else 0
-
-    def _connect(self) -> Collective | None:
-        run, role, group = self._run, self._role, self.group
-        if role.device == "cpu":
-            return None if group.one_memory else group
-        if group.world == 1:
-            return ThreadCollective(ThreadGroup(1), 0)
-        # Here, because importing torch.distributed costs what a CPU run need not pay.
-        from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-        from headrace.collectives.torch_distributed import TorchDistributed
-
-        store = FileStore(str(run.run_dir / "rendezvous"), group.world)
-        return TorchDistributed(store, role.rank, group.world, role.device, run.timeout_s)
 
 
 def _sample(job: Job) -> Any:

@@ -18,20 +18,21 @@ from headrace.errors import HeadraceError, PeerLost
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Role
 from headrace.tracebacks import user_traceback
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute, parameters_and_buffers
 from headrace.training.synchronization import DataLeases, PeriodicSync
-from headrace.worker.building import DeviceGroup, build_context, build_evaluation, build_loader, build_module
+from headrace.worker.building import build_context, build_evaluation, build_loader, build_module
 from headrace.worker.control import RunControl
 from headrace.worker.evaluation import average
-from headrace.worker.events import EventWriter
+from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.leased import LeasedLoop
 from headrace.worker.loops.lockstep import LockstepLoop
 from headrace.worker.loops.periodic import PeriodicLoop
 from headrace.worker.run_spec import ResumePoint, RunSpec
-from headrace.worker.session import WorkerSession
+from headrace.worker.session import DeviceGroup, WorkerSession
 from headrace.worker.state import LoadedCheckpoint, making_sense, seed_random
 from headrace.worker.worker import Worker, train
 
@@ -67,15 +68,8 @@ def work(
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)
-        loader, reporter = build_loader(run, role, group, events)
-        devices = DeviceGroup(run, role, group)
-        context = build_context(run, role, page, module, loader, devices, closing)
-        replica = run.strategy.replica(run.plan, rank, context)
-        for line in replica.compute.notes:
-            events.write(Notice(rank, events.now(), line))
-        evaluation = build_evaluation(run, role, replica, group)
-        session = WorkerSession(run, rank, replica, loader, evaluation, group, page, events)
-        control = RunControl(session)
+        session, reporter = _build(run, role, group, page, module, events, closing)
+        compute, control = session.replica.compute, RunControl(session)
         loop = _make_loop(session, control)
         worker = Worker(session, control, loop)
         _seed(run, rank, restarts)
@@ -84,14 +78,14 @@ def work(
             del stored
         closing.enter_context(loop)
         events.write(WorkerStarted(rank, events.now(), role.host, os.getpid(), role.device, role.threads))
-        with reporter.until_end(loader.counters):
+        with reporter.until_end(session.loader.counters):
             (run.train or train)(worker)
         meets = loop.leave()
         if meets:
             _wait_for_all(session)
             _finish(session, control, loop)
-            group.together(lambda: leave_model(run, rank, group, replica.compute))
-        events.write(_ended(session, loop.moved_bytes + devices.moved_bytes))
+            group.together(lambda: leave_model(run, rank, group, compute))
+        events.write(_ended(session, loop.moved_bytes + session.devices.moved_bytes))
         if meets:
             group.together(loop.end)
     except PeerLost:
@@ -103,6 +97,26 @@ def work(
         events.flush()
         closing.close()
         events.close()
+
+
+def _build(
+    run: RunSpec,
+    role: Role,
+    group: ProcessGroup,
+    page: ControlPage,
+    module: nn.Module,
+    events: EventWriter,
+    closing: ExitStack,
+) -> tuple[WorkerSession, InputReporter]:
+    """Builds the replica and the data of a worker."""
+    loader, reporter = build_loader(run, role, group, events)
+    devices = DeviceGroup(run, role, group)
+    context = build_context(run, role, page, module, loader, devices, closing)
+    replica = run.strategy.replica(run.plan, role.rank, context)
+    for line in replica.compute.notes:
+        events.write(Notice(role.rank, events.now(), line))
+    evaluation = build_evaluation(run, role, replica, group)
+    return WorkerSession(run, role.rank, replica, loader, evaluation, group, page, events, devices), reporter
 
 
 def _make_loop(session: WorkerSession, control: RunControl) -> Loop:

@@ -35,11 +35,7 @@ def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None
 
     Any error is written down as a `Failed` event before it is raised.
 
-    Args:
-        order: the run.
-        rank: this server's.
-        page: the run's signals.
-        check: raises where a process of the run was lost.
+    `check` raises where a process of the run was lost.
     """
     journal = EventWriter(order.run_dir, rank, order.started)
     server, snapshots = None, None

@@ -4,14 +4,55 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.job import Share
+from headrace.spec.plan import Role
 from headrace.training.exchange import Replica
 from headrace.worker.evaluation import Evaluation
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
+
+
+class DeviceGroup:
+    """Connects the collective for the devices' own tensors when it is first called; None where memory is shared.
+
+    Attributes:
+        group: all workers.
+        moved_bytes: by that collective, so far.
+    """
+
+    def __init__(self, run: RunSpec, role: Role, group: ProcessGroup) -> None:
+        self.group = group
+        self._run, self._role = run, role
+        self._connected: Collective | None = None
+
+    def __call__(self) -> Collective | None:
+        if self._connected is None:
+            self._connected = self._connect()
+        return self._connected
+
+    @property
+    def moved_bytes(self) -> int:
+        """The group's own traffic is counted by the group."""
+        connected = self._connected
+        return connected.moved_bytes if connected is not None and connected is not self.group else 0
+
+    def _connect(self) -> Collective | None:
+        run, role, group = self._run, self._role, self.group
+        if role.device == "cpu":
+            return None if group.one_memory else group
+        if group.world == 1:
+            return ThreadCollective(ThreadGroup(1), 0)
+        # Here, because importing torch.distributed costs what a CPU run need not pay.
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+        from headrace.collectives.torch_distributed import TorchDistributed
+
+        store = FileStore(str(run.run_dir / "rendezvous"), group.world)
+        return TorchDistributed(store, role.rank, group.world, role.device, run.timeout_s)
 
 
 @dataclass
@@ -51,6 +92,7 @@ class WorkerSession:
         group: all workers.
         page: the run's control page.
         events: this process's event file.
+        devices: connects the collective for the devices' own tensors.
         progress: how far this worker is.
     """
 
@@ -62,6 +104,7 @@ class WorkerSession:
     group: ProcessGroup
     page: ControlPage
     events: EventWriter
+    devices: DeviceGroup
     progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
