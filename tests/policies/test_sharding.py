@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import UnknownName, UsageError
-from headrace.policies import SHARDINGS
 from headrace.policies.placement import ParameterPiece
 from headrace.policies.sharding import (
     everywhere,
@@ -35,6 +34,7 @@ def parameter_lists(draw: st.DrawFn) -> list[ParameterSpec]:
 
 
 OWNERS = st.integers(1, 9)
+SHARDINGS = {"everywhere": everywhere, "slices": slices, "whole": whole}
 
 
 def elements_by_owner(segments: Sequence[Segment]) -> Counter[int]:

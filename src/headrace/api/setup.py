@@ -23,8 +23,8 @@ from headrace.engine.torchrun.engine import LaunchedGroup
 from headrace.engine.torchrun.rendezvous import launched_ranks
 from headrace.errors import UnknownName, UsageError
 from headrace.machine import cores
+from headrace.policies.roles import threads_per_worker
 from headrace.policies.sharding import whole
-from headrace.policies.threads import threads_per_worker
 from headrace.strategies.strategy import broadcast
 from headrace.training.central_storage import place_parameters, share_parameters
 from headrace.training.compute import describe

@@ -24,7 +24,7 @@ from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.errors import PeerLost, RunFailed, UsageError
 from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
-from headrace.policies.batch_split import split
+from headrace.policies.roles import split
 from headrace.report.model.events import LogTail, Tail
 from headrace.report.model.servers import imbalances
 from headrace.report.views.console import Console, DiskMonitor, replica_lines, stage_lines

@@ -16,7 +16,7 @@ from headrace.engine.local.fork_server import ForkServer
 from headrace.engine.local.process import log_path
 from headrace.errors import PeerLost
 from headrace.machine import cores, host_name
-from headrace.policies.threads import threads_per_worker
+from headrace.policies.roles import threads_per_worker
 
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 2.0

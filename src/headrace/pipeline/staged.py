@@ -16,7 +16,7 @@ from headrace.pipeline.memory import explain_out_of_memory
 from headrace.pipeline.runner import MicroBatch, Runner
 from headrace.pipeline.stage_module import StageModule
 from headrace.pipeline.trace.tracing import Traced
-from headrace.policies.batch_split import bounds
+from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, StepDecision

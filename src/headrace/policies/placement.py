@@ -5,14 +5,11 @@ A placement is deterministic, and gives every owner a piece that has elements if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.spec.plan import Segment
-
-UNEVEN = 1.5
-"""The `balance` above which a run says so."""
 
 
 @dataclass(frozen=True)
@@ -81,33 +78,11 @@ def place(pieces: Sequence[ParameterPiece], ranks: Sequence[int], placement: Pla
     )
 
 
-def loads(pieces: Sequence[ParameterPiece], placed: Sequence[int], owners: int) -> tuple[int, ...]:
-    """Returns the bytes of each of `owners`, where `placed` is the index of each piece's owner."""
-    held = [0] * owners
-    for piece, owner in zip(pieces, placed, strict=True):
-        held[owner] += piece.bytes
-    return tuple(held)
-
-
-def balance(loads: Sequence[float]) -> float:
-    """Returns the largest load divided by their mean: 1 if all are equal, or nobody has any.
-
-    >>> balance((300, 100, 200))
-    1.5
-
-    Args:
-        loads: bytes, seconds or anything else of which each owner has some, at least 0 each.
-
-    Raises:
-        UsageError: there are no loads.
-    """
-    if not loads:
-        raise UsageError("a balance is of at least 1 load, got 0")
-    total = sum(loads)
-    return max(loads) * len(loads) / total if total else 1.0
-
-
 def require_owners(owners: int) -> None:
     """Raises UsageError if `owners` is below 1."""
     if owners < 1:
         raise UsageError(f"parameters need at least 1 owner, got {owners}")
+
+
+PLACEMENTS: Mapping[str, Placement] = {"greedy": greedy, "round_robin": round_robin}
+"""Placements by name."""

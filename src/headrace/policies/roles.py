@@ -1,13 +1,13 @@
-"""Which process does what on which device: pure functions of the cluster."""
+"""Which process does what on which device, with how many threads and examples: pure functions of the cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-from headrace.errors import InfeasiblePlan
+from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.sharding import everywhere
-from headrace.policies.threads import threads_per_worker
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Plan, Role, Segment
@@ -162,3 +162,40 @@ def _count(strategy: str, workers: int | None, cluster: Cluster) -> int:
             )
         return cluster.ranks
     return workers if workers is not None else max(1, cluster.accelerators)
+
+
+def threads_per_worker(cores: int, workers_on_host: int) -> int:
+    """Returns the threads of one worker so that those of a host do not crowd each other out; at least 1.
+
+    >>> threads_per_worker(8, 3)
+    2
+
+    Raises:
+        UsageError: either is below 1.
+    """
+    if cores < 1 or workers_on_host < 1:
+        raise UsageError(f"need at least 1 core and 1 worker, got {cores} and {workers_on_host}")
+    return max(1, cores // workers_on_host)
+
+
+def split(count: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Returns how many of `count` examples each worker gets: in proportion to `shares`, whole, summing up.
+
+    Equal shares differ by at most 1 and the first workers get the remainder; a share of 0 gets none.
+
+    >>> split(10, (1, 1, 1))
+    (4, 3, 3)
+    """
+    total = sum(shares)
+    sizes = [count * share // total for share in shares]
+    remainders = [(count * share) % total for share in shares]
+    left = count - sum(sizes)
+    for worker in sorted(range(len(shares)), key=lambda worker: (-remainders[worker], worker))[:left]:
+        sizes[worker] += 1
+    return tuple(sizes)
+
+
+def bounds(count: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns each worker's `(start, stop)` of a batch of `count`, in order and without gaps."""
+    ends = tuple(accumulate(split(count, shares)))
+    return tuple(zip((0, *ends[:-1]), ends, strict=True))

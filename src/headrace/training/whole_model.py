@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean, weigh
-from headrace.policies.batch_split import bounds
+from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options

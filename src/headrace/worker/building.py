@@ -16,7 +16,7 @@ from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.errors import UsageError
 from headrace.machine import cores
 from headrace.parameter_server.directory import find_servers
-from headrace.policies.threads import threads_per_worker
+from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice
 from headrace.spec.job import Job

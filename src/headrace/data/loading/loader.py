@@ -18,7 +18,7 @@ from headrace.data.loading.torch_data import read_by_torch
 from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds
 from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.errors import DataError, UsageError
-from headrace.policies.batch_split import bounds
+from headrace.policies.roles import bounds
 from headrace.spec.events import InputStageStats, InputStats
 from headrace.spec.job import Share
 

@@ -24,7 +24,7 @@ from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.rendezvous import MEET_S, gather, launched_store, own_address
 from headrace.errors import PeerLost, RunFailed
 from headrace.machine import cores, host_name
-from headrace.policies.threads import threads_per_worker
+from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.worker.main import work
