@@ -22,6 +22,8 @@ def test_anytime_admits_everybody(clock: int, slowest: int) -> None:
 @given(CLOCKS, CLOCKS, st.integers(0, 10))
 def test_within_admits_up_to_the_bound_and_no_further(slowest: int, ahead: int, bound: int) -> None:
     assert Bounded(bound).admits(slowest + ahead, slowest) is (ahead <= bound)
+    assert Bounded(bound).admits(slowest + bound, slowest)
+    assert not Bounded(bound).admits(slowest + bound + 1, slowest)
 
 
 @given(CLOCKS, st.integers(0, 10))
