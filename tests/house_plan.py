@@ -19,13 +19,8 @@ EXCEPTIONS = {
     "headrace.engine.local.monitor",
     "headrace.engine.local.process",
     "headrace.engine.torchrun.engine",
-    "headrace.worker.data_assignment",
-    "headrace.worker.evaluation",
-    "headrace.worker.main",
     "headrace.worker.run_spec",
     "headrace.worker.server",
-    "headrace.worker.state",
-    "headrace.worker.worker",
 }
 """Modules that still ask; the list only shrinks."""
 
