@@ -108,12 +108,12 @@ class InputReporter:
 
     Args:
         rank: of this worker.
-        journal: of this process.
+        events: of this process.
     """
 
-    def __init__(self, rank: int, journal: EventWriter) -> None:
+    def __init__(self, rank: int, events: EventWriter) -> None:
         self._rank = rank
-        self._journal = journal
+        self._events = events
         self._said = 0
         self._passed_on = 0
 
@@ -122,7 +122,7 @@ class InputReporter:
         self._pass_on(stages)
         if stages.skipped and not self._said:
             self._say(stages, f"leaves out what cannot be had: {'; '.join(stages.shown)}")
-        self._journal.write(stages.event(self._rank, self._journal.now()))
+        self._events.write(stages.event(self._rank, self._events.now()))
 
     @contextmanager
     def until_end(self, stages: InputCounters) -> Iterator[None]:
@@ -139,13 +139,13 @@ class InputReporter:
             plural = "s" * (stages.skipped != 1)
             self._say(stages, f"has left out {stages.skipped} example{plural} that could not be had{first}")
         if stages.event(self._rank, 0.0).batches:
-            self._journal.write(stages.event(self._rank, self._journal.now()))
+            self._events.write(stages.event(self._rank, self._events.now()))
 
     def _pass_on(self, stages: InputCounters) -> None:
         for line in stages.notices[self._passed_on :]:
-            self._journal.write(Notice(self._rank, self._journal.now(), line))
+            self._events.write(Notice(self._rank, self._events.now(), line))
         self._passed_on = len(stages.notices)
 
     def _say(self, stages: InputCounters, what: str) -> None:
         self._said = stages.skipped
-        self._journal.write(Notice(self._rank, self._journal.now(), f"rank {self._rank} {what}"))
+        self._events.write(Notice(self._rank, self._events.now(), f"rank {self._rank} {what}"))

@@ -48,36 +48,36 @@ class _Part:
 
 
 class Saver:
-    """One rank's part in the run's checkpoints; every rank calls the same verbs in the same order.
+    """One rank's part in the run's checkpoints; every rank calls the same verbs in the same run.
 
     A disk that fails does not end a run: the checkpoints that there are stay, and rank 0 says what happened.
 
     Args:
-        order: when to save, how much to keep.
+        run: when to save, how much to keep.
         group: the workers of this host; the first of them leads.
         page: where they tell each other what they have written.
-        journal: of this process.
+        events: of this process.
 
     Attributes:
         folder: this run's checkpoints.
         saved: rounds in the last one of this history; -1 if there is none.
     """
 
-    def __init__(self, order: RunSpec, group: ProcessGroup, page: ControlPage, journal: EventWriter) -> None:
-        self.folder = CheckpointFolder(order.run_dir / "checkpoints")
-        self._wish = order.checkpoints
+    def __init__(self, run: RunSpec, group: ProcessGroup, page: ControlPage, events: EventWriter) -> None:
+        self.folder = CheckpointFolder(run.run_dir / "checkpoints")
+        self._wish = run.checkpoints
         self._group = group
         self._page = page
-        self._journal = journal
+        self._events = events
         self._thread: threading.Thread | None = None
         self._news: deque[Event] = deque()
         self._failure: Exception | None = None
         self._last_s = monotonic()
-        resume = order.resume
+        resume = run.resume
         own = resume is not None and resume.folder == self.folder.path and not resume.reset_optimizer
         self.saved = resume.step if resume and own else -1
         # What a server's snapshot does not hold is a checkpoint's.
-        self._first = order.snapshots_every_s is not None and not (resume and resume.snapshots)
+        self._first = run.snapshots_every_s is not None and not (resume and resume.snapshots)
 
     def must_begin(self, done: int, rolls_back: bool) -> bool:
         """Whether a run saves before its first round: to go back to it, or to end a history that it has left."""
@@ -131,7 +131,7 @@ class Saver:
         """
         self.wait()
         # What a checkpoint holds has its events, whoever is killed next.
-        self._journal.flush()
+        self._events.flush()
         self._last_s = began
         self.saved = done
         problem: OSError | None = None
@@ -166,7 +166,7 @@ class Saver:
     def _tell(self) -> None:
         # Events are written, and errors raised, by the worker's own thread alone.
         while self._news:
-            self._journal.write(self._news.popleft())
+            self._events.write(self._news.popleft())
         if self._failure:
             raise self._failure
 
@@ -223,9 +223,9 @@ class Saver:
                 self._news.append(self._warning(done, error.strerror or str(error)))
                 return
             text = f"older checkpoints than step {done} in {self.folder.path} could not be deleted: {error.strerror}"
-            self._news.append(Notice(0, self._journal.now(), text))
+            self._news.append(Notice(0, self._events.now(), text))
         size = sum(record.bytes for record in files)
-        self._news.append(Saved(0, self._journal.now(), done, size, stall_s, monotonic() - began))
+        self._news.append(Saved(0, self._events.now(), done, size, stall_s, monotonic() - began))
 
     def _await(self, done: int, members: Sequence[int]) -> int | None:
         """Waits until all have written their parts; returns who never will, if somebody was lost."""
@@ -251,4 +251,4 @@ class Saver:
             f"no checkpoint at step {done}: {problem} in {self.folder.path}; training goes on, and the checkpoints "
             "before it are untouched"
         )
-        return Notice(0, self._journal.now(), text)
+        return Notice(0, self._events.now(), text)

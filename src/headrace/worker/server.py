@@ -1,4 +1,4 @@
-"""What one server does from its order to its end."""
+"""What one server process does from its run spec to its end."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ T = TypeVar("T")
 _TELL_EVERY_S = 1.0
 
 
-def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None]) -> None:
+def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None]) -> None:
     """Holds a rank's shards until the workers have done their work.
 
     Any error is written down as a `Failed` event before it is raised.
 
     `check` raises where a process of the run was lost.
     """
-    journal = EventWriter(order.run_dir, rank, order.started)
+    events = EventWriter(run.run_dir, rank, run.started)
     server, snapshots = None, None
     try:
         process = process_number(page, rank)
-        assert isinstance(order.strategy, ServedStrategy)
-        server = order.strategy.server(order.plan, rank, replace(_parts(order), process=process))
-        owner = server_of(order.plan, rank)
-        place = order.plan.servers.index(owner)
-        if order.resume and order.resume.snapshots:
-            _go_on(server, order.resume, order.resume.snapshots, place)
-        if order.snapshots_every_s is not None:
-            taking = Snapshots(order.run_dir / SNAPSHOTS, place, order.snapshots_every_s)
-            snapshots = _Snapshotting(taking, server, journal, rank)
+        assert isinstance(run.strategy, ServedStrategy)
+        server = run.strategy.server(run.plan, rank, replace(_parts(run), process=process))
+        owner = server_of(run.plan, rank)
+        place = run.plan.servers.index(owner)
+        if run.resume and run.resume.snapshots:
+            _go_on(server, run.resume, run.resume.snapshots, place)
+        if run.snapshots_every_s is not None:
+            taking = Snapshots(run.run_dir / SNAPSHOTS, place, run.snapshots_every_s)
+            snapshots = _Snapshotting(taking, server, events, rank)
         page.ranks[rank].address.publish(server.address)
         parameter_bytes, _ = server.memory()
-        shards = sum(segment.owner == owner for segment in order.plan.segments)
-        journal.write(
-            ServerStarted(rank, journal.now(), order.plan.role(rank).host, os.getpid(), shards, parameter_bytes)
+        shards = sum(segment.owner == owner for segment in run.plan.segments)
+        events.write(
+            ServerStarted(rank, events.now(), run.plan.role(rank).host, os.getpid(), shards, parameter_bytes)
         )
         told = monotonic()
 
@@ -68,25 +68,25 @@ def serve(order: RunSpec, rank: int, page: ControlPage, check: Callable[[], None
                 page.ranks[rank].heartbeat.promotable_epoch = server.replicated.ready
             if monotonic() - told > _TELL_EVERY_S:
                 told = monotonic()
-                journal.write(_by_rank(server.counters.event(rank, journal.now()), order.plan))
+                events.write(_by_rank(server.counters.event(rank, events.now()), run.plan))
 
         server.serve(look)
-        journal.write(_by_rank(server.counters.event(rank, journal.now()), order.plan))
+        events.write(_by_rank(server.counters.event(rank, events.now()), run.plan))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        journal.write(ServerEnded(rank, journal.now(), server.moved_bytes, peak, *server.memory()))
+        events.write(ServerEnded(rank, events.now(), server.moved_bytes, peak, *server.memory()))
     except PeerLost:
         raise
     except BaseException as error:
         code = error.exit_code if isinstance(error, HeadraceError) else 1
         cause = f"{type(error).__name__}: {error}"
-        journal.write(Failed(rank, journal.now(), 0, cause, user_traceback(error, fallback=True), code))
+        events.write(Failed(rank, events.now(), 0, cause, user_traceback(error, fallback=True), code))
         raise
     finally:
         if snapshots is not None:
             snapshots.close()
         if server is not None:
             server.close()
-        journal.close()
+        events.close()
 
 
 class _Snapshotting:
@@ -95,14 +95,14 @@ class _Snapshotting:
     Args:
         snapshots: its files.
         server: whose.
-        journal: of this process.
+        events: of this process.
         rank: of this server.
     """
 
-    def __init__(self, snapshots: Snapshots, server: Server, journal: EventWriter, rank: int) -> None:
+    def __init__(self, snapshots: Snapshots, server: Server, events: EventWriter, rank: int) -> None:
         self._snapshots = snapshots
         self._server = server
-        self._journal = journal
+        self._events = events
         self._rank = rank
         self._taken = 0
         self._error: OSError | None = None
@@ -112,13 +112,13 @@ class _Snapshotting:
         found.look(self._server.snapshot)
         if found.taken > self._taken:
             self._taken = found.taken
-            self._journal.write(SnapshotTaken(self._rank, self._journal.now(), found.bytes, found.pause_s))
+            self._events.write(SnapshotTaken(self._rank, self._events.now(), found.bytes, found.pause_s))
         if found.error is not self._error:
             self._error = found.error
             if found.error is not None:
                 text = f"no snapshot of the server on rank {self._rank}: {found.error.strerror or found.error} in "
                 text += f"{found.folder}; training goes on, and the snapshots before it are untouched"
-                self._journal.write(Notice(self._rank, self._journal.now(), text))
+                self._events.write(Notice(self._rank, self._events.now(), text))
 
     def close(self) -> None:
         self._snapshots.close()
@@ -150,15 +150,15 @@ def _follow_view(replicated: ReplicatedTransport, page: ControlPage, server: int
         replicated.view(View(epoch, primary, None if backup < 0 else backup), address)
 
 
-def _parts(order: RunSpec) -> ServerContext:
-    job = order.job
+def _parts(run: RunSpec) -> ServerContext:
+    job = run.job
     rounds_per_epoch = -(-len(as_pipeline(job.data)[0]) // job.global_batch_size)
-    first = order.resume.done if order.resume else 0
+    first = run.resume.done if run.resume else 0
     return ServerContext(
-        model=order.model,
+        model=run.model,
         optimizer=job.optimizer,
         options=job.options,
         rounds_per_epoch=rounds_per_epoch,
         first=first,
-        until=next_sync_point(order, rounds_per_epoch, first),
+        until=next_sync_point(run, rounds_per_epoch, first),
     )
