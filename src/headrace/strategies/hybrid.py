@@ -97,7 +97,7 @@ class Hybrid(ServedStrategy):
 
         if isinstance(self.outer, ParameterAveraging) and not isinstance(self.outer.period, int):
             raise UsageError(
-                f"period={self.outer.period!r} adapts to what those see who hold the same slice, and all slices of a "
+                f"period={self.outer.period!r} adapts to what the ranks of one slice measure, and all slices of a "
                 "replica must meet after the same rounds; give a number such as period=16"
             )
 

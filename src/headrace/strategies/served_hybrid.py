@@ -65,7 +65,7 @@ def check_outer(outer: Served, inner: Strategy) -> None:
 def served_plan(
     strategy: str, outer: Served, inner: Plan, model: ModelSpec, cluster: Cluster, counts: tuple[int, int]
 ) -> Plan:
-    """Returns who is which part of which replica, and which server has which shards.
+    """Returns which rank holds which part of which replica, and which server holds which shards.
 
     Args:
         strategy: its name.

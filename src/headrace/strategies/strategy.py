@@ -200,7 +200,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        """Decides who does what and who owns what. Pure.
+        """Decides what each process does and which parameters it owns. Pure.
 
         Raises:
             InfeasiblePlan: the cluster cannot hold it, with the numbers.

@@ -125,7 +125,7 @@ class DataAssignment:
     """What a `Loader` is told.
 
     Attributes:
-        pipeline: knows who has how much, where hosts list examples of their own.
+        pipeline: knows how many examples each host has, where hosts list their own.
         shares: relative weights of those among whom it is split: all workers, or those of this host.
         rank: which of them this worker is.
     """

@@ -103,7 +103,7 @@ def average(buffers: list[Tensor], group: ProcessGroup, weight: float = 1.0) -> 
 
 
 class EarlyStopper:
-    """Counts the evaluations that got no better.
+    """Counts the evaluations that brought no improvement.
 
     Args:
         wish: what counts; None to go on for ever.
@@ -134,7 +134,7 @@ class EarlyStopper:
                 f"early stopping follows {wish.metric!r}, and the evaluation has {', '.join(metrics)} alone"
             )
         value = metrics[wish.metric] if wish.mode == "min" else -metrics[wish.metric]
-        # Whatever is no number is no improvement.
+        # NaN is no improvement.
         if value < self._best - wish.min_delta:
             self._best, self._best_step, self._waited = value, step, 0
             return None
@@ -148,7 +148,7 @@ class EarlyStopper:
         )
 
     def agree(self, group: ProcessGroup) -> None:
-        """Takes up the state of the first of those who meet, which has seen most."""
+        """Takes the state of the group's first worker, which has seen the most evaluations."""
         own = (self._best if math.isfinite(self._best) else math.nan, self._best_step, self._waited)
         best, step, waited = group.sum(own if group.rank == 0 else [0.0] * len(own))
         self._best = math.inf if math.isnan(best) else best

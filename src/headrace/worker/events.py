@@ -91,7 +91,7 @@ class EventWriter:
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._file, self._waiting) :]
         except OSError as error:
-            # Not worth a training: somebody may delete something, and a save says that there is no room.
+            # A full disk does not end the training: files may be deleted, and a save reports the error.
             if error.errno not in _FULL:
                 raise
 

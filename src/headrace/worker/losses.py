@@ -133,6 +133,6 @@ class NonFiniteHandler:
             self._roll_back()
 
     def tell(self, rank: int, loss: float) -> None:
-        """Lets the others know a loss that is not finite, before they ask who it was."""
+        """Publishes a loss that is not finite, before the other ranks look for the rank that had it."""
         if not math.isfinite(loss):
             self._page.ranks[rank].heartbeat.loss = loss

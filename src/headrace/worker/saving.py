@@ -38,7 +38,7 @@ class _Part:
 
     Attributes:
         done: rounds.
-        rank: whose part, among those who save.
+        rank: of the worker, among those that save.
         place: of that worker in the control page.
     """
 
@@ -125,12 +125,12 @@ class Saver:
 
         Args:
             done: rounds.
-            tensors: copies, which nobody changes any more.
+            tensors: copies that no other code changes.
             description: of the whole; rank 0's counts.
             began: when training stopped for it, on the monotonic clock.
         """
         self.wait()
-        # What a checkpoint holds has its events, whoever is killed next.
+        # The events of everything that a checkpoint holds are written before it, whichever process is killed next.
         self._events.flush()
         self._last_s = began
         self.saved = done
@@ -142,7 +142,7 @@ class Saver:
                 self.folder.begin(done)
             except OSError as error:
                 problem = error
-        # Nobody writes into a folder that rank 0 has not made.
+        # No rank writes into a folder before rank 0 has made it.
         (unmade,) = self._group.sum([float(problem is not None)])
         stall_s = monotonic() - began
         if unmade:
@@ -228,7 +228,7 @@ class Saver:
         self._news.append(Saved(0, self._events.now(), done, size, stall_s, monotonic() - began))
 
     def _await(self, done: int, members: Sequence[int]) -> int | None:
-        """Waits until all have written their parts; returns who never will, if somebody was lost."""
+        """Blocks until all ranks have written their parts; returns a lost rank that never will, if there is one."""
         for member in members:
             saved = self._page.ranks[member].saved
             while saved.step_plus_1 != done + 1:

@@ -53,9 +53,7 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None])
         page.ranks[rank].address.publish(server.address)
         parameter_bytes, _ = server.memory()
         shards = sum(segment.owner == owner for segment in run.plan.segments)
-        events.write(
-            ServerStarted(rank, events.now(), run.plan.role(rank).host, os.getpid(), shards, parameter_bytes)
-        )
+        events.write(ServerStarted(rank, events.now(), run.plan.role(rank).host, os.getpid(), shards, parameter_bytes))
         told = monotonic()
 
         def look() -> None:
@@ -125,11 +123,11 @@ class _Snapshotting:
 
 
 def _by_rank(served: ServerStats, plan: Plan) -> ServerStats:
-    """Returns what was done for whom by rank: where several ranks hold a replica, a server knows it as one worker."""
+    """Returns the counts by rank: where several ranks hold a replica, a server knows the replica as one worker."""
     ranks, stage = plan.workers // plan.replicas, plan.role(served.rank).stage
 
     def named(counts: Mapping[str, T]) -> dict[str, T]:
-        return {who if int(who) < 0 else str(int(who) * ranks + stage): each for who, each in counts.items()}
+        return {name if int(name) < 0 else str(int(name) * ranks + stage): each for name, each in counts.items()}
 
     return replace(served, staleness=named(served.staleness), waited_s=named(served.waited_s)) if ranks > 1 else served
 
@@ -145,7 +143,7 @@ def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) 
 def _follow_view(replicated: ReplicatedTransport, page: ControlPage, server: int, process: int) -> None:
     epoch, primary, backup = page.ranks[server].server_view.read()
     address = page.ranks[primary % len(page.ranks)].address.read() if epoch else ""
-    # Whoever is to follow a primary must find it.
+    # A backup needs the address of its primary.
     if epoch and (process != backup or address):
         replicated.view(View(epoch, primary, None if backup < 0 else backup), address)
 

@@ -87,7 +87,7 @@ class WorkerState:
         resume = self._run.resume
         assert resume is not None
         with making_sense(stored.path):
-            # Whoever comes in another's place is alone, and no part of the checkpoint is its own.
+            # A replacement worker is alone, and no part of the checkpoint is its own.
             at_home = resume.same and stored.ranks == self._group.world
             pieces = stored.pieces(self._rank if at_home else None)
             if resume.reset_optimizer:
@@ -183,7 +183,7 @@ def restore_random_states(states: Mapping[str, Tensor], device: torch.device) ->
 def making_sense(path: Path) -> Iterator[None]:
     """Makes of whatever goes wrong with the content of a checkpoint a `CorruptCheckpoint`.
 
-    Its digests fit, so it is whole; but whoever has made it was no run of headrace.
+    Its digests fit, so it is whole, but no run of headrace has made it.
     """
     try:
         yield
@@ -245,7 +245,7 @@ class LoadedCheckpoint:
         """Returns the optimizer's state and the averages, of all ranks.
 
         Args:
-            rank: whose own pieces take the place of the others'; None for nobody's.
+            rank: whose own pieces replace the shared ones; None for no rank.
         """
         found = {
             name.removeprefix("state/"): tensor
@@ -258,7 +258,7 @@ class LoadedCheckpoint:
         return [StatePiece.parse(name, tensor) for name, tensor in found.items()]
 
     def parameter_pieces(self) -> list[StatePiece]:
-        """Returns the parameters in the form of state, for those who update them."""
+        """Returns the parameters as pieces of state, for the ranks that update them."""
         return [
             StatePiece(name.removeprefix("parameter/"), PARAMETER, 0, tensor.flatten())
             for name, tensor in self._model.items()
