@@ -176,7 +176,7 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     (house_plan.plan_questions, {"worker/a.py": "if replica.meetings: ..."}, "asks for replica.meetings"),
     (house_plan.plan_questions, {"worker/a.py": "print(plan.role(0).stage)"}, "asks for plan.role(0).stage"),
     (house_plan.plan_questions, {"engine/a.py": "print(role.kind)"}, "asks for role.kind"),
-    (house_plan.plan_questions, {"worker/run_spec.py": "print('a'.partition('b'))"}, "remove it from EXCEPTIONS"),
+    (house_plan.plan_questions, {"worker/server.py": "print('a'.partition('b'))"}, "remove it from EXCEPTIONS"),
     (house_plan.size, {f"a{i}.py": "" for i in range(241)}, "files, at most 240"),
     (house_plan.size, {f"a{i}.py": "x = 1\n" * 401 for i in range(100)}, "lines, at most 40,000"),
     (house_plan.size, {f"a{i}.py": "x = 1\n" * 331 for i in range(10)}, "10 files over 330 lines"),
