@@ -18,6 +18,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from headrace.averaging.averager import (
     AveragingConfig,
     AveragingExchange,
@@ -27,17 +29,36 @@ from headrace.averaging.averager import (
 )
 from headrace.averaging.coded_average import CodedAverage
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
-from headrace.averaging.period import AutoPeriod
+from headrace.averaging.period import AutoPeriod, first_stretch
+from headrace.averaging.through_servers import (
+    ServedAveragingConfig,
+    ServedAveragingExchange,
+    outer_optimizer,
+    state_on_server,
+)
 from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAverage, WorkerAverage, extra_state
 from headrace.errors import UnknownName, UsageError
+from headrace.parameter_server.client.center import CenterVariable, OptimizerMirror
+from headrace.parameter_server.client.data_leases import leases_between
+from headrace.parameter_server.core.leases import LeaseTable
+from headrace.parameter_server.planning import (
+    brings_parameters,
+    build_server,
+    connect,
+    layout_of,
+    places_of,
+)
+from headrace.parameter_server.replication.failover import server_of
+from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.policies.roles import data_parallel_plan
+from headrace.policies.sharding import everywhere
+from headrace.policies.staleness import Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.served_averaging import ServedAveragingConfig
 from headrace.strategies.strategy import (
     ServedStrategy,
     ServerContext,
@@ -48,6 +69,7 @@ from headrace.strategies.strategy import (
 )
 from headrace.training.exchange import Replica
 from headrace.training.gradients import FlatLayout
+from headrace.training.optimizer_state import mean_state
 from headrace.transport.codec import CODECS
 
 _RARELY = 8
@@ -99,6 +121,7 @@ class ParameterAveraging(ServedStrategy):
         if self.codec not in CODECS:
             raise UnknownName("codec", self.codec, CODECS)
         if self.via == "server":
+            check_count("servers", self.servers)
             _ = self._service
             return
         if self.via != "all_reduce":
@@ -154,7 +177,7 @@ class ParameterAveraging(ServedStrategy):
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         if self.via == "server":
-            return self._service.replica(plan, rank, context)
+            return self._served_replica(plan, rank, context)
         if self.codec != "plain" and context.device_group() is None:
             raise UsageError(
                 f"codec={self.codec!r} saves bytes on a wire, and workers of one host average in memory that they "
@@ -182,7 +205,52 @@ class ParameterAveraging(ServedStrategy):
         return Replica(compute, AveragingExchange(first, local, averager), sync=averager)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
-        return self._service.server(plan, rank, context)
+        config = self._service
+        rank = server_of(plan, rank)
+        state = state_on_server(context.model, context.optimizer) if config.average_state else None
+        layout = layout_of(plan, context.model, rank, state)
+        # Schedules are the inner optimizer's, the moving average is that of the average.
+        clock = RoundClock(Options(ema_decay=context.options.ema_decay), context.rounds_per_epoch, context.first)
+        beside = state.specs if state else []
+        optimizer = functools.partial(
+            outer_optimizer, {each.name for each in beside}, config.outer_options(plan.workers)
+        )
+        shard_optimizer = ShardOptimizer(layout, optimizer, [*context.model.parameters, *beside], clock, full=True)
+        combination = config.combination(first=rank == plan.servers[0])
+        until, span = first_stretch(config.period, config.post_local, context.first, context.until)
+        # If an average waits for all, workers go in lockstep, and every run is the same.
+        fixed, last = self.wait == "all", context.first + leases_between(context.first, until, span)
+        table = LeaseTable(len(plan.shares), last, context.first, fixed, workers=range(plan.workers))
+        leases, policies = (table, context.first, until, span), (Unbounded(), combination)
+        return build_server(
+            plan, rank, layout, shard_optimizer, policies, leases, self.transport, context.process, measures=True
+        )
+
+    def _served_replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        config = self._service
+        require_alike(context.module, context.model, rank)
+        local = LocalExchange(
+            everywhere(context.model.parameters),
+            # The servers keep the moving average, which is one of averages.
+            replace(context, options=replace(context.options, ema_decay=None)),
+        )
+        named = dict(context.module.named_parameters())
+        state = mean_state(named, local.updater.optimizer) if config.average_state else None
+        beside = OptimizerMirror(state)
+        layouts = [layout_of(plan, context.model, server, state) for server in plan.servers]
+        own = [places_of(layout, context.module, beside.named) for layout in layouts]
+        copy = [[torch.empty_like(place, device="cpu") for place in places] for places in own]
+        servers = [plan.roles[server] for server in plan.servers]
+        client = connect(
+            context.servers.addresses(), layouts, copy, (rank, context.servers.incarnation), context.group.check,
+            servers, context.closing, together=True, in_turn=config.in_turn, find=context.servers.find,
+        )  # fmt: skip
+        center = CenterVariable(client, layouts, own, copy, beside, keeps=not config.outer.agrees)
+        exchange = ServedAveragingExchange(
+            config, plan, center, layouts, context, local, brings_parameters(client, rank)
+        )
+        exchange.load_values(center.own)
+        return Replica(context.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
 
     def _average(
         self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False

@@ -1,73 +1,59 @@
-"""Parameter averaging through servers: those hold the average, and workers tell them how far they have come from it.
+"""Parameter averaging through servers: they hold the average, and workers push how far they have moved from it.
 
     compute                    synchronize                               update
     forward, backward          at the end of a lease of `period`         the job's optimizer, on the worker;
-                               rounds, push centre - own, and pull       the outer step on the shard
-                               the centre
+                               rounds, push center - own, and pull       the outer step on the shard
+                               the center
 
     worker 0   ░step░░step░░step░ push ─┐           ┌─ pull ░step░░step░░step░
     server     ─────────────────────────▓▓▓ mean ▓▓▓┴─────────────────────────
     worker 1   ░step░░░step░░░step░ push ─┘         └─ pull ░step░░░step░░░step░
 
-To a shard all that is an ordinary round: what is pushed is a gradient, of which SGD with a learning rate of 1 makes the
+To a shard this is an ordinary round: what is pushed is a gradient, of which SGD with a learning rate of 1 makes the
 workers' mean, and SGD with Nesterov momentum DiLoCo's outer step. So leases, staleness, codecs, backups and snapshots
 are those of every strategy with servers.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from headrace.averaging.averager import require_alike
 from headrace.averaging.outer_steps import Elastic, MeanStep, OuterStep
-from headrace.averaging.period import AutoPeriod, Measured, PeriodController, first_stretch
+from headrace.averaging.period import AutoPeriod, Measured, PeriodController
+from headrace.collectives.base import ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.parameter_server.client.center import CenterVariable, OptimizerMirror
-from headrace.parameter_server.client.data_leases import ServerDataLeases, leases_between
+from headrace.parameter_server.client.center import CenterVariable
+from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.exchange import ServedExchange
+from headrace.parameter_server.client.gradients import ReplicaGroup
 from headrace.parameter_server.core.events import Reason
-from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.planning import (
-    brings_parameters,
-    build_server,
     check_server_options,
-    connect,
-    layout_of,
-    places_of,
     plan_with_servers,
 )
-from headrace.parameter_server.replication.failover import server_of
-from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
-from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire.layout import ShardLayout
-from headrace.policies.sharding import everywhere
-from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes, Unbounded
+from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import ServerContext, WorkerContext, check_count
 from headrace.training.clipping import HEALTHY, StepDecision
-from headrace.training.exchange import Replica
+from headrace.training.exchange import UpdatingExchange
 from headrace.training.optimizer import build
 from headrace.training.optimizer_state import MeanState, StatePiece, mean_state
 from headrace.training.update import AVERAGE
 
 Wait = str | int | float
-"""Whom an average waits for: "all" workers, so many of them, so many seconds (as a float), or "nobody"."""
+"""What an average waits for: "all" workers, so many of them, so many seconds (as a float), or "nobody"."""
 
-
-_MOST = 65_535
-"""Rounds that a message can say a push is of."""
+_MOST_ROUNDS = 65_535
+"""Of one push, as its message can say."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +81,9 @@ class ServedAveragingConfig:
     average_state: bool = False
 
     def __post_init__(self) -> None:
-        check_count("servers", self.servers)
         longest = self.period if isinstance(self.period, int) else self.period.longest
-        if longest > _MOST:
-            raise UsageError(f"period must be at most {_MOST:,} through servers, got {longest:,}")
+        if longest > _MOST_ROUNDS:
+            raise UsageError(f"period must be at most {_MOST_ROUNDS:,} through servers, got {longest:,}")
         check_server_options(self.servers, self.backups, self.transport)
         wait = self.wait
         if isinstance(wait, bool) or not (wait in ("all", "nobody") or isinstance(wait, int | float)):
@@ -144,148 +129,119 @@ class ServedAveragingConfig:
             )
         return plan
 
-    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        """Builds what a worker runs."""
-        require_alike(context.module, context.model, rank)
-        local = LocalExchange(
-            everywhere(context.model.parameters),
-            # The servers have the moving average, which is one of averages.
-            replace(context, options=replace(context.options, ema_decay=None)),
-        )
-        named = dict(context.module.named_parameters())
-        state = mean_state(named, local.updater.optimizer) if self.average_state else None
-        beside = OptimizerMirror(state)
-        layouts = [layout_of(plan, context.model, server, state) for server in plan.servers]
-        own = [places_of(layout, context.module, beside.named) for layout in layouts]
-        copy = [[torch.empty_like(place, device="cpu") for place in places] for places in own]
-        servers = [plan.roles[server] for server in plan.servers]
-        client = connect(
-            context.servers.addresses(), layouts, copy, (rank, context.servers.incarnation), context.group.check,
-            servers, context.closing, together=True, in_turn=self._in_turn, find=context.servers.find,
-        )  # fmt: skip
-        center = CenterVariable(client, layouts, own, copy, beside, keeps=not self.outer.agrees)
-        exchange = ServedAveragingExchange(self, plan, center, layouts, context, local, brings_parameters(client, rank))
-        exchange.load_values(center.own)
-        return Replica(context.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
-
-    def server(self, plan: Plan, rank: int, context: ServerContext, by_share: bool = False) -> Server:
-        """Builds what a server runs; `by_share` moves the average by the share of its rounds that contributed."""
-        rank = server_of(plan, rank)
-        state = _state_of(context) if self.average_state else None
-        layout = layout_of(plan, context.model, rank, state)
-        first = rank == plan.servers[0]
-        # Schedules are the inner optimizer's, the moving average is that of the average.
-        clock = RoundClock(Options(ema_decay=context.options.ema_decay), context.rounds_per_epoch, context.first)
-        beside = state.specs if state else []
-        optimizer = functools.partial(
-            _outer_optimizer, {each.name for each in beside}, self._outer_options(plan.workers)
-        )
-        shard_optimizer = ShardOptimizer(
-            layout, optimizer, [*context.model.parameters, *beside], clock, full=not by_share
-        )
-        combination = self._combination() if first or not self._in_turn else DecidedElsewhere()
-        until, span = first_stretch(self.period, self.post_local, context.first, context.until)
-        # Whoever waits for all goes in step with them, and every run is the same.
-        fixed, last = self.wait == "all", context.first + leases_between(context.first, until, span)
-        table = LeaseTable(len(plan.shares), last, context.first, fixed, workers=range(plan.workers))
-        leases, policies = (table, context.first, until, span), (Unbounded(), combination)
-        return build_server(
-            plan, rank, layout, shard_optimizer, policies, leases, self.transport, context.process, measures=True
-        )
-
     @property
     def drops(self) -> bool:
-        """Whether who comes too late is left out."""
+        """Whether a worker that comes too late is left out."""
         return self.wait not in ("all", "nobody")
 
     @property
-    def _in_turn(self) -> bool:
-        """Whether the first of several servers says who is too late."""
+    def in_turn(self) -> bool:
+        """Whether the first of several servers decides which workers are too late."""
         return self.servers > 1 and self.drops
 
-    def _combination(self) -> Combination:
+    def combination(self, first: bool) -> Combination:
+        """Returns when a server has enough pushes for an average; `first` if it is the first server."""
+        if not first and self.in_turn:
+            return DecidedElsewhere()
         if self.wait == "nobody":
             return EveryPush()
         return FirstPushes(self.wait) if isinstance(self.wait, int) else AllMembers()
 
-    def _outer_options(self, workers: int) -> dict[str, Any]:
+    def outer_options(self, workers: int) -> dict[str, Any]:
+        """Returns the options of the SGD that is the outer step on a server."""
         if not isinstance(self.outer, Elastic):
             return dict(self.outer.sgd())
         # beta of the mean is alpha of each.
         return {"lr": self.outer.beta / (workers if self.wait == "nobody" else 1)}
 
 
-def _state_of(context: ServerContext) -> MeanState:
-    """Returns what the workers' optimizers keep, over parameters that are not there."""
-    zeros = ((each, torch.zeros(each.shape, dtype=getattr(torch, each.dtype))) for each in context.model.parameters)
+def state_on_server(model: ModelSpec, optimizer: Callable[..., Any]) -> MeanState:
+    """Returns the state of the workers' optimizers, on a server, which has none of their parameters."""
+    zeros = ((each, torch.zeros(each.shape, dtype=getattr(torch, each.dtype))) for each in model.parameters)
     named = {each.name: nn.Parameter(tensor, requires_grad=each.trainable) for each, tensor in zeros}
-    return mean_state(named, build(context.optimizer, named.items()))
+    return mean_state(named, build(optimizer, named.items()))
 
 
-def _outer_optimizer(
-    beside: Container[str], options: Mapping[str, Any], named: Iterable[tuple[str, Tensor]]
+def outer_optimizer(
+    states: Container[str], options: Mapping[str, Any], named: Iterable[tuple[str, Tensor]]
 ) -> torch.optim.SGD:
-    """Returns the outer step of parameters; of what is beside them, the mean."""
+    """Returns an optimizer that makes the outer step with parameters, and the mean of `states`."""
     every = list(named)
     groups = [
-        {"params": [each for name, each in every if (name in beside) is is_beside], **own}
-        for is_beside, own in ((False, options), (True, MeanStep().sgd()))
+        {"params": [each for name, each in every if (name in states) is is_state], **own}
+        for is_state, own in ((False, options), (True, MeanStep().sgd()))
     ]
     return torch.optim.SGD([group for group in groups if group["params"]])
 
 
-class ServedAveragingExchange(ServedExchange):
-    """A worker that steps by itself, and is brought together with the others at the end of every lease.
+class WorkerView(Protocol):
+    """What the exchange needs of a worker's context."""
 
-    Where its optimizer's state is its own, a checkpoint holds that of whoever leads, and all go on with it; the state
-    of a worker that is lost is lost with it, and whoever comes in its place begins anew.
+    @property
+    def model(self) -> ModelSpec:
+        """The model's specification."""
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The workers."""
+
+    @property
+    def first(self) -> int:
+        """The round that the run begins with."""
+
+    def agreement(self) -> ReplicaGroup:
+        """Returns the ranks of this worker's replica."""
+
+
+class ServedAveragingExchange(ServedExchange):
+    """Takes local steps, and averages with the other workers at the end of every lease, which is `period` rounds long.
+
+    If the optimizers' state is not averaged, a checkpoint holds that of the leader, and all go on with it; the state of
+    a worker that is lost is lost with it, and its replacement begins with none.
 
     Args:
-        service: how.
+        config: when and how to average.
         plan: the run's.
-        centre: of this worker.
-        forms: the servers' shards.
-        context: of this worker.
+        center: copies parameters between this worker and the servers.
+        layouts: the servers' shards.
+        worker: the worker's worker.
         local: its own steps.
-        leads: whether this worker brings what there is to begin with.
-
-    Attributes:
-        portions: this worker's data; a lease is of `period` rounds.
+        leads: whether this worker loads the initial parameters into the servers.
     """
 
     def __init__(
         self,
-        service: ServedAveragingConfig,
+        config: ServedAveragingConfig,
         plan: Plan,
         center: CenterVariable,
         layouts: Sequence[ShardLayout],
-        context: WorkerContext,
-        local: LocalExchange,
+        worker: WorkerView,
+        local: UpdatingExchange,
         leads: bool,
     ) -> None:
         client = center.client
-        super().__init__(client, layouts, context.model, context.group, context.agreement(), leads)
-        self._pacing = PeriodController(service.period, service.post_local, context.group)
+        super().__init__(client, layouts, worker.model, worker.group, worker.agreement(), leads)
+        self._period = PeriodController(config.period, config.post_local, worker.group)
         self.portions = ServerDataLeases(
             client,
             self.replica_group.group,
             leads,
             len(plan.shares),
-            self._pacing.stretch,
+            self._period.stretch,
             center,
-            rests=service.wait != "nobody",
+            rests=config.wait != "nobody",
         )
         self._center = center
-        self._outer = service.outer
-        self._alpha = service.outer.beta / plan.workers if isinstance(service.outer, Elastic) else 0.0
-        self._waits = service.wait != "nobody"
-        self._drops = service.drops
-        self._patience_s = service.wait if isinstance(service.wait, float) else math.inf
-        self._averages_state = service.average_state
+        self._outer = config.outer
+        self._alpha = config.outer.beta / plan.workers if isinstance(config.outer, Elastic) else 0.0
+        self._waits = config.wait != "nobody"
+        self._drops = config.drops
+        self._patience_s = config.wait if isinstance(config.wait, float) else math.inf
+        self._averages_state = config.average_state
         self._inner = local
-        self._names = {parameter.name for parameter in context.model.parameters}
-        self._pieces = range(len(context.model.trainable))
-        self._advanced = context.first
+        self._names = {parameter.name for parameter in worker.model.parameters}
+        self._pieces = range(len(worker.model.trainable))
+        self._advanced = worker.first
         self._weight = 0.0
         self._shares: list[float] = []
         self._began_s, self._lease_s, self._fastest_s = 0.0, 0.0, math.inf
@@ -300,7 +256,7 @@ class ServedAveragingExchange(ServedExchange):
     def synchronize(self, finite: bool = True) -> StepDecision:
         portions = self.portions
         if portions.lease < 0:
-            # It had no data before the workers meet.
+            # It had no data before the sync point.
             return HEALTHY
         decision = self._inner.synchronize(finite)
         if decision.apply:
@@ -310,7 +266,7 @@ class ServedAveragingExchange(ServedExchange):
         self._shares.append(portions.share)
         self._fastest_s = min(self._fastest_s, perf_counter() - self._began_s)
         if not portions.left:
-            self._meet()
+            self._average()
         elif self._drops and self.client.is_behind:
             self._give_up()
         return replace(decision, bad_losses=(self._group.rank,)) if decision.bad_losses else decision
@@ -325,17 +281,17 @@ class ServedAveragingExchange(ServedExchange):
         return (*outer, *(self._inner.state() if self._group.rank == 0 else ()))
 
     def settings(self) -> dict[str, Any]:
-        # Others have done rounds that this worker has not.
+        # Other workers have done rounds that this one has not.
         self._advance(self.portions.synced_round)
-        return {**self._inner.settings(), "averaging": self._pacing.settings()}
+        return {**self._inner.settings(), "averaging": self._period.settings()}
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         every = list(pieces)
         outer = (replace(piece, key=_MOMENTUM) for piece in every if piece.key == _KEPT)
         super().load([*outer, *(piece for piece in every if piece.key == AVERAGE)])
         self._inner.load([piece for piece in every if piece.key != AVERAGE], settings)
-        self._pacing.load(settings)
-        # What is averaged begins with it.
+        self._period.load(settings)
+        # The averaged state begins with this worker's.
         self._center.gather()
         self.load_values(self._center.own, only_state=True)
 
@@ -344,17 +300,17 @@ class ServedAveragingExchange(ServedExchange):
         return 2 * parameter_bytes, state_bytes
 
     def _advance(self, round_: int) -> None:
-        """Lets the schedule go by rounds that are over."""
+        """Advances the schedule over rounds that are over."""
         while self._advanced < round_:
             self._inner.updater.skip(self._advanced)
             self._advanced += 1
 
-    def _meet(self) -> None:
-        """Tells the servers how far this worker has come, and goes on from where they are."""
+    def _average(self) -> None:
+        """Pushes how far this worker has moved, and goes on from the center."""
         if self._fastest_s > self._patience_s:
             raise UsageError(
-                f"wait={self._patience_s:g} s is shorter than one step, which takes {self._fastest_s:.3g} s: whoever "
-                "is a step behind would never be part of an average; wait longer, or use wait='all'"
+                f"wait={self._patience_s:g} s is shorter than one step, which takes {self._fastest_s:.3g} s: a worker "
+                "that is a step behind would never be part of an average; wait longer, or use wait='all'"
             )
         weight, shares, self._weight, self._shares = self._weight, self._shares, 0.0, []
         center, portions = self._center, self.portions
@@ -369,28 +325,28 @@ class ServedAveragingExchange(ServedExchange):
             distances, portions.lease, weight, sum(shares) / len(shares),
             pull=self._waits, steps=len(shares), patience_s=self._patience_s,
         )  # fmt: skip
-        spoilt = reason == Reason.NOT_FINITE
-        if spoilt and not self._averages_state:
-            # Of what has made such parameters nothing is kept.
+        broken = reason == Reason.NOT_FINITE
+        if broken and not self._averages_state:
+            # A state that has led to such parameters is dropped with them.
             self._inner.load(())
-        center.take(all_of_it=spoilt or not self._alpha)
+        center.take(all_of_it=broken or not self._alpha)
         portions.late = reason == Reason.LATE
         if not portions.late and self._waits:
             ended_s, norm = perf_counter(), center.norm
             drift = self.client.apart / norm if norm else 0.0
             seen = Measured(len(shares), began_s - self._lease_s, ended_s - began_s, drift)
-            left_out = (self._group.members[self._group.rank],) if spoilt else ()
-            portions.meeting = self._pacing.note(seen, portions.span, self.client.versions[0][0], left_out)
+            left_out = (self._group.members[self._group.rank],) if broken else ()
+            portions.meeting = self._period.note(seen, portions.span, self.client.versions[0][0], left_out)
 
     def _give_up(self) -> None:
-        """Leaves the rest of a lease to others: the average has gone on, and what is made of an old one is dropped."""
+        """Returns the rest of a lease: the average has moved on, and a push against an old one would be dropped."""
         nothing = [[None] * len(places) for places in self._center.own]
         share, self._weight, self._shares = self._shares[0], 0.0, []
-        # Whoever waits for no one who has once been late waits for this worker again.
+        # Servers stop waiting for a worker that was late; this push makes them wait for it again.
         reason = self.client.push(nothing, self.portions.lease, 0.0, share, pull=True, patience_s=self._patience_s)
         self._center.take(all_of_it=not self._alpha)
         self.portions.late = reason == Reason.LATE
 
 
 _MOMENTUM, _KEPT = "momentum_buffer", "headrace.outer-1"
-"""Keys of the outer step's momentum: torch's own, and that of checkpoints, in which it is no inner optimizer's."""
+"""Keys of the outer step's momentum: torch's own, and that of checkpoints, which sets it apart."""
