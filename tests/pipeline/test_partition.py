@@ -155,7 +155,7 @@ def test_a_partition_is_read_in_counts_and_in_names() -> None:
             [["head", "stem"], ["blocks"]],
             "stage 0 head, stem, and in the order of forward its layers are stem, blocks.0",
         ),
-        ([["stem"], ["blocks"]], r"partition has 1 \+ 4 = 5 layers, .*; nobody has head, head:2"),
+        ([["stem"], ["blocks"]], r"partition has 1 \+ 4 = 5 layers, .*; no stage has head, head:2"),
         ([4, 3], "between blocks.1.norm and blocks.1.relu, where no cut can be"),
     ],
 )

@@ -129,6 +129,14 @@ def read(layers: Sequence[LayerSpec], wish: Sequence[int | Sequence[str]], stage
     return partition
 
 
+def is_partition(value: object) -> bool:
+    """Returns whether each stage has a number of layers, or a list of names."""
+    return isinstance(value, list | tuple) and all(
+        type(entry) is int or (isinstance(entry, list | tuple) and all(isinstance(name, str) for name in entry))
+        for entry in value
+    )
+
+
 def costs(model: ModelSpec, partition: Partition, terms: Terms) -> tuple[StageCost, ...]:
     """Returns what each stage of a partition takes."""
     places = list(accumulate(map(len, partition), initial=0))

@@ -88,23 +88,15 @@ def profile(
         while len(times) < _LEAST or (perf_counter() < until and len(times) < _MOST):
             times.append([each for layer in sweep.run() for each in layer])
     figures = typical(times)
-    forward, backward = figures[::2], figures[1::2]
     size = {name: nbytes(parameter) for name, parameter in module.named_parameters()}
-    last = {group[-1]: index for index, group in enumerate(groups)}
-    layers = tuple(
-        LayerSpec(
-            name=layer.name,
-            parameters=layer.parameters,
-            parameter_bytes=sum(size[name] for name in layer.parameters),
-            forward_s=forward[last[layer.name]] if layer.name in last else 0.0,
-            backward_s=backward[last[layer.name]] if layer.name in last else 0.0,
-            saved_bytes=saved[last[layer.name]] if layer.name in last else 0,
-            crossing_bytes=crossing[last[layer.name]] if layer.name in last else 0,
-            joined=bool(layer.joined),
-        )
-        for layer in traced.layers
-    )
-    return MeasuredLayers(layers, len(times), traced.notices)
+    rows = zip(figures[::2], figures[1::2], saved, crossing, strict=True)
+    measured = dict(zip((group[-1] for group in groups), rows, strict=True))
+    layers = []
+    for layer in traced.layers:
+        own_bytes = sum(size[name] for name in layer.parameters)
+        costs = measured.get(layer.name, (0.0, 0.0, 0, 0))
+        layers.append(LayerSpec(layer.name, layer.parameters, own_bytes, *costs, bool(layer.joined)))
+    return MeasuredLayers(tuple(layers), len(times), traced.notices)
 
 
 def _loss(objective: Objective, batch: Any) -> Callable[[Any], Tensor]:

@@ -39,6 +39,11 @@ class StageModule:
         """Returns the parameters of this rank, by name."""
         return {name: each for name, each in self.module.named_parameters() if name in self._held}
 
+    def trained_stages(self) -> set[int]:
+        """Returns the stages of this rank that have a parameter to train."""
+        trained = {name for name, parameter in self.parameters().items() if parameter.requires_grad}
+        return {index for index, stage in self.stages.items() if trained.intersection(stage.parameters)}
+
     def release(self) -> None:
         """Releases what other ranks hold; names, shapes and ties stay as they are.
 

@@ -5,11 +5,7 @@
     a schedule's order; activations and       norm of all gradients where they
     their gradients between stages            are clipped
 
-With GPipe's schedule, three stages and four micro-batches (Huang et al., "GPipe", 2019):
-
-    stage 0   0  1  2  3  .  .  .  .  3' 2' 1' 0'
-    stage 1   .  0  1  2  3  .  .  3' 2' 1' 0' .
-    stage 2   .  .  0  1  2  3  3' 2' 1' 0' .  .
+Each file of `headrace.pipeline.schedules` draws an order of the passes.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from dataclasses import dataclass, replace
 from headrace.errors import UnknownName, UsageError
 from headrace.pipeline.buffers import RunningStatistics
 from headrace.pipeline.channels import Channels
-from headrace.pipeline.partition import COSTS, Terms, costs, read, split
+from headrace.pipeline.partition import COSTS, Terms, costs, is_partition, read, split
 from headrace.pipeline.runner import RECOMPUTE, Runner
 from headrace.pipeline.schedules import SCHEDULES, PipelineSchedule
 from headrace.pipeline.stage import cut
@@ -94,13 +90,11 @@ class Pipeline(Strategy):
             raise UsageError(f"deferred_batch_norm must be True or False, got {self.deferred_batch_norm!r}")
         if self.micro_batches != "auto" and not (type(self.micro_batches) is int and self.micro_batches > 0):
             raise UsageError(f"micro_batches is 'auto', or a whole number of at least 1, got {self.micro_batches!r}")
-        if self.schedule not in SCHEDULES:
-            raise UnknownName("schedule", str(self.schedule), SCHEDULES)
-        if self.recompute not in RECOMPUTE:
-            raise UnknownName("way to recompute", str(self.recompute), RECOMPUTE)
-        if self.cost not in COSTS:
-            raise UnknownName("cost of a stage", str(self.cost), COSTS)
-        if self.partition != "auto" and not _is_partition(self.partition):
+        named = ("schedule", self.schedule, SCHEDULES), ("way to recompute", self.recompute, RECOMPUTE)
+        for what, value, known in (*named, ("cost of a stage", self.cost, COSTS)):
+            if value not in known:
+                raise UnknownName(what, str(value), known)
+        if self.partition != "auto" and not is_partition(self.partition):
             raise UsageError(
                 "partition is 'auto', or of each stage how many layers it has, [4, 4], or a list of their names, "
                 f"[['stem', 'blocks.0'], ['head']], got {self.partition!r}"
@@ -118,7 +112,7 @@ class Pipeline(Strategy):
             raise UsageError("a pipeline has no loss scale; use Options(precision='bf16'), which needs none")
         if options.batch_norm == "sync" and self.micro_batches != 1:
             raise UsageError(
-                "Options(batch_norm='sync') normalises over a whole batch, and a pipeline has it only piece by piece; "
+                "Options(batch_norm='sync') normalises over a whole batch, and a pipeline has micro-batches; "
                 "use batch_norm='local', or Pipeline(micro_batches=1)"
             )
 
@@ -145,7 +139,7 @@ class Pipeline(Strategy):
         else:
             partition = read(model.layers, self.partition, schedule.stages())
         rank_of = {name: schedule.rank_of(stage) for stage, names in enumerate(partition) for name in names}
-        # Of a parameter that several stages use, the first rank that does so speaks.
+        # Of a parameter that several stages use, the first rank that does is the owner.
         holder: dict[str, int] = {}
         for layer in model.layers:
             for name in layer.parameters:
@@ -176,18 +170,14 @@ class Pipeline(Strategy):
         context: WorkerContext,
         total: Callable[[Sequence[float]], list[float]] | None = None,
     ) -> StagedModel:
-        """Returns what one rank runs; leaves of its module what that needs.
+        """Builds what one rank runs, and releases the other ranks' parts of its module.
 
-        Args:
-            plan: says what the stages are.
-            place: of this rank among those of its replica, `parts.host`.
-            context: of this rank.
-            total: sums numbers over all workers; None where there is one replica.
+        `place` is its rank within its replica; `total` sums numbers over all workers, None where there is one replica.
         """
         ranks, device = context.group.world, context.device
         if self.recompute != "never":
             require_own_chance(context.module, context.group)
-        # Also because a thread that builds its model while another traces would build something else.
+        # This also makes threads wait: one that builds its model while another traces would build something else.
         broadcast(context.module, context.group)
         with _TRACING:
             sample = map_tensors(lambda tensor: tensor.to(device), context.sample())
@@ -202,14 +192,13 @@ class Pipeline(Strategy):
         context.closing.callback(channels.close)
         count = schedule.micro_batches
         statistics = RunningStatistics(context.module, self.deferred_batch_norm and count > 1)
-        trained = {name for name, parameter in part.parameters().items() if parameter.requires_grad}
         runner = Runner(
             part.stages,
             channels,
             list(schedule.actions(place)),
             self.recompute,
             statistics,
-            {index for index, stage in part.stages.items() if trained.intersection(stage.parameters)},
+            part.trained_stages(),
             HALF.get(context.options.precision),
         )
         return StagedModel(traced, part, runner, channels, context.objective, count, total or context.group.sum)
@@ -230,11 +219,3 @@ class Pipeline(Strategy):
             hosts=tuple(roles[rank].host for rank in placement),
             link_bytes_per_s=cluster.link_bytes_per_s,
         )
-
-
-def _is_partition(value: object) -> bool:
-    """Returns whether each stage has a number of layers, or a list of names."""
-    return isinstance(value, list | tuple) and all(
-        type(entry) is int or (isinstance(entry, list | tuple) and all(isinstance(name, str) for name in entry))
-        for entry in value
-    )

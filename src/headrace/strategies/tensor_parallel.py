@@ -77,14 +77,14 @@ class TensorParallel(Strategy):
     def check(self, options: Options) -> None:
         if options.compile:
             raise UsageError(
-                "compile=True makes one program of a model, and split layers talk in the middle of it; use "
+                "compile=True makes one program of a model, and split layers communicate in the middle of it; use "
                 "compile=False, or mirrored"
             )
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.devices, cluster, spread=True)
         require_sliceable(self.name, model)
-        # Each builds the whole model before it keeps a part, and nobody knows yet how small the parts are.
+        # Each builds the whole model before it keeps a part, and how small the parts are is not known yet.
         require_memory(self.name, max(2 * len(roles), model.copies) * model.trainable_bytes, cluster)
         return Plan(
             strategy=self.name,
@@ -96,7 +96,7 @@ class TensorParallel(Strategy):
         )
 
     def cuts(self, module: nn.Module, devices: int) -> dict[str, int]:
-        """Returns along which dim each parameter would be cut that would be; the module stays as it is."""
+        """Returns the dim along which each parameter would be cut; the module stays as it is."""
         made = split(copy.deepcopy(module), self.rules, ThreadCollective(ThreadGroup(devices), 0))
         return {name: cut.dim for name, cut in made.cuts.items()}
 
@@ -108,12 +108,9 @@ class TensorParallel(Strategy):
         return inside.finish(Replica(own.whole_model(), exchange))
 
     def inside(self, context: WorkerContext, everyone: ProcessGroup, mates: ProcessGroup) -> ModelParallelGroup:
-        """Splits a module in place over the workers of `parts`, who hold one replica together.
+        """Splits a module in place over the ranks of one replica.
 
-        Args:
-            context: of this worker.
-            everyone: the ranks of all replicas.
-            mates: the ranks that hold the same slice.
+        `everyone` are the ranks of all replicas, `mates` those that hold the same slice.
         """
         group = context.group
         require_own_chance(context.module, group)
@@ -126,11 +123,7 @@ class TensorParallel(Strategy):
 
 
 def require_sliceable(strategy: str, model: ModelSpec) -> None:
-    """Refuses optimizers that look at whole matrices.
-
-    Raises:
-        UsageError: the job's does.
-    """
+    """Raises a `UsageError` for an optimizer that looks at whole matrices."""
     if not model.sliceable:
         raise UsageError(
             f"the job's optimizer looks at whole matrices, of which each device has a part under {strategy}; use one "

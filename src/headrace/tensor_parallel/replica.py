@@ -55,10 +55,6 @@ class ShardDim:
         blocks = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
         return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
-    def whole_shape(self, part: Sequence[int], world: int) -> tuple[int, ...]:
-        """Returns the shape of the whole tensor from that of a part."""
-        return tuple(length * world if dim == self.dim else length for dim, length in enumerate(part))
-
 
 @dataclass(frozen=True)
 class RewrittenModel:

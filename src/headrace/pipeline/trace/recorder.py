@@ -48,7 +48,7 @@ _CHECKPOINTED = "_checkpoint_without_reentrant_generator"
 """What `torch.utils.checkpoint` does around a function, but for calling it."""
 
 _len = len
-"""The builtin itself, not what replaces it while a forward is recorded."""
+"""The builtin, not what replaces it during recording."""
 
 
 def record(
@@ -141,13 +141,9 @@ class _Recorder(RecordingTracer):
             yield
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raises:
-        Untraceable: the module whose forward runs is to be kept whole.
-        """
         raise Untraceable(self._owners[-1], reason)
 
     def settle(self, proxy: fx.Proxy) -> Any:
-        """Returns what a proxy stands for, and must stand for in every run."""
         value = value_of(proxy)
         if isinstance(value, Tensor) or proxy.node in self._data:
             self.refuse("what it does depends on the data: it asks for the value of a tensor")
@@ -332,6 +328,5 @@ def _autocast() -> list[bool]:
 
 
 def _rng_state() -> tuple[Any, ...]:
-    """Returns the state of the random numbers of Python and of torch on the CPU."""
-    # As bytes, since tensors that are equal are not equal in one word.
+    """Returns the state of the random numbers of Python and of torch on the CPU, which `==` compares."""
     return random.getstate(), torch.get_rng_state().numpy().tobytes()
