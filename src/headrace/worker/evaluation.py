@@ -1,4 +1,4 @@
-"""Evaluations over the whole evaluation set, each example once; and when they say that training has gone on enough."""
+"""Evaluations over the whole evaluation set, each example once, and early stopping."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from headrace.training.whole_model import select_target
 
 
 class Evaluation:
-    """Computes the loss and the metrics, on the averaged weights and statistics where there are such.
+    """Computes the loss and the metrics, with averaged weights and statistics if there are any.
 
     Args:
-        job: says which.
+        job: defines them.
         replica: of this worker.
-        loader: of a rank's part of the evaluation data, among so many.
+        loader: takes rank and number of ranks; returns the loader of that rank's part of the evaluation data.
         group: the workers.
     """
 
@@ -82,7 +82,7 @@ class Evaluation:
             with self._replica.exchange.swapped_weights() if averages else nullcontext():
                 yield
         finally:
-            # Where a worker is lost, all is done again.
+            # If a worker is lost, the evaluation is repeated.
             with torch.no_grad():
                 for buffer, saved in zip(buffers, own, strict=True):
                     buffer.copy_(saved)
@@ -97,7 +97,7 @@ def average(buffers: list[Tensor], group: ProcessGroup, weight: float = 1.0) -> 
     means = [buffer.cpu() * part for buffer in buffers]
     for mean in means:
         group.all_reduce(mean)
-    # When all are there, because a worker may be lost meanwhile, and then all is done again.
+    # Only when all are complete: if a worker is lost before, the whole evaluation is repeated.
     for buffer, mean in zip(buffers, means, strict=True):
         buffer.copy_(mean)
 
@@ -106,7 +106,7 @@ class EarlyStopper:
     """Counts the evaluations that brought no improvement.
 
     Args:
-        wish: what counts; None to go on for ever.
+        wish: the option; None to never stop.
     """
 
     def __init__(self, wish: EarlyStopping | None) -> None:
@@ -117,11 +117,11 @@ class EarlyStopper:
 
     @property
     def over(self) -> bool:
-        """Whether patience is at an end."""
+        """Whether the run is to stop."""
         return self._wish is not None and self._waited >= self._wish.patience
 
     def see(self, metrics: Mapping[str, float], step: int) -> str | None:
-        """Takes an evaluation; returns a line for the user when patience has just come to its end.
+        """Takes an evaluation; returns a notice when the run is to stop because of it.
 
         Raises:
             UsageError: the evaluation has no such metric.
@@ -163,7 +163,7 @@ class EarlyStopper:
         return {"best": best, "best_step": self._best_step, "waited": self._waited, "follows": self._follows()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` returned, where it follows the same."""
+        """Loads what `state` returned, if the option is the same."""
         if state["follows"] != self._follows():
             return
         self._best = math.inf if state["best"] is None else float(state["best"])

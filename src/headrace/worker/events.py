@@ -15,7 +15,7 @@ from headrace.spec.events import Event, Notice, PipelineStepTimed, StagePass, en
 
 _FLUSH_EVERY_S = 0.25
 _PASSED_EVERY, _PASSED_AT = 50, 5
-"""Not the first steps, in which memory is taken and caches are cold."""
+"""Not the first steps, in which memory is allocated and caches are cold."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -25,7 +25,7 @@ def events_path(run_dir: Path, rank: int) -> Path:
 
 
 class EventWriter:
-    """Appends events to one file, a few times a second; on a disk that is full they wait until it is not.
+    """Appends events to one file, a few times a second; while the disk is full they are held back.
 
     Args:
         run_dir: of the run.
@@ -39,7 +39,7 @@ class EventWriter:
     def __init__(self, run_dir: Path, rank: int, started: float) -> None:
         path = events_path(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A run that goes on after an interruption appends.
+        # A resumed run appends.
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.rank = rank
         self._started = started
@@ -52,7 +52,7 @@ class EventWriter:
         return monotonic() - self._started
 
     def write(self, event: Event) -> None:
-        """Appends an event and whatever waits before it."""
+        """Appends an event, after those that are held back."""
         self._lines.append(encode(event))
         self.flush()
 
@@ -82,7 +82,7 @@ class EventWriter:
             self._lines.append(encode(PipelineStepTimed(self.rank, self.now(), step, in_flight, told)))
 
     def flush(self) -> None:
-        """Hands what waits to the operating system."""
+        """Writes the held-back events to the file."""
         self._flushed = monotonic()
         if self._lines:
             self._waiting += "\n".join([*self._lines, ""]).encode()
@@ -104,7 +104,7 @@ class EventWriter:
 
 
 class InputReporter:
-    """Writes down what a loader has counted, and tells the user what was left out, and what it has to say.
+    """Writes a loader's counts as events, and notices about examples that were left out.
 
     Args:
         rank: of this worker.
@@ -126,7 +126,7 @@ class InputReporter:
 
     @contextmanager
     def until_end(self, stages: InputCounters) -> Iterator[None]:
-        """Writes the last event when what is done meanwhile has ended, however it ends."""
+        """Returns a context that writes the last event at its end, also after an error."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""A worker's losses: read at once or many at a time; what follows from one that is not finite."""
+"""Reads a worker's losses, at once or many at a time, and handles those that are not finite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Head = tuple[int, int, int, float, int]
 
 
 class LossReader:
-    """Reads losses at once where the device is the CPU or the options must know them; else a few times a second."""
+    """Reads losses at once on a CPU, or if an option needs them; otherwise a few times a second."""
 
     def __init__(self, session: WorkerSession) -> None:
         options, role = session.run.job.options, session.run.plan.role(session.rank)
@@ -37,10 +37,10 @@ class LossReader:
         return loss.item() if loss is not None and self._at_once else None
 
     def note(self, head: _Head, loss: Tensor | None, number: float | None, times_s: list[float]) -> None:
-        """Writes a step down, now or when its loss is read.
+        """Writes the event of a step, now or when its loss is read.
 
         Raises:
-            NonFiniteLoss: a loss that was read is none.
+            NonFiniteLoss: a loss is NaN or infinite.
         """
         if loss is None or self._at_once:
             self._write(head, number, times_s)
@@ -50,7 +50,7 @@ class LossReader:
             self.read()
 
     def read(self) -> None:
-        """Reads what has not been read yet."""
+        """Reads the losses that have not been read yet."""
         if self._unread:
             numbers = torch.stack([loss for _, loss, _ in self._unread]).tolist()
             for (head, _, times_s), number in zip(self._unread, numbers, strict=True):
@@ -68,7 +68,7 @@ class LossReader:
 
 
 MOST_IN_A_ROW = {"skip": 10, "rollback": 3}
-"""After so many bad rounds without a good one between them, the run ends: it would go on for ever."""
+"""The run ends after so many consecutive bad rounds: it would never make progress."""
 
 
 class NonFiniteHandler:
@@ -93,7 +93,7 @@ class NonFiniteHandler:
         self._kept: list[Tensor] = []
 
     def before(self) -> None:
-        """Keeps what a round's forward pass may change beside the gradients."""
+        """Copies the state that a forward pass may change besides the gradients."""
         if not self._buffers:
             return
         if self._row == 0 or not self._kept:
@@ -101,14 +101,14 @@ class NonFiniteHandler:
                 self._kept = [buffer.clone() for buffer in self._buffers]
 
     def good(self) -> None:
-        """Notes a round whose update was made."""
+        """Resets the count of bad rounds after a round with an update."""
         self._row = 0
 
     def bad(self, verdict: StepDecision, step: int) -> None:
-        """Does what was asked for.
+        """Skips, rolls back or raises, as the options say.
 
         Raises:
-            NonFiniteLoss, NonFiniteGradient: that was to raise, or it has happened too often in a row.
+            NonFiniteLoss, NonFiniteGradient: the option is "raise", or there were too many bad rounds in a row.
         """
         if verdict.overflow:
             return
@@ -121,7 +121,7 @@ class NonFiniteHandler:
             self._events.write(NonFinite(rank, self._events.now(), step, verdict.bad_losses, action))
         if gives_up:
             if rank != speaker:
-                # One error is enough; the others end with its rank.
+                # One rank raises; the others end because of it.
                 self._group.barrier()
             if verdict.bad_losses:
                 raise NonFiniteLoss(speaker, step, self._page.ranks[speaker].heartbeat.loss, self._row)

@@ -1,4 +1,4 @@
-"""What an engine is given to run."""
+"""The values that describe a run to an engine."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from headrace.spec.options import Checkpoints
 from headrace.spec.plan import Plan, needs_snapshots
 
 if TYPE_CHECKING:
-    # For the type alone: strategies import torch, and an engine starts before that.
+    # For the type only: strategies import torch, and an engine starts before that.
     from headrace.parameter_server.server.snapshots import SnapshotSet
     from headrace.strategies.strategy import Strategy
 
 SNAPSHOTS = "snapshots"
-"""The folder in a run's directory that its servers' snapshots are in."""
+"""The folder of the servers' snapshots in a run's directory."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run goes on from.
+    """Where a run resumes from.
 
     Attributes:
         folder: the checkpoints' folder.
-        step: which of them: rounds that are done.
-        same: whether strategy and workers are the saver's, so that each rank takes up what was its own.
-        reset_optimizer: leave the optimizer's state and the schedule behind.
-        snapshots: what the servers go on from, if that is newer; the checkpoint has the rest.
+        step: which of them: finished rounds.
+        same: whether strategy and workers are those of the saved run, so that each rank loads its own state.
+        reset_optimizer: discard the optimizer's state and the schedule.
+        snapshots: of the servers, if they are newer than the checkpoint; the checkpoint has the rest.
     """
 
     folder: Path
@@ -54,11 +54,11 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class AttemptInfo:
-    """One of several at a run that was interrupted, in one directory.
+    """One attempt at a run: from a start or a resumption to its end, in the run's directory.
 
     Attributes:
         began_s: on the run's clock, seconds.
-        lock: a descriptor whose holders keep others out of the directory; -1 for none.
+        lock: a descriptor that locks the directory while any process holds it; -1 for none.
     """
 
     began_s: float = 0.0
@@ -72,16 +72,15 @@ class RunSpec:
     Attributes:
         job: what is trained.
         train: the user's own loop, `train(worker)`; None for the usual one.
-        strategy, plan, model: how, who, and what.
         weighed: whether the job's loss is a `Mean`.
         run_dir: where events, logs and the trained model go.
         started: the run's begin on the host's monotonic clock, seconds.
         timeout_s: after this time without a sign of life a process counts as lost.
-        seconds: end in order after this time; None for the job's own end.
+        seconds: end the run after this time; None for the job's own end.
         checkpoints: when to save; None for never.
-        resume: what to go on from; None to begin.
-        description: what every checkpoint says of the job.
-        attempt: which of the attempts at this run it is.
+        resume: where to resume from; None to start anew.
+        description: of the job, written to every checkpoint.
+        attempt: which attempt at this run this is.
     """
 
     job: Job
@@ -103,13 +102,13 @@ class RunSpec:
         """Returns when the run is to end, on the host's monotonic clock.
 
         Args:
-            replaces: whether a worker that begins now comes in the place of another, and its time counts from before.
+            replaces: whether the worker replaces a lost one, whose time counts.
         """
         began = self.started + self.attempt.began_s if replaces else monotonic()
         return began + (math.inf if self.seconds is None else self.seconds)
 
     @property
     def snapshots_every_s(self) -> float | None:
-        """Seconds between two snapshots of a server; None where there are none: a backup has all that they would."""
+        """Seconds between two snapshots of a server; None for no snapshots, as with backups, which replace them."""
         snapshots = needs_snapshots(self.plan) and self.checkpoints
         return snapshots.snapshots_every_s if snapshots else None

@@ -1,4 +1,4 @@
-"""Checkpoints while training goes on: it stops for the copy alone.
+"""Saves checkpoints in the background: training stops only for the copy.
 
 rank 0   copy ─► training goes on ───────────────────────────────────────────────►
              └─► write rank-0 ─► wait for the others' digests ─► manifest, rename
@@ -50,7 +50,7 @@ class _Part:
 class Saver:
     """One rank's part in the run's checkpoints; every rank calls the same verbs in the same run.
 
-    A disk that fails does not end a run: the checkpoints that there are stay, and rank 0 says what happened.
+    A disk that fails does not end a run: earlier checkpoints stay, and rank 0 writes a notice.
 
     Args:
         run: when to save, how much to keep.
@@ -80,7 +80,7 @@ class Saver:
         self._first = run.snapshots_every_s is not None and not (resume and resume.snapshots)
 
     def must_begin(self, done: int, rolls_back: bool) -> bool:
-        """Whether a run saves before its first round: to go back to it, or to end a history that it has left."""
+        """Whether a run saves before its first round: for a rollback, for snapshots, or after an older checkpoint."""
         if self._wish is None or (self.saved == done and self.folder.steps()[-1:] == (done,)):
             return False
         return rolls_back or self._first or self.saved == done
@@ -107,7 +107,7 @@ class Saver:
         return monotonic() - self._last_s >= wish.every_s
 
     def ask(self, done: int, meeting: int) -> None:
-        """Rank 0 decides whether to save at the next meeting, before it: the one after `done` rounds or behind that."""
+        """Lets rank 0 decide whether to save at the next synchronization, which is after `meeting` rounds."""
         self._tell()
         wish = self._wish
         if self._group.rank or wish is None:
@@ -121,7 +121,7 @@ class Saver:
         return self._page.save_after == done
 
     def save(self, done: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any], began: float) -> None:
-        """Lets a thread write this rank's part; waits for the one before.
+        """Starts a thread that writes this rank's part; waits for the previous one first.
 
         Args:
             done: rounds.
@@ -154,7 +154,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when this rank's thread has ended; on rank 0 the checkpoint is on the disk then, or given up."""
+        """Waits until this rank's thread has ended; on rank 0 the checkpoint is then on disk, or was abandoned."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -164,7 +164,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def _tell(self) -> None:
-        # Events are written, and errors raised, by the worker's own thread alone.
+        # Only the worker's own thread writes events and raises errors.
         while self._news:
             self._events.write(self._news.popleft())
         if self._failure:
@@ -196,7 +196,7 @@ class Saver:
         except OSError as failure:
             error = failure.errno or -1
         saved.error = error
-        # Last, because it says that the rest is there.
+        # Last, because it says that the rest is complete.
         saved.step_plus_1 = part.done + 1
 
     def _commit(
@@ -232,7 +232,7 @@ class Saver:
         for member in members:
             saved = self._page.ranks[member].saved
             while saved.step_plus_1 != done + 1:
-                # Asked first: what a lost worker has written it has written before.
+                # Asked first: a lost worker may have written its part before it was lost.
                 gone = self._group.is_gone(member)
                 if gone and saved.step_plus_1 != done + 1:
                     return member

@@ -35,7 +35,7 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None])
 
     Any error is written down as a `Failed` event before it is raised.
 
-    `check` raises where a process of the run was lost.
+    `check` raises if a process of the run was lost.
     """
     events = EventWriter(run.run_dir, rank, run.started)
     server, snapshots = None, None
@@ -88,7 +88,7 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None])
 
 
 class _Snapshotting:
-    """Takes a server's snapshots when it is time for one, and says so.
+    """Takes a server's snapshots when they are due, and writes an event for each.
 
     Args:
         snapshots: its files.

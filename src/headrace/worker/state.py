@@ -57,7 +57,7 @@ class WorkerState:
         self._device = torch.device(run.plan.role(rank).device)
 
     def take(self, weights: TrainedWeights, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns copies of this worker's part, and what is said of the whole; all workers do it together.
+        """Returns copies of this worker's part, and the description of the whole; all workers call it together.
 
         Args:
             weights: what the run would leave now.
@@ -83,7 +83,7 @@ class WorkerState:
         return tensors, description
 
     def load(self, stored: LoadedCheckpoint) -> None:
-        """Takes up what a checkpoint says of this worker."""
+        """Loads this worker's state from a checkpoint."""
         resume = self._run.resume
         assert resume is not None
         with making_sense(stored.path):
@@ -91,7 +91,7 @@ class WorkerState:
             at_home = resume.same and stored.ranks == self._group.world
             pieces = stored.pieces(self._rank if at_home else None)
             if resume.reset_optimizer:
-                # The averages are weights, and go on with the weights.
+                # The averages are weights, and are loaded with them.
                 self._replica.exchange.load([piece for piece in pieces if piece.key == AVERAGE])
             else:
                 self._replica.exchange.load(pieces, stored.description["settings"])
@@ -101,13 +101,13 @@ class WorkerState:
                 restore_random_states(stored.random(self._rank), self._device)
 
     def bring_back(self, stored: LoadedCheckpoint) -> None:
-        """Makes everything what a checkpoint of this history says; the data goes on."""
+        """Restores the state of a checkpoint of this run, except the position in the data."""
         self._replica.exchange.load([*stored.pieces(), *stored.parameter_pieces()])
         stored.load_buffers(self._model, self._rank, self._group.world)
 
 
 def local_buffers(module: nn.Module, world: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that a worker must find again as they were, by checkpoint name, if others have other ones."""
+    """Yields the buffers that differ between workers, by checkpoint name."""
     kept = module.state_dict(keep_vars=True) if world == 1 else {}
     for name, buffer in module.named_buffers():
         if name not in kept and not buffer.is_meta:
@@ -131,14 +131,14 @@ def model_tensors(compute: Compute, leads: bool, world: int, averaged: Mapping[i
 
 
 def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[str, Tensor]:
-    """Returns the pieces that this rank saves: what several hold is saved by the first of them."""
+    """Returns the pieces that this rank saves: the first of the ranks that hold a piece saves it."""
     shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
     leads = plan.leads(rank)
     return {f"state/{piece.name}": piece.value for piece in pieces if leads or piece.parameter not in shared}
 
 
 def own_pieces(pieces: tuple[StatePiece, ...]) -> dict[str, Tensor]:
-    """Returns the pieces that a rank saves for itself."""
+    """Returns the pieces that belong to this rank alone."""
     return {f"own/{piece.name}": piece.value for piece in pieces}
 
 
@@ -168,7 +168,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Puts back what `random_states` returned."""
+    """Restores what `random_states` returned."""
     torch.set_rng_state(states["random/torch"].clone())
     normal = states["random/python-normal"].tolist()
     random.setstate((3, tuple(states["random/python"].tolist()), normal[0] if normal else None))
@@ -181,7 +181,7 @@ def restore_random_states(states: Mapping[str, Tensor], device: torch.device) ->
 
 @contextmanager
 def making_sense(path: Path) -> Iterator[None]:
-    """Makes of whatever goes wrong with the content of a checkpoint a `CorruptCheckpoint`.
+    """Turns any error in the content of a checkpoint into a `CorruptCheckpoint`.
 
     Its digests fit, so it is whole, but no run of headrace has made it.
     """
@@ -194,15 +194,15 @@ def making_sense(path: Path) -> Iterator[None]:
 
 
 class LoadedCheckpoint:
-    """What a checkpoint holds, read and verified.
+    """The content of a checkpoint, read and verified.
 
     Args:
         checkpoint: whose files are read.
 
     Attributes:
         path: its folder.
-        step: rounds that it holds.
-        description: what its saver said of it.
+        step: number of finished rounds.
+        description: written by the run that saved it.
         ranks: how many saved it.
     """
 
@@ -220,13 +220,13 @@ class LoadedCheckpoint:
         }
 
     def load_module(self, module: nn.Module) -> None:
-        """Gives a whole module the parameters, and the buffers as they were saved for all."""
+        """Loads the parameters, and the buffers that all ranks share, into a whole module."""
         with torch.no_grad():
             for name, tensor in parameters_and_buffers(module):
                 tensor.copy_(self._model[name])
 
     def load_buffers(self, module: nn.Module, rank: int, world: int) -> None:
-        """Gives a module this rank's own buffers, or what was saved of them for all where it has none."""
+        """Loads this rank's own buffers into a module, or the shared ones if it has none."""
         own = self._by_rank[rank] if self.ranks == world else {}
         with torch.no_grad():
             for name, buffer in module.named_buffers():
