@@ -89,7 +89,7 @@ def inspect_job(job: Job) -> JobInfo:
 def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tuple[str, ...]]:
     """Runs the model, the loss and the metrics on the first examples.
 
-    Returns whether the loss is a `Mean`, and lines for the user from whoever read the examples.
+    Returns whether the loss is a `Mean`, and lines for the user from the pipeline.
     """
     pipeline, _ = as_pipeline(data)
     count = min(_TRIED_EXAMPLES, len(pipeline))

@@ -179,7 +179,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         )
         status = supervise(order, prepared, engine, going, wish.on_event)
     if status == TERMINATED:
-        # Whoever sent it wants this process to end, and now all is saved.
+        # SIGTERM asks this process to end, and now all is saved.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.raise_signal(signal.SIGTERM)
         raise Terminated

@@ -126,7 +126,7 @@ def _batches(job: Job, seconds: float) -> list[Any]:
     try:
         for share in shares:
             if share.examples:
-                # Whoever reads may use the memory again.
+                # The reader may use the memory again.
                 kept.append(map_tensors(torch.clone, share.batch))
                 held += nbytes(share.batch)
             if len(kept) >= _KEPT or held >= _KEPT_BYTES or (kept and monotonic() > until):

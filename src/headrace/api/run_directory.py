@@ -99,7 +99,7 @@ def refuse_living(directory: Path) -> None:
     try:
         lock = os.open(directory / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return  # no run has ever held it, or it cannot be read, which whoever claims it finds out
+        return  # no run has ever held it, or it cannot be read, which `RunDirLock` reports
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -196,7 +196,7 @@ def _snapshots(
     if found is None or (found.done, bool(found.committed)) <= (resume.step, False) or found.until > rounds:
         return None, damaged
     if found.done > resume.step and order.job.options.early_stopping is not None:
-        # Nobody knows what the evaluations between the two have said.
+        # The results of the evaluations between the two are not known.
         return None, damaged
     return found, damaged
 

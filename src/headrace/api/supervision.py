@@ -147,7 +147,7 @@ def _follow(
     order: RunSpec, prepared: JobInfo, notices: tuple[str, ...], engine: Engine, on_event: OnEvent | None
 ) -> str:
     journal = EventWriter(order.run_dir, LAUNCHER, order.started)
-    # Whoever wants no steps need not pay for reading them.
+    # Without a callback steps are not read, which costs less.
     tail = Tail(order.run_dir, skip=() if on_event else ("stepped",), new_only=True)
     show = Console(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
 

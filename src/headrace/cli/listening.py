@@ -32,8 +32,8 @@ class Listener:
     Attributes:
         pid: of the process; 0 where it is another user's.
         address: "tcp://127.0.0.1:5555", or "local:" and a name.
-        loopback: whether nobody but this machine reaches it.
-        encrypted: whether it lets in nobody without the run's secret, and encrypts all.
+        loopback: whether only this machine reaches it.
+        encrypted: whether it refuses connections without the run's secret, and encrypts all.
     """
 
     pid: int
@@ -43,7 +43,7 @@ class Listener:
 
 
 def listeners() -> list[Listener]:
-    """Returns what listens for runs of this user's, or of everybody's for root."""
+    """Returns what listens for runs of this user's, or of every user's for root."""
     local, network = _local(), _network()
     found = []
     for pid, inodes in _processes():
@@ -54,7 +54,7 @@ def listeners() -> list[Listener]:
                 host, port = network[inode]
                 shown = f"tcp://{f'[{host}]' if host.version == 6 else host}:{port}"
                 found.append(Listener(pid, shown, host.is_loopback, _encrypts(host, port)))
-    # Names are seen by everybody; whose they are, by their users alone.
+    # Names are seen by every user; their owners by root and the owner alone.
     found += [Listener(0, f"local:{name.removeprefix('@')}", True, False) for name in local.values()]
     return sorted(found, key=lambda each: (each.pid, each.address))
 

@@ -2,7 +2,7 @@
 
 Code goes as cloudpickle through a pipe that the worker inherits, so that lambdas, classes of a notebook and
 scripts without a `__main__` guard arrive. Large tensors and arrays stay out of it: they lie once in anonymous
-memory, which every worker maps copy-on-write, so that nobody sees what another writes.
+memory, which every worker maps copy-on-write, so that no worker sees what another writes.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Terminated(BaseException):
 
 
 def answer_with(document: bytes) -> None:
-    """Lets `terminate` write this to stdout, for whoever reads the result there."""
+    """Lets `terminate` write this to stdout, where a program may wait for the result."""
     _documents.append(document)
 
 
@@ -56,7 +56,7 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
         os.write(1, _documents[-1] if _documents else b"")
         os.write(2, b"error: terminated (SIGTERM)\n")
     finally:
-        # Also where nobody reads any more.
+        # Also where the other end of stdout is closed.
         os._exit(EXIT_CODE)
 
 
@@ -88,7 +88,7 @@ class Interrupts:
 def orderly_interrupts(page: ControlPage) -> Iterator[Interrupts]:
     """Lets this process's first SIGINT or SIGTERM set `page.stop` instead of breaking off what the engine is doing.
 
-    A second one sets back what was before, and reaches it. Outside the main thread, and where somebody else answers a
+    A second one sets back what was before, and reaches it. Outside the main thread, and where the user's code handles a
     signal, everything stays as it is.
     """
     interrupts = Interrupts()

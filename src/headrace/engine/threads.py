@@ -60,7 +60,7 @@ class ThreadEngine(Engine):
                     meeting.check_parted()
                     progress(RunProgress.read(page))
             except BaseException:
-                # Nobody can end a thread; it ends itself, after the step that it is in or at the next meeting.
+                # A thread cannot be ended from outside; it ends itself after its present step, or at the next barrier.
                 page.stop = 1
                 meeting.abort(0)
                 raise

@@ -121,7 +121,7 @@ def kept_engine() -> Iterator[LocalEngine]:
         _keep(engine)
         raise
     except BaseException:
-        # Nobody knows what it was at when that came.
+        # Its workers may be in any state.
         engine.close()
         raise
     _keep(engine)

@@ -32,8 +32,6 @@ from headrace.memory import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_larg
 _START_S = 120.0
 _CLOSE_S = 5.0
 _MESSAGE_BYTES = 64 * 1024
-
-
 _LOOK_EVERY_S = 0.01
 
 _KEPT_BYTES = 1 << 30
@@ -55,7 +53,7 @@ _TUNED = ((MMAP_THRESHOLD, _KEPT_BYTES), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, 
 
 
 class ChildProcess(ABC):
-    """A process that this one has started, and nobody else waits for."""
+    """A process that this one has started, and that it alone waits for."""
 
     pid: int
 
@@ -234,7 +232,7 @@ class ForkServer:
 
     def check(self, timeout_s: float) -> None:
         """Raises:
-        RunFailed: the fork server has been stopped for `timeout_s`, so nobody would hear of a worker's end.
+        RunFailed: the fork server has been stopped for `timeout_s`, so a worker's end would go unnoticed.
         """
         if not self._probe.is_stopped():
             self._stopped_at = None

@@ -1,10 +1,10 @@
-"""The launcher's eye on the processes of one run: who has ended, who is frozen, who is replaced.
+"""Watches the processes of one run for its launcher: which have ended, which are frozen, which are replaced.
 
-    loses its life ──► everybody's end                   a server alone, a worker of those that all go in step, a rank
+    is killed ───────► the run ends                      a server alone, a worker of those that all go in step, a rank
                   │                                      that holds a part of a replica
                   ├──► another one in its place          a worker that leases its data
                   └──► its backup goes on, with a new    a server that has one
-    raises an error ─► everybody's end                   whose code would raise it again
+    raises an error ─► the run ends                      whose code would raise it again
 
 Importing this module does not import torch, so that an engine can be made first thing.
 """
@@ -226,7 +226,7 @@ class Monitor:
             raise
 
     def _is_over(self) -> bool:
-        """Whether a worker's loop has ended: then all have met for the last time, and nobody else is needed."""
+        """Whether a worker's loop has ended: then the last barrier of all is over, and no other worker is needed."""
         return any(self._page.ranks[rank].heartbeat.finished for rank in self._workers)
 
     def _is_late(self, rank: int) -> bool:
@@ -238,7 +238,7 @@ class Monitor:
         return not self._running.intersection(self._workers) and self._is_over()
 
     def _end_late(self) -> None:
-        """Ends whoever came when everything was done, and waits for those that have ended."""
+        """Ends the workers that came when everything was done, and that wait for others that have ended."""
         if monotonic() - self._ended_at > _GRACE_S:
             late = [rank for rank in self._running & set(self._replaceable) if self._is_late(rank)]
             if late:

@@ -78,7 +78,7 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
     rank: int = order["spawn"]
     page = ControlPage(SharedSegment(control, ControlPage.nbytes(order["ranks"])), order["ranks"])
     _start_beating(page, rank, lifeline)
-    # Whoever asks one worker to end asks the run, which ends in order and saves.
+    # SIGTERM to one worker asks the whole run to end in order, with a checkpoint.
     signal.signal(signal.SIGTERM, lambda *_: setattr(page, "stop", 1))
     with os.fdopen(code, "rb") as pipe:
         packed = pipe.read()
@@ -90,7 +90,7 @@ def _run_worker(order: Mapping[str, Any], descriptors: list[int]) -> int:
         serve(assignment, rank, page, check)
         return 0
     if plan.replaces:
-        # Whoever comes in another's place is alone until the next meeting.
+        # A worker that replaces a lost one is alone until the next synchronization.
         incarnation = page.ranks[rank].restarts
         members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
         work(assignment, rank, ElasticGroup(page, rank, members, check), page)
@@ -137,7 +137,7 @@ def _redirect(log: Path) -> None:
     os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Line by line, because nobody flushes what a killed process has printed.
+            # Line by line, because a killed process does not flush what it has printed.
             stream.reconfigure(line_buffering=True)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -177,7 +177,7 @@ def _end(fork_server: int, peers: Sequence[int] = ()) -> None:
     """Ends this process and all that it has started; where the fork server is stopped, the other ranks, too."""
     if os.getppid() == fork_server and LivenessProbe(fork_server).is_stopped():
         for peer in peers:
-            # The fork server has reaped nobody meanwhile, so these are still their ids.
+            # A stopped fork server reaps no process, so these are still the ids of the workers.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(peer, signal.SIGKILL)
         os.kill(fork_server, signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""Workers for a run that goes on: somebody asks in its directory, its launcher answers there.
+"""Adds or removes workers of a run that goes on: a command asks in its directory, its launcher answers there.
 
     headrace workers add 2 runs/a        runs/a/staffing/7f3a.wish  ──► the launcher looks, a few times a second
                                          runs/a/staffing/7f3a.answer ◄── starts them, or says why not
 
-Files and not a socket: nobody listens, and whoever may write to the run's directory may do this to the run.
+Files and not a socket: no port is open, and the directory's permissions say who may change the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ScaleRequests:
             left.unlink()
 
     def look(self, change: Callable[[int], str]) -> None:
-        """Answers whoever has asked.
+        """Answers the requests that lie in the directory.
 
         Args:
             change: adds so many workers, removes them below 0; returns what happened. Raises `UsageError`.

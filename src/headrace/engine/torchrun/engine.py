@@ -1,4 +1,4 @@
-"""This process is one worker among those that somebody else has started: torchrun, SLURM, MPI, `headrace launch`.
+"""This process is one worker among those that a launcher has started: torchrun, SLURM, MPI, `headrace launch`.
 
 They say who it is in the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 """
@@ -170,11 +170,11 @@ class LaunchedGroup:
         return host
 
     def _check(self) -> None:
-        """Looks at the others, because nobody watches them for us."""
+        """Checks the other ranks' heartbeats, because no monitor watches them."""
         self._look(self._timeout_s)
 
     def _accuse(self, error: Exception, suspect: int | None) -> NoReturn:
-        """A connection between hosts has broken: whoever shows himself no more is lost."""
+        """Finds the rank that is lost after a connection between hosts has broken: the one without a heartbeat."""
         # Longer than that, because a beat takes its time, too.
         give_up = monotonic() + self._timeout_s + _BROKEN_S
         while monotonic() < give_up:

@@ -45,7 +45,7 @@ class HeartbeatRelay:
         self._rank = rank
         self._left: set[int] = set()
         self._over = threading.Event()
-        # The first waits until everybody has begun.
+        # The first one waits until all ranks have begun.
         self._pass()
         self._thread = threading.Thread(target=self._follow, name="headrace-relay", daemon=True)
         self._thread.start()
