@@ -68,19 +68,20 @@ def _form(layer: nn.Module) -> Splittable | None:
 def analyze_graph(module: nn.Module, layers: Collection[str], parts: Collection[str]) -> list[ValueStep]:
     """Returns the steps of a model; of one that cannot be traced, those of its children.
 
-    `layers` may be split; `parts` are modules that compute a part of the batch on every device."""
+    `layers` may be split; `parts` are modules that compute a part of the batch on every device.
+    """
     tensors = (*module.parameters(), *module.buffers())
     # A copy without data, because to trace is to run: what forward changes would be changed.
     try:
-        ghost = copy.deepcopy(module, {id(tensor): _without_data(tensor) for tensor in tensors})
+        empty = copy.deepcopy(module, {id(tensor): _without_data(tensor) for tensor in tensors})
     except Exception:  # a user's module may not be copyable
         return []
     names = {
-        ghost.get_submodule(name): (does, name) for does, each in (("layer", layers), ("part", parts)) for name in each
+        empty.get_submodule(name): (does, name) for does, each in (("layer", layers), ("part", parts)) for name in each
     }
     steps: list[ValueStep] = []
     with _one_at_a_time:
-        _look_into(ghost, "", names, steps)
+        _look_into(empty, "", names, steps)
     for name, block in module.named_modules():
         if isinstance(block, _BLOCKS):
             _look_at_block(name, block, steps)

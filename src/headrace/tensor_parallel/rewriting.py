@@ -162,7 +162,7 @@ class _Rewriter:
         self._kinds = kinds
         self._layers = layers
         self._batches = batches
-        # With the whole ones, whose ids nobody else may get meanwhile.
+        # With the whole ones, whose ids no other tensor may get meanwhile.
         self._made: dict[int, tuple[nn.Parameter, ShardDim, nn.Parameter]] = {}
         self._shared: dict[tuple[int, str], SharedInput] = {}
         self._length: Length | None = None

@@ -219,7 +219,8 @@ def _is_pair(
 
 def _neighbourhood(steps: Sequence[ValueStep], start: int) -> tuple[set[str], set[str]]:
     """Returns the names of the layers that make the values which elementwise steps mix with a step's, and of those that
-    take them; "" stands for a step that is no layer."""
+    take them; "" stands for a step that is no layer.
+    """
     users: dict[int, list[int]] = {}
     for index, step in enumerate(steps):
         for given in step.inputs:
