@@ -93,10 +93,10 @@ class LaunchedGroup:
         """Does this rank's part of a run."""
         plan, computes = order.plan, order.plan.roles[self.rank].computes
         workers: ProcessGroup = self.host
-        if plan.replaces:
+        if plan.replaces and computes:
             members = [(worker, 0) for worker in range(plan.workers)]
             workers = ElasticGroup(self.page, self.rank, members, self._check)
-        elif plan.workers < len(plan.roles):
+        elif not plan.replaces and plan.workers < len(plan.roles):
             # Only processes of the same kind synchronize with each other.
             workers = self.host.subgroup([role.rank for role in plan.roles if role.computes == computes])
         if computes:
