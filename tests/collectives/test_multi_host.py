@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.conftest import Play
+from collectives.conftest import Play
 
 pytestmark = pytest.mark.slow
 

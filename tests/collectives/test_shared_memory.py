@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from belongings import descriptors
+from collectives.conftest import Play
 from collectives.scenarios import DTYPES, digest, lengths, made
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
-from transport.conftest import Play
 
 WORLDS = [2, 3, 4]
 LAST = 2**31 - 1

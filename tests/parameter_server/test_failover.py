@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from collectives.conftest import nursery  # noqa: F401
 from headrace.engine.local.fork_server import ForkServer
 from parameter_server.fleet import Fleet, Pusher
 from parameter_server.pairs import until
-from transport.conftest import nursery  # noqa: F401
 from transport.ways import WAYS
 
 KILLS = 3

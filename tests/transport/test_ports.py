@@ -350,7 +350,7 @@ def test_nothing_is_left_behind(way: str) -> None:
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(HERE.parent), *sys.path])
-    command = [sys.executable, "-m", "comm.end_script", *arguments]
+    command = [sys.executable, "-m", "collectives.end_script", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
 
 

@@ -16,7 +16,7 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 
 TESTS = Path(__file__).resolve().parent.parent
-SCRIPT = TESTS / "comm" / "rank_script.py"
+SCRIPT = TESTS / "collectives" / "rank_script.py"
 
 Play = Callable[..., list[Any]]
 
