@@ -86,7 +86,6 @@ def detect(device: str, ranks: int | None = None) -> Cluster:
 
     Args:
         device: "auto" takes CUDA where there is one, else the CPU; or "cpu", "cuda".
-        ranks: how many processes a launcher has started.
 
     Raises:
         UsageError: an unknown device.

@@ -29,7 +29,6 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "batc
     Args:
         function: told where the leaf is, `batch['image'][0]`.
         tree: dicts keep their kind, where they can be written to, and named tuples too.
-        name: of the tree.
     """
     if isinstance(tree, Mapping):
         mapped = {key: map_leaves(function, value, f"{name}[{key!r}]") for key, value in tree.items()}

@@ -33,11 +33,7 @@ class JobInfo:
     """A job that was looked at.
 
     Attributes:
-        module: the model before training.
-        model: its specification.
         weighed: whether the loss is a `Mean`.
-        examples: length of the training set.
-        notices: lines for the user.
     """
 
     module: nn.Module
@@ -134,10 +130,6 @@ def _check_early_stopping(job: Job) -> None:
 
 def check_options(options: Options, device: str) -> None:
     """Refuses what cannot be done on a kind of device.
-
-    Args:
-        options: the job's.
-        device: "cpu" or "cuda".
 
     Raises:
         UsageError: with the remedy.

@@ -37,7 +37,6 @@ class Profile:
         alone: what the input of one worker did while nothing trained.
         alone_per_s: examples a second of it, after the first second.
         ceiling: of the training with a handful of batches that lie ready.
-        together: of the training with its own input.
     """
 
     alone: InputStats
@@ -68,11 +67,8 @@ def profile(
     """Measures three things one after the other, each for some seconds. Nothing is evaluated or saved.
 
     Args:
-        job: what is trained.
-        strategy: how.
         device, engine: as of `fit`.
         seconds: how long each takes; longer where a batch or the first steps need longer.
-        say: takes a line on what is measured now.
 
     Raises:
         UsageError, DataError, UnfitMachine, RunFailed: as for `fit`.

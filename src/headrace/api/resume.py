@@ -58,7 +58,6 @@ def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint,
     """Returns the newest sound checkpoint, and what is wrong with the newer ones.
 
     Args:
-        run_dir: of this run.
         resume: True for its own checkpoints; or another run's directory, or one checkpoint.
 
     Raises:

@@ -26,12 +26,10 @@ class RunDirLock:
     """Holds a directory until `close`, or until this process and all that got `lock` have ended.
 
     Args:
-        directory: made if it is missing.
         continues: whether an interrupted run goes on in it; else it must hold none.
         needed_bytes: what must fit on its disk.
 
     Attributes:
-        lock: the descriptor that holds it.
         attempt_s: where on the run's clock this attempt begins.
 
     Raises:
@@ -138,7 +136,6 @@ class ResumeRequest:
 
     Attributes:
         resume: True for the last checkpoint of its own directory; another run's, or one checkpoint; False to begin.
-        reset_optimizer: leave the optimizer's state and the schedule behind.
     """
 
     resume: bool | Path | str = False

@@ -39,15 +39,7 @@ OnEvent = Callable[[Event], None]
 
 
 def supervise(order: RunSpec, prepared: JobInfo, engine: Engine, going: ResumeRequest, on_event: OnEvent | None) -> str:
-    """Runs an order; returns how it ended: "ok", "interrupted" or "terminated".
-
-    Args:
-        order: what to run.
-        prepared: its job, looked at.
-        engine: who runs it.
-        going: what it goes on from.
-        on_event: called with every event.
-    """
+    """Runs an order; returns how it ended: "ok", "interrupted" or "terminated"."""
     if isinstance(engine, LaunchedEngine):
         return _together(order, prepared, engine, going, on_event)
     with begin_attempt(order, prepared, going) as (begun, notices):

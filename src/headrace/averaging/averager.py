@@ -35,8 +35,6 @@ class AveragingConfig:
 
     Attributes:
         period: rounds between two synchronizations, or the bounds of a period that adapts.
-        outer: the outer step.
-        average_state: whether the optimizers' state is averaged, too.
         post_local: rounds at the beginning after each of which workers synchronize.
     """
 

@@ -62,13 +62,7 @@ class ServedAveragingConfig:
 
     Attributes:
         period: rounds between two averages, or the bounds of one that adapts.
-        outer: step.
-        wait: for whom.
-        servers: how many hold shards.
-        backups: of each server.
-        transport: "shared_memory" or "tcp".
         post_local: rounds at the beginning after each of which there is an average.
-        average_state: whether the optimizers' state is averaged, too.
     """
 
     period: int | AutoPeriod
@@ -200,12 +194,6 @@ class ServedAveragingExchange(ServedExchange):
     a worker that is lost is lost with it, and its replacement begins with none.
 
     Args:
-        config: when and how to average.
-        plan: the run's.
-        center: copies parameters between this worker and the servers.
-        layouts: the servers' shards.
-        worker: the worker's worker.
-        local: its own steps.
         leads: whether this worker loads the initial parameters into the servers.
     """
 

@@ -42,12 +42,7 @@ def averaged_traffic(nbytes: int, workers: int) -> int:
 
 @dataclass(frozen=True)
 class AverageSums:
-    """Sums over the elements that a rank has averaged; added up over ranks they are those of the whole.
-
-    Attributes:
-        squares: squared distance from the mean, by rank.
-        norm: squared norm of the mean.
-    """
+    """Sums over the elements that a rank has averaged; added up over ranks they are those of the whole."""
 
     squares: list[float]
     norm: float
@@ -57,7 +52,6 @@ class WorkerAverage(ABC):
     """Averages the workers' copies.
 
     Attributes:
-        layout: places of the tensors.
         own: this worker's copy, `(nbytes,)` uint8.
         shown: where the others see it, if it is not there.
         kept: what the outer step keeps beside it, in the same form.

@@ -90,8 +90,6 @@ class _Head(Structure):
 
     Attributes:
         state: `_EMPTY` or `_FULL`.
-        offer: the segment that holds the message.
-        generation: grows with each segment that is offered.
         note_bytes, nbytes: of the message in it.
     """
 

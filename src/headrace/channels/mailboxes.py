@@ -31,11 +31,7 @@ class Route:
 
 
 class Mailboxes:
-    """A rank's ends of all mailboxes. Every rank of the group makes them at the same time, with the same routes.
-
-    Attributes:
-        outboxes, inboxes: this rank's, by the index of their route.
-    """
+    """A rank's ends of all mailboxes. Every rank of the group makes them at the same time, with the same routes."""
 
     def __init__(self, routes: Sequence[Route], group: ProcessGroup) -> None:
         self.outboxes: dict[int, Outbox] = {}

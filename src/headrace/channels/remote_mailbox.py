@@ -45,10 +45,7 @@ class _Connection:
     """One end of a connection.
 
     Args:
-        context: of this process.
         sort: of the socket, `zmq.PUSH` or `zmq.PULL`.
-        slots: messages that may wait at this end.
-        events: that its monitor tells.
         check: called about every 50 ms of waiting, with what tells whether the other end has come after all, and how
             the connection has ended, "" while it stands; raises where no process will come, and always after an end.
     """

@@ -41,9 +41,6 @@ class Check:
     """One line of `headrace doctor`.
 
     Attributes:
-        name: what was looked at.
-        verdict: how good it is.
-        found: what is there.
         remedy: what to do about it; empty where it is ok.
     """
 

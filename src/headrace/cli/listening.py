@@ -32,7 +32,6 @@ class Listener:
     Attributes:
         pid: of the process; 0 where it is another user's.
         address: "tcp://127.0.0.1:5555", or "local:" and a name.
-        loopback: whether only this machine reaches it.
         encrypted: whether it refuses connections without the run's secret, and encrypts all.
     """
 

@@ -80,7 +80,6 @@ class ProcessGroup(Collective):
         one_memory: whether they share memory; where not, `share` raises.
         home: their hosts; None where they share memory.
         groups: those that `subgroup` has returned.
-        ends: which ranks' loops have ended.
     """
 
     one_memory: bool = True

@@ -39,14 +39,7 @@ class MemberLost(Exception):
 
 
 class ElasticGroup(ProcessGroup):
-    """The workers of a host that are members now; `rank` and `world` are among them, and the first one leads.
-
-    Args:
-        page: the run's.
-        place: of this process in the page.
-        members: place and incarnation of all.
-        check: called while waiting; raises where the run is over.
-    """
+    """The workers of a host that are members now; `rank` and `world` are among them, and the first one leads."""
 
     def __init__(
         self, page: ControlPage, place: int, members: Sequence[tuple[int, int]], check: Callable[[], None]

@@ -126,10 +126,6 @@ class MultiHostGroup(ProcessGroup):
     `sum` and `barrier` bring rank 0's `stop_after` and `save_after` into every page.
 
     Args:
-        group: connects them.
-        page: this process's own, with the others' records.
-        rank: this process's.
-        check: called while waiting; raises where a peer was lost.
         accuse: called when a connection has broken, with the peer's place in the page if it is known; raises, and names
             the lost rank.
         grow: connects some of the ranks with each other, given a name, this one's place, and how many there are; None

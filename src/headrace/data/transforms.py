@@ -24,7 +24,6 @@ class DecodeImage:
     simplejpeg, everything else by OpenCV; other threads run meanwhile.
 
     Args:
-        height, width: of the result, in pixels.
         fast: whether JPEG is decoded with the faster transform, which may differ by a few of 255 steps.
 
     Attributes:

@@ -24,9 +24,7 @@ class RunProgress:
     """How far a run is.
 
     Attributes:
-        step: rounds that the foremost rank has done.
         loss: the last of the first rank that has one; 0 before there is one.
-        examples: of all workers so far.
     """
 
     step: int
@@ -49,7 +47,6 @@ class Engine(ABC):
         """Runs to the end; returns "ok" or "interrupted".
 
         Args:
-            order: what to run.
             progress: called a few times a second in the caller's thread.
 
         Raises:

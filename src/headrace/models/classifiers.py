@@ -48,9 +48,6 @@ class AlexNet(nn.Module):
 
     As in Krizhevsky et al., "ImageNet classification with deep convolutional neural networks", 2012, section 3.5, with
     an eighth of the channels and of the features.
-
-    Args:
-        classes: outputs.
     """
 
     def __init__(self, classes: int) -> None:

@@ -6,14 +6,7 @@ from torch import Tensor, nn
 
 
 class CharLSTM(nn.Module):
-    """Predicts the next character at every place of a text; each text begins with an empty memory.
-
-    Args:
-        vocab: how many characters there are.
-        embedding: features of a character.
-        hidden: features of the memory.
-        layers: LSTM layers, one on the other.
-    """
+    """Predicts the next character at every place of a text; each text begins with an empty memory."""
 
     def __init__(self, vocab: int, embedding: int, hidden: int, layers: int = 1) -> None:
         super().__init__()

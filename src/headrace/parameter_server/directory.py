@@ -19,8 +19,6 @@ class ServerDirectory:
     """What a worker knows of the servers before it connects to them.
 
     Attributes:
-        ranks: of the servers.
-        worker: the number by which the servers know this worker.
         addresses: blocks until every server can be reached; returns their addresses, in the order of `ranks`.
         find: returns where a server can be reached now, by its place in `ranks`; raises ConnectionError if it cannot.
         incarnation: of this worker: how many processes there were in its place before.

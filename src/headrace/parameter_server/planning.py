@@ -224,14 +224,9 @@ def build_server(
     """Builds what a server, or a backup of one, runs.
 
     Args:
-        plan: of the run.
         rank: of the server; a backup's is that of its server, `server_of(plan, rank)`.
-        layout: of its shards.
-        optimizer: of its shards.
-        policies: of every shard.
         leases: of the run's data, the first round, the first sync point, and the rounds of a lease until then; only
             the first server uses them.
-        transport: "shared_memory", or "tcp", which is encrypted.
         process: number of this process, which no other process of the run ever has.
         measures: see `Server`.
     """
@@ -283,7 +278,6 @@ def connect(
     """Returns a client of the servers at some addresses; `closing` closes its connections.
 
     Args:
-        worker: its number and incarnation.
         together, observes, in_turn: see `Client`.
         find: returns the present address of a server, by its index in `addresses`, when its connection has ended;
             raises ConnectionError if there is none. None for the address that it had.

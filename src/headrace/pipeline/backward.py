@@ -64,7 +64,6 @@ class WeightGradient:
     """A weight's gradient of one micro-batch that is still to be made.
 
     Attributes:
-        value, gradient: the layer's input, and the gradient of its output.
         convolving: of a convolution; None for a linear layer.
     """
 
@@ -95,11 +94,7 @@ class WeightGradient:
 
 
 class WeightGradients:
-    """Calls the layers of a stage so that their weights' gradients can be added up in place, or made later.
-
-    Attributes:
-        split: whether backward passes of this stage are split.
-    """
+    """Calls the layers of a stage so that their weights' gradients can be added up in place, or made later."""
 
     def __init__(self) -> None:
         self.split = False

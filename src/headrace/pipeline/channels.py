@@ -29,8 +29,6 @@ class Edge:
     Attributes:
         source, target: stages; where gradients go back `target` is before `source`. For "tied" they are ranks.
         kind: "values", "gradients", or "tied" for gradients of parameters that both hold.
-        ranks: those of source and target.
-        slots: how many messages may be under way.
     """
 
     source: int

@@ -97,9 +97,7 @@ def read(layers: Sequence[LayerSpec], wish: Sequence[int | Sequence[str]], stage
     """Returns the partition that a user has written down.
 
     Args:
-        layers: the model's.
         wish: how many layers each stage has, or their names; a module's name stands for all layers inside.
-        stages: how many there must be.
 
     Raises:
         UsageError: it does not add up, or cuts where no cut can be.

@@ -65,9 +65,6 @@ def profile(
     Layers that cannot be parted are measured together, and the last of them is said to take it all.
 
     Args:
-        module: on the device that it is measured on.
-        objective: its loss belongs to the last layer.
-        batch: a micro-batch, on the same device.
         sample: a few examples to find the layers with, all of whose activations are held; None for `batch`.
         seconds: how long to measure at least; at least 5 sweeps, and at most 30.
         threads: of a worker; None for those that torch has now.

@@ -40,7 +40,6 @@ class MicroBatch:
     """One micro-batch.
 
     Attributes:
-        inputs: the model's, by name.
         finish: from the model's output to the loss that is differentiated, a scalar; run where the last stage is.
     """
 
@@ -54,10 +53,8 @@ class _Saved:
 
     Attributes:
         values: what it received, by name; those that need a gradient are leaves.
-        received: names of the values of each producer.
         outputs: what it sent, and its loss; nothing where forward is to be run again.
         rng_state: of the generators before the forward that is to be run again.
-        buffers: those that this forward changed, as they were before.
     """
 
     values: dict[str, Any]
@@ -71,17 +68,13 @@ class Runner:
     """Runs a rank's stages on one batch after the other.
 
     Args:
-        stages: of this rank, by index.
         actions: what this rank does with a batch; micro-batches that are empty are left out.
         recompute: see `RECOMPUTE`.
-        trains: the stages that have a parameter to train.
         half: the type that forward computes in where it can (autocast); None for the tensors' own.
 
     Attributes:
-        last: whether the model's output is here.
         in_flight: most forward passes so far that waited for their backward at a time.
         saved: bytes that are kept for backward passes, where they are counted; None where they are not.
-        passes: of the last batch.
     """
 
     def __init__(

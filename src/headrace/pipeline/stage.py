@@ -25,13 +25,7 @@ OUTPUT = "output"
 
 @dataclass(frozen=True)
 class Value:
-    """What crosses a cut: a tensor, a number or a shape.
-
-    Attributes:
-        name: unique in the model.
-        producer: the stage that makes it.
-        consumers: the later stages that need it, in order.
-    """
+    """What crosses a cut: a tensor, a number or a shape."""
 
     name: str
     producer: int
@@ -45,15 +39,9 @@ class Stage:
     within `bounds`; `values` are all that cross cuts.
 
     Attributes:
-        layers: the names of its layers.
         parameters, buffers: the names of those that it uses; what is tied is used by several stages.
         inputs: names of the model's inputs that it needs, from `Traced.inputs`.
-        receives: what it needs of earlier stages.
-        sends: what it makes for later ones.
-        producers, consumers: the stages that it receives from, and sends to.
-        last: whether it gives the model's output.
         evaluated: the stage that runs in evaluation: itself, unless the model's forward is another one there.
-        gradients: of its layers' weights.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ class StageModule:
     """The part of a model that one rank holds; `placement` is the rank of each stage.
 
     Attributes:
-        stages: those of this rank, by index.
         saved: names of the parameters and buffers that no rank before this one holds.
     """
 

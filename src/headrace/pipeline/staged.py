@@ -38,10 +38,8 @@ class StagedModel(Compute):
     holds the parameter; of a parameter that several ranks hold, each has the whole gradient.
 
     Attributes:
-        parameters: names of this rank's.
         tied: names of those of them that other ranks hold, too.
         sink: takes the gradients of this rank's parameters; None leaves them in `.grad`.
-        trained: this rank's parameters that get a gradient, by name.
     """
 
     def __init__(

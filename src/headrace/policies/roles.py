@@ -82,14 +82,9 @@ def data_parallel_plan(
     """Plans workers that each hold the whole model and take equal shares of a global batch.
 
     Args:
-        strategy: its name.
-        options: its fields as JSON values.
         workers: how many were asked for; None for what there is.
-        model: what is trained.
-        cluster: what there is.
         copies: of the trainable parameters: for each worker, and once for all. They are refused where they do not fit.
         cut: gives every parameter owners, given how many workers there are.
-        spread: whether the workers may be on several hosts.
 
     Raises:
         InfeasiblePlan: the cluster cannot hold it, with the numbers.

@@ -112,8 +112,6 @@ class Field(Generic[S]):
     """One value of a subject `S`, and where it is shown.
 
     Attributes:
-        get: reads the value from the subject.
-        format: makes text of the value.
         key: the value's name in JSON; a field without a key is not in JSON.
         label: its name in a table of one run; a field without a label has no row there.
         head: its name above a column, in lines; a field without a head has no column.

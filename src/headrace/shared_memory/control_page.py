@@ -40,12 +40,9 @@ class Heartbeat(Structure):
 
     Attributes:
         count: grows a few times a second while the process runs.
-        step: rounds done.
-        examples: done by all processes that the rank has had.
         pid: 0 before the process has begun.
         finished: 1 + the rounds done, once the rank's training loop has ended; 0 before.
         promotable_epoch: of a server: the epoch whose backup can be promoted.
-        loss: the last one read.
     """
 
     count: int
@@ -161,11 +158,8 @@ class RankRecord(Structure):
 
     Attributes:
         barrier_counter: how many barriers of all ranks this one has come to, modulo 2**31.
-        elastic_counter: the same for the barriers of an elastic group.
-        heartbeat, segment_offer, saved, address: by the rank.
         restarts: how many processes the rank has had before its present one, by the launcher.
         leave: 1 if the rank is to leave the run, by the launcher.
-        server_view: by the launcher.
         numbers: two arrays of `NUMBERS` float64, for sums.
     """
 
@@ -205,10 +199,6 @@ class ControlPage:
 
     Args:
         segment: at least `ControlPage.nbytes(ranks)` long.
-        ranks: how many processes work together.
-
-    Attributes:
-        ranks: a record for each of them.
     """
 
     def __init__(self, segment: SharedSegment, ranks: int) -> None:

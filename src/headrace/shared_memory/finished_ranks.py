@@ -12,11 +12,7 @@ class FinishedRanks:
     """Of the ranks of a group.
 
     Args:
-        heartbeats: by rank.
         names: by rank, what it is called in the run; None for "rank 0" and so on.
-
-    Attributes:
-        names: see there.
     """
 
     def __init__(self, heartbeats: Sequence[Heartbeat], names: Sequence[str] | None = None) -> None:

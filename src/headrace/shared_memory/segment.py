@@ -49,9 +49,7 @@ class SharedSegment:
     """One mapped segment of shared memory.
 
     Args:
-        descriptor: of the file behind it; the segment owns it.
         nbytes: its length.
-        writable: whether this process may change it.
     """
 
     def __init__(self, descriptor: int, nbytes: int, writable: bool = True) -> None:

@@ -40,8 +40,6 @@ class SharedInput:
     Gradients of one value are summed over ranks once, however many layers it goes to.
 
     Args:
-        group: the ranks.
-        users: how many layers it goes to.
         split: along which dim the value is split already; None if it is whole.
         length: of the whole along it; None where all slices are alike.
     """

@@ -37,7 +37,6 @@ class ShardDim:
     """Gives every rank an equal part along one dim.
 
     Attributes:
-        dim: along which it is cut.
         blocks: matrices that lie one behind the other along it, each cut by itself: the three of an attention's
             `in_proj_weight`.
     """
@@ -63,7 +62,6 @@ class RewrittenModel:
     Attributes:
         cuts: of parameters, by name; all others are whole on every rank.
         shapes: of the whole tensors, by name.
-        kinds: rules, by name of the layer.
     """
 
     module: nn.Module

@@ -38,9 +38,7 @@ def split(module: nn.Module, rules: Rules, group: Collective) -> RewrittenModel:
     """Splits a model's layers in place; all ranks call it with the same model.
 
     Args:
-        module: the model, whole.
         rules: "auto", or names and patterns of layers with a rule each; the first that fits is taken.
-        group: the ranks.
 
     Raises:
         UsageError: a rule fits no layer, or cannot be followed with so many devices.

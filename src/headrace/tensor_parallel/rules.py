@@ -59,7 +59,6 @@ class ValueStep:
         does: "layer", "part" (computes a part of the batch on every device), "elementwise", "dropout", "pool",
             "flatten" (all but the first dim), or "other".
         name: of the layer, the part or the dropout; "" for what has none.
-        inputs: earlier steps whose values it takes.
     """
 
     does: str
@@ -72,9 +71,7 @@ class Flow:
     """Where values are split.
 
     Attributes:
-        gathers: layers, and parts, whose outputs go on whole.
         takes: by layer, along which axis its input is split; "" where it is whole.
-        sources: by layer, the step that its input comes from.
         drops: by dropout, along which axis its values are split; "" where they are whole.
     """
 
@@ -101,7 +98,6 @@ def follow(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: 
 
     Args:
         steps: in the order in which they happen; those of several pieces of the model one behind the other.
-        layers: by name.
         kinds: rules, by name of a layer; layers that are not there are whole on every device.
     """
     gathers: set[str] = set()

@@ -29,10 +29,7 @@ class CentralCopy:
     The module's parameters become views: of the one copy on a CPU, of one flat buffer on another device.
 
     Attributes:
-        layout: places of all parameters.
         parameters: the one copy, `(layout.nbytes,)` uint8, in host memory.
-        gradients: of all workers, in host memory.
-        sink: takes this worker's.
     """
 
     def __init__(self, module: nn.Module, model: ModelSpec, group: ProcessGroup, device: torch.device) -> None:
@@ -79,17 +76,7 @@ def place_parameters(module: nn.Module, layout: FlatLayout, region: Tensor) -> N
 
 
 class CentralStorageExchange(ReducingExchange):
-    """Sums and updates this rank's segments of the one copy.
-
-    Args:
-        segments: those that this rank owns.
-        model: the model's specification.
-        group: the workers.
-        copy: the one copy.
-        template: the job's optimizer over the whole parameters.
-        new_updater: builds the updater of the pieces.
-        clipper: clips the sum, and decides with the other ranks.
-    """
+    """Sums and updates this rank's segments of the one copy."""
 
     def __init__(
         self,

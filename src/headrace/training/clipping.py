@@ -55,8 +55,6 @@ class StepDecision:
     """What all ranks have decided together about one round.
 
     Attributes:
-        apply: whether the update is made.
-        bad_losses: the ranks whose loss is not finite.
         overflow: whether gradients are infinite only because of the loss scale, which is about to shrink.
     """
 
@@ -74,15 +72,9 @@ class GradientClipper:
     The pieces are those of the exchange: a slice on each rank, or everything on rank 0 where all hold the same.
 
     Args:
-        options: clipping, and what a non-finite number leads to.
-        group: the ranks.
         scale: of the loss, None for none.
         immediate: whether to check every round. On an accelerator that means to wait for it each time.
         repeated: where each rank of a replica holds a part of the model, returns the gradients that all of them hold.
-        times: how many ranks hold those.
-
-    Attributes:
-        checks: whether it checks every round.
     """
 
     def __init__(
@@ -107,8 +99,6 @@ class GradientClipper:
 
         Args:
             measured: all ranks' together hold every element once, except those of `repeated`.
-            held: what this rank multiplies and clamps.
-            finite: whether its own loss is.
         """
         if not self.checks:
             self._clamp(held)

@@ -173,10 +173,7 @@ class SharedGradients:
     """The gradients of all workers of a host, each in a region that all of them see.
 
     Attributes:
-        layout: places of the trainable parameters in a region.
         regions: `(layout.nbytes,)` uint8, by rank.
-        used: tells which parameters have a gradient.
-        sink: stores this worker's gradients in its own region.
     """
 
     def __init__(self, trainable: Sequence[ParameterSpec], group: ProcessGroup) -> None:

@@ -22,12 +22,9 @@ class StatePiece:
     """A piece of optimizer state, in a form that any other split of the parameters can load.
 
     Attributes:
-        parameter: name of its parameter.
-        key: the optimizer's own, "momentum_buffer".
         start: first element of the flattened parameter that `value` covers; -1 if `value` belongs to the whole
             parameter (a step count, the statistics of its rows).
         value: flat; in its own shape where it belongs to the whole parameter.
-        kind: "tensor"; or "int", "float", "bool" for a Python number.
     """
 
     parameter: str
@@ -130,17 +127,7 @@ class _Like:
 
 
 class MeanState:
-    """The part of an optimizer's state that has a mean, copied to other places and back.
-
-    Args:
-        optimizer: its owner.
-        named: its parameters.
-        begins: the state that its first step makes, by parameter.
-
-    Attributes:
-        likes: every tensor that has a mean.
-        specs: the same as specifications of parameters, named "weight/momentum_buffer".
-    """
+    """The part of an optimizer's state that has a mean, copied to other places and back."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], begins: Mapping[str, Mapping[str, Any]]

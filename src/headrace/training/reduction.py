@@ -34,9 +34,6 @@ class Reduction(ABC):
     """Sums the workers' flat gradients.
 
     Attributes:
-        layout: places of the trainable parameters' gradients.
-        used: tells which of them exist.
-        sink: takes this worker's.
         result: where the sum appears, `(nbytes,)` uint8.
         held: what this rank changes of the sum, where it is to be changed on all.
         measured: what this rank measures; all ranks together measure every element once.

@@ -15,9 +15,6 @@ class SyncResult:
     """The result of a synchronization.
 
     Attributes:
-        rounds: since the one before.
-        period: rounds until the next.
-        why: the reason for that period, in words.
         drift: the largest distance of a worker's parameters from their mean, over the norm of the mean.
         left_out: ranks whose parameters were not finite: the mean is that of the others, and they go on from it.
         number: of the synchronization, where each worker reports it alone: the drift is its own.
@@ -92,11 +89,7 @@ class Lease:
     """A part of an epoch that this worker trains on now.
 
     Attributes:
-        round: number of the global batch in the run.
-        part: which part of that batch.
-        parts: how many parts the batch has.
         rounds: how many rounds the lease lasts, with the same part of each.
-        lease: its number.
     """
 
     round: int
@@ -111,9 +104,7 @@ class SyncPoint:
     """A round before which all workers wait for each other: everything before it is done.
 
     Attributes:
-        round: rounds that are done.
         meeting: how many sync points there were in the run, this one counted.
-        members: rank and incarnation of all workers; the first leads.
     """
 
     round: int

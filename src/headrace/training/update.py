@@ -28,9 +28,6 @@ class Schedule:
     drives `template`, which has all of them, by name.
 
     Args:
-        options: schedule, its unit, and warm-up.
-        template: over the whole parameters.
-        optimizer: over this process's pieces; may be the template itself.
         rounds_per_epoch: how many rounds there are between two steps of a schedule that goes by epochs.
 
     Raises:
@@ -202,9 +199,6 @@ class Updater:
 
     Args:
         optimizer: built over the tensors of `owned`.
-        owned: the pieces, in the plan's order.
-        options: schedule, warm-up and moving average.
-        rounds_per_epoch: for schedules that go by epochs.
         template: over whole parameters, where `optimizer` is over pieces.
         scale: of the loss, kept with the rest of the state; None for none.
     """
@@ -239,9 +233,7 @@ class Updater:
 
         Args:
             indices: which of `owned`.
-            round_: that it belongs to.
             share: of the round that the gradients are of, for the moving average.
-            factor: of the learning rates.
         """
         with self._schedule.warmed(round_, factor):
             self.optimizer.step()

@@ -42,8 +42,6 @@ class ReceivedMessage:
 
     Attributes:
         peer: number of the connection, which one transport never uses twice.
-        message: empty if the connection has ended, for whatever reason.
-        blob: sent with it; usually empty.
         memory: that the client writes its pushes to; None if they are sent.
     """
 
@@ -82,7 +80,6 @@ class TransportLayout:
     """The slots that both ends of a connection must have alike.
 
     Attributes:
-        parameters: of the shards.
         pushes: of a client's gradients; none for a client that only pulls.
         replies: of encoded parameters; None if a client pulls the parameters as they are.
     """
@@ -143,7 +140,6 @@ class ServerTransport(ABC):
     Attributes:
         trusts_clients: whether clients have checked that what they push is finite. On one host clients are this
             library's, and what they push remains their own memory, so that checking it in the server proves nothing.
-        address: where clients connect to.
         moved_bytes: payload in both directions.
     """
 

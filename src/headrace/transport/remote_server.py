@@ -56,12 +56,7 @@ class _Peer:
 
     Attributes:
         number: in `ReceivedMessage`.
-        routing: the socket's name of it.
-        connection: its TCP connection.
-        pushed, replies: by slot.
         frames: that wait to be sent, each with the bytes of its message and blob, which `owed` sums up.
-        sent, heard: frames so far.
-        until: when it is disconnected, if it has been dropped.
     """
 
     number: int

@@ -127,7 +127,6 @@ class DataAssignment:
     Attributes:
         pipeline: knows how many examples each host has, where hosts list their own.
         shares: relative weights of those among whom it is split: all workers, or those of this host.
-        rank: which of them this worker is.
     """
 
     pipeline: InputPipeline

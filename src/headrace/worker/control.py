@@ -16,8 +16,6 @@ class RunControl:
     """Rank 0 decides at one synchronization what all workers do at the next; the control page carries the decision.
 
     Attributes:
-        losses: reads the losses of this worker's steps.
-        stopper: says when evaluations have stopped improving.
         weights: what the run would leave now; set with the loop.
         statistics_weight: weight of this worker's running statistics in their mean over the workers.
     """

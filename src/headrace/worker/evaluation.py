@@ -25,10 +25,7 @@ class Evaluation:
     """Computes the loss and the metrics, with averaged weights and statistics if there are any.
 
     Args:
-        job: defines them.
-        replica: of this worker.
         loader: takes rank and number of ranks; returns the loader of that rank's part of the evaluation data.
-        group: the workers.
     """
 
     def __init__(self, job: Job, replica: Replica, loader: Callable[[int, int], Loader], group: ProcessGroup) -> None:
@@ -43,7 +40,6 @@ class Evaluation:
 
         Args:
             trained_weights: a context in which the model has the weights to evaluate.
-            weight: of this worker's running statistics in their mean.
         """
         job = self._job
         task = job.task

@@ -28,12 +28,7 @@ class EventWriter:
     """Appends events to one file, a few times a second; while the disk is full they are held back.
 
     Args:
-        run_dir: of the run.
-        rank: of this process.
         started: the run's begin on the host's monotonic clock, seconds.
-
-    Attributes:
-        rank: see there.
     """
 
     def __init__(self, run_dir: Path, rank: int, started: float) -> None:
@@ -104,12 +99,7 @@ class EventWriter:
 
 
 class InputReporter:
-    """Writes a loader's counts as events, and notices about examples that were left out.
-
-    Args:
-        rank: of this worker.
-        events: of this process.
-    """
+    """Writes a loader's counts as events, and notices about examples that were left out."""
 
     def __init__(self, rank: int, events: EventWriter) -> None:
         self._rank = rank

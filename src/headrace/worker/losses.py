@@ -75,8 +75,6 @@ class NonFiniteHandler:
     """Skips, rolls back, or raises, after a round whose loss or gradient is not finite.
 
     Args:
-        session: of this worker.
-        roll_back: restores the last checkpoint.
         reporter: the rank that writes the event: rank 0, or the first of those that decide together.
     """
 

@@ -51,10 +51,6 @@ def work(
     Any error is written down as a `Failed` event before it is raised.
 
     Args:
-        run: what to train.
-        rank: this worker's.
-        group: all workers.
-        page: the run's control page.
         building: held while the model is built from the seed, where workers share one generator.
     """
     events = EventWriter(run.run_dir, rank, run.started)

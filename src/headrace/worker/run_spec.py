@@ -28,10 +28,7 @@ class ResumePoint:
     """Where a run resumes from.
 
     Attributes:
-        folder: the checkpoints' folder.
-        step: which of them: finished rounds.
         same: whether strategy and workers are those of the saved run, so that each rank loads its own state.
-        reset_optimizer: discard the optimizer's state and the schedule.
         snapshots: of the servers, if they are newer than the checkpoint; the checkpoint has the rest.
     """
 
@@ -70,17 +67,13 @@ class RunSpec:
     """One run.
 
     Attributes:
-        job: what is trained.
         train: the user's own loop, `train(worker)`; None for the usual one.
         weighed: whether the job's loss is a `Mean`.
-        run_dir: where events, logs and the trained model go.
         started: the run's begin on the host's monotonic clock, seconds.
         timeout_s: after this time without a sign of life a process counts as lost.
         seconds: end the run after this time; None for the job's own end.
         checkpoints: when to save; None for never.
         resume: where to resume from; None to start anew.
-        description: of the job, written to every checkpoint.
-        attempt: which attempt at this run this is.
     """
 
     job: Job

@@ -34,13 +34,7 @@ _LOOK_EVERY_S = 0.002
 
 @dataclass(frozen=True)
 class _Part:
-    """Of a checkpoint.
-
-    Attributes:
-        done: rounds.
-        rank: of the worker, among those that save.
-        place: of that worker in the control page.
-    """
+    """Of a checkpoint."""
 
     done: int
     rank: int
@@ -53,13 +47,9 @@ class Saver:
     A disk that fails does not end a run: earlier checkpoints stay, and rank 0 writes a notice.
 
     Args:
-        run: when to save, how much to keep.
         group: the workers of this host; the first of them leads.
-        page: where they tell each other what they have written.
-        events: of this process.
 
     Attributes:
-        folder: this run's checkpoints.
         saved: rounds in the last one of this history; -1 if there is none.
     """
 
@@ -124,10 +114,7 @@ class Saver:
         """Starts a thread that writes this rank's part; waits for the previous one first.
 
         Args:
-            done: rounds.
-            tensors: copies that no other code changes.
             description: of the whole; rank 0's counts.
-            began: when training stopped for it, on the monotonic clock.
         """
         self.wait()
         # The events of everything that a checkpoint holds are written before it, whichever process is killed next.

@@ -88,14 +88,7 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None])
 
 
 class _Snapshotting:
-    """Takes a server's snapshots when they are due, and writes an event for each.
-
-    Args:
-        snapshots: its files.
-        server: whose.
-        events: of this process.
-        rank: of this server.
-    """
+    """Takes a server's snapshots when they are due, and writes an event for each."""
 
     def __init__(self, snapshots: Snapshots, server: Server, events: EventWriter, rank: int) -> None:
         self._snapshots = snapshots

@@ -20,7 +20,6 @@ class DeviceGroup:
     """Connects the collective for the devices' own tensors when it is first called; None where memory is shared.
 
     Attributes:
-        group: all workers.
         moved_bytes: by that collective, so far.
     """
 
@@ -60,11 +59,8 @@ class Progress:
     """How far a worker is.
 
     Attributes:
-        rounds: of the whole run.
         round: the one that is being done, from 0; the last one done in a run that goes on from a checkpoint.
-        share: the data of the current step.
         waited_s: seconds that the worker waited for that data.
-        examples: that this worker has trained on so far.
     """
 
     rounds: int
@@ -84,16 +80,7 @@ class WorkerSession:
     """One worker of a run.
 
     Attributes:
-        run: what to train, and how.
-        rank: index in the run.
-        replica: the model and its three verbs.
-        loader: of the training data.
         evaluation: of the evaluation data; None where the job has none.
-        group: all workers.
-        page: the run's control page.
-        events: this process's event file.
-        devices: connects the collective for the devices' own tensors.
-        progress: how far this worker is.
     """
 
     run: RunSpec

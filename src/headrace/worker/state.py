@@ -57,13 +57,7 @@ class WorkerState:
         self._device = torch.device(run.plan.role(rank).device)
 
     def take(self, weights: TrainedWeights, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns copies of this worker's part, and the description of the whole; all workers call it together.
-
-        Args:
-            weights: what the run would leave now.
-            done: rounds.
-            weight: of this worker's running statistics in their mean.
-        """
+        """Returns copies of this worker's part, and the description of the whole; all workers call it together."""
         exchange, rank = self._replica.exchange, self._group.rank
         tensors = {**owned_pieces(exchange.state(), self._run.plan, rank), **random_states(self._device)}
         tensors |= own_pieces(weights.own_state())
@@ -118,9 +112,7 @@ def model_tensors(compute: Compute, leads: bool, world: int, averaged: Mapping[i
     """Returns copies of what a rank saves of the model itself: training changes it while it is written.
 
     Args:
-        compute: this worker's.
         leads: whether it is the first of those that hold the same part of the model.
-        world: how many these are.
         averaged: copies of averaged running statistics, by the `id` of the buffer.
     """
     tensors = {
@@ -194,17 +186,7 @@ def making_sense(path: Path) -> Iterator[None]:
 
 
 class LoadedCheckpoint:
-    """The content of a checkpoint, read and verified.
-
-    Args:
-        checkpoint: whose files are read.
-
-    Attributes:
-        path: its folder.
-        step: number of finished rounds.
-        description: written by the run that saved it.
-        ranks: how many saved it.
-    """
+    """The content of a checkpoint, read and verified."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path = checkpoint.path

@@ -45,7 +45,6 @@ class CpuBudget:
     Attributes:
         cores: the cores of this worker; None for all that this process may use.
         training: how many of them it trains on; None for the number of torch's threads.
-        say: takes a line for the user.
     """
 
     cores: int | None = None

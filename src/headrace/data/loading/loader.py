@@ -36,18 +36,11 @@ class Loader:
         worker 1 |     7 2 |     9 3 |   5 |
 
     Args:
-        pipeline: what to read.
-        seed: the job's; a seed of the pipeline takes precedence.
-        global_batch_size: examples that all workers together take in a round.
         shares: relative weights by which a batch is split, one a worker; if hosts list examples of their own,
             those of this host's workers.
-        data_rank: which of these workers this is.
-        ordered: keeps the order of the data, for evaluation.
-        cpu_budget: the cores that reading may use.
         tell: called about once a second with `counters`.
 
     Attributes:
-        rounds_per_epoch: the rounds of an epoch.
         full_batch: examples of a round, except the last of an epoch.
         counters: how much was read, and how long each stage took.
         drops: whether a share may have fewer examples than its part of the batch, because some are left out.
@@ -107,9 +100,6 @@ class Loader:
     def sweep(self, alone: bool = False) -> Generator[Share, None, None]:
         """Yields this worker's share of every round of one epoch, from its beginning.
 
-        Args:
-            alone: inline, without threads or processes.
-
         Raises:
             DataError: an example cannot be read.
         """
@@ -118,11 +108,6 @@ class Loader:
 
     def portion(self, round_: int, part: int, parts: int) -> Share:
         """Reads one part of one round's batch, independent of what was read before.
-
-        Args:
-            round_: counted over the whole run.
-            part: which of the parts.
-            parts: the number of equal parts of the batch.
 
         Raises:
             DataError: an example cannot be read.

@@ -224,10 +224,6 @@ def delivered(shares: Generator[Share, None, None], device: torch.device) -> Gen
         compute            | step 0  | step 1  | step 2
 
     On any other device than a CUDA one, batches stay where they are.
-
-    Args:
-        shares: a generator, closed with this one.
-        device: the device of the model.
     """
     if device.type != "cuda":
         return shares

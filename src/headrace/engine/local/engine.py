@@ -154,13 +154,7 @@ def _inherited() -> tuple[dict[str, str], set[int]]:
 
 
 class ProcessLauncher:
-    """Starts the processes of one run, and others in the place of those that were lost.
-
-    Args:
-        control: descriptor of the run's control page.
-        ranks: how many processes that page has room for.
-        lifeline: descriptor whose other end closes with the launcher.
-    """
+    """Starts the processes of one run, and others in the place of those that were lost."""
 
     def __init__(self, order: RunSpec, fork_server: ForkServer, control: int, ranks: int, lifeline: int) -> None:
         # Not before, because they import torch.

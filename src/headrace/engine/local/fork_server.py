@@ -76,11 +76,7 @@ class ChildProcess(ABC):
 
 
 def start_fork_server(channel: socket.socket) -> ChildProcess:
-    """Starts a fork server as a program of its own.
-
-    Args:
-        channel: its end of the socket to its launcher.
-    """
+    """Starts a fork server as a program of its own."""
     path = [entry for entry in sys.path if entry]
     return _Program(
         subprocess.Popen(
@@ -186,11 +182,7 @@ class _Fork(ChildProcess):
 
 
 class ForkServer:
-    """A fork server, started at once. Use as a context, or `close` it.
-
-    Args:
-        start: starts it, with its end of the socket.
-    """
+    """A fork server, started at once. Use as a context, or `close` it."""
 
     def __init__(self, start: Callable[[socket.socket], ChildProcess] = start_fork_server) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

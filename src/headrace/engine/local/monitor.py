@@ -46,7 +46,6 @@ class _Replaceable:
     Attributes:
         examples: that were done there when its last process was started.
         in_vain: processes in a row that have done none; of servers, that did not become ready as backups.
-        cause: why its process is being ended.
     """
 
     examples: int = 0
@@ -58,11 +57,7 @@ class Monitor:
     """Follows the processes of one run.
 
     Args:
-        order: the run.
-        page: its signals.
-        fork_server: that started the processes.
         start: starts a process in the place of one that was lost.
-        progress: told how far they are.
     """
 
     def __init__(

@@ -23,11 +23,7 @@ _LONGEST = 200
 
 
 class ScaleRequests:
-    """The launcher's side.
-
-    Args:
-        run_dir: of the run.
-    """
+    """The launcher's side."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "staffing"

@@ -50,10 +50,7 @@ class LaunchedGroup:
         timeout_s: after this time without a sign of life a process counts as lost.
 
     Attributes:
-        rank, world: as the launcher says.
-        hosts: the name of each rank's.
         page: the group's signals; of this process alone, with the others' marks, where there are several hosts.
-        host: their collective.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -220,10 +217,6 @@ class LaunchedEngine(Engine):
 
     Args:
         timeout_s: after this time without a sign of life a process counts as lost.
-
-    Attributes:
-        rank: as the launcher says.
-        leader: the first rank of this host.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -25,15 +25,8 @@ digest."""
 class HeartbeatRelay:
     """A thread that tells what this process writes in its page, and writes there what the others tell.
 
-    Args:
-        store: of the launcher; for this thread alone.
-        words: what its keys begin with.
-        page: this process's own.
-        rank: this process's.
-
     Attributes:
         told_s: when it last told and heard, on the monotonic clock.
-        broken: why it tells no more; "" while it does.
     """
 
     def __init__(self, store: Any, words: str, page: ControlPage, rank: int) -> None:

@@ -93,9 +93,6 @@ def join(cluster: Cluster) -> Cluster:
 def joined(seen: Sequence[Cluster]) -> Cluster:
     """Returns the cluster of which each rank sees its own host alone.
 
-    Args:
-        seen: by rank.
-
     Raises:
         InfeasiblePlan: some have devices of another kind.
     """

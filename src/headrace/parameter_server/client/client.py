@@ -27,20 +27,15 @@ class Client:
     """Pushes gradients to all servers, and pulls parameters from them.
 
     Args:
-        connections: one for each server.
-        worker: number of this worker.
         incarnation: greater than that of any process that had this number before.
         check: called about every 50 ms while waiting; raises to end the wait.
         timeout_s: how long a server may take for an answer that depends on no other worker.
-        together: push all shards of a server in one message.
-        observes: pull only, and wait for no other worker.
         in_turn: push to the first server, which decides whose pushes a round has, and then to the others; needs
             `together`.
 
     Attributes:
         rested: whether no other worker waited for this one while it waited for its last lease.
         apart: distance of the last push from the mean of its round, if servers measure it.
-        pulled: called when parameters have been pulled.
 
     Raises:
         PeerLost: a server has ended, or does not answer; by any method.
@@ -102,12 +97,8 @@ class Client:
 
         Args:
             gradients: by server and shard; None if the loss does not depend on the parameter.
-            lease: of the data.
             weight: in the mean of the round; 0 if there was no data.
-            share: of the round that the gradients stand for.
             finite: whether all are finite, if the caller has checked; None to check here. Others are refused.
-            pull: pull the parameters in the same round trip.
-            steps: how many gradients these are the sum of.
             versions: by server and shard, of the parameters that they were computed with; None for those pulled last.
             patience_s: how long to wait for other workers before the round ends without them; with `together`, and one
                 server or `in_turn`.

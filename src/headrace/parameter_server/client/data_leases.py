@@ -43,11 +43,6 @@ class ServerDataLeases(DataLeases):
     A lease is of `span` rounds, or of those left before the next sync point. The span may change at a sync point.
 
     Args:
-        client: of this rank.
-        group: the ranks of the replica.
-        leads: whether this worker loads the initial parameters.
-        parts: leases of a round.
-        next_sync_point: called at every sync point.
         background: brings the parameters up to date at a sync point; None to pull them.
         alone: rounds from the run's start that only worker 0 computes, to the end of a lease.
         rests: whether other workers, if their lead is bounded, need not wait for this one while it waits for data.
@@ -55,10 +50,8 @@ class ServerDataLeases(DataLeases):
     Attributes:
         lease: the one that is held, or has just been pushed; -1 for none, or if the background work commits it.
         late: whether its push was refused because it came too late, so that it is given out again.
-        weight, share: of the gradient of the last step.
         left: rounds of the lease that are still to be computed.
         span: rounds of a lease, except the last before a sync point.
-        synced_round: rounds that were done at the last sync point.
     """
 
     def __init__(

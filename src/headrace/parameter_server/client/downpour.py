@@ -80,8 +80,6 @@ class ServerLinks:
 
     Args:
         main: leases the data, and is used where all workers synchronize.
-        places: of this worker's parameters.
-        fetch_every: steps between two fetches.
         replica_group: fetched parameters are taken over on all of its ranks at once.
         pushing, fetching: push and fetch in the background; None if `main` does both.
         fetched: the places that `fetching` writes to.

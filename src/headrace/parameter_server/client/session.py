@@ -35,10 +35,7 @@ class ServerConnection:
     """What a client needs to reach one server.
 
     Attributes:
-        transport: to the server.
-        layout: of its shards.
         places: this worker's copy of their parameters, one for each shard, contiguous.
-        rank, host: the server's, for errors.
         reopen: opens another connection, to this server or its replacement; raises ConnectionError or TimeoutError
             while there is none. None if the end of the connection is an error.
         patience_s: how long to retry, and how long a server may be silent before its connection counts as broken.

@@ -32,11 +32,8 @@ class Push:
 
     Attributes:
         incarnation: of the worker; a push of an earlier one is refused.
-        lease: of the data; a lease is applied once.
-        version: of the parameters that it was computed with.
         weight: in the mean of its round; 0 if the worker had no data in it.
         share: of the round that it stands for, if it is a step of its own.
-        finite: whether all of it is.
     """
 
     worker: int

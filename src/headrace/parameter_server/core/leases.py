@@ -86,7 +86,6 @@ class Advance:
 
     Attributes:
         done: rounds in front of the sync point where they have met; ignored if it is another one.
-        until: rounds in front of the next.
         alone: rounds between them that worker 0 computes alone.
     """
 
@@ -130,17 +129,11 @@ class LeaseTableState:
     """The state of a `LeaseTable` as JSON values.
 
     Attributes:
-        portions: leases of a round.
-        until: rounds in front of the next sync point.
-        begin: the first lease behind the last sync point.
         together: the first lease that is not worker 0's alone.
         next: the next lease to give out: of all, or of each fixed part.
         free: leases that were given out and are free again, as intervals.
-        held: lease and worker.
         lost, met: workers that are lost, and that were told of the sync point.
         present: workers that are waited for, in the order in which they joined; None for those of the run's start.
-        meetings: so far.
-        asking: workers, in order.
         loose: whether any lease goes to any worker, because some are lost, or have none of their own.
     """
 
@@ -179,17 +172,11 @@ class LeaseTable:
     """Gives out the leases of a run.
 
     Args:
-        portions: leases of a round.
-        until: rounds in front of the first sync point.
-        first: the round to begin with.
         fixed: whether worker `w` gets part `w` of every round, so that all compute the same number of rounds; otherwise
             a worker that asks gets the next lease. When a worker is lost, or has joined without a part of its own, the
             others get its leases, and until the sync point any worker that has done its own gets any.
         alone: rounds from the first on that worker 0 computes alone.
         workers: present from the start, and waited for until they ask or are lost.
-
-    Attributes:
-        until: rounds in front of the next sync point.
     """
 
     def __init__(

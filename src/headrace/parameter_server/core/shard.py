@@ -52,14 +52,8 @@ class ShardState:
     """The state of a shard as JSON values.
 
     Attributes:
-        members: worker, incarnation and clock of each.
         done: the leases done since the last `Settle`, as intervals.
-        contributed: pushes of the open round.
-        waiting: in the order in which they arrived.
-        told: each member's last push and its result.
         overdue: members that are not waited for before they push again.
-        last: the last ended round.
-        among: the last round that another server has told of.
         awaited: members whose push of that round is missing here; None when it has ended.
     """
 
@@ -81,12 +75,9 @@ class Shard:
 
     Args:
         workers: the members at the start. Learnt from joins alone, the first round would end too early.
-        admission: which workers may begin their next round.
-        combination: which pushes make a step.
 
     Attributes:
         version: ended rounds if a round is a step, steps otherwise.
-        clocks: rounds that each member has finished.
         last: the last ended round, as another server is told of it; None before the first.
     """
 

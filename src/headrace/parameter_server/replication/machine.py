@@ -142,9 +142,7 @@ class Replication:
 
     Attributes:
         epoch: of `view`; 0 before the first.
-        last: number of the newest known log entry.
         dealt: number of the last entry that is handled here, or is about to be.
-        view: the newest.
     """
 
     def __init__(self, process: int) -> None:

@@ -57,14 +57,10 @@ class ReplicatedTransport:
     """Replicates the messages of one server.
 
     Args:
-        transport: of this process.
-        pushes, replies: its slots.
-        process: its number in views.
         connect: opens a connection without pushes to a primary at an address.
         grace_s: how long a worker whose connection has ended may take to reconnect, before it counts as lost.
 
     Attributes:
-        transport: for the server.
         ready: the epoch whose backup can be promoted; 0 before.
         severed: whether the connection to the other process of the view has ended.
     """

@@ -30,9 +30,7 @@ class Member:
     """One client of a worker.
 
     Attributes:
-        session: random number of the client.
         observes: whether it only pulls, and is no member of the shards.
-        peer: its connection, or the last one.
         away: whether that has ended, and the client may come back over another.
         heard: number of the last message on this connection; a repeated message has no greater one.
         done: number of the last request that was carried out and must not be carried out twice.

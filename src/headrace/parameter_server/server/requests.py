@@ -58,10 +58,7 @@ class _Request:
     """An open request.
 
     Attributes:
-        peer: the connection that it came from.
         unsaid: answers of shards that are missing: one for each gradient, and one for each pull.
-        gradients: by shard.
-        refused: the reason of the first refusal.
         came: time of arrival, seconds.
         apart: squared distance of the gradients from the mean of their round, if measured.
     """

@@ -39,18 +39,11 @@ class Server:
     """Serves its shards' parameters, which are zeros until a worker has loaded others.
 
     Args:
-        transport: the server's end of its connections.
-        layout: of its shards.
-        optimizer: of its shards.
-        machines: the state machines, one for each shard.
         coordinates: leases of the run's data, the first round, the first sync point, and the rounds of a lease until
             then, on the server that leases the data; None elsewhere.
         grace_s: how long a worker whose connection has ended may take to reconnect, before it counts as lost.
         replicated: if there is a backup; then `transport` and the grace are its.
         measures: whether workers are told the distance of their push from the mean of its round.
-
-    Attributes:
-        counters: of the work so far.
     """
 
     def __init__(

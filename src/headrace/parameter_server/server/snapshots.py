@@ -139,17 +139,11 @@ class Snapshots:
     """Writes one server's snapshots; if the disk fails, `error` says why, and the older snapshots stay.
 
     Args:
-        folder: of all servers of the run.
-        server: index of the server, in the order of ranks.
         every_s: seconds between snapshots.
-        keep: how many.
-        storage: that writes them; the file system by default.
 
     Attributes:
-        taken: how many have been written.
         bytes: of the last one.
         pause_s: how long the server paused for it.
-        error: why the last one could not be written.
     """
 
     def __init__(
@@ -228,9 +222,7 @@ class SnapshotSet:
     """One snapshot of each server, from which a run can resume.
 
     Attributes:
-        names: of the files, by server.
         done: rounds done at the last sync point, or at the run's start.
-        until: round of the next sync point.
         clocks: rounds since the last sync point that each worker has done, if leases are fixed.
         committed: leases since the last sync point that all servers have, as intervals.
         applied: by server and shard, the leases since then that are in its parameters.
@@ -249,8 +241,6 @@ def forget(folder: Path, but: Container[str] = (), storage: Storage | None = Non
 
     Args:
         folder: as of `Snapshots`.
-        but: names of those that the run goes on from.
-        storage: what deletes them; the operating system, if not given.
     """
     storage = storage or LocalStorage(folder)
     for name in [name for _, name in _files(storage) if name not in but]:
@@ -269,8 +259,6 @@ def newest(
 
     Args:
         folder: as of `Snapshots`.
-        servers: how many there are.
-        storage: what reads them; the operating system, if not given.
     """
     storage = storage or LocalStorage(folder)
     wrong: list[CorruptCheckpoint] = []

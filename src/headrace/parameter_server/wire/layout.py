@@ -23,7 +23,6 @@ class ShardSpec:
 
     Attributes:
         parameter: name of the parameter that it is a piece of.
-        start: its first element of the flattened parameter.
         shape: of the piece.
         dtype: as in `torch.float32`.
         exact: whether it is never encoded, because it is optimizer state.
@@ -49,12 +48,7 @@ class ShardSpec:
 class ShardLayout:
     """All shards of one server, in order, and how they are sent.
 
-    Args:
-        pieces: by shard.
-        push_codec, pull_codec: names of codecs, for gradients and for parameters.
-
     Attributes:
-        slots, push_slots: of parameters and of gradients.
         reply_slots: of encoded parameters; None if they are sent as they are.
 
     Raises:

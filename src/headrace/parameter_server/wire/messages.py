@@ -57,7 +57,6 @@ class Message(NamedTuple):
     """One message.
 
     Attributes:
-        kind: what it is about.
         first: of the shards that it is about; their number is that of `numbers`.
         flag: of a push, 1 if it is finite. Of an answer, the `Reason` of a refusal, or 0. Of LEAVE, 1 for this client
             alone, 0 for its worker.

@@ -43,7 +43,6 @@ class PipelineSchedule(ABC):
     A schedule with several stages a rank, or with another placement of stages, overrides `stages` or `rank_of`.
 
     Attributes:
-        ranks, micro_batches: how many there are.
         chunks: how many stages a rank has under a schedule that gives it several.
     """
 
@@ -94,8 +93,6 @@ def timed(
     """Returns when each action runs, each as soon as it can, by rank and time.
 
     Args:
-        orders: what each rank does, in order.
-        cost: how long an action takes.
         transfer: how long a value or gradient takes from one stage to the next.
 
     Raises:

@@ -28,7 +28,6 @@ class Layer:
 
     Attributes:
         name: path of its module, "blocks.0.conv"; ":2" is added where it is called for the second time.
-        parameters, buffers: that it uses, by their first names.
         joined: why no cut may stand behind it; "" where one may.
     """
 

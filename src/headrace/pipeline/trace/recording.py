@@ -38,9 +38,7 @@ class Recording:
 
     Attributes:
         graph: what is done, in order. A `get_attr` reads a tensor or `training`; the output is a list of leaves.
-        values: of every node, for the examples.
         guards: nodes whose values forward has asked for, and what they must be in every run.
-        owners: the module in whose forward each node was made.
         gradless: nodes under `torch.no_grad`.
         writes: (writer, node whose value it writes to).
         written: (writer, name of the buffer that it writes to).

@@ -25,9 +25,6 @@ class Traced:
     """A model whose forward is known.
 
     Attributes:
-        module: the model, as it was.
-        layers: what it does, in order.
-        recording, layout: the forward, and where its parts belong.
         notices: which modules could not be looked into, and why, for the user.
         select: of a batch, as `Job.inputs`.
         evaluated: what it does in evaluation, where that is something else; None where it is the same.

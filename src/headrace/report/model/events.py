@@ -60,11 +60,6 @@ class Tail:
     """Follows the event files of a run that is running: each `read` returns what was written since the last.
 
     A line counts when its end is there; a file, when it appears. The directory need not exist yet.
-
-    Args:
-        run_dir: the run directory.
-        skip: kinds of events to leave out, unread.
-        new_only: leave out what earlier attempts wrote.
     """
 
     def __init__(self, run_dir: Path | str, skip: Iterable[str] = (), new_only: bool = False) -> None:

@@ -49,7 +49,6 @@ class Loop(ABC):
         late: whether the current step's gradient came too late to count; its data comes again.
         reporter: the rank that reports a round which was not finite.
         moved_bytes: payload that went to and from other processes, beside that of collectives.
-        weights: what the run would leave now.
     """
 
     def __init__(self, reporter: int = 0, weights: TrainedWeights | None = None) -> None:

@@ -84,9 +84,7 @@ def count_examples(share: Share, drops: bool, group: ProcessGroup, counts: bool 
     """Returns a share that knows how many examples all workers have together; all workers call it.
 
     Args:
-        share: of this worker.
         drops: whether the data may leave examples out; if not, the share knows already.
-        group: the workers.
         counts: whether this worker speaks for its replica, whose ranks all have the same share.
     """
     if not drops:
