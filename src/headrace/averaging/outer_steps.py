@@ -24,6 +24,8 @@ class OuterStep(ABC):
     Attributes:
         copies_kept: how many tensors of the model's size are kept between synchronizations; the first begins as the
             parameters, the others as 0.
+        weighted: whether the mean is weighted by examples.
+        agrees: whether all workers go on from the same parameters.
     """
 
     copies_kept: ClassVar[int] = 0
@@ -67,7 +69,12 @@ class MeanStep(OuterStep):
 
 @dataclass(frozen=True)
 class Nesterov(OuterStep):
-    """SGD with Nesterov momentum (Douillard et al., "DiLoCo", 2023, section 2; as `torch.optim.SGD` does it)."""
+    """SGD with Nesterov momentum (Douillard et al., "DiLoCo", 2023, section 2; as `torch.optim.SGD` does it).
+
+    Attributes:
+        lr: outer learning rate.
+        momentum: of the outer step.
+    """
 
     lr: float = 0.7
     momentum: float = 0.9

@@ -23,6 +23,7 @@ class AutoPeriod:
         exchange_share: of the time that the exchange may take at most; a longer period makes it less.
         drift: how far a worker may be from the mean of all, relative to the norm of the mean; a shorter period makes it
             less, and goes before `exchange_share`.
+        longest: rounds that a period has at most.
     """
 
     exchange_share: float = 0.05
@@ -47,6 +48,8 @@ class Period:
     """The present period.
 
     Attributes:
+        rounds: until the next synchronization.
+        why: in words.
         most: rounds that drift allows, as far as it is known.
     """
 
@@ -72,6 +75,7 @@ class Measured:
     """What one synchronization has measured.
 
     Attributes:
+        rounds: since the one before.
         train_s: that they took the slowest worker.
         exchange_s: that the last exchange took a worker that waited for no other; 0 where there was none.
         drift: see `AutoPeriod`.
@@ -95,6 +99,11 @@ def next_period(now: Period, measured: Measured, target: int | AutoPeriod) -> Pe
 
     It at most doubles, so that a drift that grows is seen in time, and at most halves, because one measurement may be
     wrong. Drift halves it, and what was too long once is not tried again before drift is below half of what is allowed.
+
+    Args:
+        now: the period that has just ended.
+        seen: what it has shown.
+        target: how long it should be.
     """
     if not isinstance(target, AutoPeriod):
         return now
@@ -120,7 +129,9 @@ def first_stretch(target: int | AutoPeriod, post_local: int, first: int, until: 
     """Returns the first sync point of a run whose period changes at sync points alone, and its period until there.
 
     Args:
+        target: the period, or its bounds.
         post_local: rounds at the beginning after each of which workers average.
+        first: the round that the run begins with.
         until: the round of the first sync point, whatever the period.
     """
     if first < post_local:
@@ -146,7 +157,9 @@ class PeriodController:
     """The period of workers that average through servers; it changes at sync points, as leases are as long for all.
 
     Args:
+        target: the period, or its bounds.
         post_local: rounds at the beginning after each of which workers average.
+        group: the workers.
     """
 
     def __init__(self, target: int | AutoPeriod, post_local: int, group: ProcessGroup) -> None:
@@ -158,7 +171,14 @@ class PeriodController:
         self._measured: list[Measured] = []
 
     def note(self, measured: Measured, span: int, number: int, left_out: tuple[int, ...]) -> SyncResult:
-        """Notes an average; returns its result."""
+        """Notes an average; returns its result.
+
+        Args:
+            measured: at it.
+            span: rounds of a lease now.
+            number: of the average.
+            left_out: this worker, if its parameters were not finite.
+        """
         self._measured.append(measured)
         why = self._period.why if span == self._period.rounds else f"post_local={self._post_local}"
         return SyncResult(measured.rounds, span, why, measured.drift, left_out, number, measured.exchange_s)

@@ -66,6 +66,7 @@ def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:
     """Returns a strategy by its name, with options if they are given: "mirrored", "downpour(push_every=2)".
 
     Args:
+        strategy: the name, or a strategy already.
         workers: how many, or stages, where it takes a number of them and its options say none.
 
     Raises:

@@ -67,6 +67,14 @@ def served_plan(
 ) -> Plan:
     """Returns which rank holds which part of which replica, and which server holds which shards.
 
+    Args:
+        strategy: its name.
+        outer: what the replicas do with servers.
+        inner: the plan of one replica.
+        model: the whole one.
+        cluster: what there is.
+        counts: of replicas, and of devices in each.
+
     Raises:
         InfeasiblePlan: the cluster cannot hold it, or a stage would be without servers, or a server without shards.
     """
@@ -134,6 +142,9 @@ def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) 
     """Returns one rank's part of a replica, as a worker of the outer strategy.
 
     Args:
+        outer: what the replicas do with servers.
+        plan: the run's.
+        role: of this rank.
         own: of this rank, where `inside` is set.
     """
     every = own.servers

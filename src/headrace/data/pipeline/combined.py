@@ -35,6 +35,7 @@ def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> In
         a b a a b a a b a a        weights=(2, 1)
 
     Args:
+        pipelines: at least one.
         weights: of each, above 0; None to let them follow each other, every example exactly once: `mix(a, b).shuffle()`
             mixes them evenly.
 
@@ -57,6 +58,10 @@ def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
     """Returns a pipeline that takes from several in turn, until each is used up: every example exactly once.
 
         a b a b a b b b        the first is shorter
+
+    Args:
+        pipelines: at least one.
+        block: examples that are taken from each at a time.
 
     Raises:
         UsageError: there is no pipeline, or `block` is below 1.

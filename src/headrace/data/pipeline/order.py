@@ -190,6 +190,7 @@ class Hosts:
 
     Attributes:
         counts: of examples, by host; () before they have told each other.
+        mine: which one this is.
     """
 
     counts: tuple[int, ...] = ()

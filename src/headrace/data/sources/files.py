@@ -28,6 +28,7 @@ def from_files(
     Args:
         where: a pattern, "photos/**/*.jpg" or "s3://bucket/photos/*.jpg", or several; files come in the order of their
             names.
+        label: takes a file's name and returns its label.
         options: of the file system, as fsspec takes them (`anon=True`, `endpoint_url=...`).
 
     Raises:
@@ -43,7 +44,9 @@ def from_text(where: str | Sequence[str], by: str = "line", **options: Any) -> I
     An example is a str: a line without its line ending, or a file. Empty lines are examples, too.
 
     Args:
+        where: a pattern, "books/*.txt" or "https://host/book.txt", or several.
         by: "line", or "file" for the whole of each; to find the lines, files are read once when the pipeline is made.
+        options: of the file system, as fsspec takes them.
 
     Raises:
         DataError: no file is found, or one cannot be read.

@@ -38,6 +38,10 @@ def from_tfrecord(where: str | Sequence[str], **options: Any) -> InputPipeline:
     All lengths are read when the pipeline is made, to know where each record is; contents are read, and checked, when
     they are asked for.
 
+    Args:
+        where: a pattern, "train-*.tfrecord" or "gs://bucket/train-*", or several.
+        options: of the file system, as fsspec takes them.
+
     Raises:
         DataError: no file is found, or one is truncated or damaged.
         UnfitMachine: google-crc32c is not installed, or what that file system needs.
@@ -113,6 +117,9 @@ def from_array_record(where: str | Sequence[str]) -> InputPipeline:
     """Returns a pipeline over the records of ArrayRecord files on this machine.
 
     An example is a record's content as bytes.
+
+    Args:
+        where: a pattern, "train-*.array_record", or several.
 
     Raises:
         DataError: no file is found, or one is no ArrayRecord.

@@ -46,7 +46,9 @@ def from_csv(
     Args:
         where: a pattern, "table/*.csv" or "s3://bucket/table/*.csv", or several; .gz and the like are unpacked.
         columns: that are read; None for all.
+        delimiter: between the values of a row.
         types: of columns whose type shall not be found out, as Arrow calls them: `{"age": "float32"}`.
+        options: of the file system, as fsspec takes them.
 
     Raises:
         DataError: no file is found, one cannot be parsed, has other columns or types than the first, or there is no
@@ -124,6 +126,7 @@ def from_parquet(
         where: a pattern, "table/*.parquet" or "s3://bucket/table/*.parquet", or several.
         columns: that are read; None for all.
         memory_limit: bytes that decoded row groups may take, of each worker.
+        options: of the file system, as fsspec takes them.
 
     Raises:
         DataError: no file is found, one is no Parquet, has another schema than the first, or there is no such column.

@@ -34,6 +34,7 @@ def from_webdataset(where: str | Sequence[str], **options: Any) -> InputPipeline
 
     Args:
         where: a pattern, "shards/*.tar" or "s3://bucket/*.tar", or several; not compressed.
+        options: of the file system, as fsspec takes them.
 
     Raises:
         DataError: no file is found, one is no tar, is truncated or damaged, or an example has two members of one name.

@@ -68,7 +68,12 @@ class ShardOptimizer:
     """Updates the parameters of one server's shards, which are numbered from 0.
 
     Args:
+        layout: of the shards.
+        factory: makes the job's optimizer from named parameters.
+        parameters: of the whole model, in order.
+        clock: of rounds.
         full: apply every step with the whole learning rate, as in papers, not with its share of it.
+        remedies: for stale gradients.
     """
 
     def __init__(
@@ -113,8 +118,11 @@ class ShardOptimizer:
         """Applies one step to some shards.
 
         Args:
+            gradients: shard and gradient, which may be overwritten.
             shards: all that make the step, also those without a gradient.
             worker: whose gradient it is; -1 for a round's mean.
+            share: of a round that it stands for.
+            staleness: updates that it is behind.
             steps: how many gradients it is the sum of, each with that share.
         """
         if self._sent:
