@@ -27,7 +27,7 @@ from transport.ways import DEADLINE_S, open_link
 __all__ = ["Fleet", "Pusher"]
 
 TESTS = Path(__file__).resolve().parent.parent
-SCRIPT = TESTS / "ps" / "fleet_script.py"
+SCRIPT = TESTS / "parameter_server" / "fleet_script.py"
 
 
 class Fleet:
