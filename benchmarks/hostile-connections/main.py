@@ -18,11 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from comm.outside import greeting
-
 from headrace.transport.base import Slots
 from headrace.transport.remote_client import RemoteClientTransport
 from headrace.transport.remote_server import RemoteServerTransport
+from transport.outside import greeting
 
 SECRET = b"of the run that is attacked....."
 SLOTS = Slots([4 << 20])

@@ -15,11 +15,10 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from comm.hostile import ATTACKS, NOTHING, SLOTS, Attacker, record
-from comm.outside import AT_ONCE, STRANGERS, Strangers
-
 from headrace.transport import remote_server as remote_port
 from headrace.transport.remote_server import RemoteServerTransport
+from transport.hostile import ATTACKS, NOTHING, SLOTS, Attacker, record
+from transport.outside import AT_ONCE, STRANGERS, Strangers
 
 SECRET, OTHER = b"of the run that is attacked.....", b"of some other run..............."
 FRESH_EVERY = 200
