@@ -161,7 +161,7 @@ def paced(number: int, at: int, launcher: int, worker: hr.Worker) -> None:
             os.kill(launcher, number)
             deadline = time.monotonic() + 30
             # Who has lost its launcher is ended here; who is asked to end is told by the page.
-            while not worker._page.stop:
+            while not worker._session.page.stop:
                 assert time.monotonic() < deadline, "no signal"
                 time.sleep(0.001)
 

@@ -137,7 +137,7 @@ def test_what_cannot_be_sent(make: Callable[[], Any], message: str) -> None:
 
 def writes_into_its_data(worker: hr.Worker) -> None:
     """Fails if anything but this worker's own writes can be seen."""
-    data: Tensor = worker._order.job.data[0]
+    data: Tensor = worker._session.run.job.data[0]
     for number, batch in enumerate(worker.batches()):
         assert float(data.sum()) == 100 * number
         data.view(-1)[number * 2 + worker.rank] += 100

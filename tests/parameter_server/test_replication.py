@@ -226,8 +226,8 @@ BUGS = {
     "deals with all that is held again": ("range(self.dealt + 1, until + 1)", "range(self.dealt, until + 1)"),
     "does not tell that it is filled": ("return [Hold(event.number)]\n        if", "return []\n        if"),
     "begins a new log when it is promoted": (
-        "        self._stage = _ALONE\n        # N",
-        "        self._stage, self.last = _ALONE, 0\n        # N",
+        "        self._stage = _ALONE\n        # T",
+        "        self._stage, self.last = _ALONE, 0\n        # T",
     ),
 }
 
