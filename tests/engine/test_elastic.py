@@ -138,8 +138,8 @@ class Counted(hr.ParameterAveraging):
     via: str = "server"
     period: int = 2
 
-    def server(self, plan: Plan, rank: int, parts: ServerContext) -> Server:
-        return self._service.server(plan, rank, parts, by_share=True)
+    def server(self, plan: Plan, rank: int, context: ServerContext, *, by_share: bool = True) -> Server:
+        return super().server(plan, rank, context, by_share=by_share)
 
 
 STRATEGIES: dict[str, Callable[..., hr.Strategy]] = {

@@ -204,7 +204,11 @@ class ParameterAveraging(ServedStrategy):
         first = rank * (context.inside.group.world if context.inside else 1)
         return Replica(compute, AveragingExchange(first, local, averager), sync=averager)
 
-    def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
+    def server(self, plan: Plan, rank: int, context: ServerContext, *, by_share: bool = False) -> Server:
+        """Builds a server; `by_share` moves the average by the share of its rounds that the contributing workers had.
+
+        Then an example moves the average equally however many workers have contributed.
+        """
         config = self._service
         rank = server_of(plan, rank)
         state = state_on_server(context.model, context.optimizer) if config.average_state else None
@@ -215,7 +219,9 @@ class ParameterAveraging(ServedStrategy):
         optimizer = functools.partial(
             outer_optimizer, {each.name for each in beside}, config.outer_options(plan.workers)
         )
-        shard_optimizer = ShardOptimizer(layout, optimizer, [*context.model.parameters, *beside], clock, full=True)
+        shard_optimizer = ShardOptimizer(
+            layout, optimizer, [*context.model.parameters, *beside], clock, full=not by_share
+        )
         combination = config.combination(first=rank == plan.servers[0])
         until, span = first_stretch(config.period, config.post_local, context.first, context.until)
         # If an average waits for all, workers go in lockstep, and every run is the same.
