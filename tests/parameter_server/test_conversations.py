@@ -265,7 +265,7 @@ def test_every_conversation_ends_with_everything_counted_once() -> None:
 
 PLANTED = {
     "a lease twice": ("if push.lease not in self._done and push.finite", "if push.finite"),
-    "what is acknowledged is lost": ("step.append(Step(", "push.lease % 2 and step.append(Step("),
+    "what is acknowledged is lost": ("step.append(ApplyStep(", "push.lease % 2 and step.append(ApplyStep("),
 }
 
 
