@@ -37,7 +37,7 @@ def belongings() -> dict[str, set[object]]:
     The engine that `fit` keeps for the next call is ended first, so that all else is seen.
     """
     close_kept_engine()
-    # Before all else, because it collects what nobody holds.
+    # Before all else, because it collects objects without references.
     held: set[object] = set(descriptors())
     maps = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
     return {

@@ -305,7 +305,7 @@ def test_a_run_in_which_workers_wait_for_each_other_takes_no_further_ones(engine
 
 
 def test_nobody_answers_where_nothing_runs(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no run goes on there"):
+    with pytest.raises(UsageError, match="no run has answered"):
         ask_for_workers(tmp_path, 1, timeout_s=0.2)
     with pytest.raises(UsageError, match="is no directory of a run"):
         ask_for_workers(tmp_path / "nowhere", 1)

@@ -91,7 +91,7 @@ def test_an_address_of_the_network_that_does_not_answer_is_named() -> None:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=rf"no link to the server at {address}: no answer for 0\.2 s"):
             RemoteClientTransport(address, SLOTS, SLOTS, secret=SECRET, hello_s=0.2)
-    with pytest.raises(ConnectionError, match=rf"no link to the server at {address}: nobody listens there"):
+    with pytest.raises(ConnectionError, match=rf"no link to the server at {address}: no process listens there"):
         RemoteClientTransport(address, SLOTS, SLOTS, secret=SECRET)
 
 

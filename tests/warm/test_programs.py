@@ -1,4 +1,4 @@
-"""A warm program is to whoever starts it what Python is."""
+"""A warm program behaves as Python does for the process that starts it."""
 
 from __future__ import annotations
 

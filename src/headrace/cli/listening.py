@@ -85,7 +85,7 @@ def _local() -> dict[int, str]:
 
 
 def _network() -> dict[int, tuple[IPv4Address | IPv6Address, int]]:
-    """Returns all addresses that anybody listens on, by inode."""
+    """Returns all addresses with a listening socket, by inode."""
     found = {}
     for table in ("tcp", "tcp6"):
         path = _PROC / "net" / table

@@ -70,7 +70,7 @@ def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, .
 
 
 def whole(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
-    """Gives every parameter to one owner: the largest first, to whoever has the fewest bytes so far.
+    """Gives every parameter to one owner: the largest first, to the owner with the fewest bytes so far.
 
     For optimizers that need whole matrices. See `greedy`.
 

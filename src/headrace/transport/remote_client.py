@@ -32,8 +32,8 @@ _FAREWELL_MS = 2_000
 _BLOB_BYTES = 1 << 32
 _STRANGER = "it has another secret than this run's, or is no server of headrace"
 _ENDS = {
-    zmq.EVENT_CLOSED: "nobody listens there",
-    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
+    zmq.EVENT_CLOSED: "no process listens there",
+    zmq.EVENT_CONNECT_RETRIED: "no process listens there",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let this worker's key in; is it of another run?",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: _STRANGER,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: _STRANGER,

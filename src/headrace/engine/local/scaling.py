@@ -69,7 +69,7 @@ def ask_for_workers(run_dir: Path, count: int, timeout_s: float = _ANSWER_S) -> 
         if monotonic() > deadline:
             with suppress(FileNotFoundError):
                 wish.unlink()
-            raise UsageError(f"nobody has answered in {run_dir} for {timeout_s:.0f} s: no run goes on there")
+            raise UsageError(f"no run has answered in {run_dir} for {timeout_s:.0f} s: none is running there")
         sleep(_LOOK_EVERY_S)
     told = json.loads(answer.read_text(encoding="utf-8"))
     answer.unlink()

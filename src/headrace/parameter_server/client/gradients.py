@@ -134,7 +134,7 @@ def _times(gradient: Tensor, factor: float) -> Tensor:
 
 
 _WORDS = 6
-"""Numbers of a lease or a fence that all need, but for who meets: of a replica nobody is ever lost alone."""
+"""Numbers of a lease or sync point, without its members: the ranks of a replica are only lost together."""
 
 
 class ReplicaGroup:

@@ -297,7 +297,7 @@ class Authority:
         down = news.process if isinstance(news, Down) else None
         if down == view.primary:
             if view.backup is None or not self.ready:
-                raise PrimaryLost(f"process {down} is gone, and nobody holds what it held")
+                raise PrimaryLost(f"process {down} is gone, and no other process holds what it held")
             return self._next(view.backup)
         if down is not None and down == view.backup:
             return self._next(view.primary)

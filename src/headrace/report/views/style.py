@@ -1,7 +1,7 @@
 """The page's colours: one a strategy, one a part of a step, told apart by colour-blind eyes, in light and dark.
 
-Pictures are drawn with stand-in colours that no one sees; in the page each becomes a variable of its style sheet,
-so that the same picture is legible on a light and on a dark ground.
+Pictures are drawn with placeholder colours. The page replaces each by a variable of its style sheet, so that the
+same picture is legible on a light and on a dark background.
 """
 
 from __future__ import annotations
