@@ -202,7 +202,9 @@ def _listener(listener: Listener) -> Check:
     if listener.loopback:
         remedy = "not headrace's servers: torch's rendezvous or a script; any user of this machine can speak to it"
         return _warning("listens", f"{found}not encrypted", remedy)
-    remedy = "every host that reaches it can connect to it: set MASTER_ADDR to 127.0.0.1, or keep others off by a firewall"
+    remedy = (
+        "every host that reaches it can connect to it: set MASTER_ADDR to 127.0.0.1, or keep others off by a firewall"
+    )
     return _problem("listens", f"{found}not encrypted", remedy)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,3 +175,16 @@ class Replica:
     compute: Compute
     exchange: Exchange
     sync: DataLeases | PeriodicSync | None = None
+
+    def trained_weights(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model has the weights that the run would leave now; every worker enters it."""
+        return self.sync.swapped_weights() if isinstance(self.sync, PeriodicSync) else nullcontext()
+
+    def adopt_trained_weights(self) -> None:
+        """Leaves them in the model, at the end of the run."""
+        if isinstance(self.sync, PeriodicSync):
+            self.sync.adopt_averaged_weights()
+
+    def own_state(self) -> tuple[StatePiece, ...]:
+        """Returns the state that belongs to this worker alone."""
+        return self.sync.own() if isinstance(self.sync, PeriodicSync) else ()

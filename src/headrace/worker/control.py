@@ -5,7 +5,6 @@ from __future__ import annotations
 from time import monotonic
 
 from headrace.worker.evaluation import EarlyStopper
-from headrace.worker.loops.base import SameWeights, TrainedWeights
 from headrace.worker.losses import LossReader
 from headrace.worker.saving import Saver
 from headrace.worker.session import WorkerSession
@@ -16,7 +15,6 @@ class RunControl:
     """Rank 0 decides at one synchronization what all workers do at the next; the control page carries the decision.
 
     Attributes:
-        weights: what the run would leave now; set with the loop.
         statistics_weight: weight of this worker's running statistics in their mean over the workers.
     """
 
@@ -24,7 +22,6 @@ class RunControl:
         run, group, page = session.run, session.group, session.page
         self.stopper = EarlyStopper(run.job.options.early_stopping)
         self.statistics_weight = 1.0
-        self.weights: TrainedWeights = SameWeights()
         self._progress = session.progress
         self._group = group
         self._page = page
@@ -95,5 +92,5 @@ class RunControl:
         # A loss that was not read yet may be NaN, and then this state is not worth keeping.
         self.losses.read()
         done = self._progress.done
-        tensors, description = self._state.take(self.weights, done, self.statistics_weight)
+        tensors, description = self._state.take(done, self.statistics_weight)
         self._saver.save(done, tensors, description, began)

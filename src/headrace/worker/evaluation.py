@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,11 +35,10 @@ class Evaluation:
         self._group = group
         self._mates = replica.compute.mates or group
 
-    def run(self, trained_weights: AbstractContextManager[None], weight: float) -> tuple[dict[str, float], int]:
+    def run(self, weight: float) -> tuple[dict[str, float], int]:
         """Returns the metrics, the same on every worker, and how many examples were counted.
 
         Args:
-            trained_weights: a context in which the model has the weights to evaluate.
         """
         job = self._job
         task = job.task
@@ -47,7 +46,7 @@ class Evaluation:
         sums = [0.0] * (2 * len(measures) + 1)
         module = self._replica.compute.module
         training = module.training
-        with trained_weights, self._averaged(weight):
+        with self._replica.trained_weights(), self._averaged(weight):
             module.eval()
             for share in self._loader(self._group.rank, self._group.world).sweep():
                 if share.examples:

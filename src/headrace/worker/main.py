@@ -125,7 +125,6 @@ def _make_loop(session: WorkerSession, control: RunControl) -> Loop:
             loop = PeriodicLoop(session, control, sync)
         case None:
             loop = LockstepLoop(session, control)
-    control.weights = loop.weights
     return loop
 
 
@@ -160,7 +159,7 @@ def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
     control.save_last()
     weight = control.statistics_weight
     group.together(lambda: average(averaged_buffers(replica.compute.module), session.mates, weight))
-    loop.weights.adopt()
+    replica.adopt_trained_weights()
     if session.run.job.options.ema_decay is not None:
         group.together(replica.exchange.adopt_averaged_weights)
 

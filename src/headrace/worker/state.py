@@ -23,7 +23,6 @@ from headrace.training.exchange import Replica
 from headrace.training.optimizer_state import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.evaluation import EarlyStopper, average
-from headrace.worker.loops.base import TrainedWeights
 from headrace.worker.run_spec import RunSpec
 
 
@@ -56,12 +55,12 @@ class WorkerState:
         self._mates = replica.compute.mates or group
         self._device = torch.device(run.plan.role(rank).device)
 
-    def take(self, weights: TrainedWeights, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def take(self, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns copies of this worker's part, and the description of the whole; all workers call it together."""
         exchange, rank = self._replica.exchange, self._group.rank
         tensors = {**owned_pieces(exchange.state(), self._run.plan, rank), **random_states(self._device)}
-        tensors |= own_pieces(weights.own_state())
-        with weights.swapped():
+        tensors |= own_pieces(self._replica.own_state())
+        with self._replica.trained_weights():
             averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
             average(list(averaged.values()), self._mates, weight)
             leads = self._run.plan.leads(rank)

@@ -180,7 +180,7 @@ class Worker:
 
     def _measure(self) -> tuple[dict[str, float], int]:
         assert self._session.evaluation is not None
-        return self._session.evaluation.run(self._loop.weights.swapped(), self._control.statistics_weight)
+        return self._session.evaluation.run(self._control.statistics_weight)
 
     def _record(self, computed: Computed, loss: float | None) -> None:
         progress, share, counts = self._progress, self._progress.share, self._compute.counts

@@ -4,41 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 from headrace.spec.job import Share
-from headrace.training.optimizer_state import StatePiece
-
-
-class TrainedWeights(ABC):
-    """The weights that the run would leave now, where a worker's own may differ from them."""
-
-    @abstractmethod
-    def swapped(self) -> AbstractContextManager[None]:
-        """Returns a context in which the module has them; every worker enters it."""
-
-    @abstractmethod
-    def adopt(self) -> None:
-        """Leaves them in the module, at the end of the run."""
-
-    @abstractmethod
-    def own_state(self) -> tuple[StatePiece, ...]:
-        """Returns the state that belongs to this worker alone."""
-
-
-class SameWeights(TrainedWeights):
-    """Every worker has them."""
-
-    def swapped(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def adopt(self) -> None:
-        """There is nothing to do."""
-
-    def own_state(self) -> tuple[StatePiece, ...]:
-        return ()
 
 
 class Loop(ABC):
@@ -51,12 +20,11 @@ class Loop(ABC):
         moved_bytes: payload that went to and from other processes, beside that of collectives.
     """
 
-    def __init__(self, reporter: int = 0, weights: TrainedWeights | None = None) -> None:
+    def __init__(self, reporter: int = 0) -> None:
         self.lease = -1
         self.late = False
         self.reporter = reporter
         self.moved_bytes = 0
-        self.weights = weights or SameWeights()
 
     def __enter__(self) -> None:  # noqa: B027  (only leases have to begin)
         """Prepares the first step, when the replica is complete."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -11,26 +10,10 @@ from typing import Any
 from headrace.spec.events import ParametersAveraged
 from headrace.spec.job import Share
 from headrace.spec.plan import replica_leader
-from headrace.training.optimizer_state import StatePiece
 from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.control import RunControl
-from headrace.worker.loops.base import TrainedWeights
 from headrace.worker.loops.rounds import RoundLoop
 from headrace.worker.session import WorkerSession
-
-
-class _AveragedWeights(TrainedWeights):
-    def __init__(self, sync: PeriodicSync) -> None:
-        self._sync = sync
-
-    def swapped(self) -> AbstractContextManager[None]:
-        return self._sync.swapped_weights()
-
-    def adopt(self) -> None:
-        self._sync.adopt_averaged_weights()
-
-    def own_state(self) -> tuple[StatePiece, ...]:
-        return self._sync.own()
 
 
 class PeriodicLoop(RoundLoop):
@@ -39,7 +22,7 @@ class PeriodicLoop(RoundLoop):
     meets = True
 
     def __init__(self, session: WorkerSession, control: RunControl, sync: PeriodicSync) -> None:
-        super().__init__(session, control, replica_leader(session.run.plan, session.rank), _AveragedWeights(sync))
+        super().__init__(session, control, replica_leader(session.run.plan, session.rank))
         self._sync = sync
 
     def next_meeting(self) -> int:

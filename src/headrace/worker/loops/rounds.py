@@ -14,17 +14,15 @@ from headrace.data import delivered
 from headrace.errors import UsageError
 from headrace.spec.job import Share
 from headrace.worker.control import RunControl
-from headrace.worker.loops.base import Loop, TrainedWeights
+from headrace.worker.loops.base import Loop
 from headrace.worker.session import WorkerSession
 
 
 class RoundLoop(Loop):
     """Round after round, a share of every global batch for each worker."""
 
-    def __init__(
-        self, session: WorkerSession, control: RunControl, reporter: int = 0, weights: TrainedWeights | None = None
-    ) -> None:
-        super().__init__(reporter, weights)
+    def __init__(self, session: WorkerSession, control: RunControl, reporter: int = 0) -> None:
+        super().__init__(reporter)
         self._session = session
         self._control = control
 
