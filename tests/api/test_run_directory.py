@@ -180,6 +180,7 @@ def training(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_python")
 def test_a_run_that_lives_is_left_alone(tmp_path: Path) -> None:
     run_dir = tmp_path / "a"
     job = lasting_job("plain", epochs=10**6, eval_data=None)

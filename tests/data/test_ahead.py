@@ -221,18 +221,40 @@ def test_batches_of_very_different_sizes_stay_within_the_memory_limit(told: bool
     assert source.alive == 0
 
 
+class Gated(Sized):
+    """Keeps all but the first batch of four back until the number of readers has been decided."""
+
+    def __init__(self, sizes: list[int], told: bool) -> None:
+        super().__init__(sizes, told)
+        self.decided = threading.Event()
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        assert index < 4 or self.decided.wait(DEADLINE_S)
+        return super().example(index, epoch)
+
+
 @pytest.mark.parametrize("told", [True, False])
-def test_threads_share_their_memory_only_where_batches_are_large(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1 << 10, 1 << 20])
+def test_threads_share_their_memory_only_where_batches_are_large(
+    told: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tuned: list[int] = []
+    source = Gated([1 << 10] * 4 + [size] * 36, told)
+    decide = running.BatchReader._share_memory
+
+    def share_memory(reader: Any, readers: int) -> None:
+        decide(reader, readers)
+        if readers == 2:
+            source.decided.set()
+
     monkeypatch.setattr(running, "tune", lambda option, value: tuned.append(value))
-    small, large = [1 << 10] * 40, [1 << 10] * 4 + [1 << 20] * 36
-    for sizes in (small, large):
-        source = InputPipeline(Sized(sizes, told)).map(lambda example: example, parallel=2)
-        # Four examples of 1 kB and what they are made from: 12 kB; of 1 MB: 12 MB, more than half of a sixteenth.
-        for _ in Loader(source.prefetch(memory_limit=100 << 20), 0, 4, (1,), 0).rounds(0, 10):
-            pass
-        # What nobody tells beforehand is judged by the first batch.
-        assert bool(tuned) == (sizes == large and told)
+    monkeypatch.setattr(running.BatchReader, "_share_memory", share_memory)
+    pipeline = InputPipeline(source).map(lambda example: example, parallel=2)
+    # Four examples of 1 kB and what they are made from: 12 kB; of 1 MB: 12 MB, more than half of a sixteenth.
+    for _ in Loader(pipeline.prefetch(memory_limit=100 << 20), 0, 4, (1,), 0).rounds(0, 10):
+        pass
+    # Sizes that the source does not tell beforehand are judged by the first batch.
+    assert bool(tuned) == (size == 1 << 20 and told)
 
 
 MEMORY = """

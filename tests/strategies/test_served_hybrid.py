@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import headrace as hr
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, NonFiniteLoss, UsageError
+from headrace.parameter_server.client.downpour import Background
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import ServerStats, Stepped
 from headrace.strategies import resolve
@@ -190,6 +191,23 @@ def test_an_evaluation_is_that_of_the_parameters_that_are_left(regime: str, inne
         return
     job = CASES["tied"].job(11)
     run = hr.fit(job, hr.Hybrid(REGIMES[regime], INNER[inner]), engine=hr.ThreadEngine())
+    assert job.eval_data is not None
+    inputs, target = job.eval_data
+    with torch.no_grad():
+        loss = float(job.loss(run.model(inputs), target))
+    assert run.metrics["loss"] == pytest.approx(loss, rel=1e-12)
+
+
+def test_a_sync_point_waits_for_the_pushes_of_every_rank_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Background.start
+
+    def start_slowly(background: Background, task: Callable[[], object]) -> None:
+        late = threading.current_thread().name == "rank-3"
+        start(background, lambda: (time.sleep(0.1 * late), task()))
+
+    monkeypatch.setattr(Background, "start", start_slowly)
+    job = CASES["tied"].job(11)
+    run = hr.fit(job, hr.Hybrid(REGIMES["downpour"], INNER["slices"]), engine=hr.ThreadEngine())
     assert job.eval_data is not None
     inputs, target = job.eval_data
     with torch.no_grad():

@@ -357,9 +357,10 @@ def test_a_flood_does_not_drown_others(port: RemoteServerTransport, link: Client
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_python")
 def test_a_host_that_falls_silent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeromq, "_BEAT_MS", 200)
-    monkeypatch.setattr(zeromq, "_SILENCE_MS", 1_000)
+    monkeypatch.setattr(zeromq, "_HEARTBEAT_MS", 200)
+    monkeypatch.setattr(zeromq, "_TIMEOUT_MS", 1_000)
     small = Slots([8])
     port = RemoteServerTransport(small, small, secret=SECRET)
     process: subprocess.Popen[str]

@@ -50,8 +50,8 @@ def worker_and_server_roles(
     """
     if cluster.ranks is not None and backups:
         raise InfeasiblePlan(
-            f"{strategy} asks for backups={backups}, and a launcher started these processes: who goes on where a "
-            "server was is decided by the engine that restarts processes; use backups=0, or start the run without a launcher"
+            f"{strategy} asks for backups={backups}, and a launcher started these processes: the engine that restarts "
+            "processes decides which one replaces a server; use backups=0, or start the run without a launcher"
         )
     if cluster.ranks is not None:
         left = cluster.ranks - servers

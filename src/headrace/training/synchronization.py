@@ -138,7 +138,7 @@ class DataLeases(ABC):
 
     @abstractmethod
     def next(self) -> Lease | SyncPoint:
-        """Waits for the answer to `ask`."""
+        """Waits for the answer to `ask`; at a sync point, also until all that this worker pushed has been applied."""
 
     @abstractmethod
     def weigh(self, weight: float, share: float) -> None:

@@ -66,6 +66,9 @@ class CenterVariable:
             torch._foreach_copy_([self._own[index] for index in taken], [self._copy[index] for index in taken])
         self._mirror.spread()
 
+    def finish(self) -> None:
+        """Does nothing: a push has been applied when it returns."""
+
     def renew(self) -> None:
         """Pulls the center, and sets the parameters to it."""
         # A new worker has no parameters of its own yet.

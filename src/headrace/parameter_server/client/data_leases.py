@@ -27,8 +27,11 @@ class BackgroundWork(Protocol):
     def moved_bytes(self) -> int:
         """Payload that these connections have carried."""
 
+    def finish(self) -> None:
+        """Blocks until the work has ended."""
+
     def renew(self) -> None:
-        """Waits until the work has ended, and brings the parameters up to date."""
+        """Blocks until the work has ended, and brings the parameters up to date."""
 
     def resume(self) -> None:
         """Called when the next lease begins."""
@@ -101,6 +104,9 @@ class ServerDataLeases(DataLeases):
         round_ = min(until, begin + (number - first) * self.span)
         if answer.kind == Kind.SYNC_POINT:
             self._sync_point, self.synced_round = number, round_
+            if self._background:
+                # A replica's lease is done when its first rank has pushed; the other ranks may push still.
+                self._background.finish()
             return SyncPoint(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
         if self._client.rested:
             # Others have gone on meanwhile, so that a gradient of the old parameters would be late.

@@ -138,10 +138,14 @@ class ServerLinks:
             self._since = 0
             self._fetching.start(self._fetching.client.pull)
 
-    def renew(self) -> None:
-        """Waits until the background is idle, and brings the parameters up to date."""
+    def finish(self) -> None:
+        """Blocks until the background is idle."""
         for background in self._backgrounds:
             background.wait()
+
+    def renew(self) -> None:
+        """Blocks until the background is idle, and brings the parameters up to date."""
+        self.finish()
         self._ready = False
         self.pull()
 
