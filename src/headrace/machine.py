@@ -131,8 +131,8 @@ def check_shared_memory() -> str | None:
         segment = SharedSegment.create(ControlPage.nbytes(1), "probe")
         page = ControlPage(segment, 1)
         SharedSegment.open(os.getpid(), segment.descriptor, segment.nbytes).close()
-        futex.wake(page.ranks[0].barrier_address)
-        futex.wait(page.ranks[0].barrier_address, 1, 0.001)
+        futex.wake(page.ranks[0].address_of("barrier_counter"))
+        futex.wait(page.ranks[0].address_of("barrier_counter"), 1, 0.001)
         segment.close()
     except (UnfitMachine, OSError) as error:
         return str(error)

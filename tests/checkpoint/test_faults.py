@@ -12,7 +12,7 @@ import pytest
 from checkpoint.faulty import FaultyStorage
 from checkpoint.model_disk import ModelDisk
 from checkpoint.states import equal, save, small_state
-from headrace.checkpoint import CheckpointFolder, LocalStorage, Storage
+from headrace.checkpoint import CheckpointFolder, Storage
 
 RANKS = 2
 
@@ -63,7 +63,7 @@ def test_an_error_at_every_operation(number: int, lasting: bool) -> None:
 def test_an_error_at_every_operation_on_a_real_disk(tmp_path: Path, lasting: bool) -> None:
     for first in itertools.count():
         path = tmp_path / str(first)
-        if not try_with(lambda path=path: LocalStorage(path), path, errno.ENOSPC, first, lasting):
+        if not try_with(lambda path=path: Storage(path), path, errno.ENOSPC, first, lasting):
             break
     assert first > 30
 

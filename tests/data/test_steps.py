@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headrace as hr
-from headrace.data import InputPipeline, from_arrays
+from headrace.data import InputPipeline, from_arrays, from_torch
 from headrace.data.loading.loader import Loader
 from headrace.data.pipeline.source import padded
 from headrace.errors import DataError, UsageError
@@ -85,6 +85,17 @@ def test_an_empty_share_has_the_shapes_of_others() -> None:
     none = Loader(pipeline.filter(lambda _: False), 0, 2, (1,), 0)
     with pytest.raises(DataError, match="every example is left out"):
         next(none.rounds())
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_empty_share_has_no_text_and_no_bytes(steps: int) -> None:
+    pipeline = from_torch([(torch.zeros(3), b"content", {"name": "text", "parts": [b"a", 1.0]})] * 5)
+    for _ in range(steps):
+        pipeline = pipeline.map(lambda example: example)
+    share = next(Loader(pipeline, 0, 2, (1, 1, 1), 2).rounds())
+    image, content, rest = share.batch
+    assert (share.examples, image.shape, content, rest["name"]) == (0, (0, 3), [], [])
+    assert (rest["parts"][0], rest["parts"][1].shape) == ([], (0,))
 
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)

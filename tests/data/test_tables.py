@@ -20,7 +20,7 @@ from pyarrow import csv, parquet
 import headrace as hr
 from data.readers import forked
 from headrace.data.pipeline.source import Epoch
-from headrace.data.sources.pieces import BoundedCache
+from headrace.data.sources.storage import BoundedCache
 from headrace.errors import DataError, UsageError
 
 EPOCH = Epoch(0, 0)

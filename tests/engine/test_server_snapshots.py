@@ -15,7 +15,7 @@ import torch
 
 import headrace as hr
 from engine.test_elastic import BATCH, EXAMPLES, check_counts, counting_job, every_strategy
-from headrace.checkpoint.storage import LocalStorage
+from headrace.checkpoint.storage import Storage
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost
 from headrace.spec.events import Event, Notice, RunStarted, ServerStarted, SnapshotTaken, Stepped, WorkerStarted
@@ -143,7 +143,7 @@ def test_no_snapshots_where_none_are_wanted_or_a_backup_has_all(engine: LocalEng
         assert not (tmp_path / name / "snapshots").exists()
 
 
-class Full(LocalStorage):
+class Full(Storage):
     """A disk without room for snapshots."""
 
     def create(self, name: str) -> Any:
@@ -151,7 +151,7 @@ class Full(LocalStorage):
 
 
 def test_a_full_disk_is_told_and_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.parameter_server.server.snapshots.LocalStorage", Full)
+    monkeypatch.setattr("headrace.parameter_server.server.snapshots.Storage", Full)
     run = hr.fit(counting_job(60), hr.ParameterServer(2), engine=hr.ThreadEngine(), run_dir=tmp_path, checkpoints=OFTEN)
     check_counts(run, 60)
     assert "no snapshot of the server on rank 2: No space left on device" in notices(run)

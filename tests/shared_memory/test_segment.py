@@ -152,13 +152,13 @@ def test_the_fields_of_a_control_page_do_not_overlap(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_counter_has_a_cache_line_and_its_address(ranks: int) -> None:
     page, _ = pages(ranks)
-    addresses = [record.barrier_address for record in page.ranks]
+    addresses = [record.address_of("barrier_counter") for record in page.ranks]
     assert len({address // 64 for address in addresses}) == ranks
     assert all(address % 4 == 0 for address in addresses)
     for rank, record in enumerate(page.ranks):
         record.barrier_counter, record.elastic_counter = rank + 1, rank + 101
         assert ctypes.c_int32.from_address(addresses[rank]).value == rank + 1
-        assert ctypes.c_int32.from_address(record.elastic_address).value == rank + 101
+        assert ctypes.c_int32.from_address(record.address_of("elastic_counter")).value == rank + 101
 
 
 def test_what_different_processes_write_lies_on_different_cache_lines() -> None:

@@ -21,7 +21,7 @@ from api.test_run_directory import mounted
 from checkpoint.faulty import FaultyStorage
 from engine.conftest import until
 from engine.lasting import ROUNDS, lasting_job, left_by
-from headrace.checkpoint import Checkpoint, CheckpointFolder, LocalStorage, Storage
+from headrace.checkpoint import Checkpoint, CheckpointFolder, Storage
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import HeadraceError, WorkerFailed
 from headrace.spec.events import Event, Notice, Saved
@@ -111,7 +111,7 @@ class Slow(FaultyStorage):
     """Waits before it makes a folder's names lasting, which a commit does last."""
 
     def __init__(self, path: Path, wait: Callable[[], object]) -> None:
-        super().__init__(LocalStorage(path), -1, 0)
+        super().__init__(Storage(path), -1, 0)
         self.wait = wait
 
     def sync(self, folder: str) -> None:
@@ -249,7 +249,7 @@ def test_a_fault_at_every_operation(
     for first in itertools.count():
         run_dir = tmp_path / str(first)
         # All ranks count the operations of one disk.
-        disk = FaultyStorage(LocalStorage(run_dir / "checkpoints"), number, first)
+        disk = FaultyStorage(Storage(run_dir / "checkpoints"), number, first)
         with monkeypatch.context() as patch:
             place(patch, lambda _, disk=disk: disk)
             run = short(run_dir, strategy)
@@ -264,7 +264,7 @@ def test_a_fault_at_every_operation(
 def test_a_disk_that_fails_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound: Sound, strategy: hr.Strategy
 ) -> None:
-    place(monkeypatch, lambda path: FaultyStorage(LocalStorage(path), errno.ENOSPC, 0, lasting=True))
+    place(monkeypatch, lambda path: FaultyStorage(Storage(path), errno.ENOSPC, 0, lasting=True))
     run = short(tmp_path, strategy)
     assert run.status == "ok"
     assert (run.run_dir / "model.safetensors").read_bytes() == sound(strategy)[0]
@@ -283,7 +283,7 @@ def test_an_error_that_is_no_disks_ends_the_run(
                 raise ZeroDivisionError("planted")
             return super().create(place)
 
-    place(monkeypatch, lambda path: Broken(LocalStorage(path), -1, 0))
+    place(monkeypatch, lambda path: Broken(Storage(path), -1, 0))
     with pytest.raises(WorkerFailed, match="ZeroDivisionError: planted"):
         fit(tmp_path, strategy, checkpoints=hr.Checkpoints(5, None))
 

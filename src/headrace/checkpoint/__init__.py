@@ -17,6 +17,6 @@ Nothing here imports torch before a tensor is written or read.
 
 from headrace.checkpoint.folder import Checkpoint, CheckpointFolder
 from headrace.checkpoint.manifest import FileRecord, Manifest
-from headrace.checkpoint.storage import File, LocalStorage, Storage
+from headrace.checkpoint.storage import File, Storage
 
-__all__ = ["Checkpoint", "CheckpointFolder", "File", "FileRecord", "LocalStorage", "Manifest", "Storage"]
+__all__ = ["Checkpoint", "CheckpointFolder", "File", "FileRecord", "Manifest", "Storage"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint import header, manifest
 from headrace.checkpoint.manifest import FileRecord, Manifest
-from headrace.checkpoint.storage import CHUNK, Digest, File, LocalStorage, Storage
+from headrace.checkpoint.storage import CHUNK, Digest, File, Storage
 from headrace.errors import CorruptCheckpoint, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def blaming(path: Path) -> Iterator[None]:
 class Checkpoint:
     """A committed checkpoint whose manifest is sound and whose files have their sizes; else a `CorruptCheckpoint`.
 
-    Every length is checked before memory is allocated for it.
+    `ranks` are those that saved something, ascending. Every length is checked before memory is allocated for it.
     """
 
     def __init__(self, path: Path, storage: Storage, step: int) -> None:
@@ -56,24 +56,11 @@ class Checkpoint:
             self.manifest: Manifest = manifest.decode(bytes(content))
             if self.manifest.step != step:
                 raise ValueError(f"it is of step {self.manifest.step}, its folder of step {step}: they were exchanged")
+        self.step, self.description = step, self.manifest.description
+        self.ranks = tuple(record.rank for record in self.manifest.files)
         for record in self.manifest.files:
             with self._opened(record.name) as file:
                 _check_size(file, record)
-
-    @property
-    def step(self) -> int:
-        """Steps done when it was saved."""
-        return self.manifest.step
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """The caller's JSON values."""
-        return self.manifest.description
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that saved something, ascending."""
-        return tuple(record.rank for record in self.manifest.files)
 
     def verify(self) -> None:
         """Reads all files; a `CorruptCheckpoint` names one whose content has changed."""
@@ -105,10 +92,9 @@ class Checkpoint:
         return {entry.name: (entry.shape, header.NAMES[entry.dtype]) for entry in entries}
 
     def _record(self, rank: int) -> FileRecord:
-        found = [record for record in self.manifest.files if record.rank == rank]
-        if not found:
+        if rank not in self.ranks:
             raise CorruptCheckpoint(self.path, f"rank {rank} has no file in it, only ranks {self.ranks}")
-        return found[0]
+        return self.manifest.files[self.ranks.index(rank)]
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[File]:
@@ -161,7 +147,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
         self.path = path
-        self._storage = storage or LocalStorage(path)
+        self._storage = storage or Storage(path)
 
     def begin(self, step: int) -> None:
         """Deletes what a crash has left, and creates the folder to write a checkpoint in."""
@@ -195,9 +181,7 @@ class CheckpointFolder:
         fresh = not self._holds(step, content)
         if fresh:
             with self._storage.create(f"{part}/{manifest.NAME}") as file:
-                rest = memoryview(content)
-                while rest:
-                    rest = rest[file.write(rest) :]
+                file.write_all(memoryview(content))
                 file.sync()
             self._storage.sync(part)
             if step in self._steps():
@@ -219,32 +203,28 @@ class CheckpointFolder:
         with blaming(self.path):
             return self._steps()
 
-    def open(self, step: int) -> Checkpoint:
-        """Returns a checkpoint whose manifest is sound and whose files have their sizes."""
-        return Checkpoint(self.path / _name(step), self._storage, step)
+    def open(self, step: int, verify: bool = False) -> Checkpoint:
+        """Returns a checkpoint; a `CorruptCheckpoint` if it is not sound, with `verify` in its content, too."""
+        checkpoint = Checkpoint(self.path / _name(step), self._storage, step)
+        if verify:
+            checkpoint.verify()
+        return checkpoint
 
     def latest(self) -> tuple[Checkpoint | None, tuple[CorruptCheckpoint, ...]]:
         """Returns the newest checkpoint that is wholly sound, and what is wrong with the newer ones."""
         wrong: list[CorruptCheckpoint] = []
         for step in reversed(self.steps()):
             try:
-                checkpoint = self.open(step)
-                checkpoint.verify()
-                return checkpoint, tuple(wrong)
+                return self.open(step, verify=True), tuple(wrong)
             except CorruptCheckpoint as error:
                 wrong.append(error)
         return None, tuple(wrong)
 
     def _holds(self, step: int, content: bytes) -> bool:
         """Whether a sound checkpoint of this step with this manifest is there."""
-        if step not in self._steps():
-            return False
-        try:
-            checkpoint = self.open(step)
-            checkpoint.verify()
-        except CorruptCheckpoint:
-            return False
-        return manifest.encode(checkpoint.manifest) == content
+        with suppress(CorruptCheckpoint):
+            return step in self._steps() and manifest.encode(self.open(step, verify=True).manifest) == content
+        return False
 
     def _prune(self, step: int, keep: int) -> None:
         steps = self._steps()

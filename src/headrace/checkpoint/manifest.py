@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from headrace.errors import UsageError
@@ -64,11 +65,14 @@ def file_name(rank: int) -> str:
 def encode(manifest: Manifest) -> bytes:
     """Returns the content of `manifest.json`; a UsageError if the description is not JSON values, or too long."""
     try:
+        files = sorted(manifest.files, key=attrgetter("rank"))
+        if len({record.rank for record in files}) < len(files):
+            raise ValueError(f"a rank has two files among those of ranks {[record.rank for record in files[:20]]}")
         content = {
             "format": FORMAT,
             "version": VERSION,
             "step": manifest.step,
-            "files": [asdict(record) for record in _in_order(manifest.files)],
+            "files": [asdict(record) for record in files],
             "description": _plain(manifest.description, "description"),
         }
     except ValueError as error:
@@ -123,14 +127,6 @@ def _record(value: object) -> FileRecord:
     if size < 0 or not _DIGEST.fullmatch(digest):
         raise ValueError(f"the size or digest of {name[:100]!r} is none")
     return FileRecord(name, size, digest)
-
-
-def _in_order(files: tuple[FileRecord, ...]) -> tuple[FileRecord, ...]:
-    """Returns the files by rank; a ValueError if a rank has two."""
-    ranks = [record.rank for record in files]
-    if len(set(ranks)) < len(ranks):
-        raise ValueError(f"a rank has two files among those of ranks {sorted(ranks)[:20]}")
-    return tuple(sorted(files, key=lambda record: record.rank))
 
 
 def _plain(value: object, where: str, depth: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""The disk behind an interface: a folder of folders of files; and digests of what is written and read."""
+"""The disk, a folder of folders of files; and digests of what is written and read."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import errno
 import hashlib
 import os
 import stat
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -20,88 +19,55 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
-class File(ABC):
+class File:
     """An open file; a context that closes it. Every method may raise OSError."""
 
-    def __enter__(self) -> File:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    @abstractmethod
     def size(self) -> int:
         """Returns the file's length, bytes."""
+        return os.fstat(self._descriptor).st_size
 
-    @abstractmethod
     def read(self, buffer: memoryview) -> int:
         """Reads the next bytes into `buffer`; returns how many, 0 at the end of the file."""
+        return os.readv(self._descriptor, [buffer])
 
-    @abstractmethod
     def write(self, data: memoryview) -> int:
         """Appends a front part of `data`; returns how many bytes."""
+        return os.write(self._descriptor, data)
 
-    @abstractmethod
+    def write_all(self, data: memoryview) -> None:
+        """Appends all of `data`."""
+        while data:
+            data = data[self.write(data) :]
+
     def sync(self) -> None:
         """Returns when the file would survive a power cut."""
+        os.fsync(self._descriptor)
 
-    @abstractmethod
     def close(self) -> None:
-        """Closes the file."""
+        os.close(self._descriptor)
 
 
-class Storage(ABC):
-    """One folder on a disk. Places in it are relative, "folder/file"; "" is the folder itself.
+class Storage:
+    """A folder of the operating system, which need not exist; tests put other disks in its place.
 
+    Places in it are relative, "folder/file"; "" is the folder itself. Symbolic links are not followed, in it or to it.
     Every method may raise OSError.
     """
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Creates the folder itself durably, if it is missing."""
-
-    @abstractmethod
-    def entries(self, folder: str) -> Iterator[str]:
-        """Yields the names in a folder, unordered."""
-
-    @abstractmethod
-    def make_folder(self, folder: str) -> None:
-        """Creates a folder that does not exist."""
-
-    @abstractmethod
-    def create(self, place: str) -> File:
-        """Creates a file that does not exist, for writing."""
-
-    @abstractmethod
-    def open(self, place: str) -> File:
-        """Opens a regular file without other hard links, for reading."""
-
-    @abstractmethod
-    def rename(self, old: str, new: str) -> None:
-        """Renames a folder atomically."""
-
-    @abstractmethod
-    def sync(self, folder: str) -> None:
-        """Returns when the names in a folder would survive a power cut."""
-
-    @abstractmethod
-    def delete_file(self, place: str) -> None:
-        """Deletes a file or a link."""
-
-    @abstractmethod
-    def delete_folder(self, folder: str) -> None:
-        """Deletes an empty folder."""
-
-
-class LocalStorage(Storage):
-    """A folder of the operating system, which need not exist. Symbolic links are not followed, in it or to it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def prepare(self) -> None:
+        """Creates the folder itself durably, if it is missing."""
         missing = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
@@ -111,42 +77,50 @@ class LocalStorage(Storage):
                 os.fsync(descriptor)
 
     def entries(self, folder: str) -> Iterator[str]:
+        """Yields the names in a folder, unordered."""
         with self._folder(folder) as descriptor, os.scandir(descriptor) as found:
             for entry in found:
                 yield entry.name
 
     def make_folder(self, folder: str) -> None:
+        """Creates a folder that does not exist."""
         with self._parent(folder) as (parent, name):
             os.mkdir(name, dir_fd=parent)
 
     def create(self, place: str) -> File:
+        """Creates a file that does not exist, for writing."""
         with self._parent(place) as (parent, name):
-            return _LocalFile(os.open(name, _NEW, 0o666, dir_fd=parent))
+            return File(os.open(name, _NEW, 0o666, dir_fd=parent))
 
     def open(self, place: str) -> File:
+        """Opens a regular file without other hard links, for reading."""
         with self._parent(place) as (parent, name):
             descriptor = os.open(name, _READ, dir_fd=parent)
         state = os.fstat(descriptor)
         if stat.S_ISREG(state.st_mode) and state.st_nlink == 1:
-            return _LocalFile(descriptor)
+            return File(descriptor)
         os.close(descriptor)
         if stat.S_ISREG(state.st_mode):
             raise OSError(errno.EMLINK, f"it has {state.st_nlink} names (hard links), 1 is allowed", place)
         raise OSError(errno.EINVAL, f"it is no regular file (mode {state.st_mode:#o})", place)
 
     def rename(self, old: str, new: str) -> None:
+        """Renames a folder atomically."""
         with self._folder("") as root:
             os.rename(old, new, src_dir_fd=root, dst_dir_fd=root)
 
     def sync(self, folder: str) -> None:
+        """Returns when the names in a folder would survive a power cut."""
         with self._folder(folder) as descriptor:
             os.fsync(descriptor)
 
     def delete_file(self, place: str) -> None:
+        """Deletes a file or a link."""
         with self._parent(place) as (parent, name):
             os.unlink(name, dir_fd=parent)
 
     def delete_folder(self, folder: str) -> None:
+        """Deletes an empty folder."""
         with self._parent(folder) as (parent, name):
             os.rmdir(name, dir_fd=parent)
 
@@ -165,26 +139,6 @@ class LocalStorage(Storage):
         folder, _, name = place.rpartition("/")
         with self._folder(folder) as descriptor:
             yield descriptor, name
-
-
-class _LocalFile(File):
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def size(self) -> int:
-        return os.fstat(self._descriptor).st_size
-
-    def read(self, buffer: memoryview) -> int:
-        return os.readv(self._descriptor, [buffer])
-
-    def write(self, data: memoryview) -> int:
-        return os.write(self._descriptor, data)
-
-    def sync(self) -> None:
-        os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 @contextmanager
@@ -215,12 +169,10 @@ class Digest:
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._waiting_bytes = 0
 
-    def __enter__(self) -> Digest:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._thread.shutdown()
 
     def feed(self, data: memoryview, behind_bytes: int | None = None) -> None:

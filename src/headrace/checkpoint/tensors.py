@@ -32,8 +32,7 @@ def write(file: File, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
             # Only a copied piece costs memory until it is digested.
             digest.feed(piece, CHUNK if copied else None)
             size += len(piece)
-            while piece:
-                piece = piece[file.write(piece) :]
+            file.write_all(piece)
         file.sync()
         return FileRecord(name, size, digest.hexdigest())
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headrace.shared_memory.finished_ranks import FinishedRanks
+from headrace.shared_memory.barrier import FinishedRanks
 
 _Result = TypeVar("_Result")
 
@@ -32,7 +32,7 @@ class Collective(ABC):
 
     rank: int
     world: int
-    moved_bytes: int
+    moved_bytes = 0
     """Bytes that this rank has written for others and read from them so far."""
 
     @abstractmethod
@@ -68,18 +68,19 @@ class Collective(ABC):
     def sum(self, values: Sequence[float]) -> list[float]:
         """Returns the sums over ranks of a few numbers, in double precision, in rank order."""
 
+    def _count_ring(self, tensor: Tensor) -> None:
+        # A ring sends and receives 2 (world - 1) / world of the tensor.
+        self.moved_bytes += 4 * (self.world - 1) * tensor.nbytes // self.world
+
     @abstractmethod
     def close(self) -> None:
         """Releases memory and connections."""
 
 
 class ProcessGroup(Collective):
-    """The processes of a run.
+    """The processes of a run; `groups` are those that `subgroup` has returned.
 
-    Attributes:
-        one_memory: whether they share memory; where not, `share` raises.
-        home: their hosts; None where they share memory.
-        groups: those that `subgroup` has returned.
+    `one_memory` tells whether they share memory: where not, `share` raises, and `home` has their hosts.
     """
 
     one_memory: bool = True
@@ -120,11 +121,7 @@ class ProcessGroup(Collective):
 
     @abstractmethod
     def check(self, peer: int | None = None, broken: str = "") -> None:
-        """Checks whether the others are alive; raises if given a peer to which a connection has broken, and how.
-
-        Raises:
-            PeerLost: another rank is known to be lost.
-        """
+        """Raises a PeerLost if a rank is known to be lost, or for a peer to which a connection has `broken` as said."""
 
     def broadcast(self, tensor: Tensor) -> None:
         if self.rank != 0:
@@ -135,9 +132,7 @@ class ProcessGroup(Collective):
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         """Returns one zeroed region a rank, by rank, as `(nbytes,)` uint8, which all ranks see.
 
-        Every rank calls it, with a length of its own. What a rank writes is seen by the others after a `barrier`.
-
-        Raises:
-            NotImplementedError: hosts have no memory in common.
+        Every rank calls it, with a length of its own. What a rank writes is seen by the others after a `barrier`. A
+        NotImplementedError if hosts have no memory in common.
         """
         raise NotImplementedError("processes on several hosts share no memory; they exchange by collectives")

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
 from headrace.shared_memory import futex
-from headrace.shared_memory.barrier import reached
+from headrace.shared_memory.barrier import FinishedRanks, reached
 from headrace.shared_memory.control_page import NUMBERS, ControlPage
-from headrace.shared_memory.finished_ranks import FinishedRanks
 
 _SLICE_S = 0.05
 _MEETINGS = 1 << 16
@@ -44,7 +43,6 @@ class ElasticGroup(ProcessGroup):
     def __init__(
         self, page: ControlPage, place: int, members: Sequence[tuple[int, int]], check: Callable[[], None]
     ) -> None:
-        self.moved_bytes = 0
         self._page = page
         self._place = place
         self._check = check
@@ -81,16 +79,14 @@ class ElasticGroup(ProcessGroup):
         return self._page.ranks[member].restarts > self._incarnations[member]
 
     def barrier(self) -> None:
-        """Raises:
-        MemberLost: a member was lost; raised when all others have come.
-        """
+        """Returns when all other members have come; a MemberLost if one of them was lost."""
         if self.world == 1:
             return
         futex.fence()
         own = self._page.ranks[self._place]
         target = (own.elastic_counter + 1) & 0x7FFFFFFF
         own.elastic_counter = target
-        futex.wake(own.elastic_address)
+        futex.wake(own.address_of("elastic_counter"))
         lost = [member for member in self._members if member != self._place and not self._comes(member, target)]
         futex.fence()
         if lost:
@@ -120,9 +116,7 @@ class ElasticGroup(ProcessGroup):
             self.moved_bytes += 16 * count
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
-        """Raises:
-        NotImplementedError: memory of a lost member would be lost with it.
-        """
+        # Memory of a lost member would be lost with it.
         raise NotImplementedError("workers that may be lost share no memory; their servers do")
 
     def close(self) -> None:
@@ -134,7 +128,7 @@ class ElasticGroup(ProcessGroup):
     def _comes(self, member: int, target: int) -> bool:
         """Waits until a member has reached a barrier, or is lost; returns whether it has reached it."""
         record = self._page.ranks[member]
-        address = record.elastic_address
+        address = record.address_of("elastic_counter")
         while not reached(seen := record.elastic_counter, target):
             if self.is_gone(member) and not reached(record.elastic_counter, target):
                 return False

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
-from headrace.shared_memory.barrier import Barrier
+from headrace.shared_memory.barrier import Barrier, FinishedRanks
 from headrace.shared_memory.control_page import NUMBERS, ControlPage
-from headrace.shared_memory.finished_ranks import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 
 _SLOT_BYTES_OF_TWO = 384 * 1024
@@ -37,8 +36,7 @@ _DIRECT_BYTES = 16 * 1024
 class SharedMemoryGroup(ProcessGroup):
     """The group of a host's processes, which all map the same control page.
 
-    `check` is called while waiting, and raises where a peer was lost; `ends` tells which loops have ended, None where
-    the page tells it.
+    `check` is called while waiting, and raises where a peer was lost; `ends` is None where the page tells it.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class SharedMemoryGroup(ProcessGroup):
     ) -> None:
         self.rank = rank
         self.world = len(page.ranks)
-        self.moved_bytes = 0
         self._page = page
         self.ends = ends or FinishedRanks([record.heartbeat for record in page.ranks])
         self._barrier = Barrier(page, rank, check, self.ends)
@@ -110,46 +107,36 @@ class SharedMemoryGroup(ProcessGroup):
             raise ValueError("all_reduce needs a contiguous tensor")
         if self.world == 1:
             return
-        slots = self._ring()
         flat = tensor.view(-1)
-        length = self._slot_bytes // flat.element_size()
-        typed = [(a.view(flat.dtype), b.view(flat.dtype)) for a, b in slots]
-        nbytes = flat.numel() * flat.element_size()
-        add = self._choose(nbytes)
-        self.moved_bytes += nbytes * (2 if self.world == 2 else 3)
-        for start in range(0, flat.numel(), length):
-            self._turn ^= 1
-            piece = flat[start : start + length]
-            sources = [pair[self._turn][: piece.numel()] for pair in typed]
-            sources[self.rank].copy_(piece)
-            self.barrier()
-            add(piece, sources)
+        self.moved_bytes += flat.nbytes * (2 if self.world == 2 else 3)
+        for piece in flat.split(self._slot_bytes // flat.element_size()):
+            sources = self._exchange(piece)
+            if self.world == 2:
+                # Its own slot is still in the cache; a + b and b + a are the same bits.
+                piece.add_(sources[1 - self.rank])
+            elif flat.nbytes <= _DIRECT_BYTES:
+                torch.add(sources[0], sources[1], out=piece)
+                for source in sources[2:]:
+                    piece.add_(source)
+            else:
+                self._add_in_parts(piece, sources)
 
     def gather(self, tensor: Tensor) -> Tensor:
         every = tensor.new_empty(self.world, len(tensor))
-        slots = self._ring()
         self.moved_bytes += self.world * len(tensor)
         for start in range(0, len(tensor), self._slot_bytes):
-            self._turn ^= 1
             piece = tensor[start : start + self._slot_bytes]
-            sources = [pair[self._turn][: len(piece)] for pair in slots]
-            sources[self.rank].copy_(piece)
-            self.barrier()
-            for place, source in zip(every, sources, strict=True):
+            for place, source in zip(every, self._exchange(piece), strict=True):
                 place[start : start + len(piece)] = source
         return every
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
         given = torch.empty_like(pieces)
-        slots, each = self._ring(), self._slot_bytes // self.world
+        each = self._slot_bytes // self.world
         self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
         for start in range(0, pieces.shape[1], each):
-            self._turn ^= 1
             part = pieces[:, start : start + each]
-            sources = [pair[self._turn][: part.numel()].view(part.shape) for pair in slots]
-            sources[self.rank].copy_(part)
-            self.barrier()
-            for place, source in zip(given, sources, strict=True):
+            for place, source in zip(given, self._exchange(part), strict=True):
                 place[start : start + each] = source[self.rank]
         return given
 
@@ -161,20 +148,17 @@ class SharedMemoryGroup(ProcessGroup):
         self._segments.clear()
         self._slots = None
 
-    def _ring(self) -> tuple[tuple[Tensor, Tensor], ...]:
+    def _exchange(self, piece: Tensor) -> list[Tensor]:
+        """Writes this rank's piece to its next slot, and returns the pieces of all ranks when they are there."""
         if self._slots is None:
             size = self._slot_bytes
             self._slots = tuple((region[:size], region[size:]) for region in self.share(2 * size))
-        return self._slots
-
-    def _choose(self, nbytes: int) -> Callable[[Tensor, list[Tensor]], None]:
-        if self.world == 2:
-            return self._add_other
-        return _add_directly if nbytes <= _DIRECT_BYTES else self._add_in_parts
-
-    def _add_other(self, piece: Tensor, sources: list[Tensor]) -> None:
-        # Its own slot is still in the cache; a + b and b + a are the same bits.
-        piece.add_(sources[1 - self.rank])
+        self._turn ^= 1
+        slots = (pair[self._turn][: piece.nbytes] for pair in self._slots)
+        sources = [slot.view(piece.dtype).view(piece.shape) for slot in slots]
+        sources[self.rank].copy_(piece)
+        self.barrier()
+        return sources
 
     def _add_in_parts(self, piece: Tensor, sources: list[Tensor]) -> None:
         count = piece.numel()
@@ -184,9 +168,3 @@ class SharedMemoryGroup(ProcessGroup):
             total.add_(source[low:high])
         self.barrier()
         piece.copy_(sources[0])
-
-
-def _add_directly(piece: Tensor, sources: list[Tensor]) -> None:
-    torch.add(sources[0], sources[1], out=piece)
-    for source in sources[2:]:
-        piece.add_(source)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import PeerLost
+from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import Heartbeat
-from headrace.shared_memory.finished_ranks import FinishedRanks
 
 
 class ThreadGroup:
@@ -34,9 +34,7 @@ class ThreadGroup:
             group.abort(rank)
 
     def check_parted(self) -> None:
-        """Raises:
-        UsageError: threads wait for others whose loops have ended.
-        """
+        """Raises a UsageError if threads wait for others whose loops have ended."""
         ended, waiting = self.ends.ended, self.barrier.n_waiting
         if ended and waiting and len(ended) + waiting == self.world:
             raise self.ends.error(ended[0], "another rank")
@@ -50,7 +48,6 @@ class ThreadCollective(ProcessGroup):
     def __init__(self, shared: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.world = shared.world
-        self.moved_bytes = 0
         self.ends = shared.ends
         self._shared = shared
         self.groups: list[ThreadCollective] = []
@@ -72,11 +69,11 @@ class ThreadCollective(ProcessGroup):
         try:
             self._shared.barrier.wait()
         except threading.BrokenBarrierError:
-            raise PeerLost(self._shared.lost, "this process", "its thread has failed") from None
+            raise self._lost() from None
 
     def check(self, peer: int | None = None, broken: str = "") -> None:
         if self._shared.barrier.broken:
-            raise PeerLost(self._shared.lost, "this process", "its thread has failed")
+            raise self._lost()
 
     def all_reduce(self, tensor: Tensor) -> None:
         if self.world == 1:
@@ -87,7 +84,7 @@ class ThreadCollective(ProcessGroup):
             total += other
         self.barrier()
         tensor.copy_(total)
-        self.moved_bytes += 2 * tensor.numel() * tensor.element_size()
+        self.moved_bytes += 2 * tensor.nbytes
 
     def broadcast(self, tensor: Tensor) -> None:
         first: Tensor = self._exchange(tensor)[0]
@@ -110,6 +107,9 @@ class ThreadCollective(ProcessGroup):
 
     def close(self) -> None:
         """Releases nothing."""
+
+    def _lost(self) -> PeerLost:
+        return PeerLost(self._shared.lost, "this process", "its thread has failed")
 
     def _exchange(self, value: object) -> list:  # type: ignore[type-arg]
         self._shared.offers[self.rank] = value

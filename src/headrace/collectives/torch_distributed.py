@@ -28,9 +28,8 @@ from torch._C._distributed_c10d import (
 )
 
 from headrace.collectives.base import Collective, ProcessGroup
-from headrace.shared_memory.barrier import reached
+from headrace.shared_memory.barrier import FinishedRanks, reached
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.finished_ranks import FinishedRanks
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist"}
 """Which backend of torch.distributed carries a device's tensors."""
@@ -42,7 +41,6 @@ class TorchDistributed(Collective):
     def __init__(self, store: Store, rank: int, world: int, device: str, timeout_s: float) -> None:
         self.rank = rank
         self.world = world
-        self.moved_bytes = 0
         self._device = torch.device(device)
         dist.init_process_group(
             BACKENDS[self._device.type],
@@ -57,17 +55,16 @@ class TorchDistributed(Collective):
         self.sum([0.0])
 
     def all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor)
-        self._count(tensor)
+        self.start_all_reduce(tensor)()
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         work = dist.all_reduce(tensor, async_op=True)
-        self._count(tensor)
+        self._count_ring(tensor)
         return lambda: _wait(work)
 
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, 0)
-        self.moved_bytes += tensor.numel() * tensor.element_size()
+        self.moved_bytes += tensor.nbytes
 
     def gather(self, tensor: Tensor) -> Tensor:
         every = tensor.new_empty(self.world, len(tensor))
@@ -91,10 +88,6 @@ class TorchDistributed(Collective):
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-    def _count(self, tensor: Tensor) -> None:
-        # A ring sends and receives 2 (world - 1) / world of the tensor.
-        self.moved_bytes += 4 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
 
 
 def _wait(work: Any) -> None:
@@ -123,15 +116,10 @@ def connect(store: Store, rank: int, world: int, address: str, timeout_s: float)
 class MultiHostGroup(ProcessGroup):
     """The processes of all hosts of a run.
 
-    `sum` and `barrier` bring rank 0's `stop_after` and `save_after` into every page.
-
-    Args:
-        accuse: called when a connection has broken, with the peer's place in the page if it is known; raises, and names
-            the lost rank.
-        grow: connects some of the ranks with each other, given a name, this one's place, and how many there are; None
-            for a group without groups in it.
-        seats: places in the page of the ranks; None for all.
-        ends: which ranks' loops have ended; None where the page tells it.
+    `sum` and `barrier` bring rank 0's `stop_after` and `save_after` into every page. `accuse` is called when a
+    connection has broken, with the peer's place in the page if it is known; it raises and names the lost rank. `grow`
+    connects some of the ranks with each other, given a name, this one's place, and how many there are; None for a group
+    without groups in it. `seats` are the ranks' places in the page, None for all; `ends` is None where the page tells.
     """
 
     one_memory = False
@@ -152,7 +140,6 @@ class MultiHostGroup(ProcessGroup):
         self._seat = rank
         self.rank = self._seats.index(rank)
         self.world = len(self._seats)
-        self.moved_bytes = 0
         self._group: ProcessGroupGloo | None = group
         self._page = page
         self._check = check
@@ -204,8 +191,7 @@ class MultiHostGroup(ProcessGroup):
             raise ValueError("all_reduce needs a contiguous tensor")
         options = AllreduceOptions()
         options.timeout = _FOREVER
-        # A ring sends and receives 2 (world - 1) / world of the tensor.
-        self.moved_bytes += 4 * (self.world - 1) * tensor.nbytes // self.world
+        self._count_ring(tensor)
         return self._begin(lambda group: group.allreduce([tensor], options))
 
     def broadcast(self, tensor: Tensor) -> None:

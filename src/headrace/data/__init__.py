@@ -15,16 +15,10 @@ from headrace.data.pipeline.combined import interleave, mix
 from headrace.data.pipeline.order import Hosts
 from headrace.data.pipeline.pipeline import InputPipeline, from_arrays, local
 from headrace.data.pipeline.source import Epoch, Source
-from headrace.data.sources import (
-    from_array_record,
-    from_csv,
-    from_files,
-    from_hugging_face,
-    from_parquet,
-    from_text,
-    from_tfrecord,
-    from_webdataset,
-)
+from headrace.data.sources.arrow import from_hugging_face
+from headrace.data.sources.records import from_array_record, from_files, from_text, from_tfrecord
+from headrace.data.sources.tables import from_csv, from_parquet
+from headrace.data.sources.webdataset import from_webdataset
 from headrace.data.transforms import DecodeImage, ParseExample
 
 Pipeline = InputPipeline

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.data.pipeline.source import require_whole
 from headrace.errors import DataError, UnfitMachine, UsageError
 
 _JPEG = b"\xff\xd8\xff"
@@ -37,8 +38,7 @@ class DecodeImage:
 
     def __init__(self, height: int, width: int, *, fast: bool = True) -> None:
         for name, value in (("height", height), ("width", width)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+            require_whole(f"{name} must be", value)
         self.shape = (height, width, 3)
         self.dtype = np.dtype(np.uint8)
         self._fast = fast
@@ -71,21 +71,16 @@ class DecodeImage:
         if bytes(content[:3]) == _JPEG:
             try:
                 rows, columns, _, _ = simplejpeg.decode_jpeg_header(content)
-                return _checked(
-                    simplejpeg.decode_jpeg(
-                        content,
-                        colorspace="RGB",
-                        fastdct=self._fast,
-                        fastupsample=self._fast,
-                        buffer=_scratch(rows * columns * 3),
-                    )
-                )
+                options = {"fastdct": self._fast, "fastupsample": self._fast, "buffer": _scratch(rows * columns * 3)}
+                image = simplejpeg.decode_jpeg(content, colorspace="RGB", **options)
             except ValueError as error:
                 raise DataError(f"{len(content):,} bytes are not a whole JPEG: {error}") from error
-        image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
+        else:
+            image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
         if image is None:
             raise DataError(f"{len(content):,} bytes are not an image that OpenCV can read")
-        return _checked(image)
+        decoded: NDArray[np.uint8] = image
+        return decoded
 
 
 def _scratch(nbytes: int) -> NDArray[np.uint8]:
@@ -94,11 +89,6 @@ def _scratch(nbytes: int) -> NDArray[np.uint8]:
     if held is None or len(held) < nbytes:
         held = _own.scratch = np.empty(nbytes, dtype=np.uint8)
     return held
-
-
-def _checked(image: Any) -> NDArray[np.uint8]:
-    assert isinstance(image, np.ndarray)
-    return image
 
 
 def _libraries() -> tuple[Any, Any]:

@@ -11,8 +11,8 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.engine.base import Engine, RunProgress
 from headrace.engine.signals import orderly_interrupts
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
+from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.finished_ranks import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 from headrace.worker.main import work
 from headrace.worker.run_spec import RunSpec

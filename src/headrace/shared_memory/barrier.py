@@ -1,17 +1,55 @@
-"""A barrier of the ranks of a host: one counter a rank in shared memory; ranks that come early wait on a futex."""
+"""A barrier of the ranks of a host, and which of them have ended.
+
+Each rank has one counter in shared memory; ranks that come early wait on a futex.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
+from headrace.errors import UsageError
 from headrace.shared_memory import futex
-from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.finished_ranks import FinishedRanks
+from headrace.shared_memory.control_page import ControlPage, Heartbeat
 from headrace.shared_memory.futex import Spin
 
 _SPIN_S = 50e-6
 _SLICE_S = 0.05
+
+
+class FinishedRanks:
+    """The ranks of a group whose training loops have ended, which others may still wait for.
+
+    `names` say by rank what it is called in the run; None for "rank 0" and so on.
+    """
+
+    def __init__(self, heartbeats: Sequence[Heartbeat], names: Sequence[str] | None = None) -> None:
+        self._heartbeats = heartbeats
+        self.names = names or [f"rank {rank}" for rank in range(len(heartbeats))]
+
+    def among(self, members: Sequence[int]) -> FinishedRanks:
+        """Returns the same for some of the ranks, in order."""
+        heartbeats = [self._heartbeats[member] for member in members]
+        return FinishedRanks(heartbeats, [self.names[member] for member in members])
+
+    @property
+    def ended(self) -> list[int]:
+        """The ranks whose loops have ended."""
+        return [rank for rank, heartbeat in enumerate(self._heartbeats) if heartbeat.finished]
+
+    def check(self, peer: int, rank: int, came: Callable[[], bool]) -> None:
+        """Raises a UsageError if a peer's loop has ended, this rank's has not, and the peer has not come (`came`)."""
+        # A peer writes its end after its last barrier, so `came` is asked after it.
+        ended, waits = self._heartbeats[peer].finished, not self._heartbeats[rank].finished
+        if ended and waits and not came():
+            raise self.error(peer, self.names[rank])
+
+    def error(self, peer: int, waiting: str) -> UsageError:
+        """Returns the error of a rank that waits for a peer whose loop has ended."""
+        return UsageError(
+            f"the loop on {self.names[peer]} ended after {self._heartbeats[peer].finished - 1} rounds and {waiting} "
+            "still waits for it; a training loop must do the same rounds on every worker"
+        )
 
 
 class Barrier:
@@ -25,7 +63,7 @@ class Barrier:
         self._ends = ends
         self._records = page.ranks
         self._own = page.ranks[rank]
-        self._addresses = [record.barrier_address for record in page.ranks]
+        self._addresses = [record.address_of("barrier_counter") for record in page.ranks]
         self._own_address = self._addresses[rank]
         self._peers = [peer for peer in range(len(page.ranks)) if peer != rank]
         self._check = check

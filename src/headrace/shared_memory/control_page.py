@@ -27,22 +27,12 @@ NUMBERS = 4096
 _LINE = 64
 
 
-class _RunSignals(Structure):
-    abort: int
-    stop: int
-    stop_after: int
-    save_after: int
-    _fields_ = [(name, c_int64) for name in ("abort", "stop", "stop_after", "save_after")]
-
-
 class Heartbeat(Structure):
     """What a rank tells the launcher and the other ranks.
 
-    Attributes:
-        count: grows a few times a second while the process runs.
-        pid: 0 before the process has begun.
-        finished: 1 + the rounds done, once the rank's training loop has ended; 0 before.
-        promotable_epoch: of a server: the epoch whose backup can be promoted.
+    `count` grows a few times a second while the process runs; `pid` is 0 before the process has begun; `finished` is
+    1 + the rounds done, once the rank's training loop has ended, 0 before; `promotable_epoch` is of a server: the epoch
+    whose backup can be promoted.
     """
 
     count: int
@@ -71,22 +61,14 @@ class SegmentOffer(Structure):
         self.pid, self.descriptor, self.nbytes = pid, descriptor, nbytes
 
     def open(self) -> SharedSegment:
-        """Maps the segment that is offered.
-
-        Raises:
-            UnfitMachine: it cannot be opened from here.
-        """
+        """Maps the segment that is offered; an UnfitMachine if it cannot be opened from here."""
         return SharedSegment.open(self.pid, self.descriptor, self.nbytes)
 
 
 class SavedPart(Structure):
-    """The part of a checkpoint that a rank wrote last.
+    """The part of a checkpoint that a rank wrote last, with its length, SHA-256, and 0 or the system's error number.
 
-    Attributes:
-        step_plus_1: 1 + the rounds that it was written after; written last, because it says that the rest is there.
-        nbytes: its length.
-        error: 0, or the system's error number.
-        digest: SHA-256.
+    `step_plus_1` is 1 + the rounds that it was written after; written last, because it says that the rest is there.
     """
 
     step_plus_1: int
@@ -156,11 +138,9 @@ def _on_lines(*groups: list[tuple[str, type]]) -> list[tuple[str, type]]:
 class RankRecord(Structure):
     """What is told about one rank; every field has one writer.
 
-    Attributes:
-        barrier_counter: how many barriers of all ranks this one has come to, modulo 2**31.
-        restarts: how many processes the rank has had before its present one, by the launcher.
-        leave: 1 if the rank is to leave the run, by the launcher.
-        numbers: two arrays of `NUMBERS` float64, for sums.
+    `barrier_counter` counts the barriers of all ranks that this one has come to, modulo 2**31. The launcher writes
+    `restarts`, how many processes the rank has had before its present one, and `leave`, 1 if the rank is to leave the
+    run. `numbers` are two arrays of `NUMBERS` float64, for sums.
     """
 
     barrier_counter: int
@@ -183,27 +163,30 @@ class RankRecord(Structure):
         [("numbers", c_double * NUMBERS * 2)],
     )
 
-    @property
-    def barrier_address(self) -> int:
-        """Where in this process `barrier_counter` lies, for `futex`."""
-        return ctypes.addressof(self) + RankRecord.barrier_counter.offset  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def elastic_address(self) -> int:
-        """Where in this process `elastic_counter` lies, for `futex`."""
-        return ctypes.addressof(self) + RankRecord.elastic_counter.offset  # type: ignore[attr-defined, no-any-return]
+    def address_of(self, field: str) -> int:
+        """Returns where in this process a field lies, for `futex`."""
+        return int(ctypes.addressof(self) + getattr(RankRecord, field).offset)
 
 
-class ControlPage:
-    """Named fields in one segment.
+class ControlPage(Structure):
+    """The run's fields, and a record for each rank, in a segment of at least `ControlPage.nbytes(ranks)`.
 
-    Args:
-        segment: at least `ControlPage.nbytes(ranks)` long.
+    The launcher writes `abort`, 1 + the rank that was lost first, and `stop`, 1 if the run is to end soon, in order.
+    Rank 0 writes `stop_after`, 1 + the last round to do, and `save_after`, 1 + the last round to save after, in that
+    round, before its barrier. All are 0 while there is nothing to tell.
     """
+
+    abort: int
+    stop: int
+    stop_after: int
+    save_after: int
+    _fields_ = [(name, c_int64) for name in ("abort", "stop", "stop_after", "save_after")]
+
+    def __new__(cls, segment: SharedSegment, ranks: int) -> ControlPage:
+        return cls.from_buffer(segment.memory)
 
     def __init__(self, segment: SharedSegment, ranks: int) -> None:
         self.segment = segment
-        self._run = _RunSignals.from_buffer(segment.memory)
         starts = range(_LINE, self.nbytes(ranks), sizeof(RankRecord))
         self.ranks = [RankRecord.from_buffer(segment.memory, start) for start in starts]
 
@@ -211,39 +194,3 @@ class ControlPage:
     def nbytes(ranks: int) -> int:
         """Returns the length that a page for `ranks` needs."""
         return _LINE + ranks * sizeof(RankRecord)
-
-    @property
-    def abort(self) -> int:
-        """1 + the rank that was lost first, 0 while all is well. Written by the launcher."""
-        return self._run.abort
-
-    @abort.setter
-    def abort(self, value: int) -> None:
-        self._run.abort = value
-
-    @property
-    def stop(self) -> int:
-        """1 if the launcher wants the run to end soon, in order."""
-        return self._run.stop
-
-    @stop.setter
-    def stop(self, value: int) -> None:
-        self._run.stop = value
-
-    @property
-    def stop_after(self) -> int:
-        """1 + the last round to do, 0 if there is none; written by rank 0 in that round, before its barrier."""
-        return self._run.stop_after
-
-    @stop_after.setter
-    def stop_after(self, value: int) -> None:
-        self._run.stop_after = value
-
-    @property
-    def save_after(self) -> int:
-        """1 + the last round to save after; written by rank 0 in that round, before its barrier."""
-        return self._run.save_after
-
-    @save_after.setter
-    def save_after(self, value: int) -> None:
-        self._run.save_after = value

@@ -46,11 +46,7 @@ def is_sealed(descriptor: int) -> bool:
 
 
 class SharedSegment:
-    """One mapped segment of shared memory.
-
-    Args:
-        nbytes: its length.
-    """
+    """One mapped segment of shared memory, `nbytes` long."""
 
     def __init__(self, descriptor: int, nbytes: int, writable: bool = True) -> None:
         self.descriptor = descriptor
@@ -61,11 +57,7 @@ class SharedSegment:
 
     @classmethod
     def create(cls, nbytes: int, label: str) -> SharedSegment:
-        """Makes a zeroed segment; `label` shows in /proc/<pid>/maps.
-
-        Raises:
-            UnfitMachine: the machine has not enough memory left.
-        """
+        """Makes a zeroed segment; `label` shows in /proc/<pid>/maps. An UnfitMachine if too little memory is left."""
         available = available_bytes()
         if nbytes > available:
             raise UnfitMachine(
@@ -91,11 +83,7 @@ class SharedSegment:
 
     @classmethod
     def open(cls, pid: int, descriptor: int, nbytes: int) -> SharedSegment:
-        """Maps a segment that a process of the same user holds.
-
-        Raises:
-            UnfitMachine: it cannot be seen from here.
-        """
+        """Maps a segment that a process of the same user holds; an UnfitMachine if it cannot be seen from here."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
@@ -107,11 +95,9 @@ class SharedSegment:
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int, writable: bool = True) -> SharedSegment:
-        """Maps a segment whose descriptor was received, if it cannot be shortened.
+        """Maps a segment whose descriptor was received.
 
-        Raises:
-            ValueError: it has another length, or may change it.
-            OSError: it is no memory at all, or none that can be mapped.
+        A ValueError if it has another length or may change it; an OSError if it is no memory that can be mapped.
         """
         try:
             if not is_sealed(descriptor) or os.fstat(descriptor).st_size != nbytes:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.data.cache.record import Absent
-from headrace.data.cache.shards import AppendFile, FileShards, created, repair
+from headrace.data.cache.shards import AppendFile, FileShards, repair
 from headrace.data.cache.store import Store
 from headrace.errors import DataError
 
@@ -143,7 +143,7 @@ class FullDisk(AppendFile):
     """Writes so many bytes, of a record maybe a part, and then no more."""
 
     def __init__(self, path: Path, room: list[int]) -> None:
-        self._file = created(path)
+        self._file = AppendFile(path)
         self._room = room
 
     def append(self, data: Sequence[NDArray[np.uint8]]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from belongings import descriptors
-from headrace.data.cache.folder import FORMAT, claim
+from headrace.data.cache.store import FORMAT, claim
 from headrace.data.cache.record import Absent
 from headrace.data.cache.shards import FileShards
 from headrace.data.cache.store import Store
@@ -29,11 +29,11 @@ def has(folder: Path) -> bool:
 def test_a_folder_is_made_and_found_again(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "cache"
     held, notices = claim(folder, "a", "1 example")
-    assert notices == ()
+    assert notices == []
     put(folder)
     del held
     _, notices = claim(folder, "a", "1 example")
-    assert notices == ()
+    assert notices == []
     assert has(folder)
 
 
@@ -65,7 +65,7 @@ def test_what_is_of_other_data_or_code_is_made_anew_and_said(tmp_path: Path) -> 
 
 HOLD = """
 import pathlib, sys
-from headrace.data.cache.folder import claim
+from headrace.data.cache.store import claim
 held = claim(pathlib.Path(sys.argv[1]), "a", "1 example, map(old)")
 print("held", flush=True)
 sys.stdin.read()
@@ -90,7 +90,7 @@ def test_a_folder_in_use_is_not_taken_from_whoever_uses_it(tmp_path: Path, ends:
                 claim(tmp_path, "b", "1 example, map(new)", patience_s=0.05)
             assert has(tmp_path)
             shared, notices = claim(tmp_path, "a", "1 example, map(old)", patience_s=0.05)
-            assert notices == ()
+            assert notices == []
             del shared
         finally:
             if ends == "killed":
@@ -105,7 +105,7 @@ def test_a_folder_in_use_is_not_taken_from_whoever_uses_it(tmp_path: Path, ends:
 def test_a_fork_keeps_no_claim(tmp_path: Path) -> None:
     code = """
 import os, pathlib, sys
-from headrace.data.cache.folder import claim
+from headrace.data.cache.store import claim
 folder = pathlib.Path(sys.argv[1])
 held = claim(folder, "a", "x")
 if os.fork() == 0:

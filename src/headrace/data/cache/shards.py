@@ -30,8 +30,7 @@ from headrace.errors import DataError
 _CHUNK = 64 << 20
 _REMEMBERED = 16
 """Bytes that a record takes in the index."""
-
-
+RECORDS, ENTRIES = ".records", ".entries"
 ENTRY = np.dtype([("index", "<u8"), ("offset", "<u8"), ("generation", "<u8"), ("checksum", "<u8")])
 """A record's example, its first byte in the shard, its generation, and the checksum of these."""
 
@@ -100,33 +99,19 @@ class MemoryShards(Shards):
         return self._full + self._used + self._count * _REMEMBERED
 
 
-RECORDS = ".records"
-ENTRIES = ".entries"
+class AppendFile:
+    """A new file to append to; an OSError if it exists."""
 
-
-class AppendFile(ABC):
-    """A file to append to."""
-
-    @abstractmethod
-    def append(self, data: Sequence[NDArray[np.uint8]]) -> None:
-        """Writes all of it, or raises an OSError."""
-
-
-class _LocalFile(AppendFile):
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
         weakref.finalize(self, os.close, self._descriptor)
 
     def append(self, data: Sequence[NDArray[np.uint8]]) -> None:
+        """Writes all of it, or raises an OSError."""
         for piece in data:
             left = piece.data
             while left:
                 left = left[os.write(self._descriptor, left) :]
-
-
-def created(path: Path) -> AppendFile:
-    """Creates a file; an OSError if it exists."""
-    return _LocalFile(path)
 
 
 class _Shard:
@@ -141,25 +126,22 @@ class _Shard:
 
     def map(self, length: int | None = None) -> NDArray[np.uint8]:
         """Returns the file's present bytes, or its first `length`; several threads may call it."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(descriptor).st_size if length is None else length
+        with open(self.path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size if length is None else length
             # An older mapping stays valid as long as it is used.
             held = self.bytes
             if size > len(held):
-                held = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+                held = np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), dtype=np.uint8)
                 if len(held) > len(self.bytes):
                     self.bytes = held
-        finally:
-            os.close(descriptor)
         return held
 
     def listed(self) -> NDArray[np.void]:
         """Returns the entries that have been added, up to the first damaged one."""
         try:
-            with open(self.entries_path, "rb", buffering=0) as file:
+            with open(self.entries_path, "rb") as file:
                 file.seek(self._read)
-                content = file.readall()
+                content = file.read()
         except FileNotFoundError:
             content = b""
         entries = np.frombuffer(content, dtype=ENTRY, count=len(content) // ENTRY.itemsize)
@@ -185,17 +167,18 @@ class _Shard:
     def new_entries(self) -> NDArray[np.void]:
         """Returns the entries that have been added; the first time, also of records without an entry."""
         entries = self.listed()
-        if self._seen:
-            return entries
-        self._seen = True
-        return np.concatenate([entries, self.unlisted(int(entries["offset"][-1]) if len(entries) else -1)])
+        if not self._seen:
+            self._seen = True
+            last = int(entries["offset"][-1]) if len(entries) else -1
+            entries = np.concatenate([entries, self.unlisted(last)])
+        return entries
 
 
 class FileShards(Shards):
     """Records in files of an existing folder; `lock` keeps the folder from being made anew meanwhile."""
 
     def __init__(
-        self, folder: Path, create: Callable[[Path], AppendFile] = created, lock: object | None = None
+        self, folder: Path, create: Callable[[Path], AppendFile] = AppendFile, lock: object | None = None
     ) -> None:
         self._folder = folder
         self._lock = lock

@@ -1,19 +1,21 @@
-"""A process's view of a cache: finds the examples that it has, and adds others."""
+"""A process's view of a cache: locks its folder, finds the examples that it has, and adds others."""
 
 from __future__ import annotations
 
-import math
+import fcntl
+import json
 import os
-import threading
+import time
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
+from headrace.data.cache.shards import ENTRIES, RECORDS, repair
+from headrace.errors import UnfitMachine, UsageError
+import math
+import threading
+from collections.abc import Sequence
 from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
-
-from headrace.data.cache.folder import claim
 from headrace.data.cache.record import (
     FRONT_BYTES,
     Absent,
@@ -28,6 +30,96 @@ from headrace.data.cache.record import (
 from headrace.data.cache.shards import FileShards, MemoryShards, Shards
 from headrace.data.pipeline.steps import Cache
 
+FORMAT = 1
+"""The version of records, entries and manifest; a folder of another version is made anew."""
+_MANIFEST, _LOCK_FILE, _PART = "manifest.json", "lock", ".part"
+_PATIENCE_S = 10.0
+_PAUSE_S = 0.02
+
+
+class CacheFolderLock:
+    """This process's lock of a cache folder, held until the object or the process ends.
+
+    A lock of fcntl is not inherited by a fork. It is lost when the process closes the file by any descriptor, so that a
+    process may lock a folder only once.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.process = os.getpid()
+        self._descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def lock(self, exclusive: bool) -> bool:
+        """Tries to take the lock, exclusive or shared; returns whether it did."""
+        try:
+            fcntl.lockf(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both
+            return False
+        return True
+
+
+_CLAIMS: weakref.WeakValueDictionary[Path, CacheFolderLock] = weakref.WeakValueDictionary()
+
+
+def claim(folder: Path, key: str, about: str, patience_s: float = _PATIENCE_S) -> tuple[CacheFolderLock, list[str]]:
+    """Locks a folder as the cache of a pipeline, made if needed; returns the lock and lines for the user.
+
+    `key` identifies source and steps, `about` describes them. A cache of this process for another pipeline in that
+    folder is made anew; one of another process is a UsageError after `patience_s`. For one thread at a time.
+    """
+    deadline = time.monotonic() + patience_s
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = _CLAIMS.get(folder)
+        if held is None or held.process != os.getpid():
+            held = _CLAIMS[folder] = CacheFolderLock(folder)
+        notices: list[str] = []
+        while True:
+            if held.lock(exclusive=True):
+                notices += _make(folder, key, about)
+            # The manifest is written under the exclusive lock only.
+            if held.lock(exclusive=False) and _differs(folder, key) is None:
+                return held, notices
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE_S)
+    except OSError as error:
+        raise UnfitMachine(f"{folder} cannot be a cache: {error.strerror or error}; give another folder") from error
+    raise UsageError(
+        f"another process uses the cache in {folder}, and {_differs(folder, key)}; this is {about}: "
+        "give each pipeline a folder of its own"
+    )
+
+
+def _make(folder: Path, key: str, about: str) -> list[str]:
+    if (difference := _differs(folder, key)) is None:
+        repair(folder)
+        return []
+    old = [path for path in folder.iterdir() if path.suffix in (RECORDS, ENTRIES, _PART)]
+    # The manifest first: without it, no process uses the rest.
+    (folder / _MANIFEST).unlink(missing_ok=True)
+    for path in old:
+        path.unlink()
+    part = folder / f"{_MANIFEST}{_PART}"
+    part.write_text(json.dumps({"format": FORMAT, "key": key, "about": about}) + "\n", encoding="utf-8")
+    os.replace(part, folder / _MANIFEST)
+    return [f"the cache in {folder} is made anew, because {difference}"] if old else []
+
+
+def _differs(folder: Path, key: str) -> str | None:
+    """Returns why a folder is not the cache with that key; None if it is."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return "it has no manifest that can be read"
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        return f"it is of version {version!r}, and this is {FORMAT}"
+    if manifest.get("key") != key:
+        return f"it is of other data or other code ({manifest.get('about')})"
+    return None
+
+
 _UNSEEN, _STRANGE, _LEFT_OUT = 0, -1, -2
 _MOST_LAYOUTS = 4096
 """Most record layouts that are remembered: examples of different lengths have different layouts."""
@@ -41,7 +133,9 @@ class Store:
     `limit` is in bytes, None for no limit; `where` names the cache in messages.
     """
 
-    def __init__(self, shards: Shards, examples: int, limit: int | None, where: str) -> None:
+    def __init__(
+        self, shards: Shards, examples: int, limit: int | None, where: str, notices: Sequence[str] = ()
+    ) -> None:
         self._shards = shards
         self._limit = limit
         self._where = where
@@ -53,7 +147,7 @@ class Store:
         self._layouts: list[RecordLayout] = []
         self._numbers: dict[bytes, int] = {}
         self._full = False
-        self._notices: list[str] = []
+        self._notices = list(notices)
         self._lock = threading.Lock()
         self._layouts_lock = threading.Lock()
 
@@ -115,10 +209,6 @@ class Store:
         with self._lock:
             told, self._notices = tuple(self._notices), []
         return told
-
-    def add_notices(self, notices: Sequence[str]) -> None:
-        """Adds lines for the user."""
-        self._notices += notices
 
     def _append(self, packed: Sequence[tuple[int, int, NDArray[np.uint8]]]) -> None:
         room = math.inf if self._limit is None else self._limit - self._shards.nbytes
@@ -225,20 +315,18 @@ class Store:
 
 _OPEN: weakref.WeakKeyDictionary[Cache, tuple[int, Store]] = weakref.WeakKeyDictionary()
 """The caches that are open, each with the process that opened it."""
-_LOCK = threading.Lock()
+_OPENING = threading.Lock()
 # A fork must not wait for a thread that it does not have.
-os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+os.register_at_fork(before=_OPENING.acquire, after_in_parent=_OPENING.release, after_in_child=_OPENING.release)
 
 
 def store_of(cache: Cache, examples: int) -> Store:
     """Returns this process's store of a cache, the same for all readers, as long as the cache's definition lives."""
-    found = _OPEN.get(cache)
-    # A fork appends to files of its own.
-    if found is None or found[0] != os.getpid():
-        with _LOCK:
-            found = _OPEN.get(cache)
-            if found is None or found[0] != os.getpid():
-                found = _OPEN[cache] = os.getpid(), _open(cache, examples)
+    with _OPENING:
+        found = _OPEN.get(cache)
+        # A fork appends to files of its own.
+        if found is None or found[0] != os.getpid():
+            found = _OPEN[cache] = os.getpid(), _open(cache, examples)
     return found[1]
 
 
@@ -251,6 +339,4 @@ def _open(cache: Cache, examples: int) -> Store:
     for other in [other for other in _OPEN if other.folder == cache.folder and other.key != cache.key]:
         # Its files are gone.
         del _OPEN[other]
-    store = Store(FileShards(folder, lock=lock), examples, cache.limit, f"the cache in {folder}")
-    store.add_notices(notices)
-    return store
+    return Store(FileShards(folder, lock=lock), examples, cache.limit, f"the cache in {folder}", notices)

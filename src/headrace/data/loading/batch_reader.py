@@ -19,7 +19,7 @@ from headrace.data.loading.processes import ReaderProcesses, ReaderStalled
 from headrace.data.loading.reader import ExampleReader, ReadResult
 from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.source import ArraySource, DatasetSource
-from headrace.data.pipeline.steps import Cache, Into, Map
+from headrace.data.pipeline.steps import Cache, writer
 from headrace.errors import RunFailed
 from headrace.memory import MOST_ARENAS, give_back, tune
 
@@ -145,8 +145,7 @@ class BatchReader:
         least = math.inf
         # The first batch may be slow because it is the first.
         for _ in range(_LOOKS):
-            found = prefetcher.take()
-            if found is None:
+            if (found := prefetcher.take()) is None:
                 break
             least = min(least, sum(found[1].seconds))
             yield found
@@ -233,7 +232,6 @@ class BatchReader:
         unasked = self._reading.parallel == "auto"
         readers = ReaderProcesses(self._reader.read, count, _UNASKED_PATIENCE_S if unasked else _PATIENCE_S)
         processes.append(readers)
-
         given_up = threading.Event()
 
         def read(part: Part) -> ReadResult:
@@ -266,10 +264,8 @@ class _Sizes:
     def __init__(self, pipeline: InputPipeline) -> None:
         self._source = pipeline.source
         self._visited = visited(pipeline)
-        last = pipeline.steps[-1] if pipeline.steps else None
-        written_in_place = isinstance(last, Map) and isinstance(last.function, Into)
-        # Else the single examples are in memory, too, when they are collated.
-        self._copies = 1 if written_in_place or not pipeline.steps else 2
+        # The single examples are in memory, too, when they are collated.
+        self._copies = 1 if writer(pipeline.steps) or not pipeline.steps else 2
         self.examples = 0
         self._largest: int | None = None
         self._ratio: float | None = None

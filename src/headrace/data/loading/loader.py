@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -80,14 +81,9 @@ class Loader:
         self.drops = self._reader.drops
 
     def rounds(self, start_round: int = 0, stop_round: int | None = None) -> Generator[Share, None, None]:
-        """Yields this worker's share of every round.
+        """Yields this worker's share of every round from `start_round` to before `stop_round`, None for no end.
 
-        Args:
-            start_round: the first, counted over the whole run; starting there costs one epoch's order.
-            stop_round: the round before which it ends; None for no end.
-
-        Raises:
-            DataError: an example cannot be read.
+        Rounds are counted over the whole run. A DataError if an example cannot be read.
         """
         if start_round < 0:
             raise UsageError(f"start_round must not be negative, got {start_round}")
@@ -98,20 +94,12 @@ class Loader:
         return self._shares(parts, start_round)
 
     def sweep(self, alone: bool = False) -> Generator[Share, None, None]:
-        """Yields this worker's share of every round of one epoch, from its beginning.
-
-        Raises:
-            DataError: an example cannot be read.
-        """
+        """Yields this worker's share of every round of one epoch, from its beginning."""
         self.counters.begin()
         return self._shares(islice(self._parts(0), self.rounds_per_epoch), 0, alone)
 
     def portion(self, round_: int, part: int, parts: int) -> Share:
-        """Reads one part of one round's batch, independent of what was read before.
-
-        Raises:
-            DataError: an example cannot be read.
-        """
+        """Reads one part of one round's batch, independent of what was read before."""
         epoch, index = divmod(round_, self.rounds_per_epoch)
         begin, end, of = self._rounds.span(index)
         start, stop = bounds(end - begin, (1,) * parts)[part]
@@ -151,15 +139,13 @@ class Loader:
             self.counters.parallel, self.counters.readers = "processes", processes.count
         else:
             running = self._batch_reader.run_inline(parts) if alone else self._batch_reader.run(parts)
-        try:
+        with closing(running):
             asked, ready = perf_counter(), 0
             for part, read in running:
                 yield self._share(part, read, asked, ready)
                 del read
                 ready = self._update_mode()
                 asked = perf_counter()
-        finally:
-            running.close()
 
     def _update_mode(self) -> int:
         """Updates the reading mode in the counters; returns how many batches wait."""
@@ -183,10 +169,10 @@ _SHOWN = 3
 
 
 class InputCounters:
-    """What a loader has read since it was made, and how long each stage took.
+    """What a loader has read since it was made, and how long each stage took; updated by the thread that takes batches.
 
-    Only the thread that takes the batches updates it. More than `most_skipped` unreadable examples in an epoch are an
-    error; `shown` has the first of them with their reasons, `notices` has lines for the user.
+    More than `most_skipped` unreadable examples in an epoch are an error; `shown` has the first of them with their
+    reasons, `notices` has lines for the user.
     """
 
     def __init__(
@@ -226,10 +212,9 @@ class InputCounters:
         self.examples += read.examples
         self._bytes += read.nbytes
         self.notices += read.notices
-        for stage, seconds in enumerate(read.seconds):
-            self._busy[stage] += seconds
-        for stage, seconds in enumerate(read.waiting):
-            self._waiting[stage] += seconds
+        for sums, new in ((self._busy, read.seconds), (self._waiting, read.waiting)):
+            for stage, seconds in enumerate(new):
+                sums[stage] += seconds
         if read.skipped:
             self._skip(epoch, read.skipped)
         if self._tell is not None and self._last - self._told >= _TELL_EVERY_S:
@@ -285,9 +270,6 @@ def batches(pipeline: InputPipeline, *, epoch: int = 0, seed: int = 0, start: in
         raise UsageError("the pipeline has no batch size; chain .batch(32) to it")
     loader = Loader(pipeline, seed, size, (1,), 0)
     first = epoch * loader.rounds_per_epoch
-    shares = loader.rounds(first + start, first + loader.rounds_per_epoch)
-    try:
+    with closing(loader.rounds(first + start, first + loader.rounds_per_epoch)) as shares:
         for share in shares:
             yield share.batch
-    finally:
-        shares.close()

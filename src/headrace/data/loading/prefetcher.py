@@ -12,8 +12,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
-from dataclasses import replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Generic, TypeVar
@@ -31,14 +31,14 @@ _BEYOND = 2
 """Batches besides those that are being read, by default: one waits, one is being trained on."""
 
 
+@dataclass(eq=False)
 class _Job(Generic[Part]):
     """A part to read, the function that reads it, and the bytes reserved for it."""
 
-    def __init__(self, part: Part, read: Callable[[Part], ReadResult], reserved: int) -> None:
-        self.part = part
-        self.read = read
-        self.bytes = reserved
-        self.future: Future[ReadResult] = Future()
+    part: Part
+    read: Callable[[Part], ReadResult]
+    bytes: int
+    future: Future[ReadResult] = field(default_factory=Future)
 
 
 class Prefetcher(Generic[Part]):
@@ -92,8 +92,7 @@ class Prefetcher(Generic[Part]):
         """Hands out parts as long as there is room."""
         most = self.readers + _BEYOND if self._most is None else max(1, self._most)
         while len(self._jobs) < most:
-            part = self._next_part()
-            if part is None:
+            if (part := self._next_part()) is None:
                 break
             needed = self._estimate(part)
             if not self.budget.reserve(needed):
@@ -105,8 +104,7 @@ class Prefetcher(Generic[Part]):
 
     def settle(self) -> None:
         """Waits until all parts that were handed out have been read or have failed."""
-        for job in self._jobs:
-            job.future.exception()
+        wait([job.future for job in self._jobs])
 
     def ready(self) -> int:
         """Returns the number of batches that wait to be taken."""
@@ -118,13 +116,12 @@ class Prefetcher(Generic[Part]):
         while len(self._held) > 1:
             nbytes = self._held.popleft()
             self._freed(nbytes)
-            self.budget.release(nbytes)
+            self.budget.add(-nbytes)
         if self.readers:
             self.fill()
         began = perf_counter()
         if not self._jobs:
-            part = self._next_part()
-            if part is None:
+            if (part := self._next_part()) is None:
                 return None
             read = self.read(part)
             self._measured(part, read.nbytes)
@@ -153,13 +150,12 @@ class Prefetcher(Generic[Part]):
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            self._run(job)
+            if job.future.set_running_or_notify_cancel():
+                self._run(job)
             # Else it would hold its batch until the next part comes.
             del job
 
     def _run(self, job: _Job[Part]) -> None:
-        if not job.future.set_running_or_notify_cancel():
-            return
         try:
             read = job.read(job.part)
             found = read.nbytes
@@ -167,7 +163,7 @@ class Prefetcher(Generic[Part]):
         except BaseException as error:  # raised by `take`
             job.future.set_exception(error)
             return
-        self.budget.correct(job.bytes, found)
+        self.budget.add(found - job.bytes)
         job.bytes = found
         job.future.set_result(read)
 
@@ -195,20 +191,15 @@ class MemoryBudget:
             self._add(nbytes or 0)
             return True
 
-    def correct(self, before: int, after: int) -> None:
-        """Corrects a reservation to the size of its batch."""
+    def add(self, nbytes: int) -> None:
+        """Reserves more bytes, or releases some: where a batch has another size than was estimated, or is not used."""
         with self._lock:
-            self._add(after - before)
+            self._add(nbytes)
 
     def hand_over(self) -> None:
         """Counts a batch as taken by training, which still holds its bytes."""
         with self._lock:
             self._open -= 1
-
-    def release(self, nbytes: int) -> None:
-        """Releases the bytes of a batch that is no longer used."""
-        with self._lock:
-            self._add(-nbytes)
 
     def _add(self, nbytes: int) -> None:
         self.reserved += nbytes
@@ -225,17 +216,14 @@ def delivered(shares: Generator[Share, None, None], device: torch.device) -> Gen
 
     On any other device than a CUDA one, batches stay where they are.
     """
-    if device.type != "cuda":
-        return shares
-    return _double_buffered(shares, device)
+    return _double_buffered(shares, device) if device.type == "cuda" else shares
 
 
 def _double_buffered(shares: Generator[Share, None, None], device: torch.device) -> Generator[Share, None, None]:
     stream = torch.cuda.Stream(device)
 
     def copy_next() -> tuple[Share, torch.cuda.Event] | None:
-        share = next(shares, None)
-        if share is None:
+        if (share := next(shares, None)) is None:
             return None
         with torch.cuda.stream(stream):
             batch = map_tensors(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), share.batch)

@@ -38,6 +38,8 @@ from headrace.shared_memory.segment import SharedSegment
 _ALIGN = 64
 _REQUEST = struct.Struct("<qq")
 _REPLY = struct.Struct("<qq")
+_COUNTS = ("examples", "skipped", "seconds", "waiting", "notices")
+"""The fields of a `ReadResult` that are sent beside its batch."""
 _SET_PARENT_DEATH_SIGNAL = 1
 _FORKS = itertools.count(1)
 _ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (DataError, UnfitMachine, UsageError)}
@@ -58,16 +60,11 @@ class ReaderProcesses:
         self._patience_s = patience_s
         self._processes: dict[int, socket.socket] = {}
         self._idle: SimpleQueue[int] = SimpleQueue()
-        self._batch_reader = True
+        self._running = True
         for _ in range(count):
             pid, channel = self._fork(read)
             self._processes[pid] = channel
             self._idle.put(pid)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The processes' ids."""
-        return tuple(self._processes)
 
     def read(self, epoch: int, places: Tensor) -> ReadResult:
         """Reads a batch by a process; raises the errors of `read` with the process's traceback as their cause.
@@ -90,9 +87,9 @@ class ReaderProcesses:
 
     def end(self) -> None:
         """Kills the processes; a thread that waits for one gets RunFailed."""
-        if not self._batch_reader:
+        if not self._running:
             return
-        self._batch_reader = False
+        self._running = False
         for pid in self._processes:
             os.kill(pid, signal.SIGKILL)
         for pid in self._processes:
@@ -191,13 +188,9 @@ def _serve(channel: socket.socket, read: Callable[[int, Tensor], ReadResult]) ->
         except Exception as error:  # sent to the worker
             kind = type(error).__name__ if type(error).__name__ in _ERRORS else "DataError"
             said = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
-            reply = {"error": kind, "message": said, "traceback": _traceback_of(error)}
+            trace = "".join(traceback.format_exception(error.__cause__ or error))
+            reply = {"error": kind, "message": said, "traceback": trace}
         _send(channel, reply, segment)
-
-
-def _traceback_of(error: Exception) -> str:
-    """Returns the traceback of the user code's error, or of the error itself."""
-    return "".join(traceback.format_exception(error.__cause__ or error))
 
 
 def _send(channel: socket.socket, reply: dict[str, Any], segment: SharedSegment | None) -> None:
@@ -230,8 +223,8 @@ def _answer(channel: socket.socket) -> ReadResult:
     batch = _rebuilt(reply["batch"], segment)
     if segment:
         segment.close()
-    counts = [tuple(reply[name]) for name in ("skipped", "seconds", "waiting", "notices")]
-    return ReadResult(batch, reply["examples"], *counts)
+    counts = (reply[name] if name == "examples" else tuple(reply[name]) for name in _COUNTS)
+    return ReadResult(batch, *counts)
 
 
 def _receive(channel: socket.socket, count: int) -> bytes:
@@ -252,9 +245,7 @@ class _InReader(Exception):
 def _packed(read: ReadResult) -> tuple[dict[str, Any], SharedSegment | None]:
     """Returns a reply's JSON values, and the shared memory with the batch's tensors."""
     tensors: list[tuple[int, Tensor]] = []
-    description = _described(read.batch, tensors)
-    reply = {"batch": description, "examples": read.examples, "skipped": read.skipped, "seconds": read.seconds}
-    reply |= {"waiting": read.waiting, "notices": read.notices}
+    reply = {"batch": _described(read.batch, tensors), **{name: getattr(read, name) for name in _COUNTS}}
     if not tensors:
         return reply, None
     last, tensor = tensors[-1]
@@ -298,6 +289,5 @@ def _rebuilt(description: list[Any], segment: SharedSegment | None) -> Any:
     if kind == "dict":
         return {key: _rebuilt(item, segment) for key, item in rest[0]}
     if kind in ("list", "tuple"):
-        items = [_rebuilt(item, segment) for item in rest[0]]
-        return items if kind == "list" else tuple(items)
+        return (list if kind == "list" else tuple)(_rebuilt(item, segment) for item in rest[0])
     return rest[0]

@@ -18,7 +18,7 @@ from headrace.data.cache.store import Store, store_of
 from headrace.data.pipeline.order import generator
 from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.source import Epoch, emptied, padded, unreadable
-from headrace.data.pipeline.steps import Cache, Filter, Into, Map, Step
+from headrace.data.pipeline.steps import Cache, Filter, Map, Step, writer
 from headrace.errors import DataError
 from headrace.trees import nbytes
 
@@ -27,9 +27,8 @@ _SOURCE = "the source"
 
 @dataclass(frozen=True)
 class ReadResult:
-    """A batch that was read.
+    """A batch of so many `examples`; `skipped` names the unreadable ones with the reasons.
 
-    `examples` is their number without those left out, and `skipped` names the unreadable ones with the reasons.
     `seconds` is the time of each stage (the source, each step, collating); `waiting` is the part of it that the thread
     did not compute (for a disk, a network, a lock or a core), empty if not measured. `notices` are lines for the user.
     """
@@ -43,7 +42,6 @@ class ReadResult:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the batch."""
         return nbytes(self.batch)
 
 
@@ -71,14 +69,12 @@ class ExampleReader:
         # A batch of a repeating pipeline may have examples of two epochs of the source.
         one_epoch = pipeline.times == 1 or pipeline.source.lasting
         self._whole = not pipeline.steps and pipeline.batching.pad is None and not self._skips and one_epoch
-        last = pipeline.steps[-1] if pipeline.steps else None
-        self._into = last if isinstance(last, Map) and isinstance(last.function, Into) else None
+        self._into = writer(pipeline.steps)
         self._plain = pipeline.taken is None and pipeline.times == 1
         self._cache = next((step for step in pipeline.steps if isinstance(step, Cache)), None)
         self._cached = pipeline.steps.index(self._cache) if self._cache else -1
-        self._gathers = (
-            last is not None and last is self._cache and pipeline.batching.pad is None and self._source.stacks
-        )
+        cached_last = self._cache is not None and pipeline.steps[-1] is self._cache
+        self._gathers = cached_last and pipeline.batching.pad is None and self._source.stacks
         self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
         self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
 
@@ -215,15 +211,15 @@ class ExampleReader:
         def apply(row: _Row) -> bool:
             if row.first > position:
                 return True
-            value = row.value if isinstance(step, Filter) or step.field is None else row.value[step.field]
             given = {"rng": self._rng(row, position)} if step.draws else {}
-            result = step.function(value, **given)
-            if isinstance(step, Filter):
-                if not result and position < self._cached:
-                    self._store().put([(row.index, Absent.LEFT_OUT)])
-                return bool(result)
-            row.value = result if step.field is None else _replaced(row.value, step.field, result)
-            return True
+            if isinstance(step, Map):
+                result = step.function(_field(row.value, step.field), **given)
+                row.value = _replaced(row.value, step.field, result)
+                return True
+            keeps = bool(step.function(row.value, **given))
+            if not keeps and position < self._cached:
+                self._store().put([(row.index, Absent.LEFT_OUT)])
+            return keeps
 
         return self._each(rows, step.name, apply, skipped)
 
@@ -233,22 +229,21 @@ class ExampleReader:
             return rows
 
         def apply(some: Sequence[_Row]) -> None:
-            values = [row.value if step.field is None else row.value[step.field] for row in some]
+            values = [_field(row.value, step.field) for row in some]
             rngs = {"rng": [self._rng(row, position) for row in some]} if step.draws else {}
             results = list(step.function(values, **rngs))
             if len(results) != len(some):
                 raise ValueError(f"it returned {len(results)} examples for {len(some)}")
             for row, result in zip(some, results, strict=True):
-                row.value = result if step.field is None else _replaced(row.value, step.field, result)
+                row.value = _replaced(row.value, step.field, result)
 
         try:
             apply(waiting)
+            return rows
         except Exception as error:
             if not self._skips:
                 keys = f"one of {self._source.key(waiting[0].index)} to {self._source.key(waiting[-1].index)}"
                 raise unreadable(keys, step.name, error) from error
-        else:
-            return rows
 
         def alone(row: _Row) -> bool:
             if row.first <= position:
@@ -302,8 +297,7 @@ class ExampleReader:
 
         def write(row: _Row) -> bool:
             nonlocal place
-            value = row.value if step.field is None else row.value[step.field]
-            function.into(value, out[place])
+            function.into(_field(row.value, step.field), out[place])
             place += 1
             return True
 
@@ -323,7 +317,13 @@ class ExampleReader:
         raise DataError("every example is left out")
 
 
-def _replaced(example: Any, field: int | str, value: Any) -> Any:
+def _field(example: Any, field: int | str | None) -> Any:
+    return example if field is None else example[field]
+
+
+def _replaced(example: Any, field: int | str | None, value: Any) -> Any:
+    if field is None:
+        return value
     if isinstance(example, dict):
         return {**example, field: value}
     position = range(len(example))[field]  # type: ignore[index]

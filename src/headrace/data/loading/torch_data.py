@@ -26,8 +26,8 @@ from torch.utils.data import (
 
 from headrace.data.loading.reader import ExampleReader, ReadResult
 from headrace.data.pipeline.pipeline import InputPipeline, Processes, from_arrays
-from headrace.data.pipeline.source import DatasetSource
-from headrace.errors import DataError, UsageError
+from headrace.data.pipeline.source import DatasetSource, require_whole
+from headrace.errors import DataError
 
 _FORMS = "a pair of tensors or arrays, a dict of them, a torch Dataset or DataLoader, or a pipeline from hr.data"
 
@@ -94,8 +94,7 @@ def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
 
 def read_all(examples: Any, limit: int) -> list[Any]:
     """Returns all examples of an iterable; a DataError if they are more than `limit`."""
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise UsageError(f"limit must be a whole number of at least 1, got {limit!r}")
+    require_whole("limit must be", limit)
     name = type(examples).__name__
     if not isinstance(examples, Iterable) or isinstance(examples, str | bytes | Mapping):
         raise DataError(f"data cannot be a {name}; give {_FORMS}, or an iterable of examples")

@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.data.loading.reader import ExampleReader
 from headrace.data.pipeline.order import ExampleOrder
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch, Source
+from headrace.data.pipeline.source import Epoch, Source, require_whole
 from headrace.data.pipeline.steps import Reading
 from headrace.errors import DataError, UsageError
 from headrace.trees import map_leaves, map_tensors
@@ -68,8 +68,7 @@ def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
     """
     if not pipelines:
         raise UsageError("interleave takes at least one pipeline")
-    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-        raise UsageError(f"block must be a whole number of at least 1, got {block!r}")
+    require_whole("block must be", block)
     return InputPipeline(_Interleaved(pipelines, block))
 
 
@@ -83,10 +82,6 @@ class _Several(Source):
 
     def __len__(self) -> int:
         return self._length
-
-    @property
-    def identity(self) -> str:
-        return ""
 
     @property
     def lasting(self) -> bool:
@@ -229,10 +224,6 @@ class _Replay(Source):
 
     def example(self, index: int, epoch: Epoch) -> Any:
         return map_tensors(lambda tensor: tensor[index], self._tree)
-
-    @property
-    def identity(self) -> str:
-        return ""
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         # The indices are consecutive, so that nothing is copied.

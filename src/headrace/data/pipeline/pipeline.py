@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data.pipeline.order import Hosts
-from headrace.data.pipeline.source import ArraySource, Source, as_tensor
+from headrace.data.pipeline.source import ArraySource, Source, as_tensor, require_whole
 from headrace.data.pipeline.steps import Batching, Filter, Map, Reading, Step, cached, takes_rng
 from headrace.errors import DataError, UsageError
 
@@ -158,8 +158,8 @@ class InputPipeline:
             UsageError: a number is out of range, or there are more or fewer lengths than examples.
         """
         for name, value in (("size", size), ("pad_to", pad_to), ("window", window)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if value is not None:
+                require_whole(f"{name} must be", value)
         if pad_to is not None and pad is None:
             raise UsageError("pad_to says how far to fill up; say with what, too: pad=0")
         measured = None if lengths is None else np.asarray(lengths, dtype=np.int64)
@@ -173,8 +173,7 @@ class InputPipeline:
         Raises:
             UsageError: `count` is below 1.
         """
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UsageError(f"take takes a whole number of at least 1, got {count!r}")
+        require_whole("take takes", count)
         return dataclasses.replace(self, taken=visited(self)[:count])
 
     def repeat(self, times: int) -> InputPipeline:
@@ -183,8 +182,7 @@ class InputPipeline:
         Raises:
             UsageError: `times` is below 1.
         """
-        if not isinstance(times, int) or isinstance(times, bool) or times < 1:
-            raise UsageError(f"repeat takes a whole number of at least 1, got {times!r}; epochs are the job's")
+        require_whole("repeat takes", times, remedy="; epochs are the job's")
         return dataclasses.replace(self, times=self.times * times)
 
     def split(self, rank: int, world: int) -> InputPipeline:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from headrace.data.cache.fingerprint import fingerprint
-from headrace.errors import DataError
+from headrace.errors import DataError, UsageError
 from headrace.trees import map_tensors, nbytes
 
 _MOST_HASHED = 1 << 30
@@ -27,12 +27,7 @@ _SMALL = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One pass over the data.
-
-    Attributes:
-        seed: of its order and its random numbers.
-        number: counted from 0.
-    """
+    """One pass over the data; `seed` is of its order and its random numbers, `number` counts from 0."""
 
     seed: int
     number: int
@@ -50,9 +45,9 @@ class Source(ABC):
         """Returns one example: a tuple, a dict, or whatever the data set is made of."""
 
     @property
-    @abstractmethod
     def identity(self) -> str:
         """Identifies the data, so that a cache of it can be found again; "" if it cannot be identified."""
+        return ""
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         """Returns the batch of the examples at `indices`, `(examples,)` int64."""
@@ -147,10 +142,6 @@ class DatasetSource(Source):
         except Exception as error:
             raise unreadable(self.key(index), "the data set", error) from error
 
-    @property
-    def identity(self) -> str:
-        return ""
-
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         wanted = indices.tolist()
         if not wanted or self._many is None:
@@ -169,6 +160,12 @@ class DatasetSource(Source):
     @property
     def stacks(self) -> bool:
         return self._collate is collate
+
+
+def require_whole(what: str, value: Any, least: int = 1, remedy: str = "") -> None:
+    """Raises a UsageError unless `value` is an int of at least `least`; `what` is "size must be", say."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{what} a whole number of at least {least}, got {value!r}{remedy}")
 
 
 def unreadable(which: str, who: str, error: Exception) -> DataError:
@@ -257,7 +254,13 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def emptied(batch: Any) -> Any:
-    """Returns the batch with tensors of length 0."""
+    """Returns the batch of no examples: tensors have length 0, and lists of text, bytes and the like are empty."""
+    if type(batch) is dict:
+        return {name: emptied(value) for name, value in batch.items()}
+    if type(batch) is list and not all(isinstance(item, Tensor | Mapping | tuple | list) for item in batch):
+        return []
+    if type(batch) in (tuple, list):
+        return type(batch)(map(emptied, batch))
     return map_tensors(lambda tensor: tensor[:0], batch)
 
 

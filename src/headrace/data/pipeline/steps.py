@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.cache.fingerprint import fingerprint
-from headrace.data.pipeline.source import Source
+from headrace.data.pipeline.source import Source, require_whole
 from headrace.errors import UsageError
 
 _PARALLEL = ("auto", "inline", "threads", "processes")
@@ -35,10 +35,10 @@ class Into(Protocol):
 
 @dataclass(frozen=True)
 class Map:
-    """A function that every example goes through, or a list of examples if `batched`.
+    """A function that every example goes through, or a list of examples if `batched`; steps have names for messages.
 
-    `draws` says whether it has a parameter `rng` for a `numpy.random.Generator`, or a list of them. It maps
-    one `field` of the example, by number or name, or the whole if None.
+    `draws` says whether it has a parameter `rng` for a `numpy.random.Generator`, or a list of them. It maps one `field`
+    of the example, by number or name, or the whole if None.
     """
 
     function: Callable[..., Any]
@@ -48,7 +48,6 @@ class Map:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return f"map({_name(self.function)})"
 
 
@@ -61,16 +60,15 @@ class Filter:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return f"filter({_name(self.function)})"
 
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """A cache of the examples at this place of the pipeline.
+    """A cache of the examples at this place of the pipeline, in a `folder` or (None) in the memory of each process.
 
-    `folder` is None for the memory of each process, `limit` is in bytes. `key` identifies the source and
-    the steps before, `about` describes them; a folder with another key is made anew.
+    `limit` is in bytes. `key` identifies the source and the steps before, `about` describes them; a folder with another
+    key is made anew.
     """
 
     folder: str | None
@@ -80,11 +78,16 @@ class Cache:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return f"cache({self.folder or 'memory'})"
 
 
 Step = Map | Filter | Cache
+
+
+def writer(steps: Sequence[Step]) -> Map | None:
+    """Returns the last step if it writes its results into the batch's own memory."""
+    last = steps[-1] if steps else None
+    return last if isinstance(last, Map) and isinstance(last.function, Into) else None
 
 
 @dataclass(frozen=True)
@@ -117,15 +120,10 @@ class Reading:
             raise UsageError(f"parallel must be one of {', '.join(_PARALLEL)}, got {self.parallel!r}")
         if self.on_error not in ("raise", "skip"):
             raise UsageError(f"on_error must be 'raise' or 'skip', got {self.on_error!r}")
-        limits: Mapping[str, tuple[int | None, int]] = {
-            "count": (self.count, 1),
-            "ahead": (self.ahead, 0),
-            "memory_limit": (self.memory_limit, 1),
-            "most_skipped": (self.most_skipped, 0),
-        }
-        for name, (value, least) in limits.items():
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        for name, least in (("count", 1), ("ahead", 0), ("memory_limit", 1), ("most_skipped", 0)):
+            value = getattr(self, name)
+            if value is not None:
+                require_whole(f"{name} must be", value, least)
 
 
 def takes_rng(function: Callable[..., Any]) -> bool:
@@ -139,10 +137,6 @@ def takes_rng(function: Callable[..., Any]) -> bool:
 def _name(function: Callable[..., Any]) -> str:
     inner = function.func if isinstance(function, functools.partial) else function
     return str(getattr(inner, "__name__", type(inner).__name__))
-
-
-_MEMORY = "memory"
-_MEMORY_LIMIT = 1 << 30
 
 
 def cached(
@@ -164,8 +158,8 @@ def cached(
             "the examples of a mixed or interleaved pipeline differ from epoch to epoch; cache its parts: "
             "mix(first.cache(...), second.cache(...))"
         )
-    if where == _MEMORY:
-        return Cache(None, _MEMORY_LIMIT if limit is None else limit)
+    if where == "memory":
+        return Cache(None, 1 << 30 if limit is None else limit)
     folder = os.path.abspath(os.path.expanduser(os.fspath(where)))
     about = ", ".join((f"{len(source):,} examples", *(step.name for step in steps)))
     return Cache(folder, limit, _key(source, steps) if key is None else fingerprint(key, len(source)), about)

@@ -1,4 +1,4 @@
-"""TFRecord and ArrayRecord files: records as examples.
+"""Files as examples: whole, by line, and by record (TFRecord and ArrayRecord), on any file system that fsspec knows.
 
 TFRecord has no index: one scan of the lengths finds where the records are.
 
@@ -10,20 +10,149 @@ Its checksums are CRC-32C, rotated by 15 bits plus a constant (TensorFlow's core
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+import numpy as np
+from numpy.typing import NDArray
+from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.source import Epoch
+from headrace.data.sources.storage import FileSource, SourceFile, find_files, map_files
+from headrace.errors import DataError, UsageError
 import os
 import struct
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
-
-from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch
-from headrace.data.sources.pieces import BoundedCache
-from headrace.data.sources.storage import OPEN, FileSource, RecordSource, SourceFile, Window, find_files, map_files
+from headrace.data.sources.storage import BoundedCache
+from headrace.data.sources.storage import OPEN, FileSource, SourceFile, Window, find_files, map_files
 from headrace.errors import DataError, UnfitMachine, UsageError
+
+_CHUNK = 1 << 24
+_NEWLINE = ord("\n")
+
+
+def from_files(
+    where: str | Sequence[str], *, label: Callable[[str], Any] | None = None, **options: Any
+) -> InputPipeline:
+    """Returns a pipeline over whole files.
+
+    An example is a file's content as bytes; with `label` it is a tuple `(content, label)`.
+
+    Args:
+        where: a pattern, "photos/**/*.jpg" or "s3://bucket/photos/*.jpg", or several; files come in the order of their
+            names.
+        label: takes a file's name and returns its label.
+        options: of the file system, as fsspec takes them (`anon=True`, `endpoint_url=...`).
+
+    Raises:
+        DataError: no file is found.
+        UnfitMachine: a package that the file system needs is not installed.
+    """
+    return InputPipeline(_WholeFiles("files", find_files(where, options), partial(_content, label=label)))
+
+
+def from_text(where: str | Sequence[str], by: str = "line", **options: Any) -> InputPipeline:
+    """Returns a pipeline over lines of text, or whole texts, in UTF-8.
+
+    An example is a str: a line without its line ending, or a file. Empty lines are examples, too.
+
+    Args:
+        where: a pattern, "books/*.txt" or "https://host/book.txt", or several.
+        by: "line", or "file" for the whole of each; to find the lines, files are read once when the pipeline is made.
+        options: of the file system, as fsspec takes them.
+
+    Raises:
+        DataError: no file is found, or one cannot be read.
+        UsageError: `by` is neither.
+        UnfitMachine: a package that the file system needs is not installed.
+    """
+    if by not in ("line", "file"):
+        raise UsageError(f"by must be 'line' or 'file', got {by!r}")
+    files = find_files(where, options)
+    if by == "line":
+        return InputPipeline(_Lines("lines", files, map_files(_scan_lines, files)))
+    return InputPipeline(_WholeFiles("texts", files, _text))
+
+
+class _RecordSource(FileSource):
+    """One byte range an example; `places` has for each file where the records begin and, last, where they end."""
+
+    def __init__(self, kind: str, files: Sequence[SourceFile], places: Sequence[NDArray[np.int64]]) -> None:
+        super().__init__(kind, files, [len(each) - 1 for each in places])
+        self._places = tuple(places)
+
+    def nbytes(self, index: int) -> int | None:
+        _, _, start, stop = self._locate(index)
+        return stop - start
+
+    def _locate(self, index: int) -> tuple[int, int, int, int]:
+        """Returns the file, the number of the record in it, and its range of bytes."""
+        at, record = self._spans.find(index)
+        start, stop = self._places[at][record : record + 2].tolist()
+        return at, record, start, stop
+
+
+class _WholeFiles(FileSource):
+    """One example a file, read by `read(file)`."""
+
+    def __init__(self, kind: str, files: Sequence[SourceFile], read: Callable[[SourceFile], Any]) -> None:
+        super().__init__(kind, files, [1] * len(files))
+        self._read = read
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        return self._read(self._files[index])
+
+    def key(self, index: int) -> str:
+        return self._files[index].name
+
+    def nbytes(self, index: int) -> int | None:
+        return self._files[index].size
+
+
+class _Lines(_RecordSource):
+    def example(self, index: int, epoch: Epoch) -> Any:
+        at, _, start, stop = self._locate(index)
+        content = self._files[at].read(start, stop - start).removesuffix(b"\n").removesuffix(b"\r")
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise _undecodable(self.key(index), error) from error
+
+    def key(self, index: int) -> str:
+        at, line, _, _ = self._locate(index)
+        return f"{self._files[at].name}, line {line + 1}"
+
+
+def _scan_lines(file: SourceFile) -> NDArray[np.int64]:
+    """Returns where each line begins and, last, where the file ends; `(lines + 1,)`."""
+    begins = [np.zeros(1, dtype=np.int64)]
+    for start in range(0, file.length, _CHUNK):
+        content = np.frombuffer(file.read(start, min(_CHUNK, file.length - start)), dtype=np.uint8)
+        begins.append(np.flatnonzero(content == _NEWLINE) + (start + 1))
+    found = np.concatenate(begins)
+    return found if found[-1] == file.length else np.append(found, file.length)
+
+
+def _content(file: SourceFile, label: Callable[[str], Any] | None) -> Any:
+    content = file.read()
+    return content if label is None else (content, label(file.name))
+
+
+def _text(file: SourceFile) -> str:
+    content = file.read()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _undecodable(f"{file.name}, line {line}", error) from error
+
+
+def _undecodable(where: str, error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        f"{where} is not UTF-8: byte {error.object[error.start]:#04x} at {error.start:,} ({error.reason}); convert the "
+        "file (iconv -t utf-8), or on_error('skip')"
+    )
+
 
 _HEAD = struct.Struct("<QI")
 _FOOT = struct.Struct("<I")
@@ -47,10 +176,10 @@ def from_tfrecord(where: str | Sequence[str], **options: Any) -> InputPipeline:
         UnfitMachine: google-crc32c is not installed, or what that file system needs.
     """
     files = find_files(where, options)
-    return InputPipeline(_Records("tfrecord", files, map_files(_scan, files)))
+    return InputPipeline(_Records("tfrecord", files, map_files(_scan_records, files)))
 
 
-def _scan(file: SourceFile) -> NDArray[np.int64]:
+def _scan_records(file: SourceFile) -> NDArray[np.int64]:
     """Returns where each record's content begins and, last, where another one would; `(records + 1,)`."""
     window, place = Window(file), 0
     found: list[int] = []
@@ -88,7 +217,7 @@ def _checksum(content: bytes) -> int:
     return ((plain >> 15 | plain << 17) + _MASK) & 0xFFFFFFFF
 
 
-class _Records(RecordSource):
+class _Records(_RecordSource):
     def example(self, index: int, epoch: Epoch) -> Any:
         at, _, start, _ = self._locate(index)
         length = self.nbytes(index)
@@ -99,10 +228,6 @@ class _Records(RecordSource):
                 "file again, or on_error('skip')"
             )
         return content[:length]
-
-    def key(self, index: int) -> str:
-        at, record, _, _ = self._locate(index)
-        return f"{self._files[at].name}, record {record}"
 
     def nbytes(self, index: int) -> int:
         _, _, start, following = self._locate(index)
@@ -155,10 +280,6 @@ class _ArrayRecords(FileSource):
                 examples[place] = record
         return self.collate(examples) if examples else examples
 
-    def key(self, index: int) -> str:
-        at, record = self._spans.find(index)
-        return f"{self._files[at].name}, record {record}"
-
     def _read(self, at: int, records: list[int]) -> list[bytes]:
         file = self._files[at]
         try:
@@ -166,8 +287,9 @@ class _ArrayRecords(FileSource):
             # From a file that was truncated meanwhile, it returns empty records.
             file.require(os.stat(file.name).st_size)
         except (OSError, RuntimeError) as error:
+            which = f"record {records[0]}" if len(records) == 1 else f"one of the records {records}"
             raise DataError(
-                f"of {file.name}, {_named(records)} cannot be read: {error}; write the file again, or on_error('skip')"
+                f"of {file.name}, {which} cannot be read: {error}; write the file again, or on_error('skip')"
             ) from error
         return found
 
@@ -194,7 +316,3 @@ class _ArrayRecords(FileSource):
 
 def _one(reader: Any) -> int:
     return 1
-
-
-def _named(records: Sequence[int]) -> str:
-    return f"record {records[0]}" if len(records) == 1 else f"one of the records {records}"

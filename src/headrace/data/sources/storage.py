@@ -2,22 +2,100 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
 import glob
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
-
 from headrace.data.pipeline.source import Source
-from headrace.data.sources.pieces import BoundedCache, Spans
 from headrace.errors import DataError, HeadraceError, UnfitMachine, UsageError
 
 T = TypeVar("T")
+
+
+class Spans:
+    """Consecutive pieces of given lengths; `begins` has the first example of each and, last, the total."""
+
+    def __init__(self, lengths: Iterable[int]) -> None:
+        self.begins = tuple(accumulate(lengths, initial=0))
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Returns the piece that has an example, and the example's number there."""
+        # The last piece that begins there has it, since those before it are empty.
+        which = bisect_right(self.begins, index) - 1
+        return which, index - self.begins[which]
+
+
+class BoundedCache(Generic[T]):
+    """An LRU cache for threads, bounded by the sum of `size(value)`; one value alone may exceed the bound.
+
+    A pickled copy begins empty; a fork keeps the values.
+    """
+
+    def __init__(self, most: int, size: Callable[[T], int]) -> None:
+        self._most = most
+        self._size = size
+        self._begin()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns the value of a key. If it is missing, one thread makes it; others that want it wait."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            with self._lock:
+                if key in self._values:
+                    return self._values[key]
+            value = make()
+            with self._lock:
+                self._values[key] = value
+                self._bytes += self._size(value)
+                while self._bytes > self._most and len(self._values) > 1:
+                    self._bytes -= self._size(self._values.popitem(last=False)[1])
+                self._making.pop(key, None)
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_most": self._most, "_size": self._size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
+        self._bytes = 0
+        self.reset_locks()
+        _ALL.add(self)
+
+    def reset_locks(self) -> None:
+        """Makes new locks: in a fork, the old ones may be held by threads that it does not have."""
+        self._making: dict[Hashable, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+
+_ALL: weakref.WeakSet[BoundedCache[Any]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for cache in list(_ALL):
+        cache.reset_locks()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 
 OPEN = 64
 """Files that a process keeps open."""
@@ -30,11 +108,8 @@ class _Descriptor:
 
     def __init__(self, file: SourceFile) -> None:
         self.number = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
         file.require(os.fstat(self.number).st_size)
-
-    def __del__(self) -> None:
-        if "number" in self.__dict__:
-            os.close(self.number)
 
 
 _DESCRIPTORS: BoundedCache[_Descriptor] = BoundedCache(OPEN, lambda _: 1)
@@ -56,7 +131,7 @@ def _read_local(file: SourceFile, start: int, count: int | None) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Remote:
-    """A remote file system: an address on it, "s3://bucket", and the options for fsspec."""
+    """An address on a remote file system, "s3://bucket", and the options for fsspec."""
 
     address: str
     options: Mapping[str, Any]
@@ -68,10 +143,10 @@ class Remote:
         except ImportError as error:
             raise UnfitMachine(f'files elsewhere need fsspec ({error}); pip install "headrace[data]"') from error
         try:
-            system, path = fsspec.core.url_to_fs(self.address, **self.options)
+            found: tuple[Any, str] = fsspec.core.url_to_fs(self.address, **self.options)
         except (ImportError, ValueError) as error:
             raise UnfitMachine(f"{self.address.partition('://')[0]}:// cannot be read here: {error}") from error
-        return system, path
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +160,7 @@ class SourceFile:
 
     @property
     def length(self) -> int:
-        """The size of the file; a DataError if it is unknown."""
+        """The size of the file; a DataError if its server does not tell it."""
         if self.size is None:
             raise DataError(
                 f"{self.name}: its server does not tell its size, which is needed to find records in it; copy the file "
@@ -96,13 +171,8 @@ class SourceFile:
     def read(self, start: int = 0, count: int | None = None) -> bytes:
         """Returns `count` bytes from `start` on, or all; a DataError if they cannot be read or the size has changed."""
         wanted = count if count is not None or self.size is None else self.size - start
-        try:
+        with _readable(self.name):
             content = self._fetch(start, count) if self.remote else _read_local(self, start, count)
-        except HeadraceError:
-            raise
-        except Exception as error:
-            # Clients of file systems have their own errors.
-            raise unreadable(self.name, error) from error
         if wanted is not None and len(content) != wanted:
             raise DataError(
                 f"{self.name} had {self.size:,} bytes when it was found, and of the {wanted:,} from byte {start:,} on "
@@ -112,15 +182,11 @@ class SourceFile:
 
     def open(self) -> Any:
         """Opens the file in binary mode; a DataError if it cannot be read or its size has changed."""
-        try:
+        with _readable(self.name):
             if self.remote is None:
                 self.require(os.stat(self.name).st_size)
                 return open(self.name, "rb")
             return self.remote.open()[0].open(self.name, "rb")
-        except HeadraceError:
-            raise
-        except Exception as error:
-            raise unreadable(self.name, error) from error
 
     def require(self, size: int) -> None:
         """Raises a DataError if the size has changed since the file was found."""
@@ -133,13 +199,10 @@ class SourceFile:
     def _fetch(self, start: int, count: int | None) -> bytes:
         assert self.remote is not None
         system, _ = self.remote.open()
-        if count is None:
-            content: bytes = system.cat_file(self.name, start=start or None)
-            return content
         if count == 0:
             return b""
-        content = system.cat_file(self.name, start=start, end=start + count)
-        if len(content) > count:
+        content: bytes = system.cat_file(self.name, start=start or None, end=None if count is None else start + count)
+        if count is not None and len(content) > count:
             raise DataError(
                 f"{self.name}: its server sends {len(content):,} bytes where {count:,} were asked for, so it knows no "
                 "ranges (HTTP 206); copy the file to this machine, or serve it by one that does"
@@ -150,12 +213,9 @@ class SourceFile:
 class Window:
     """A buffer over a file for scans from its beginning to its end that skip most of it."""
 
-    _LOCAL_BYTES = 1 << 16
-    _REMOTE_BYTES = 1 << 23
-
     def __init__(self, file: SourceFile) -> None:
         self._file = file
-        self._length = self._LOCAL_BYTES if file.remote is None else self._REMOTE_BYTES
+        self._length = 1 << 16 if file.remote is None else 1 << 23
         self._first = 0
         self._content = b""
 
@@ -172,10 +232,7 @@ class Window:
 def find_files(
     where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Mapping[str, Any]
 ) -> list[SourceFile]:
-    """Returns the files that match patterns, those of each pattern in the order of their names.
-
-    A pattern without a match is a DataError; options without a remote file system, a UsageError.
-    """
+    """Returns the files that match patterns, those of each in the order of their names; a DataError if one has none."""
     patterns = [os.fspath(each) for each in ([where] if isinstance(where, str | os.PathLike) else where)]
     if options and not any("://" in pattern for pattern in patterns):
         raise UsageError(f"{', '.join(options)}: there is no such parameter, and files of this machine need none")
@@ -221,8 +278,17 @@ def _remote(pattern: str, options: Mapping[str, Any]) -> list[SourceFile]:
     return files
 
 
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:  # clients of file systems have their own errors
+        raise unreadable(name, error) from error
+
+
 def unreadable(name: str, error: Exception) -> DataError:
-    """Returns the error for a file that cannot be read."""
     said = error.strerror if isinstance(error, OSError) else ""
     return DataError(f"{name} cannot be read: {said or str(error) or repr(error)}")
 
@@ -238,8 +304,11 @@ def map_files(function: Callable[[SourceFile], T], files: Sequence[SourceFile]) 
 class FileSource(Source):
     """Examples that lie in files, one file after the other.
 
-    `lengths` are the examples of each file; `how` describes reading options that change the examples.
+    `lengths` are the examples of each file; `how` describes reading options that change the examples. `unit` names an
+    example of a file in messages, counted from 0.
     """
+
+    unit = "record"
 
     def __init__(self, kind: str, files: Sequence[SourceFile], lengths: Iterable[int], *how: Any) -> None:
         self._files = tuple(files)
@@ -247,7 +316,11 @@ class FileSource(Source):
         self._how = " ".join([kind, *map(str, how)])
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return self._spans.begins[-1]
+
+    def key(self, index: int) -> str:
+        at, number = self._spans.find(index)
+        return f"{self._files[at].name}, {self.unit} {number}"
 
     @property
     def identity(self) -> str:
@@ -255,21 +328,3 @@ class FileSource(Source):
         for file in self._files:
             digest.update(repr((file.name, file.size, file.stamp)).encode(errors="surrogateescape"))
         return f"{self._how} {len(self._files)} files {digest.hexdigest()}"
-
-
-class RecordSource(FileSource):
-    """One byte range an example; `places` has for each file where the records begin and, last, where they end."""
-
-    def __init__(self, kind: str, files: Sequence[SourceFile], places: Sequence[NDArray[np.int64]]) -> None:
-        super().__init__(kind, files, [len(each) - 1 for each in places])
-        self._places = tuple(places)
-
-    def nbytes(self, index: int) -> int | None:
-        _, _, start, stop = self._locate(index)
-        return stop - start
-
-    def _locate(self, index: int) -> tuple[int, int, int, int]:
-        """Returns the file, the number of the record in it, and its range of bytes."""
-        at, record = self._spans.find(index)
-        start, stop = self._places[at][record : record + 2].tolist()
-        return at, record, start, stop

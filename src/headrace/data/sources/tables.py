@@ -1,10 +1,11 @@
-"""CSV: rows as examples, read once into memory."""
+"""CSV and Parquet files: rows as examples."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from headrace.data.sources.arrow import (
     to_columns,
     width,
 )
-from headrace.data.sources.pieces import BoundedCache, Spans
+from headrace.data.sources.storage import BoundedCache, Spans
 from headrace.data.sources.storage import FileSource, SourceFile, find_files, map_files, unreadable
 from headrace.errors import DataError, UsageError
 
@@ -91,6 +92,8 @@ def _read(file: SourceFile, delimiter: str, types: Mapping[str, Any]) -> Any:
 
 
 class _Csv(FileSource):
+    unit = "row"  # counted below the line that names the columns
+
     def __init__(self, files: Sequence[SourceFile], tables: Sequence[Any], how: str) -> None:
         super().__init__("csv", files, [table.num_rows for table in tables], tuple(tables[0].column_names), how)
         self._columns = to_columns(import_pyarrow().concat_tables(tables), self.key)
@@ -100,11 +103,6 @@ class _Csv(FileSource):
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         return batch_of(self._columns.take(indices)) if len(indices) else super().gather(indices, epoch)
-
-    def key(self, index: int) -> str:
-        at, row = self._spans.find(index)
-        # Counted from 0, below the line that names the columns.
-        return f"{self._files[at].name}, row {row}"
 
 
 def from_parquet(
@@ -133,17 +131,13 @@ def from_parquet(
         UnfitMachine: pyarrow is not installed, or what that file system needs.
     """
     files = find_files(where, options)
-    metadata = map_files(_metadata, files)
+    metadata = map_files(lambda file: _opened(file, None, attrgetter("metadata")), files)
     schemas = [each.schema.to_arrow_schema() for each in metadata]
     names = select_columns(schemas[0].names, columns, files[0].name)
     _require_one_schema(files, schemas, names, "write both with one type, or leave it out by columns=[...]")
     widths = [width(schemas[0].field(name).type) for name in names]
     row = None if None in widths else sum(filter(None, widths))
     return InputPipeline(_Parquet(files, metadata, names, row, memory_limit))
-
-
-def _metadata(file: SourceFile) -> Any:
-    return _opened(file, None, lambda opened: opened.metadata)
 
 
 def _opened(file: SourceFile, metadata: Any, use: Any) -> Any:
@@ -180,10 +174,6 @@ def _require_one_schema(files: Sequence[SourceFile], schemas: Sequence[Any], nam
                 )
 
 
-def _nbytes(columns: Columns) -> int:
-    return columns.nbytes
-
-
 def _in_order(values: Sequence[Any], places: NDArray[np.int64]) -> Any:
     """Returns values of one column, taken from several pieces, as one tensor or list, at their places."""
     forms = {value.shape[1:] if isinstance(value, Tensor) else None for value in values}
@@ -210,7 +200,7 @@ class _Parquet(FileSource):
         super().__init__("parquet", files, lengths, self._names)
         whole = row is not None and row * len(self) <= limit
         self._pieces = Spans([len(self)]) if whole else self._spans
-        self._decoded: BoundedCache[Columns] = BoundedCache(limit, _nbytes)
+        self._decoded: BoundedCache[Columns] = BoundedCache(limit, attrgetter("nbytes"))
 
     def example(self, index: int, epoch: Epoch) -> Any:
         which, row = self._pieces.find(index)

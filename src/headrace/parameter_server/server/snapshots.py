@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from headrace.checkpoint.header import NAMES, PREFIX, TensorEntry, encode, length, parse
-from headrace.checkpoint.storage import LocalStorage, Storage
+from headrace.checkpoint.storage import Storage
 from headrace.checkpoint.tensors import views
 from headrace.errors import CorruptCheckpoint
 from headrace.parameter_server.core.leases import intervals_of, numbers_in
@@ -154,7 +154,7 @@ class Snapshots:
         self.bytes = 0
         self.pause_s = 0.0
         self.error: OSError | None = None
-        self._storage = storage or LocalStorage(folder)
+        self._storage = storage or Storage(folder)
         self._server = server
         self._every_s = every_s
         self._keep = keep
@@ -242,7 +242,7 @@ def forget(folder: Path, but: Container[str] = (), storage: Storage | None = Non
     Args:
         folder: as of `Snapshots`.
     """
-    storage = storage or LocalStorage(folder)
+    storage = storage or Storage(folder)
     for name in [name for _, name in _files(storage) if name not in but]:
         storage.delete_file(name)
 
@@ -260,7 +260,7 @@ def newest(
     Args:
         folder: as of `Snapshots`.
     """
-    storage = storage or LocalStorage(folder)
+    storage = storage or Storage(folder)
     wrong: list[CorruptCheckpoint] = []
     every: list[list[tuple[str, ServerState]]] = []
     for server in range(servers):
@@ -290,7 +290,7 @@ def read(folder: Path, name: str, storage: Storage | None = None) -> memoryview:
         CorruptCheckpoint: it is not what was written.
     """
     try:
-        with (storage or LocalStorage(folder)).open(name) as file:
+        with (storage or Storage(folder)).open(name) as file:
             size = file.size()
             content = torch.empty(max(size, _DIGEST), dtype=torch.uint8).numpy().data
             filled = 0
