@@ -147,10 +147,10 @@ def test_a_budget_counts_what_is_held_and_lets_one_through() -> None:
     # Both are held, and nothing is being read.
     assert budget.reserve(500)
     assert not budget.reserve(1)
-    budget.add(-(90))
+    budget.add(-90)
     assert not budget.reserve(1)
     budget.hand_over()
-    budget.add(-(500))
+    budget.add(-500)
     assert (budget.reserved, budget.most) == (0, 590)
     assert budget.reserve(None)
     assert not budget.reserve(None)

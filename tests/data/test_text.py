@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from headrace.data.pipeline.source import Epoch
-from headrace.data.sources import files
+from headrace.data.sources import records
 from headrace.errors import DataError, UsageError
 
 EPOCH = Epoch(0, 0)
@@ -34,7 +34,7 @@ def test_lines_come_back(
     content = end.join(lines) + (end if ended or not lines[-1] else "")
     file.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_CHUNK", chunk)
+        patch.setattr(records, "_CHUNK", chunk)
         pipeline = hr.data.from_text(str(file))
     assert examples(pipeline) == lines
     assert pipeline.source.key(len(lines) - 1) == f"{file}, line {len(lines)}"

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from belongings import descriptors
-from headrace.data.cache.store import FORMAT, claim
 from headrace.data.cache.record import Absent
 from headrace.data.cache.shards import FileShards
-from headrace.data.cache.store import Store
+from headrace.data.cache.store import FORMAT, Store, claim
 from headrace.errors import UnfitMachine, UsageError
 
 
@@ -148,7 +147,7 @@ def test_another_version_and_what_was_left_undone_is_made_anew_and_said(
     _, (line,) = claim(tmp_path, "a", "1 example")
     assert line.startswith(f"the cache in {tmp_path} is made anew, because {why}")
     assert Store(FileShards(tmp_path), 1, None, "the cache").find([0]) == [Absent.MISSING]
-    assert claim(tmp_path, "a", "1 example")[1] == ()
+    assert claim(tmp_path, "a", "1 example")[1] == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
+import threading
 import time
 import weakref
-from pathlib import Path
-from headrace.data.cache.shards import ENTRIES, RECORDS, repair
-from headrace.errors import UnfitMachine, UsageError
-import math
-import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+
 from headrace.data.cache.record import (
     FRONT_BYTES,
     Absent,
@@ -27,8 +27,9 @@ from headrace.data.cache.record import (
     layout_of,
     pack,
 )
-from headrace.data.cache.shards import FileShards, MemoryShards, Shards
+from headrace.data.cache.shards import ENTRIES, RECORDS, FileShards, MemoryShards, Shards, repair
 from headrace.data.pipeline.steps import Cache
+from headrace.errors import UnfitMachine, UsageError
 
 FORMAT = 1
 """The version of records, entries and manifest; a folder of another version is made anew."""

@@ -38,8 +38,7 @@ from headrace.shared_memory.segment import SharedSegment
 _ALIGN = 64
 _REQUEST = struct.Struct("<qq")
 _REPLY = struct.Struct("<qq")
-_COUNTS = ("examples", "skipped", "seconds", "waiting", "notices")
-"""The fields of a `ReadResult` that are sent beside its batch."""
+_COUNTS = ("skipped", "seconds", "waiting", "notices")
 _SET_PARENT_DEATH_SIGNAL = 1
 _FORKS = itertools.count(1)
 _ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (DataError, UnfitMachine, UsageError)}
@@ -223,8 +222,7 @@ def _answer(channel: socket.socket) -> ReadResult:
     batch = _rebuilt(reply["batch"], segment)
     if segment:
         segment.close()
-    counts = (reply[name] if name == "examples" else tuple(reply[name]) for name in _COUNTS)
-    return ReadResult(batch, *counts)
+    return ReadResult(batch, reply["examples"], *(tuple(reply[name]) for name in _COUNTS))
 
 
 def _receive(channel: socket.socket, count: int) -> bytes:
@@ -245,7 +243,8 @@ class _InReader(Exception):
 def _packed(read: ReadResult) -> tuple[dict[str, Any], SharedSegment | None]:
     """Returns a reply's JSON values, and the shared memory with the batch's tensors."""
     tensors: list[tuple[int, Tensor]] = []
-    reply = {"batch": _described(read.batch, tensors), **{name: getattr(read, name) for name in _COUNTS}}
+    reply = {"batch": _described(read.batch, tensors), "examples": read.examples}
+    reply |= {name: getattr(read, name) for name in _COUNTS}
     if not tensors:
         return reply, None
     last, tensor = tensors[-1]

@@ -10,21 +10,19 @@ Its checksums are CRC-32C, rotated by 15 bits plus a constant (TensorFlow's core
 
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
 from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.data.pipeline.source import Epoch
-from headrace.data.sources.storage import FileSource, SourceFile, find_files, map_files
-from headrace.errors import DataError, UsageError
-import os
-import struct
-from collections.abc import Sequence
-from torch import Tensor
-from headrace.data.sources.storage import BoundedCache
-from headrace.data.sources.storage import OPEN, FileSource, SourceFile, Window, find_files, map_files
+from headrace.data.sources.storage import OPEN, BoundedCache, FileSource, SourceFile, Window, find_files, map_files
 from headrace.errors import DataError, UnfitMachine, UsageError
 
 _CHUNK = 1 << 24

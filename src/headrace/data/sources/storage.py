@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import os
 import threading
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from itertools import accumulate
-from typing import Any, Generic, TypeVar
-import glob
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
+
 from headrace.data.pipeline.source import Source
 from headrace.errors import DataError, HeadraceError, UnfitMachine, UsageError
 

@@ -24,8 +24,7 @@ from headrace.data.sources.arrow import (
     to_columns,
     width,
 )
-from headrace.data.sources.storage import BoundedCache, Spans
-from headrace.data.sources.storage import FileSource, SourceFile, find_files, map_files, unreadable
+from headrace.data.sources.storage import BoundedCache, FileSource, SourceFile, Spans, find_files, map_files, unreadable
 from headrace.errors import DataError, UsageError
 
 _PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
@@ -239,7 +238,7 @@ class _Parquet(FileSource):
     def _decode(self, which: int) -> Columns:
         if self._pieces is self._spans:
             return self._group(which)
-        return concatenate(map(self._group, range(len(self._groups))), len(self._spans), self.key)
+        return concatenate(map(self._group, range(len(self._groups))), len(self), self.key)
 
     def _group(self, which: int) -> Columns:
         at, group = self._groups[which]
