@@ -16,8 +16,7 @@ from headrace.parameter_server.client.client import Client, ServerConnection
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
 from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.spec.model import ParameterSpec
 from headrace.transport.local_client import LocalClientTransport

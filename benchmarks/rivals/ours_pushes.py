@@ -15,8 +15,7 @@ import torch
 from ours_push_pull import RATE, form_of, join, serve, spawn
 
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.wire.layout import ShardLayout
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message, ShardLayout
 
 SECONDS = 3.0
 

@@ -20,8 +20,7 @@ from harness import alternate, report
 from ours_push_pull import cut, form_of, join, serve, spawn
 
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.wire.layout import ShardLayout
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message, ShardLayout
 
 MODEL_BYTES = 100 << 20
 SHARD_BYTES = {False: 4 << 20, True: 1 << 20}

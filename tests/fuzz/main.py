@@ -27,8 +27,7 @@ NAMES = ("frames", "handshakes", "headers", "logs", "manifests", "messages", "sn
 READ = (
     "headrace.transport.frames",
     "headrace.transport.base",
-    "headrace.parameter_server.wire.messages",
-    "headrace.parameter_server.wire.layout",
+    "headrace.parameter_server.wire",
 )
 READ += (
     "headrace.checkpoint.manifest",
@@ -41,8 +40,7 @@ READ += ("headrace.parameter_server.core.leases", "headrace.spec.plain")
 READING = {
     "headrace.transport.frames": ("kind_of", "expect_number", "Reassembler"),
     "headrace.transport.base": ("match", "_describe"),
-    "headrace.parameter_server.wire.messages": ("decode",),
-    "headrace.parameter_server.wire.layout": ("difference", "_compare", "_words"),
+    "headrace.parameter_server.wire": ("decode", "difference", "_compare", "_words"),
     "headrace.parameter_server.replication.log": ("pushed_by", "parse_entry", "unpack"),
     "headrace.parameter_server.server.snapshots": ("unpack", "_refuse"),
     "headrace.parameter_server.core.leases": ("numbers_in",),

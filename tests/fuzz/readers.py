@@ -19,8 +19,7 @@ from headrace.checkpoint.header import BYTES, NAMES
 from headrace.parameter_server.core.leases import numbers_in
 from headrace.parameter_server.replication import log
 from headrace.parameter_server.server import snapshots as snapshot
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
-from headrace.parameter_server.wire.messages import Kind, decode, encode
+from headrace.parameter_server.wire import Kind, ShardLayout, ShardSpec, decode, encode
 from headrace.spec.plain import to_plain
 from headrace.transport.base import Slots, TransportLayout
 from headrace.transport.frames import Reassembler, expect_number

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from headrace.parameter_server.wire.messages import Kind
+from headrace.parameter_server.wire import Kind
 
 __all__ = ["Delivered", "Refused", "parse_frames", "read_message"]
 

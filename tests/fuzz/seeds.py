@@ -21,7 +21,7 @@ from headrace.parameter_server.server import snapshots as snapshot
 from headrace.parameter_server.server.coordinator import AskedState, CoordinatorState, MembershipState
 from headrace.parameter_server.server.optimizer import ShardOptimizerState
 from headrace.parameter_server.server.snapshots import ServerState
-from headrace.parameter_server.wire.messages import Kind, Message, encode
+from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.transport import frames as pieces
 from headrace.transport.base import ReceivedMessage
 from headrace.transport.frames import FrameKind, control_frame, numbered, to_frames

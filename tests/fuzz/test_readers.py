@@ -15,8 +15,8 @@ from fuzz.main import CORPUS, MOST_KEPT, MOST_S, NAMES
 from fuzz.readers import READERS
 from fuzz.seeds import seeds
 from headrace.checkpoint import manifest
-from headrace.parameter_server.wire import messages
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server import wire
+from headrace.parameter_server.wire import Kind, Message
 from headrace.transport.frames import Reassembler
 
 HERE = Path(__file__).resolve().parent
@@ -69,8 +69,8 @@ def test_much_of_the_same_is_read(name: str, piece: bytes, length: int) -> None:
 
 
 def test_a_reader_that_lets_too_much_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_LAST_LEASE", 1 << 60)
-    content = messages.encode(Message(Kind.PUSH, lease=1 << 50))
+    monkeypatch.setattr(wire, "_LAST_LEASE", 1 << 60)
+    content = wire.encode(Message(Kind.PUSH, lease=1 << 50))
     with pytest.raises(AssertionError):
         readers.read_messages(content)
 

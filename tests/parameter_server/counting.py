@@ -26,8 +26,7 @@ from headrace.engine.local.fork_server import ForkServer
 from headrace.errors import Replaced
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
 from transport.faulty import Odds
 from transport.ways import open_link
 

@@ -22,7 +22,7 @@ from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message
 from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.spec.model import ParameterSpec
 from headrace.transport.base import ClientTransport

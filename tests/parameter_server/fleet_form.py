@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
+from headrace.parameter_server.wire import ShardLayout, ShardSpec
 
 __all__ = ["fleet_form"]
 

@@ -27,8 +27,7 @@ from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
-from headrace.parameter_server.wire.messages import Kind, Message, decode, encode
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec, decode, encode
 from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.spec.model import ParameterSpec
 from headrace.transport.base import ReceivedMessage, ServerTransport

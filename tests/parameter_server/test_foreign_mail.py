@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
-from headrace.parameter_server.wire.messages import Kind, Message, decode, encode
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec, decode, encode
 
 FORM = ShardLayout([ShardSpec("weight", 0, (2, 3)), ShardSpec("bias", 0, (2,))])
 

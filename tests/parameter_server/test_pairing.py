@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.parameter_server.replication.machine import View
-from headrace.parameter_server.wire.messages import Kind, Message, encode
+from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.transport.base import LARGEST_MESSAGE, ClientTransport, Slots
 from parameter_server.pairs import Group, Scribe, digest, until
 from transport.ways import DEADLINE_S, WAYS, filled, next_of, open_link

@@ -9,7 +9,7 @@ import torch
 
 from headrace.errors import PeerLost, Replaced
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message
 from headrace.policies.staleness import FirstPushes
 from parameter_server.stands import WIDTH, counted, one_hot, standing
 from transport.faulty import Faults, Odds

@@ -21,8 +21,7 @@ from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.server.snapshots import Snapshots, newest, read
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
 from headrace.policies.staleness import Admission, Bounded, EveryPush, Unbounded
 from headrace.spec.model import ParameterSpec
 from parameter_server.pairs import until

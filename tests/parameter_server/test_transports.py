@@ -19,7 +19,7 @@ from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
+from headrace.parameter_server.wire import ShardLayout, ShardSpec
 from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.spec.model import ParameterSpec
 from transport.ways import WAYS, open_link, open_port

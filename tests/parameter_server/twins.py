@@ -17,8 +17,7 @@ from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options

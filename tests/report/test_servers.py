@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.parameter_server.server.counters import ServerCounters
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
+from headrace.parameter_server.wire import ShardLayout, ShardSpec
 from headrace.report import run_plain, summarize
 from headrace.report.model.events import attempts
 from headrace.report.model.servers import ROUNDS, Staleness, imbalance, staleness_over_time, to_mean

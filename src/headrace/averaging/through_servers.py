@@ -31,14 +31,13 @@ from headrace.collectives.base import ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.client.center import CenterVariable
 from headrace.parameter_server.client.data_leases import ServerDataLeases
-from headrace.parameter_server.client.exchange import ServedExchange
-from headrace.parameter_server.client.gradients import ReplicaGroup
+from headrace.parameter_server.client.exchange import ReplicaGroup, ServedExchange
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.planning import (
     check_server_options,
     plan_with_servers,
 )
-from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire import ShardLayout
 from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec

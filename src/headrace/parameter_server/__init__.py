@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
     from headrace.parameter_server.server.server import Server
     from headrace.parameter_server.server.snapshots import Snapshots
-    from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
+    from headrace.parameter_server.wire import ShardLayout, ShardSpec
 
 __all__ = [
     "Authority",
@@ -40,11 +40,11 @@ _HOMES = {
     "Authority": "headrace.parameter_server.replication.machine",
     "Client": "headrace.parameter_server.client.client",
     "ServerConnection": "headrace.parameter_server.client.session",
-    "ShardLayout": "headrace.parameter_server.wire.layout",
+    "ShardLayout": "headrace.parameter_server.wire",
     "LeaseTable": "headrace.parameter_server.core.leases",
     "RoundClock": "headrace.parameter_server.server.optimizer",
     "ReplicatedTransport": "headrace.parameter_server.replication.transport",
-    "ShardSpec": "headrace.parameter_server.wire.layout",
+    "ShardSpec": "headrace.parameter_server.wire",
     "Remedies": "headrace.parameter_server.server.optimizer",
     "Server": "headrace.parameter_server.server.server",
     "Shard": "headrace.parameter_server.core.shard",

@@ -18,8 +18,7 @@ from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.wire.layout import ShardLayout, ShardSpec
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
 from headrace.policies.placement import PLACEMENTS, place
 from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.policies.sharding import parse_sharding

@@ -26,7 +26,7 @@ from torch import Tensor
 from headrace.errors import UsageError
 from headrace.parameter_server.client.data_leases import ServerDataLeases, fixed_span, leases_between
 from headrace.parameter_server.client.downpour import Background, DownpourExchange, LocalSteps, ServerLinks
-from headrace.parameter_server.client.gradients import ReplicaGroup
+from headrace.parameter_server.client.exchange import ReplicaGroup
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.planning import (
     brings_parameters,
@@ -42,7 +42,7 @@ from headrace.parameter_server.planning import (
 from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire import ShardLayout
 from headrace.policies.staleness import EveryPush, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec

@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.parameter_server.directory import ServerDirectory
 from headrace.parameter_server.planning import assign_shards
+from headrace.parameter_server.replication.failover import ServerDirectory
 from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec

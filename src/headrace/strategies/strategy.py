@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
-from headrace.parameter_server.client.gradients import ReplicaGroup
-from headrace.parameter_server.directory import ServerDirectory
+from headrace.parameter_server.client.exchange import ReplicaGroup
+from headrace.parameter_server.replication.failover import ServerDirectory
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest

@@ -15,7 +15,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.errors import UsageError
 from headrace.machine import cores
-from headrace.parameter_server.directory import find_servers
+from headrace.parameter_server.replication.failover import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire import ShardLayout
 from headrace.training.optimizer_state import MeanState
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from headrace.errors import PeerLost, ServerRefused
 from headrace.parameter_server.client.session import ServerConnection, Session
 from headrace.parameter_server.core.events import Reason, RoundMembers
-from headrace.parameter_server.wire.layout import ShardLayout
-from headrace.parameter_server.wire.messages import Kind, Message, decode
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode
 from headrace.training.clipping import all_finite
 
 _BUCKET_BYTES = 1 << 20

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 
 _POLL_S = 0.005

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import ServerDataLeases
-from headrace.parameter_server.client.exchange import ServedExchange
-from headrace.parameter_server.client.gradients import GradientAccumulator, ReplicaGroup
-from headrace.parameter_server.wire.layout import ShardLayout
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.client.exchange import GradientAccumulator, ReplicaGroup, ServedExchange
+from headrace.parameter_server.wire import Kind, Message, ShardLayout
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import HEALTHY, StepDecision

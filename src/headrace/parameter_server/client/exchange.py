@@ -1,26 +1,192 @@
-"""Exchanges with parameter servers, which own the optimizer: what all of them have, and that of `ParameterServer`."""
+"""A worker's gradients on their way to the servers, and exchanges with servers, which own the optimizer.
+
+    rank 0   ─ compute ─┐        ┌─ push to its servers ─┐          ┌─ ask for a lease ─► all ranks compute it
+    rank 1   ─ compute ─┴ judge ─┴─ push to its servers ─┴ all have ┘
+
+The ranks of one replica check its gradients together. A worker that holds the whole model is a replica of one rank.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import ServerDataLeases
-from headrace.parameter_server.client.gradients import GradientBuffer, ReplicaGroup
 from headrace.parameter_server.core.events import Reason
-from headrace.parameter_server.wire.layout import ShardLayout
-from headrace.parameter_server.wire.messages import Kind, Message
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
 from headrace.spec.model import ModelSpec
-from headrace.training.clipping import HEALTHY, StepDecision
+from headrace.spec.options import Options
+from headrace.training.clipping import (
+    HEALTHY,
+    GradientClipper,
+    LossScale,
+    StepDecision,
+    clip_coefficient,
+    squared_norm,
+)
 from headrace.training.exchange import Exchange
 from headrace.training.optimizer_state import StatePiece
 from headrace.training.update import PARAMETER
+
+
+class GradientBuffer:
+    """The gradients of a backward pass, as shards of the servers; one for each trainable parameter of `model`."""
+
+    def __init__(self, layouts: Sequence[ShardLayout], model: ModelSpec) -> None:
+        self._layouts = layouts
+        self._index = {parameter.name: index for index, parameter in enumerate(model.trainable)}
+        self._pushed = {
+            self._index[piece.parameter] for layout in layouts for piece in layout.pieces if not piece.exact
+        }
+        self._gradients: list[Tensor | None] = [None] * len(self._index)
+
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        self._gradients = list(gradients)
+
+    def store_nothing(self) -> None:
+        self._gradients = [None] * len(self._index)
+
+    def add(self, others: GradientBuffer, factor: float = 1.0) -> None:
+        """Adds other gradients times a factor.
+
+        Into new memory, because autograd may share a tensor between parameters.
+        """
+        self._gradients = [
+            own if other is None else _times(other, factor) if own is None else torch.add(own, other, alpha=factor)
+            for own, other in zip(self._gradients, others._gradients, strict=True)
+        ]
+
+    def multiply(self, factor: float) -> None:
+        """Multiplies all, into new memory."""
+        self._gradients = [None if own is None else own * factor for own in self._gradients]
+
+    @property
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """One for each trainable parameter; None if the loss does not depend on it."""
+        return tuple(self._gradients)
+
+    @property
+    def present(self) -> list[Tensor]:
+        """The gradients that exist."""
+        return [gradient for gradient in self._gradients if gradient is not None]
+
+    def clip(
+        self, value: float | None, norm: float | None, total: Callable[[Sequence[float]], list[float]] | None = None
+    ) -> None:
+        """Clips elements to `value`, then the norm of all to `norm`, like torch, bit for bit; None does not clip.
+
+        `total` sums numbers over the ranks of a replica, all of which call this.
+        """
+        clipped = self.present
+        if (not clipped and total is None) or (value is None and norm is None):
+            return
+        # Into new memory: autograd may share a tensor between parameters.
+        if value is not None:
+            clipped = list(torch._foreach_clamp_max(torch._foreach_clamp_min(clipped, -value), value))
+        if norm is not None and total is not None:
+            # A gradient that several ranks hold is measured by the rank that pushes it.
+            there = [index for index, gradient in enumerate(self._gradients) if gradient is not None]
+            own = [gradient for index, gradient in zip(there, clipped, strict=True) if index in self._pushed]
+            (squared,) = total([squared_norm(own)])
+            factor = clip_coefficient(norm, squared)
+            clipped = [gradient * factor for gradient in clipped]
+        elif norm is not None:
+            coefficient = torch.clamp(norm / (nn.utils.get_total_norm(clipped) + 1e-6), max=1.0)
+            clipped = list(torch._foreach_mul(clipped, coefficient))
+        left = iter(clipped)
+        self._gradients = [None if gradient is None else next(left) for gradient in self._gradients]
+
+    def by_shard(self) -> list[list[Tensor | None]]:
+        """Returns the gradients by server and shard; None if the loss does not depend on the parameter."""
+        flat = [None if gradient is None else gradient.reshape(-1) for gradient in self._gradients]
+        return [[_slice(flat[self._index[spec.parameter]], spec) for spec in layout.pieces] for layout in self._layouts]
+
+
+def _slice(flat: Tensor | None, spec: ShardSpec) -> Tensor | None:
+    return None if flat is None else flat[spec.start : spec.start + spec.elements].view(spec.shape)
+
+
+class GradientAccumulator:
+    """The sum of the gradients of several steps, each with its share of a round.
+
+    If shares differ (the last batch of an epoch is short) and `weighted`, each gradient is weighted with its own, so
+    that the sum times the mean share is the sum of the gradients times their shares.
+    """
+
+    def __init__(self, layouts: Sequence[ShardLayout], model: ModelSpec, weighted: bool) -> None:
+        self._new = partial(GradientBuffer, layouts, model)
+        self._weighted = weighted
+        self._sum = self._new()
+        self._shares: list[float] = []
+
+    def add(self, buffer: GradientBuffer, share: float) -> None:
+        """Adds the gradients of one step, unless it had no examples."""
+        if share:
+            self._shares.append(share)
+            self._sum.add(buffer, share / self._shares[0] if self._weighted else 1.0)
+
+    def take(self) -> tuple[list[list[Tensor | None]], float, int]:
+        """Returns the sum by server and shard, the mean share, and the number of steps; then starts anew."""
+        buffer, shares, self._sum, self._shares = self._sum, self._shares, self._new(), []
+        if len(set(shares)) < 2:
+            return buffer.by_shard(), shares[0] if shares else 0.0, len(shares)
+        mean = sum(shares) / len(shares)
+        if self._weighted:
+            buffer.multiply(shares[0] / mean)
+        return buffer.by_shard(), mean, len(shares)
+
+
+def _times(gradient: Tensor, factor: float) -> Tensor:
+    return gradient if factor == 1 else gradient * factor
+
+
+class ReplicaGroup:
+    """The ranks of one replica, which act as one worker of the servers.
+
+    `leads` says whether this rank asks for the replica's data.
+    """
+
+    def __init__(self, group: ProcessGroup, options: Options, scale: LossScale | None, device: torch.device) -> None:
+        self.group = group
+        self.leads = group.rank == 0
+        self._options = options
+        # Only to look: clipping is that of one device.
+        looking = replace(options, clip_norm=None, clip_value=None)
+        self._clipper = GradientClipper(looking, group, scale, immediate=device.type == "cpu")
+
+    @property
+    def checks(self) -> bool:
+        """Whether gradients that `judge` accepts are known to be finite."""
+        return self._clipper.checks
+
+    def judge(self, buffer: GradientBuffer, finite: bool, replica: int) -> StepDecision:
+        """Checks the replica's gradient, and clips it; all ranks call it.
+
+        `finite` says whether this rank's loss is, `replica` is the replica's number.
+        """
+        world = self.group.world
+        present = buffer.present
+        decision = self._clipper.clip(present, present, finite)
+        if decision.apply:
+            buffer.clip(self._options.clip_value, self._options.clip_norm, self.group.sum if world > 1 else None)
+        return replace(decision, bad_losses=tuple(replica * world + place for place in decision.bad_losses))
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether `flag` is true on any rank; all ranks call it."""
+        return flag if self.group.world == 1 else self.group.sum([float(flag)])[0] > 0
+
+    def all(self, flag: bool) -> bool:
+        """Returns whether `flag` is true on every rank; all ranks call it."""
+        return not self.any(not flag)
 
 
 class ServedExchange(Exchange):

@@ -20,8 +20,7 @@ from time import monotonic, sleep
 from torch import Tensor
 
 from headrace.errors import PeerLost, Replaced, ServerRefused
-from headrace.parameter_server.wire.layout import ShardLayout
-from headrace.parameter_server.wire.messages import Kind, Message, decode, encode
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode, encode
 from headrace.transport.base import ClientTransport
 
 _SLICE_S = 0.05

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.parameter_server.replication.machine import Filled, LogEntryReceived, RefuseOldEpoch, Replication
-from headrace.parameter_server.wire.messages import Kind, Message, decode, encode
+from headrace.parameter_server.wire import Kind, Message, decode, encode
 from headrace.transport.base import LARGEST_MESSAGE, ClientTransport, ReceivedMessage, Slots
 
 _HEAD = len(encode(Message(Kind.ENTRY, numbers=(0, 0))))

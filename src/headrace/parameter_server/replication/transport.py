@@ -45,7 +45,7 @@ from headrace.parameter_server.replication.machine import (
     Stop,
     View,
 )
-from headrace.parameter_server.wire.messages import Kind, Message, decode, encode
+from headrace.parameter_server.wire import Kind, Message, decode, encode
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Blob, ClientTransport, ReceivedMessage, ServerTransport, Slots
 

@@ -21,7 +21,7 @@ from headrace.parameter_server.core.leases import (
     Return,
     WorkerLost,
 )
-from headrace.parameter_server.wire.messages import Kind, Message, encode
+from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.transport.base import ReceivedMessage
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import mul
 
-from headrace.parameter_server.wire.layout import ShardLayout
+from headrace.parameter_server.wire import ShardLayout
 from headrace.spec.events import ServerStats, ShardStats
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from headrace.memory import give_back
-from headrace.parameter_server.wire.layout import ShardLayout, like
+from headrace.parameter_server.wire import ShardLayout, like
 from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment

@@ -36,8 +36,7 @@ from headrace.parameter_server.core.shard import Shard, ShardState
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.optimizer import ShardOptimizer
-from headrace.parameter_server.wire.layout import ShardLayout, like
-from headrace.parameter_server.wire.messages import MOST_WEIGHT, Kind, Message, decode, encode
+from headrace.parameter_server.wire import MOST_WEIGHT, Kind, Message, ShardLayout, decode, encode, like
 from headrace.training.clipping import all_finite
 from headrace.transport.base import ServerTransport
 

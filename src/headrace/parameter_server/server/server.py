@@ -24,8 +24,7 @@ from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.requests import Requests, StepFailed
 from headrace.parameter_server.server.snapshots import ServerState, pack, unpack
-from headrace.parameter_server.wire.layout import ShardLayout
-from headrace.parameter_server.wire.messages import Kind, Message, decode, encode
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode, encode
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import ReceivedMessage, ServerTransport
 

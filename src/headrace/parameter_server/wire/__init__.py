@@ -1,1 +1,0 @@
-"""The messages between workers and servers, and the layout of shards."""
