@@ -352,7 +352,7 @@ def test_whatever_comes_a_lease_is_applied_once_and_only_who_asked_is_answered(
 
 PLANTED = {
     "stepped twice": ("if push.lease not in self._done and push.finite", "if push.finite"),
-    "done twice": ("        if push.lease in self._done:", "        if False:"),
+    "done twice": ("Reason.DUPLICATE if push.lease in self._done else refused", "refused"),
     "older incarnations": ("if self._incarnations.get(worker) != push.incarnation:", "if worker not in self.clocks:"),
     "late ones count": ("if push.version != self.version or", "if"),
     "a duplicate is no round": (

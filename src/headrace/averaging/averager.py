@@ -33,9 +33,8 @@ _LOST = "headrace.lost"
 class AveragingConfig:
     """When workers average, and what.
 
-    Attributes:
-        period: rounds between two synchronizations, or the bounds of a period that adapts.
-        post_local: rounds at the beginning after each of which workers synchronize.
+    `period` is the rounds between two synchronizations, or the bounds of a period that adapts; in the first
+    `post_local` rounds of a run workers synchronize after each.
     """
 
     period: int | AutoPeriod
@@ -59,11 +58,7 @@ def place_in_average(
 
 
 def require_alike(module: nn.Module, model: ModelSpec, rank: int) -> None:
-    """Refuses a module that is not the run's model: its parameters would be averaged with different ones.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Raises UsageError if a module is not the run's model: its parameters would be averaged with different ones."""
     named = [each for each in module.named_parameters() if not each[1].is_meta]
     own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named}
     run = {spec.name: (spec.shape, f"torch.{spec.dtype}") for spec in model.parameters}
@@ -83,11 +78,8 @@ def _form(name: str, form: tuple[tuple[int, ...], str] | None) -> str:
 class ParameterAverager(PeriodicSync):
     """Averages the workers' parameters, which lie in `average`, and their extra state.
 
-    `updater` makes this worker's own steps; `first` is the round that the run begins with.
-
-    Attributes:
-        worth: what this worker's part of the last round was worth.
-        kept_bytes: of what the outer step keeps, and of what the averages need.
+    `updater` makes this worker's own steps; `first` is the round that the run begins with. `worth` is what this
+    worker's part of the last round was worth, `kept_bytes` what the outer step keeps and the averages need.
     """
 
     def __init__(
@@ -189,11 +181,8 @@ class ParameterAverager(PeriodicSync):
 
     def kept(self) -> tuple[StatePiece, ...]:
         """Returns what the outer step keeps, except the parameters."""
-        return tuple(
-            piece
-            for index, region in enumerate(self._average.kept[1:], 1)
-            for piece in self._pieces(f"{_OUTER}-{index}", region)
-        )
+        kept = enumerate(self._average.kept[1:], 1)
+        return tuple(piece for index, region in kept for piece in self._pieces(f"{_OUTER}-{index}", region))
 
     def settings(self) -> dict[str, Any]:
         """Returns the period as JSON values."""
@@ -215,11 +204,8 @@ class ParameterAverager(PeriodicSync):
         return [StatePiece(name, key, 0, self._average.layout.flat(region, name).clone()) for name in names]
 
     def _agree(self, done: int, finite: bool, train_s: float) -> tuple[list[float], float, float]:
-        """Returns every copy's weight in the mean; the slowest worker's time since the last synchronization, and the
+        """Returns every copy's weight in the mean, the slowest worker's time since the last synchronization, and the
         time that one took the worker that came last to it. All ranks' parameters are written when it returns.
-
-        Raises:
-            RunFailed: no worker has finite parameters.
         """
         rank, world = self._group.rank, self._group.world
         # Each rank writes its own numbers among zeros, so that the sum tells all of them.

@@ -46,7 +46,7 @@ class CodedAverage(WorkerAverage):
         self._anchor.copy_(self.kept[0] if self.kept else self.own)
 
     def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
-        squares, norm, rank = [0.0] * len(weights), 0.0, self._rank
+        total, rank = AverageSums([0.0] * len(weights), 0.0), self._rank
         workers = sum(weight >= 0 for weight in weights)
         for coded in self._means:
             copy, anchor = coded.span.of(self.own), coded.span.of(self._anchor)
@@ -54,15 +54,15 @@ class CodedAverage(WorkerAverage):
             if weights[rank] < 0:
                 copy.copy_(anchor)
             mean = anchor - coded.mean(anchor - copy, weights, [each.clone() for each in lost] if preview else lost)
-            norm += 0.0 if rank else squared(mean)
+            total.norm += 0.0 if rank else squared(mean)
             if weights[rank] < 0:
                 copy.copy_(mean)
             else:
-                squares[rank] += squared(copy - mean)
+                total.squares[rank] += squared(copy - mean)
             apply_outer(self._outer, kept, preview, mean, [copy], workers)
             if not preview:
                 anchor.copy_(kept[0] if kept else copy)
-        return AverageSums(squares, norm)
+        return total
 
 
 class _CodedMean:

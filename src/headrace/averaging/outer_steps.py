@@ -46,8 +46,7 @@ class OuterStep(ABC):
     def sgd(self) -> Mapping[str, float | bool]:
         """Returns the options of a `torch.optim.SGD` that does the same, given the way of the mean as gradient.
 
-        Raises:
-            UsageError: none does.
+        Raises UsageError if none does.
         """
         raise UsageError(f"the outer step {self!r} is no optimizer's; use outer=None or hr.Nesterov()")
 
@@ -147,9 +146,7 @@ OUTER_STEPS: Mapping[str, OuterStep] = {"elastic": Elastic(), "mean": MeanStep()
 def outer_step(outer: str | OuterStep | None) -> OuterStep:
     """Returns an outer step by its name, if it is none already; None is the mean.
 
-    Raises:
-        UnknownName: there is none of this name.
-        UsageError: it is something else.
+    Raises UnknownName if there is none of this name, and UsageError if it is something else.
     """
     if outer is None:
         return OUTER_STEPS["mean"]

@@ -45,13 +45,7 @@ class AutoPeriod:
 
 @dataclass(frozen=True)
 class Period:
-    """The present period.
-
-    Attributes:
-        rounds: until the next synchronization.
-        why: in words.
-        most: rounds that drift allows, as far as it is known.
-    """
+    """The present period: `rounds` until the next synchronization, of at most `most` that drift is known to allow."""
 
     rounds: int
     why: str
@@ -74,11 +68,8 @@ class Period:
 class Measured:
     """What one synchronization has measured.
 
-    Attributes:
-        rounds: since the one before.
-        train_s: that they took the slowest worker.
-        exchange_s: that the last exchange took a worker that waited for no other; 0 where there was none.
-        drift: see `AutoPeriod`.
+    The `rounds` since the one before took the slowest worker `train_s`; the last exchange took a worker that waited for
+    no other `exchange_s`, 0 where there was none. `drift` is that of `AutoPeriod`.
     """
 
     rounds: int
@@ -99,11 +90,6 @@ def next_period(now: Period, measured: Measured, target: int | AutoPeriod) -> Pe
 
     It at most doubles, so that a drift that grows is seen in time, and at most halves, because one measurement may be
     wrong. Drift halves it, and what was too long once is not tried again before drift is below half of what is allowed.
-
-    Args:
-        now: the period that has just ended.
-        seen: what it has shown.
-        target: how long it should be.
     """
     if not isinstance(target, AutoPeriod):
         return now
@@ -128,11 +114,7 @@ def next_period(now: Period, measured: Measured, target: int | AutoPeriod) -> Pe
 def first_stretch(target: int | AutoPeriod, post_local: int, first: int, until: int) -> tuple[int, int]:
     """Returns the first sync point of a run whose period changes at sync points alone, and its period until there.
 
-    Args:
-        target: the period, or its bounds.
-        post_local: rounds at the beginning after each of which workers average.
-        first: the round that the run begins with.
-        until: the round of the first sync point, whatever the period.
+    The run begins with round `first`, and has a sync point at `until` whatever the period.
     """
     if first < post_local:
         return min(until, post_local), 1
@@ -154,13 +136,7 @@ def next_stretch(now: Period, target: int | AutoPeriod, post_local: int, done: i
 
 
 class PeriodController:
-    """The period of workers that average through servers; it changes at sync points, as leases are as long for all.
-
-    Args:
-        target: the period, or its bounds.
-        post_local: rounds at the beginning after each of which workers average.
-        group: the workers.
-    """
+    """The period of workers that average through servers; it changes at sync points, as leases are as long for all."""
 
     def __init__(self, target: int | AutoPeriod, post_local: int, group: ProcessGroup) -> None:
         self._target = target
@@ -173,11 +149,7 @@ class PeriodController:
     def note(self, measured: Measured, span: int, number: int, left_out: tuple[int, ...]) -> SyncResult:
         """Notes an average; returns its result.
 
-        Args:
-            measured: at it.
-            span: rounds of a lease now.
-            number: of the average.
-            left_out: this worker, if its parameters were not finite.
+        `span` is the rounds of a lease now, `left_out` this worker if its parameters were not finite.
         """
         self._measured.append(measured)
         why = self._period.why if span == self._period.rounds else f"post_local={self._post_local}"

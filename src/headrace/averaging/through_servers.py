@@ -33,10 +33,7 @@ from headrace.parameter_server.client.center import CenterVariable
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.exchange import ReplicaGroup, ServedExchange
 from headrace.parameter_server.core.events import Reason
-from headrace.parameter_server.planning import (
-    check_server_options,
-    plan_with_servers,
-)
+from headrace.parameter_server.planning import check_server_options, plan_with_servers
 from headrace.parameter_server.wire import ShardLayout
 from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes
 from headrace.spec.cluster import Cluster
@@ -54,14 +51,16 @@ Wait = str | int | float
 _MOST_ROUNDS = 65_535
 """Of one push, as its message can say."""
 
+_MOMENTUM, _KEPT = "momentum_buffer", "headrace.outer-1"
+"""Keys of the outer step's momentum: torch's own, and that of checkpoints, which sets it apart."""
+
 
 @dataclass(frozen=True)
 class ServedAveragingConfig:
     """How parameters are averaged through servers.
 
-    Attributes:
-        period: rounds between two averages, or the bounds of one that adapts.
-        post_local: rounds at the beginning after each of which there is an average.
+    `period` is the rounds between two averages, or the bounds of one that adapts; in the first `post_local` rounds of a
+    run there is an average after each.
     """
 
     period: int | AutoPeriod
@@ -104,17 +103,9 @@ class ServedAveragingConfig:
         cut = replace(model, sliceable=True)
         # Beside its parameters and gradients, a worker has a copy of the average, and what lies on its way.
         plan = plan_with_servers(
-            strategy,
-            options,
-            cut,
-            cluster,
-            workers=workers,
-            servers=self.servers,
-            backups=self.backups,
-            transport=self.transport,
-            copies=4,
-            elastic=True,
-        )
+            strategy, options, cut, cluster, workers=workers, servers=self.servers, backups=self.backups,
+            transport=self.transport, copies=4, elastic=True,
+        )  # fmt: skip
         if isinstance(self.wait, int) and self.wait > plan.workers:
             raise InfeasiblePlan(
                 f"wait={self.wait} waits for {self.wait} workers and there are {plan.workers}; use wait='all', or at "
@@ -168,20 +159,14 @@ def outer_optimizer(
 
 
 class WorkerView(Protocol):
-    """What the exchange needs of a worker's context."""
+    """What the exchange needs of a worker's context; the run begins with round `first`."""
 
     @property
-    def model(self) -> ModelSpec:
-        """The model's specification."""
-
+    def model(self) -> ModelSpec: ...
     @property
-    def group(self) -> ProcessGroup:
-        """The workers."""
-
+    def group(self) -> ProcessGroup: ...
     @property
-    def first(self) -> int:
-        """The round that the run begins with."""
-
+    def first(self) -> int: ...
     def agreement(self) -> ReplicaGroup:
         """Returns the ranks of this worker's replica."""
 
@@ -190,10 +175,8 @@ class ServedAveragingExchange(ServedExchange):
     """Takes local steps, and averages with the other workers at the end of every lease, which is `period` rounds long.
 
     If the optimizers' state is not averaged, a checkpoint holds that of the leader, and all go on with it; the state of
-    a worker that is lost is lost with it, and its replacement begins with none.
-
-    Args:
-        leads: whether this worker loads the initial parameters into the servers.
+    a worker that is lost is lost with it, and its replacement begins with none. If `leads`, this worker loads the
+    initial parameters into the servers.
     """
 
     def __init__(
@@ -206,22 +189,15 @@ class ServedAveragingExchange(ServedExchange):
         local: UpdatingExchange,
         leads: bool,
     ) -> None:
-        client = center.client
-        super().__init__(client, layouts, worker.model, worker.group, worker.agreement(), leads)
         self._period = PeriodController(config.period, config.post_local, worker.group)
-        self.portions = ServerDataLeases(
-            client,
-            self.replica_group.group,
-            leads,
-            len(plan.shares),
-            self._period.stretch,
-            center,
-            rests=config.wait != "nobody",
-        )
+        replica_group, waits = worker.agreement(), config.wait != "nobody"
+        stretch, parts = self._period.stretch, len(plan.shares)
+        leases = ServerDataLeases(center.client, replica_group.group, leads, parts, stretch, center, rests=waits)
+        super().__init__(leases, layouts, worker.model, worker.group, replica_group)
         self._center = center
         self._outer = config.outer
         self._alpha = config.outer.beta / plan.workers if isinstance(config.outer, Elastic) else 0.0
-        self._waits = config.wait != "nobody"
+        self._waits = waits
         self._drops = config.drops
         self._patience_s = config.wait if isinstance(config.wait, float) else math.inf
         self._averages_state = config.average_state
@@ -241,18 +217,18 @@ class ServedAveragingExchange(ServedExchange):
         self._inner.begin(round_)
 
     def synchronize(self, finite: bool = True) -> StepDecision:
-        portions = self.portions
-        if portions.lease < 0:
+        leases = self.leases
+        if leases.lease < 0:
             # It had no data before the sync point.
             return HEALTHY
         decision = self._inner.synchronize(finite)
         if decision.apply:
             self._advance(self._round)
             self._inner.updater.apply(self._pieces, self._round)
-            self._weight += portions.weight
-        self._shares.append(portions.share)
+            self._weight += leases.weight
+        self._shares.append(leases.share)
         self._fastest_s = min(self._fastest_s, perf_counter() - self._began_s)
-        if not portions.left:
+        if not leases.left:
             self._average()
         elif self._drops and self.client.is_behind:
             self._give_up()
@@ -269,7 +245,7 @@ class ServedAveragingExchange(ServedExchange):
 
     def settings(self) -> dict[str, Any]:
         # Other workers have done rounds that this one has not.
-        self._advance(self.portions.synced_round)
+        self._advance(self.leases.synced_round)
         return {**self._inner.settings(), "averaging": self._period.settings()}
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
@@ -287,7 +263,6 @@ class ServedAveragingExchange(ServedExchange):
         return 2 * parameter_bytes, state_bytes
 
     def _advance(self, round_: int) -> None:
-        """Advances the schedule over rounds that are over."""
         while self._advanced < round_:
             self._inner.updater.skip(self._advanced)
             self._advanced += 1
@@ -300,7 +275,7 @@ class ServedAveragingExchange(ServedExchange):
                 "that is a step behind would never be part of an average; wait longer, or use wait='all'"
             )
         weight, shares, self._weight, self._shares = self._weight, self._shares, 0.0, []
-        center, portions = self._center, self.portions
+        center, leases = self._center, self.leases
         began_s = perf_counter()
         if not self._waits:
             self.client.pull()
@@ -309,7 +284,7 @@ class ServedAveragingExchange(ServedExchange):
             center.approach(self._alpha)
         weight = weight if self._outer.weighted else float(weight > 0)
         reason = self.client.push(
-            distances, portions.lease, weight, sum(shares) / len(shares),
+            distances, leases.lease, weight, sum(shares) / len(shares),
             pull=self._waits, steps=len(shares), patience_s=self._patience_s,
         )  # fmt: skip
         broken = reason == Reason.NOT_FINITE
@@ -317,23 +292,19 @@ class ServedAveragingExchange(ServedExchange):
             # A state that has led to such parameters is dropped with them.
             self._inner.load(())
         center.take(all_of_it=broken or not self._alpha)
-        portions.late = reason == Reason.LATE
-        if not portions.late and self._waits:
+        leases.late = reason == Reason.LATE
+        if not leases.late and self._waits:
             ended_s, norm = perf_counter(), center.norm
             drift = self.client.apart / norm if norm else 0.0
             seen = Measured(len(shares), began_s - self._lease_s, ended_s - began_s, drift)
             left_out = (self._group.members[self._group.rank],) if broken else ()
-            portions.meeting = self._period.note(seen, portions.span, self.client.versions[0][0], left_out)
+            leases.meeting = self._period.note(seen, leases.span, self.client.versions[0][0], left_out)
 
     def _give_up(self) -> None:
         """Returns the rest of a lease: the average has moved on, and a push against an old one would be dropped."""
         nothing = [[None] * len(places) for places in self._center.own]
         share, self._weight, self._shares = self._shares[0], 0.0, []
         # Servers stop waiting for a worker that was late; this push makes them wait for it again.
-        reason = self.client.push(nothing, self.portions.lease, 0.0, share, pull=True, patience_s=self._patience_s)
+        reason = self.client.push(nothing, self.leases.lease, 0.0, share, pull=True, patience_s=self._patience_s)
         self._center.take(all_of_it=not self._alpha)
-        self.portions.late = reason == Reason.LATE
-
-
-_MOMENTUM, _KEPT = "momentum_buffer", "headrace.outer-1"
-"""Keys of the outer step's momentum: torch's own, and that of checkpoints, which sets it apart."""
+        self.leases.late = reason == Reason.LATE

@@ -32,15 +32,7 @@ _CHUNK = 65_536
 """Elements that are averaged at a time, so that they stay in a core's cache."""
 
 
-def averaged_traffic(nbytes: int, workers: int) -> int:
-    """Returns the bytes that a worker reads of others and writes for them, where each averages 1/N of all copies.
-
-    It reads its part of the others' copies, and writes the mean into it: 2 (N - 1)/N.
-    """
-    return 2 * nbytes * (workers - 1) // workers
-
-
-@dataclass(frozen=True)
+@dataclass
 class AverageSums:
     """Sums over the elements that a rank has averaged; added up over ranks they are those of the whole."""
 
@@ -51,12 +43,9 @@ class AverageSums:
 class WorkerAverage(ABC):
     """Averages the workers' copies.
 
-    Attributes:
-        own: this worker's copy, `(nbytes,)` uint8.
-        shown: where the others see it, if it is not there.
-        kept: what the outer step keeps beside it, in the same form.
-        lost: what was lost of what this worker sent, and is sent with the next, in the same form.
-        nbytes: that this rank adds to the host.
+    `own` is this worker's copy, `(nbytes,)` uint8, and `shown` is where the others see it, if it is not there. In the
+    same form, `kept` is what the outer step keeps beside it, and `lost` what was lost of what this worker sent, which
+    is sent with the next. `nbytes` is what this rank adds to the host.
     """
 
     layout: FlatLayout
@@ -90,10 +79,9 @@ class WorkerAverage(ABC):
     def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
         """Averages the copies, and applies the outer step; a barrier comes before and after.
 
-        Args:
-            weights: of the copies in their mean, by rank, with a sum of 1; a copy that is left out has a negative one,
-                and is replaced by the mean first.
-            preview: write the trained model into every copy, and leave what is kept as it is.
+        `weights` are those of the copies in their mean, by rank, with a sum of 1; a copy that is left out has a
+        negative one, and is replaced by the mean first. `preview` writes the trained model into every copy, and leaves
+        what is kept as it is.
         """
 
 
@@ -114,7 +102,8 @@ class SharedMemoryAverage(WorkerAverage):
         self._kept = [[part.of(region) for region in self.kept] for part in parts]
         self._group = group
         self._outer = outer
-        self._traffic = averaged_traffic(layout.nbytes, group.world)
+        # It reads its part of the others' copies, and writes the mean into it: 2 (N - 1)/N of a copy.
+        self._traffic = 2 * layout.nbytes * (group.world - 1) // group.world
 
     def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
         total = AverageSums([0.0] * len(weights), 0.0)
@@ -123,7 +112,7 @@ class SharedMemoryAverage(WorkerAverage):
                 stop = start + _CHUNK
                 chunks = [copy[start:stop] for copy in copies]
                 apply = functools.partial(apply_outer, self._outer, [each[start:stop] for each in kept], preview)
-                total = _plus(total, _combine(chunks, weights, apply))
+                _combine(chunks, weights, apply, total)
         self._group.moved_bytes += self._traffic
         return total
 
@@ -150,33 +139,34 @@ class CollectiveAverage(WorkerAverage):
             mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
             self._collective.all_reduce(mean)
             # The mean is the same on all ranks, and its norm is counted once.
-            measured = AverageSums(total.squares, total.norm + (0.0 if rank else squared(mean)))
+            total.norm += 0.0 if rank else squared(mean)
             if weights[rank] < 0:
                 copy.copy_(mean)
             else:
-                measured.squares[rank] += squared(copy - mean)
-            total = measured
+                total.squares[rank] += squared(copy - mean)
             apply_outer(self._outer, kept, preview, mean, [copy], workers)
         return total
 
 
 def _combine(
-    copies: Sequence[Tensor], weights: Sequence[float], apply: Callable[[Tensor, Sequence[Tensor], int], None]
-) -> AverageSums:
+    copies: Sequence[Tensor],
+    weights: Sequence[float],
+    apply: Callable[[Tensor, Sequence[Tensor], int], None],
+    total: AverageSums,
+) -> None:
+    """Averages some elements, and adds their sums to `total`."""
     live = [rank for rank, weight in enumerate(weights) if weight >= 0]
     first, *others = live
     mean = copies[first] * weights[first]
     for rank in others:
         mean.add_(copies[rank], alpha=weights[rank])
-    squares = [0.0] * len(weights)
     for rank, copy in enumerate(copies):
         if weights[rank] < 0:
             copy.copy_(mean)
         elif others:
-            squares[rank] = squared(copy - mean)
-    norm = squared(mean)
+            total.squares[rank] += squared(copy - mean)
+    total.norm += squared(mean)
     apply(mean, copies, len(live))
-    return AverageSums(squares, norm)
 
 
 def apply_outer(
@@ -196,10 +186,6 @@ def squared(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor)) ** 2
 
 
-def _plus(one: AverageSums, other: AverageSums) -> AverageSums:
-    return AverageSums([a + b for a, b in zip(one.squares, other.squares, strict=True)], one.norm + other.norm)
-
-
 class ExtraState:
     """Averages running statistics (`buffers`) and the optimizers' state; `make` builds the average of a layout."""
 
@@ -216,7 +202,7 @@ class ExtraState:
 
     @property
     def elements(self) -> list[Tensor]:
-        """This worker's copy, flat."""
+        """See `WorkerAverage`."""
         return self._average.elements
 
     def gather(self) -> None:
@@ -244,8 +230,7 @@ def extra_state(
 ) -> ExtraState | None:
     """Returns what averages a module's running statistics, and its optimizer's state if asked; None for neither.
 
-    Raises:
-        UsageError: the state has no mean.
+    Raises UsageError if the state has no mean.
     """
     buffers = averaged_buffers(module)
     state = mean_state(dict(module.named_parameters()), optimizer) if average_state else MeanState(optimizer, {}, {})

@@ -9,19 +9,18 @@ fails in the handshake. When the connection is established, no further one is ac
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TypeVar
 
 import torch
 import zmq
 from torch import Tensor
-from zmq.utils.monitor import parse_monitor_message
 
 from headrace.channels.mailbox import Inbox, Outbox, places
 from headrace.transport.connections import AcceptLimiter
 from headrace.transport.frames import PART_BYTES
-from headrace.transport.zeromq import connect, listen, make_socket, waits, watch
+from headrace.transport.zeromq import connect, listen, make_socket, news, watch
 
 T = TypeVar("T")
 
@@ -42,12 +41,10 @@ _ENDS = {
 
 
 class _Connection:
-    """One end of a connection.
+    """One end of a connection; `sort` is `zmq.PUSH` or `zmq.PULL`.
 
-    Args:
-        sort: of the socket, `zmq.PUSH` or `zmq.PULL`.
-        check: called about every 50 ms of waiting, with what tells whether the other end has come after all, and how
-            the connection has ended, "" while it stands; raises where no process will come, and always after an end.
+    `check` is called about every 50 ms of waiting, with what tells whether the other end has come after all, and how
+    the connection has ended, "" while it stands; it raises where no process will come, and always after an end.
     """
 
     def __init__(
@@ -58,16 +55,10 @@ class _Connection:
         # The engine watches whether the other end lives: one that a debugger stops is not gone.
         self.socket.heartbeat_ivl = 0
         self._check = check
-        self._monitor = watch(self.socket, events)
+        self.monitor = watch(self.socket, events)
         self._poll = zmq.Poller()
         self._poll.register(self.socket, zmq.POLLIN if sort == zmq.PULL else zmq.POLLOUT)
-        self._poll.register(self._monitor, zmq.POLLIN)
-
-    def news(self) -> Iterator[tuple[int, int]]:
-        """Yields what has happened to connections, and to which: event, descriptor."""
-        while waits(self._monitor):
-            news = parse_monitor_message(self._monitor.recv_multipart())
-            yield news["event"], news["value"]
+        self._poll.register(self.monitor, zmq.POLLIN)
 
     def until(self, act: Callable[[], T], ended: Callable[[], str]) -> T:
         """Returns what `act` does, as soon as the socket lets it."""
@@ -83,7 +74,7 @@ class _Connection:
 
     def wait(self) -> None:
         """Waits for about 50 ms, or until something has happened to the connection."""
-        if not self._monitor.poll(_SLICE_MS):
+        if not self.monitor.poll(_SLICE_MS):
             self.check()
 
     def check(self, end: str = "") -> None:
@@ -94,7 +85,7 @@ class _Connection:
         """Ends the connection; what has not left yet does not any more."""
         self.socket.disable_monitor()
         self.socket.close(0)
-        self._monitor.close(0)
+        self.monitor.close(0)
 
 
 class RemoteSender(Outbox):
@@ -141,9 +132,9 @@ class RemoteSender(Outbox):
         self._connection.close()
 
     def _ended(self) -> str:
-        for event, _ in self._connection.news():
+        for event, _ in news(self._connection.monitor):
             self._established |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._end = self._end or _ENDS.get(zmq.Event(event), "")
+            self._end = self._end or _ENDS.get(event, "")
         return self._end
 
 
@@ -197,7 +188,7 @@ class RemoteReceiver(Inbox):
                 return frames
 
     def _ended(self) -> str:
-        for event, descriptor in self._connection.news():
+        for event, descriptor in news(self._connection.monitor):
             if event == zmq.EVENT_LISTENING:
                 self._gate = AcceptLimiter(descriptor, a_second=0, at_once=0)
             else:
@@ -216,8 +207,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _assemble(frames: Sequence[memoryview]) -> tuple[bytes, Tensor, int]:
     """Returns a message's note, its tensors' bytes, each at the next multiple of 64, and how many bytes it has.
 
-    Raises:
-        ValueError, struct.error: the frames are no message.
+    Raises ValueError, struct.error if the frames are no message.
     """
     (count,) = _COUNT.unpack_from(frames[0])
     sizes = struct.unpack_from(f"<{count}q", frames[0], _COUNT.size)

@@ -49,11 +49,7 @@ _POLL_S = 0.05
 
 
 def check_served(options: Options) -> None:
-    """Refuses options that need workers in lock-step.
-
-    Raises:
-        UsageError: with the remedy.
-    """
+    """Refuses options that need workers in lock-step; raises UsageError with the remedy."""
     if options.on_nonfinite == "rollback":
         raise UsageError(
             "on_nonfinite='rollback' brings all workers back together, and those of a parameter server are never "
@@ -128,9 +124,7 @@ def plan_with_servers(
 
     A worker needs the model's size `copies` times: its parameters, what autograd makes, what is being sent. A backup
     needs what its server does, and is filled from a copy. The gradients of `spare_workers` are not needed in a round.
-
-    Raises:
-        InfeasiblePlan: with the numbers.
+    Raises InfeasiblePlan with the numbers.
     """
     roles = worker_and_server_roles(strategy, workers, servers, cluster, backups)
     count = sum(role.kind == "worker" for role in roles)
@@ -149,8 +143,7 @@ def assign_shards(
 ) -> tuple[Segment, ...]:
     """Cuts the parameters of a model, or of a part of it, into shards, and assigns each to a server.
 
-    Raises:
-        InfeasiblePlan: the optimizer needs whole parameters, or a server would have no shard.
+    Raises InfeasiblePlan if the optimizer needs whole parameters, or a server would have no shard.
     """
     if sharding is None:
         sharding = _DEFAULT_SHARDING[transport] if model.sliceable else "whole"
@@ -220,24 +213,17 @@ def build_server(
     *,
     measures: bool = False,
 ) -> Server:
-    """Builds what a server, or a backup of one, runs.
+    """Builds what a server runs, or a backup, whose `rank` is that of its server: `server_of(plan, rank)`.
 
-    Args:
-        rank: of the server; a backup's is that of its server, `server_of(plan, rank)`.
-        leases: of the run's data, the first round, the first sync point, and the rounds of a lease until then; only
-            the first server uses them.
-        process: number of this process, which no other process of the run ever has.
-        measures: see `Server`.
+    `leases` and `measures` are those of `Server`; only the first server uses the leases. `process` is the number of
+    this process, which no other process of the run ever has.
     """
     machines = [Shard(range(plan.replicas), *policies) for _ in range(len(layout))]
     own = open_server_transport(layout, transport)
     replicated = None
     if plan.backups:
-
-        def connect_to_primary(address: str) -> ClientTransport:
-            return _open_client_transport(address, layout, Slots(()), _RECONNECT_HELLO_S)
-
-        replicated = ReplicatedTransport(own, layout.push_slots, layout.reply_slots, process, connect_to_primary)
+        primary = functools.partial(_open_client_transport, layout=layout, pushes=Slots(()), hello_s=_RECONNECT_HELLO_S)
+        replicated = ReplicatedTransport(own, layout.push_slots, layout.reply_slots, process, primary)
         own = replicated.transport
     given = leases if rank == plan.servers[0] else None
     return Server(own, layout, optimizer, machines, given, replicated=replicated, measures=measures)
@@ -276,25 +262,21 @@ def connect(
 ) -> Client:
     """Returns a client of the servers at some addresses; `closing` closes its connections.
 
-    Args:
-        together, observes, in_turn: see `Client`.
-        find: returns the present address of a server, by its index in `addresses`, when its connection has ended;
-            raises ConnectionError if there is none. None for the address that it had.
+    `find` returns the present address of a server, by its index in `addresses`, when its connection has ended, and
+    raises ConnectionError if there is none; without it the address stays. The other options are those of `Client`.
     """
-
-    def open_one(server: int, address: str, hello_s: float) -> ClientTransport:
-        layout = layouts[server]
-        return _open_client_transport(address, layout, Slots(()) if observes else layout.push_slots, hello_s)
-
     connections = []
     for index, (address, layout, own, server) in enumerate(zip(addresses, layouts, places, servers, strict=True)):
+        pushes = Slots(()) if observes else layout.push_slots
+        open_one = functools.partial(_open_client_transport, layout=layout, pushes=pushes)
 
-        def reopen(index: int = index, address: str = address) -> ClientTransport:
-            return open_one(index, find(index) if find else address, _RECONNECT_HELLO_S)
+        def reopen(
+            index: int = index, address: str = address, open_one: Callable[..., ClientTransport] = open_one
+        ) -> ClientTransport:
+            return open_one(find(index) if find else address, hello_s=_RECONNECT_HELLO_S)
 
-        transport = _connect_once(
-            functools.partial(open_one, index, address, _HELLO_S), reopen if find else None, check
-        )
+        first = functools.partial(open_one, address, hello_s=_HELLO_S)
+        transport = _connect_once(first, reopen if find else None, check)
         closing.callback(transport.close)
         connections.append(ServerConnection(transport, layout, own, server.rank, server.host, reopen))
     client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)

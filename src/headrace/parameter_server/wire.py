@@ -97,15 +97,10 @@ class ShardLayout:
         if isinstance(self._push[shard], Plain):
             place.copy_(gradient)
             return
-        near = gradient.detach().cpu().contiguous()
-        self._push[shard].encode(near, place, self._residual("push", 0, shard, self._push[shard]))
+        self._push[shard].encode(gradient.detach().cpu().contiguous(), place, self._residual("push", 0, shard))
 
     def decode(self, shard: int, place: Tensor) -> Tensor:
-        """Returns the gradient in a push slot; a view if it was sent as it is.
-
-        Raises:
-            ValueError: the bytes are not an encoded gradient.
-        """
+        """Returns the gradient in a push slot, a view if it was sent as it is; raises ValueError if it is none."""
         if isinstance(self._push[shard], Plain):
             return self.view(shard, place)
         gradient = torch.empty(self.pieces[shard].shape, dtype=self._dtypes[shard])
@@ -114,7 +109,7 @@ class ShardLayout:
 
     def encode_reply(self, worker: int, shard: int, parameters: Tensor, place: Tensor) -> None:
         """Writes parameters to a worker's reply slot, and keeps the encoding error for its next reply."""
-        self._pull[shard].encode(parameters, place, self._residual("pull", worker, shard, self._pull[shard]))
+        self._pull[shard].encode(parameters, place, self._residual("pull", worker, shard))
 
     def decode_reply(self, shard: int, place: Tensor, into: Tensor) -> None:
         """Copies the parameters in a reply slot into a worker's copy, `(bytes,)` uint8."""
@@ -132,14 +127,13 @@ class ShardLayout:
         self._residuals.clear()
         for name in named:
             way, worker, shard = name.split("/")[1:]
-            codec = (self._push if way == "push" else self._pull)[int(shard)]
-            residual = self._residual(way, int(worker), int(shard), codec)
+            residual = self._residual(way, int(worker), int(shard))
             if residual is None:
                 raise ValueError(f"{name} of a codec that loses nothing")
             residual.copy_(like(named, name, residual))
 
-    def _residual(self, way: str, worker: int, shard: int, codec: Codec) -> Tensor | None:
-        if not codec.feedback:
+    def _residual(self, way: str, worker: int, shard: int) -> Tensor | None:
+        if not (self._push if way == "push" else self._pull)[shard].feedback:
             return None
         key = (way, worker, shard)
         if key not in self._residuals:
@@ -156,11 +150,7 @@ class ShardLayout:
         return json.dumps([*self._names, *pieces]).encode()
 
     def difference(self, described: bytes) -> str:
-        """Says how another layout differs from this one; "" if it does not.
-
-        Raises:
-            ValueError: these bytes describe no layout.
-        """
+        """Says how another layout differs from this one, "" if it does not; raises ValueError if it is none."""
         mine = self.describe()
         if described == mine:
             return ""
@@ -192,11 +182,7 @@ def _words(piece: object) -> str:
 
 
 def like(tensors: Mapping[str, Tensor], name: str, known: Tensor) -> Tensor:
-    """Returns the tensor of a snapshot with this name.
-
-    Raises:
-        ValueError: there is none, or its shape or type is not that of `known`.
-    """
+    """Returns the tensor of a snapshot with this name; raises ValueError unless it is of the form of `known`."""
     found = tensors.get(name)
     if found is None or found.shape != known.shape or found.dtype != known.dtype:
         words = "missing" if found is None else f"{tuple(found.shape)} of {found.dtype}"
@@ -284,11 +270,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Returns the message of some bytes.
-
-    Raises:
-        ValueError: they are not a message.
-    """
+    """Returns the message of some bytes; raises ValueError if they are not a message."""
     count, rest = divmod(len(data) - _HEAD.size, 8)
     if count < 0 or rest or count > _MOST:
         raise ValueError(f"a message of {len(data)} bytes is none of form {_VERSION}")

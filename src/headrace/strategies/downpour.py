@@ -141,7 +141,7 @@ class Downpour(ServedStrategy):
             context.module, model, context.optimizer, context.options, context.rounds_per_epoch, context.first
         )
         weighted = self.scale == "share"
-        exchange = DownpourExchange(links, layouts, model, context.group, replica_group, leases, local, weighted)
+        exchange = DownpourExchange(leases, layouts, model, context.group, replica_group, links, local, weighted)
         exchange.load_values(places)
         return Replica(context.whole_model(exchange.buffer, portions=len(plan.shares)), exchange, leases)
 

@@ -256,7 +256,7 @@ class ParameterAveraging(ServedStrategy):
             config, plan, center, layouts, context, local, brings_parameters(client, rank)
         )
         exchange.load_values(center.own)
-        return Replica(context.whole_model(portions=len(plan.shares)), exchange, exchange.portions)
+        return Replica(context.whole_model(portions=len(plan.shares)), exchange, exchange.leases)
 
     def _average(
         self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False

@@ -146,7 +146,7 @@ class ParameterServer(ServedStrategy):
         # When workers are lost, the others may have to compute their leases alone.
         rests = plan.replaces and (self.staleness_bound is not None or self.backup_workers > 0)
         leases = ServerDataLeases(client, replica_group.group, leads, len(plan.shares), rests=rests)
-        exchange = ParameterServerExchange(client, layouts, model, context.group, replica_group, leads, leases)
+        exchange = ParameterServerExchange(leases, layouts, model, context.group, replica_group)
         exchange.load_values(places)
         return Replica(context.whole_model(exchange.buffer, portions=len(plan.shares)), exchange, leases)
 

@@ -38,11 +38,9 @@ _NOTHING = memoryview(b"")
 
 @dataclass(frozen=True)
 class ReceivedMessage:
-    """A message that a server has received.
+    """A message that a server has received from connection `peer`, a number that one transport never uses twice.
 
-    Attributes:
-        peer: number of the connection, which one transport never uses twice.
-        memory: that the client writes its pushes to; None if they are sent.
+    `memory` is what the client writes its pushes to; None if they are sent.
     """
 
     peer: int
@@ -79,9 +77,8 @@ class Slots:
 class TransportLayout:
     """The slots that both ends of a connection must have alike.
 
-    Attributes:
-        pushes: of a client's gradients; none for a client that only pulls.
-        replies: of encoded parameters; None if a client pulls the parameters as they are.
+    `pushes` are those of a client's gradients, none for a client that only pulls; `replies` those of encoded
+    parameters, None if a client pulls the parameters as they are.
     """
 
     parameters: Slots
@@ -105,11 +102,7 @@ class TransportLayout:
         return _BLOB_FACTOR * max(self.parameters.lengths, default=0) + _LEAST_BLOB_BYTES
 
     def match(self, hello: bytes) -> TransportLayout:
-        """Returns the layout of a client that sends this hello: this one, perhaps without pushes.
-
-        Raises:
-            ValueError: the client has another layout.
-        """
+        """Returns the layout of a client's hello: this one, perhaps without pushes; raises ValueError for another."""
         if len(hello) < _GREETING.size or not hello.startswith(_MAGIC):
             raise ValueError("this is a parameter server of headrace, and the client is not a worker of headrace")
         _, protocol = _GREETING.unpack_from(hello)
@@ -135,12 +128,10 @@ def _describe(numbers: Sequence[int]) -> str:
 
 
 class ServerTransport(ABC):
-    """A server's end of all its connections.
+    """A server's end of all its connections; `moved_bytes` is the payload in both directions.
 
-    Attributes:
-        trusts_clients: whether clients have checked that what they push is finite. On one host clients are this
-            library's, and what they push remains their own memory, so that checking it in the server proves nothing.
-        moved_bytes: payload in both directions.
+    `trusts_clients` says whether clients have checked that what they push is finite. On one host clients are this
+    library's, and what they push remains their own memory, so that checking it in the server proves nothing.
     """
 
     trusts_clients: bool = False
@@ -165,11 +156,7 @@ class ServerTransport(ABC):
 
     @abstractmethod
     def pushed(self, peer: int, slot: int) -> Tensor:
-        """Returns what a client has pushed into a slot, `(bytes,)` uint8; it stays there until it is released.
-
-        Raises:
-            ValueError: the client has not pushed.
-        """
+        """Returns what a client has pushed, `(bytes,)` uint8, until it is released; ValueError if it has not."""
 
     @abstractmethod
     def release(self, peer: int, slots: Sequence[int]) -> None:
@@ -198,11 +185,9 @@ class ServerTransport(ABC):
 
 
 class ClientTransport(ABC):
-    """A worker's end.
+    """A worker's end; `moved_bytes` is the payload in both directions.
 
-    Attributes:
-        window: how many pushes may be unanswered, because the server has to keep them; None for any number.
-        moved_bytes: payload in both directions.
+    `window` says how many pushes may be unanswered, because the server has to keep them; None for any number.
     """
 
     window: int | None = None
@@ -218,11 +203,7 @@ class ClientTransport(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
-        """Returns the next message and its blob; None if none arrived within `timeout_s`.
-
-        Raises:
-            ConnectionError: the connection has ended.
-        """
+        """Returns the next message and its blob, None after `timeout_s`; raises ConnectionError after the end."""
 
     @abstractmethod
     def fetch(self, slot: int, into: Tensor) -> int:

@@ -46,30 +46,22 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, elements: int, dtype: torch.dtype) -> int:
-        """Returns the length of so many encoded elements.
-
-        Raises:
-            ValueError: it does not encode elements of this type.
-        """
+        """Returns the length of so many encoded elements; raises ValueError if it does not encode this type."""
 
     @abstractmethod
     def encode(self, tensor: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         """Writes a tensor of any shape to `out`, `(nbytes,)` uint8.
 
         `residual`, 0 at first, contiguous and of the tensor's size and type, is added to the tensor, and becomes the
-        error of this encoding.
-
-        Raises:
-            ValueError: `out` or `residual` has another size, or the tensor cannot be encoded. The residual is then
-                unchanged.
+        error of this encoding. Raises ValueError if `out` or `residual` has another size, or the tensor cannot be
+        encoded. The residual is then unchanged.
         """
 
     @abstractmethod
     def decode(self, data: Tensor, into: Tensor) -> None:
         """Reads a tensor from its bytes into a contiguous tensor of any shape.
 
-        Raises:
-            ValueError: `data` is not the encoding of such a tensor.
+        Raises ValueError if `data` is not the encoding of such a tensor.
         """
 
 
@@ -163,11 +155,7 @@ CODECS: Mapping[str, Codec] = {"bf16": BFloat16(), "int8": Int8(), "plain": Plai
 
 
 def codec_for(name: str, dtype: torch.dtype) -> Codec:
-    """Returns a codec for tensors of one type: the one of this name for float32 and float64, `Plain` for all others.
-
-    Raises:
-        UnknownName: there is none of this name.
-    """
+    """Returns a codec for tensors of one type: the one of this name for float32 and float64, `Plain` for all others."""
     if name not in CODECS:
         raise UnknownName("codec", name, CODECS)
     return CODECS[name if dtype in _FLOATS else "plain"]

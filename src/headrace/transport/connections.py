@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from headrace.transport.zeromq import Keys, waits, watch
+from headrace.transport.zeromq import Keys, news, waits, watch
 
 _ATTACH, _DETACH = 26, 27
 """SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux."""
@@ -231,13 +230,11 @@ class ConnectionGuard:
 
     def _read_events(self) -> None:
         """Notes which connections were accepted, and which have ended."""
-        while waits(self._monitor):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            descriptor = event["value"]
-            if event["event"] == zmq.EVENT_LISTENING:
+        for event, descriptor in news(self._monitor):
+            if event == zmq.EVENT_LISTENING:
                 self._limiter = AcceptLimiter(descriptor, _A_SECOND, _AT_ONCE)
                 continue
-            if event["event"] == zmq.EVENT_ACCEPTED:
+            if event == zmq.EVENT_ACCEPTED:
                 assert self._limiter is not None, "a socket accepts only after it listens"
                 self._limiter.count()
                 connection = self._connections[descriptor] = Connection(descriptor)

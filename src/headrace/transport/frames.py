@@ -140,8 +140,7 @@ class Reassembler:
     def add(self, parts: Sequence[memoryview]) -> Payload | None:
         """Takes a frame, `PART` or `LAST`; returns the payload if the frame completes one.
 
-        Raises:
-            ValueError: it is another kind of frame, or does not follow the one before.
+        Raises ValueError if it is another kind of frame, or does not follow the one before.
         """
         kind = kind_of(parts)
         if kind not in (FrameKind.PART, FrameKind.LAST):

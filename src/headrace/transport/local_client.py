@@ -67,22 +67,15 @@ def send(connection: socket.socket, message: bytes, blob: bytes | bytearray | me
 def receive(connection: socket.socket, blob_bytes: int, shared: bool = False) -> tuple[bytes, memoryview]:
     """Returns a message and its blob, at most `blob_bytes`; both empty if the other end has closed.
 
-    `shared` maps a blob that is a `SharedSegment`, and does not copy it.
-
-    Raises:
-        ValueError: what was sent is too long, or no memory.
-        OSError: the connection is lost.
+    `shared` maps a blob that is a `SharedSegment`, and does not copy it. Raises ValueError if what was sent is too
+    long, or no memory, and OSError if the connection is lost.
     """
     message, descriptors = take(connection, 1)
     return message, _blob_in(descriptors[0], blob_bytes, shared) if descriptors else NOTHING
 
 
 def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    """Returns a message and at most `most` descriptors, which the caller closes.
-
-    Raises:
-        ValueError: there were more, or the message is too long.
-    """
+    """Returns a message and at most `most` descriptors, which the caller closes; raises ValueError if more came."""
     message, ancillary, flags, _ = connection.recvmsg(LARGEST_MESSAGE, _ROOM[most], _CLOEXEC)
     descriptors = array("i")
     for level, kind, data in ancillary:
@@ -124,10 +117,7 @@ class LocalClientTransport(ClientTransport):
     """Shares its push slots with the server, and reads the parameters in the server's memory.
 
     The slots are those of the server, without pushes for a client that only pulls. The server may take `hello_s` to
-    answer.
-
-    Raises:
-        ConnectionError: no server listens there, or it has another layout, or does not answer.
+    answer. Raises ConnectionError if no server listens there, or it has another layout, or does not answer.
     """
 
     def __init__(
@@ -186,7 +176,8 @@ class LocalClientTransport(ClientTransport):
     def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
         if self._arrived:
             return self._arrived.popleft()
-        return self._receive() if look(self._wait, self._spin, timeout_s) else None
+        arrived = look(lambda wait_s: self._poll.poll(wait_s * 1000), self._spin, timeout_s)
+        return self._receive() if arrived else None
 
     def fetch(self, slot: int, into: Tensor) -> int:
         words, source = self._words, self._sources[slot]
@@ -235,9 +226,6 @@ class LocalClientTransport(ClientTransport):
         if not message:
             raise ConnectionResetError("the server has gone")
         return message, blob
-
-    def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        return self._poll.poll(timeout_s * 1000)
 
     def _free(self) -> None:
         self._socket.close()

@@ -21,6 +21,8 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
 from time import monotonic
 
 from torch import Tensor
@@ -39,6 +41,25 @@ _HALF_OPEN = 64
 """Connections that have not said hello; of more, the oldest is ended."""
 
 _HELLO_S = 10.0
+
+
+@dataclass
+class _Peer:
+    """A client; a message that is not sent yet has a blob, or the descriptor of one."""
+
+    number: int
+    socket: socket.socket
+    segments: list[SharedSegment] = field(default_factory=list)
+    pushed: list[Tensor] = field(default_factory=list)
+    replies: list[Tensor] = field(default_factory=list)
+    unsent: deque[tuple[bytes, bytes | bytearray | memoryview | int]] = field(default_factory=deque)
+    unread: int = 0
+
+    def forget_unsent(self) -> None:
+        while self.unsent:
+            _, blob = self.unsent.popleft()
+            if isinstance(blob, int):
+                os.close(blob)
 
 
 class LocalServerTransport(ServerTransport):
@@ -64,16 +85,11 @@ class LocalServerTransport(ServerTransport):
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
         self._spin = Spin(SPIN_S)
-        self._next = 0
+        self._numbers = count()
         self._gone: list[int] = []
-        self._unsent: dict[int, deque[tuple[bytes, bytes | bytearray | memoryview | int]]] = {}
-        self._unread: dict[int, int] = {}
-        self._sockets: dict[int, socket.socket] = {}
-        self._peers: dict[int, int] = {}
+        self._peers: dict[int, _Peer] = {}
+        self._by_descriptor: dict[int, _Peer] = {}
         self._half_open: dict[int, float] = {}
-        self._pushed: dict[int, list[Tensor]] = {}
-        self._replied: dict[int, Tensor] = {}
-        self._segments: dict[int, list[SharedSegment]] = {}
 
     def parameters(self, slot: int) -> Tensor:
         return self._layout.parameters.of(self._region, slot)
@@ -91,7 +107,7 @@ class LocalServerTransport(ServerTransport):
             self.drop(self._gone.pop())
         received: list[ReceivedMessage] = []
         for descriptor, events in look(self._poll.poll, self._spin, timeout_s):
-            peer = self._peers.get(descriptor)
+            peer = self._by_descriptor.get(descriptor)
             if peer is not None and events & select.EPOLLOUT:
                 self._poll.modify(descriptor, select.EPOLLIN)
                 self._flush(peer)
@@ -99,16 +115,16 @@ class LocalServerTransport(ServerTransport):
                 continue
             if peer is None:
                 self._accept()
-            elif peer in self._segments:
-                received += self._receive_from(peer)
-            else:
+            elif peer.number in self._half_open:
                 self._greet(peer)
+            else:
+                received.append(self._receive_from(peer))
         self._drop_silent()
         return received
 
     def pushed(self, peer: int, slot: int) -> Tensor:
         try:
-            return self._pushed[peer][slot]
+            return self._peers[peer].pushed[slot]
         except IndexError:
             raise ValueError("a push from a link without a place for it") from None
 
@@ -116,90 +132,77 @@ class LocalServerTransport(ServerTransport):
         """The slots are the client's own memory."""
 
     def reply_slot(self, peer: int, slot: int) -> Tensor:
-        return self._layout.pulled.of(self._replied[peer], slot)
+        return self._peers[peer].replies[slot]
 
     def send(
         self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
     ) -> None:
-        if peer not in self._sockets:
+        to = self._peers.get(peer)
+        if to is None:
             return
         lengths = self._layout.pulled.lengths
         self.moved_bytes += sum(lengths[slot] for slot in slots)
-        unsent = self._unsent.setdefault(peer, deque())
         # Duplicated, because the owner of a segment may close it before it is sent.
-        unsent.append((message, os.dup(blob.descriptor) if isinstance(blob, SharedSegment) else blob))
-        self._unread[peer] = self._unread.get(peer, 0) + _length(*unsent[-1])
-        if len(unsent) == 1:
-            self._flush(peer)
-        elif limited and self._unread[peer] > _UNREAD_BYTES:
+        to.unsent.append((message, os.dup(blob.descriptor) if isinstance(blob, SharedSegment) else blob))
+        to.unread += _length(*to.unsent[-1])
+        if len(to.unsent) == 1:
+            self._flush(to)
+        elif limited and to.unread > _UNREAD_BYTES:
             # The client sends requests and does not read the answers.
-            self._break(peer)
+            self._break(to)
 
     def drop(self, peer: int) -> None:
-        connection = self._sockets.pop(peer, None)
-        if connection is None:
+        dropped = self._peers.pop(peer, None)
+        if dropped is None:
             return
-        self._poll.unregister(connection)
+        self._poll.unregister(dropped.socket)
         self._half_open.pop(peer, None)
-        del self._peers[connection.fileno()]
-        connection.close()
-        self._forget_unsent(peer)
-        self._unsent.pop(peer, None)
-        self._unread.pop(peer, None)
-        self._pushed.pop(peer, None)
-        self._replied.pop(peer, None)
-        for segment in self._segments.pop(peer, ()):
+        del self._by_descriptor[dropped.socket.fileno()]
+        dropped.socket.close()
+        dropped.forget_unsent()
+        for segment in dropped.segments:
             segment.close()
 
     def close(self) -> None:
-        for peer in list(self._sockets):
+        for peer in list(self._peers):
             self.drop(peer)
         self._poll.close()
         self._listener.close()
         self._shared.close()
 
-    def _flush(self, peer: int) -> None:
+    def _flush(self, peer: _Peer) -> None:
         """Sends what the socket has room for; the rest when the client has read."""
-        connection, unsent = self._sockets[peer], self._unsent[peer]
         try:
-            while unsent:
-                message, blob = unsent[0]
-                send(connection, message, blob)
-                unsent.popleft()
-                self._unread[peer] -= _length(message, blob)
+            while peer.unsent:
+                message, blob = peer.unsent[0]
+                send(peer.socket, message, blob)
+                peer.unsent.popleft()
+                peer.unread -= _length(message, blob)
                 if isinstance(blob, int):
                     os.close(blob)
         except BlockingIOError:
-            self._poll.modify(connection, select.EPOLLIN | select.EPOLLOUT)
+            self._poll.modify(peer.socket, select.EPOLLIN | select.EPOLLOUT)
         except OSError:
             self._break(peer)
 
-    def _break(self, peer: int) -> None:
+    def _break(self, peer: _Peer) -> None:
         """Ends a connection; the next `receive` reports it."""
-        self._forget_unsent(peer)
+        peer.forget_unsent()
         with suppress(OSError):
-            self._sockets[peer].shutdown(socket.SHUT_RDWR)
-
-    def _forget_unsent(self, peer: int) -> None:
-        unsent = self._unsent.get(peer, deque())
-        while unsent:
-            _, blob = unsent.popleft()
-            if isinstance(blob, int):
-                os.close(blob)
+            peer.socket.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
-                if user_of(connection) != os.getuid() or len(self._sockets) >= _MOST_CLIENTS + _HALF_OPEN:
+                if user_of(connection) != os.getuid() or len(self._peers) >= _MOST_CLIENTS + _HALF_OPEN:
                     connection.close()
                     continue
                 connection.setblocking(False)
-                self._sockets[self._next] = connection
-                self._peers[connection.fileno()] = self._next
-                self._half_open[self._next] = monotonic()
+                peer = _Peer(next(self._numbers), connection)
+                self._peers[peer.number] = self._by_descriptor[connection.fileno()] = peer
+                self._half_open[peer.number] = monotonic()
                 self._poll.register(connection, select.EPOLLIN)
-                self._next += 1
 
     def _drop_silent(self) -> None:
         """Ends connections that have not said hello in time, now that all that has arrived was read."""
@@ -209,53 +212,50 @@ class LocalServerTransport(ServerTransport):
                 return
             self.drop(peer)
 
-    def _greet(self, peer: int) -> None:
+    def _greet(self, peer: _Peer) -> None:
         """Takes the segments of a new client, and sends the parameters' memory."""
-        del self._half_open[peer]
-        connection = self._sockets[peer]
+        del self._half_open[peer.number]
         try:
-            message, descriptors = take(connection, 2)
+            message, descriptors = take(peer.socket, 2)
         except (OSError, ValueError):
-            self.drop(peer)
+            self.drop(peer.number)
             return
         try:
             layout = self._layout.match(message)
-            if len(self._segments) >= _MOST_CLIENTS:
+            if len(self._peers) - len(self._half_open) > _MOST_CLIENTS:
                 raise ValueError(f"the server has {_MOST_CLIENTS:,} links already, which is the most")
             lengths = segment_bytes(layout)
             if len(lengths) != len(descriptors):
                 raise ValueError(f"{len(descriptors)} pieces of memory came, not {len(lengths)}")
-            segments = self._segments.setdefault(peer, [])
-            while descriptors:
-                segments.append(SharedSegment.received(descriptors.pop(0), lengths[len(segments)]))
+            for length in lengths:
+                peer.segments.append(SharedSegment.received(descriptors.pop(0), length))
         except (ValueError, OSError) as error:
             for descriptor in descriptors:
                 os.close(descriptor)
             with suppress(OSError):
-                connection.send(b"\1" + str(error).encode())
-            self.drop(peer)
+                peer.socket.send(b"\1" + str(error).encode())
+            self.drop(peer.number)
             return
-        regions = [segment.tensor() for segment in segments]
-        self._pushed[peer] = layout.pushes.views(regions[0]) if layout.pushes else []
+        if layout.pushes:
+            peer.pushed = layout.pushes.views(peer.segments[0].tensor())
         if layout.replies:
-            self._replied[peer] = regions[-1]
+            peer.replies = layout.replies.views(peer.segments[-1].tensor())
         readable = os.open(f"/proc/self/fd/{self._shared.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            socket.send_fds(connection, [b"\0"], [readable])
+            socket.send_fds(peer.socket, [b"\0"], [readable])
         except OSError:
-            self.drop(peer)
+            self.drop(peer.number)
         finally:
             os.close(readable)
 
-    def _receive_from(self, peer: int) -> list[ReceivedMessage]:
+    def _receive_from(self, peer: _Peer) -> ReceivedMessage:
         try:
-            message, blob = receive(self._sockets[peer], self._layout.blob_bytes)
+            message, blob = receive(peer.socket, self._layout.blob_bytes)
         except (OSError, ValueError):
             message, blob = b"", NOTHING
         if not message:
-            self._gone.append(peer)
-        memory = self._segments[peer][0] if self._pushed[peer] else None
-        return [ReceivedMessage(peer, message, blob, memory)]
+            self._gone.append(peer.number)
+        return ReceivedMessage(peer.number, message, blob, peer.segments[0] if peer.pushed else None)
 
 
 def _length(message: bytes, blob: bytes | bytearray | memoryview | int) -> int:

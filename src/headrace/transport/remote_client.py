@@ -9,21 +9,11 @@ from time import monotonic
 import torch
 import zmq
 from torch import Tensor
-from zmq.utils.monitor import parse_monitor_message
 
+from headrace.transport import frames
 from headrace.transport.base import ClientTransport, Slots, TransportLayout
-from headrace.transport.frames import (
-    Frame,
-    FrameKind,
-    Payload,
-    Reassembler,
-    control_frame,
-    expect_number,
-    kind_of,
-    numbered,
-    to_frames,
-)
-from headrace.transport.zeromq import Keys, connect, make_socket, waits, watch
+from headrace.transport.frames import FrameKind, Payload, Reassembler
+from headrace.transport.zeromq import Keys, connect, make_socket, news, watch
 
 _STALL_S = 60.0
 _FAREWELL_MS = 2_000
@@ -45,11 +35,8 @@ class RemoteClientTransport(ClientTransport):
     """The client's end; it belongs to one thread.
 
     `address` is "tcp://host:port", `secret` the run's. The slots are those of the server, without pushes for a client
-    that only pulls. The server may take `hello_s` to answer.
-
-    Raises:
-        ConnectionError: no server listens there, or it is of another run or has another layout.
-        UsageError: the secret is too short, or this is no address.
+    that only pulls. The server may take `hello_s` to answer. Raises ConnectionError if no server listens there, or it
+    is of another run or has another layout, and UsageError if the secret is too short, or this is no address.
     """
 
     window = 2
@@ -85,7 +72,7 @@ class RemoteClientTransport(ClientTransport):
         self._poll.register(self._monitor, zmq.POLLIN)
         try:
             connect(self._socket, address)
-            self._put(control_frame(FrameKind.HELLO, self._layout.hello()))
+            self._put(frames.control_frame(FrameKind.HELLO, self._layout.hello()))
             self._await_welcome(hello_s)
         except BaseException:
             self._free(0)
@@ -96,7 +83,7 @@ class RemoteClientTransport(ClientTransport):
 
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
         lengths = self._layout.pushes.lengths
-        for parts in to_frames(message, [(slot, lengths[slot]) for slot in slots], self._take, blob):
+        for parts in frames.to_frames(message, [(slot, lengths[slot]) for slot in slots], self._take, blob):
             self._put(parts)
         self.moved_bytes += sum(lengths[slot] for slot in slots)
 
@@ -141,25 +128,24 @@ class RemoteClientTransport(ClientTransport):
 
     def _await_welcome(self, hello_s: float) -> None:
         deadline = monotonic() + hello_s
-        while True:
-            self._read()
-            if self._welcome:
-                return
+        self._read()
+        while not self._welcome:
             left = deadline - monotonic()
             if self._end or left <= 0:
                 raise ConnectionRefusedError(
                     f"no link to the server at {self._address}: {self._end or f'no answer for {hello_s:g} s'}"
                 )
             self._wait(left, zmq.POLLIN)
+            self._read()
 
-    def _put(self, parts: Frame) -> None:
+    def _put(self, parts: frames.Frame) -> None:
         """Sends a frame; receives while there is no room, because two ends that only send would block each other."""
         deadline = monotonic() + _STALL_S
         while True:
             if self._end:
                 raise ConnectionResetError(f"the server at {self._address} is lost: {self._end}")
             try:
-                self._socket.send_multipart(numbered(parts, self._sent), zmq.NOBLOCK)
+                self._socket.send_multipart(frames.numbered(parts, self._sent), zmq.NOBLOCK)
                 self._sent += 1
                 return
             except zmq.Again:
@@ -175,22 +161,21 @@ class RemoteClientTransport(ClientTransport):
 
     def _read(self) -> None:
         """Receives all that has arrived; first checks whether the connection has ended, as earlier frames count."""
-        while waits(self._monitor):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            self._end = self._end or _ENDS.get(zmq.Event(event), "")
+        for event, _ in news(self._monitor):
+            self._end = self._end or _ENDS.get(event, "")
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
-                self._open([frame.buffer for frame in frames])
+                self._open([part.buffer for part in parts])
             except ValueError as error:
                 self._end = self._end or f"it sends what no server sends: {error}"
 
     def _open(self, parts: Sequence[memoryview]) -> None:
-        kind = kind_of(parts)
-        expect_number(parts, self._heard)
+        kind = frames.kind_of(parts)
+        frames.expect_number(parts, self._heard)
         self._heard += 1
         if kind == FrameKind.WELCOME:
             self._welcome = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,21 +22,10 @@ from torch import Tensor
 
 from headrace.errors import UsageError
 from headrace.shared_memory.segment import SharedSegment, memory_file
+from headrace.transport import frames
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
 from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
-from headrace.transport.frames import (
-    MOST_PARTS,
-    PIECE_BYTES,
-    Frame,
-    FrameKind,
-    Payload,
-    Reassembler,
-    control_frame,
-    expect_number,
-    kind_of,
-    numbered,
-    to_frames,
-)
+from headrace.transport.frames import Frame, FrameKind, Reassembler, control_frame
 from headrace.transport.zeromq import Keys, is_loopback, listen, make_socket, waits
 
 _AGAIN_S = 0.005
@@ -52,11 +41,9 @@ _TURN_FRAMES = 32
 
 @dataclass
 class _Peer:
-    """A client as its server sees it.
+    """A client as its server sees it, with its number in `ReceivedMessage`.
 
-    Attributes:
-        number: in `ReceivedMessage`.
-        frames: that wait to be sent, each with the bytes of its message and blob, which `owed` sums up.
+    `waiting` are the messages that wait to be sent, each with the bytes of its message and blob, which `owed` sums up.
     """
 
     number: int
@@ -65,26 +52,15 @@ class _Peer:
     reassembler: Reassembler
     pushed: dict[int, Tensor] = field(default_factory=dict)
     replies: dict[int, Tensor] = field(default_factory=dict)
-    frames: deque[tuple[int, Iterator[Frame]]] = field(default_factory=deque)
+    waiting: deque[tuple[int, Iterator[Frame]]] = field(default_factory=deque)
     owed: int = 0
     sent: int = 0
     heard: int = 0
     until: float | None = None
 
-    def hear(self, parts: Sequence[memoryview]) -> Payload | None:
-        """Takes a frame; returns the payload if it completes one.
-
-        Raises:
-            ValueError: it is no frame, or not the next.
-        """
-        payload = self.reassembler.add(parts)
-        self.heard += 1
-        expect_number(parts, self.heard)
-        return payload
-
     def forget(self) -> None:
         """Drops what cannot be sent any more."""
-        self.frames.clear()
+        self.waiting.clear()
         self.owed = 0
 
 
@@ -92,10 +68,8 @@ class RemoteServerTransport(ServerTransport):
     """The server's end; it belongs to one thread, and copies what it sends in `send` and `receive`.
 
     `address` is "tcp://host:port" of this machine, with port 0 for a free one. `secret` is the run's, which clients
-    need; on loopback a new one is made if there is none.
-
-    Raises:
-        UsageError: it would listen to other machines without a secret, or cannot listen there.
+    need; on loopback a new one is made if there is none. Raises UsageError if it would listen to other machines without
+    a secret, or cannot listen there.
     """
 
     def __init__(
@@ -192,13 +166,18 @@ class RemoteServerTransport(ServerTransport):
         to = self._peers.get(peer)
         if to is None or to.until is not None:
             return
-        take = self._taker(to, slots)
+        replies = {} if self._layout.replies is None else {slot: to.replies.pop(slot) for slot in slots}
         lengths = self._layout.pulled.lengths
+
+        def take(slot: int) -> tuple[int, memoryview]:
+            if slot in replies:
+                return self._versions[slot], replies[slot].numpy().data
+            return self._parameters_now(slot)
+
         self.moved_bytes += sum(lengths[slot] for slot in slots)
-        self._write(
-            to, to_frames(message, [(slot, lengths[slot]) for slot in slots], take, blob), len(message) + len(blob)
-        )
-        if limited and len(to.frames) > 1 and to.owed > _UNREAD_BYTES:
+        parts = frames.to_frames(message, [(slot, lengths[slot]) for slot in slots], take, blob)
+        self._write(to, parts, len(message) + len(blob))
+        if limited and len(to.waiting) > 1 and to.owed > _UNREAD_BYTES:
             # The client sends requests and does not read the answers.
             to.forget()
             self._guard.disconnect(to.connection)
@@ -226,17 +205,17 @@ class RemoteServerTransport(ServerTransport):
 
     def _part(self, ended: Sequence[Connection]) -> list[_Peer]:
         """Removes clients whose connections have ended; returns those whose end is not known yet."""
-        news = []
+        unknown = []
         for connection in ended:
             peer = self._by_connection.get(connection)
             if peer is None:
                 continue
             peer.forget()
             if peer.until is None:
-                news.append(peer)
+                unknown.append(peer)
             else:
                 self._remove(peer)
-        return news
+        return unknown
 
     def _remove(self, peer: _Peer) -> None:
         del self._peers[peer.number]
@@ -264,14 +243,16 @@ class RemoteServerTransport(ServerTransport):
         parts: list[memoryview] = []
         while self._socket.rcvmore:
             part = self._socket.recv(copy=False)
-            if len(parts) <= MOST_PARTS:
+            if len(parts) <= frames.MOST_PARTS:
                 parts.append(part.buffer)
         return parts
 
     def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[ReceivedMessage]:
         peer.connection.taken += sum(wire_bytes(len(part)) for part in parts)
         try:
-            payload = peer.hear(parts)
+            payload = peer.reassembler.add(parts)
+            peer.heard += 1
+            frames.expect_number(parts, peer.heard)
             if payload is None:
                 return []
             if not payload.message:
@@ -295,9 +276,9 @@ class RemoteServerTransport(ServerTransport):
         peer = _Peer(next(self._numbers), routing.bytes, connection, reassembler)
         self._peers[peer.number] = self._routes[peer.routing] = self._by_connection[connection] = peer
         try:
-            if kind_of(parts) != FrameKind.HELLO:
+            if frames.kind_of(parts) != FrameKind.HELLO:
                 raise ValueError("a client begins with its layout")
-            expect_number(parts, 0)
+            frames.expect_number(parts, 0)
             if len(self._peers) > _MOST_CLIENTS:
                 raise ValueError(f"the server has {_MOST_CLIENTS:,} links already, which is the most")
             self._layout.match(bytes(parts[1]))
@@ -307,21 +288,15 @@ class RemoteServerTransport(ServerTransport):
         else:
             self._write(peer, iter([control_frame(FrameKind.WELCOME)]), 0)
 
-    def _taker(self, peer: _Peer, slots: Sequence[int]) -> Callable[[int], tuple[int, memoryview]]:
-        if self._layout.replies is not None:
-            replies = {slot: peer.replies.pop(slot) for slot in slots}
-            return lambda slot: (self._versions[slot], replies[slot].numpy().data)
-        return self._parameters_now
-
     def _parameters_now(self, slot: int) -> tuple[int, memoryview]:
         slots = self._layout.parameters
         start, length = slots.starts[slot], slots.lengths[slot]
         content = self._content[start : start + length]
         # Several frames must be of one version.
-        return self._versions[slot], content if length <= PIECE_BYTES else memoryview(bytes(content))
+        return self._versions[slot], content if length <= frames.PIECE_BYTES else memoryview(bytes(content))
 
-    def _write(self, peer: _Peer, frames: Iterator[Frame], owed: int) -> None:
-        peer.frames.append((owed, frames))
+    def _write(self, peer: _Peer, parts: Iterator[Frame], owed: int) -> None:
+        peer.waiting.append((owed, parts))
         peer.owed += owed
         self._flush(peer)
 
@@ -333,12 +308,12 @@ class RemoteServerTransport(ServerTransport):
             if peer.until is not None and now > peer.until:
                 self._guard.disconnect(peer.connection)
                 peer.until = now + _FAREWELL_S
-        return any(peer.frames for peer in self._peers.values())
+        return any(peer.waiting for peer in self._peers.values())
 
     def _flush(self, peer: _Peer) -> None:
         """Sends a client what there is room for. Frames are made only then, so that nothing is copied early."""
-        while peer.frames:
-            owed, frames = peer.frames[0]
+        while peer.waiting:
+            owed, message = peer.waiting[0]
             try:
                 self._socket.send(peer.routing, zmq.NOBLOCK | zmq.SNDMORE)
             except zmq.Again:
@@ -349,9 +324,9 @@ class RemoteServerTransport(ServerTransport):
                 # Its end is about to be reported.
                 peer.forget()
                 return
-            parts = next(frames)
-            self._socket.send_multipart(numbered(parts, peer.sent))
+            parts = next(message)
+            self._socket.send_multipart(frames.numbered(parts, peer.sent))
             peer.sent += 1
-            if kind_of(parts) != FrameKind.PART:
-                peer.frames.popleft()
+            if frames.kind_of(parts) != FrameKind.PART:
+                peer.waiting.popleft()
                 peer.owed -= owed

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterator
 from ipaddress import ip_address
 from itertools import count
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from headrace.errors import UsageError
 from headrace.transport.frames import PART_BYTES
@@ -34,8 +36,7 @@ _watches = count()
 class Keys:
     """The key pairs of a run, from its secret: at least 16 random bytes, as of `secrets.token_bytes(32)`.
 
-    Raises:
-        UsageError: the secret is too short.
+    Raises UsageError if the secret is too short.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -93,17 +94,20 @@ def watch(watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     return monitor
 
 
+def news(monitor: zmq.Socket[bytes]) -> Iterator[tuple[zmq.Event, int]]:
+    """Yields what has happened to connections, and to which: event, descriptor."""
+    while waits(monitor):
+        happened = parse_monitor_message(monitor.recv_multipart())
+        yield zmq.Event(happened["event"]), happened["value"]
+
+
 def waits(socket: zmq.Socket[bytes]) -> bool:
     """Returns whether there is something to receive."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def listen(socket: zmq.Socket[bytes], address: str) -> str:
-    """Makes a socket listen; returns the address with the port number.
-
-    Raises:
-        UsageError: it cannot listen there.
-    """
+    """Makes a socket listen; returns the address with the port number; raises UsageError if it cannot listen there."""
     socket.ipv6 = "[" in address
     try:
         socket.bind(address)
@@ -116,11 +120,7 @@ def listen(socket: zmq.Socket[bytes], address: str) -> str:
 
 
 def connect(socket: zmq.Socket[bytes], address: str) -> None:
-    """Starts to connect a socket.
-
-    Raises:
-        UsageError: this is not an address.
-    """
+    """Starts to connect a socket; raises UsageError if this is not an address."""
     socket.ipv6 = "[" in address
     try:
         socket.connect(address)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.client.data_leases import BackgroundWork
 from headrace.parameter_server.wire import ShardLayout
 from headrace.training.optimizer_state import MeanState
 
@@ -32,7 +33,7 @@ class OptimizerMirror:
             self._state.spread(list(self.named.values()))
 
 
-class CenterVariable:
+class CenterVariable(BackgroundWork):
     """This worker's parameters and a copy of the servers' center variable, both by server and shard.
 
     `client` pulls into `copy`. With `keeps` the worker continues with its own parameters after a sync point.
@@ -66,11 +67,7 @@ class CenterVariable:
             torch._foreach_copy_([self._own[index] for index in taken], [self._copy[index] for index in taken])
         self._mirror.spread()
 
-    def finish(self) -> None:
-        """Does nothing: a push has been applied when it returns."""
-
     def renew(self) -> None:
-        """Pulls the center, and sets the parameters to it."""
         # A new worker has no parameters of its own yet.
         if self._keeps and self._begun and self._kept is None:
             self._kept = [self._own[index].clone() for index in self._apart]
@@ -78,7 +75,6 @@ class CenterVariable:
         self.take()
 
     def resume(self) -> None:
-        """Restores this worker's own parameters after a sync point, if it keeps them."""
         self._begun = True
         if self._kept is not None:
             torch._foreach_copy_([self._own[index] for index in self._apart], self._kept)
@@ -103,11 +99,3 @@ class CenterVariable:
     def norm(self) -> float:
         """Of the center's parameters, as pulled last."""
         return float(torch.linalg.vector_norm(torch.stack([self._copy[index].norm() for index in self._apart])))
-
-    @property
-    def moved_bytes(self) -> int:
-        """Zero: the client counts all payload."""
-        return 0
-
-    def close(self) -> None:
-        """The client is closed by its owner."""

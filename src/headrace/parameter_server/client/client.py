@@ -56,7 +56,7 @@ class Client:
         self._worker, self._in_turn = (worker, incarnation), in_turn
         self.rested = False
         self.apart = 0.0
-        self.pulled: Callable[[], None] = _nothing
+        self.pulled: Callable[[], None] = lambda: None
         self._servers: list[_Server] = []
         try:
             for connection in connections:
@@ -75,7 +75,7 @@ class Client:
         """Updates this worker's copy of the parameters; waits until the worker may begin its next round."""
         for server in self._servers:
             for shards in server.buckets:
-                server.request(Kind.PULL, shards)
+                server.request(shards)
         for server in self._servers:
             server.finish()
         self.pulled()
@@ -105,10 +105,9 @@ class Client:
         Returns:
             None if the gradients count, otherwise why not.
         """
-        kind = Kind.PUSH_PULL if pull else Kind.PUSH
         if finite is None:
             finite = all_finite([gradient for own in gradients for gradient in own if gradient is not None])
-        head = Message(kind, 0, finite, lease, weight, share, steps=steps)
+        head = Message(Kind.PUSH_PULL if pull else Kind.PUSH, 0, finite, lease, weight, share, steps=steps)
         if self._in_turn:
             return self._push_in_turn(gradients, head, pull, patience_s)
         for index in range(max((len(server.buckets) for server in self._servers), default=0)):
@@ -117,11 +116,8 @@ class Client:
                     own = None if versions is None else versions[number]
                     # All workers push in the same order, so that no two wait for each other.
                     server.make_room(pull)
-                    server.push(kind, server.buckets[index], gradients[number], head, own)
-        reason: Reason | None = None
-        for server in self._servers:
-            reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
-        self.apart = math.sqrt(sum(server.apart for server in self._servers))
+                    server.push(server.buckets[index], gradients[number], head, own)
+        reason = self._finish(self._servers, None, pull, patience_s)
         if pull:
             self.pulled()
         return reason
@@ -131,7 +127,7 @@ class Client:
     ) -> Reason | None:
         """Pushes to the first server, and if the push counts there, to all others."""
         first, *others = self._servers
-        first.push(head.kind, first.buckets[0], gradients[0], head)
+        first.push(first.buckets[0], gradients[0], head)
         reason = first.finish(pull, monotonic() + patience_s)
         last = decode(bytes(first.ask(Message(Kind.ROUND_MEMBERS)))).numbers
         # A push of an earlier round is repeated: the other servers know only the last round.
@@ -141,25 +137,27 @@ class Client:
             if last:
                 server.ask(Message(Kind.ROUND_MEMBERS, numbers=last))
             if counts:
-                server.push(head.kind, server.buckets[0], own, head)
+                server.push(server.buckets[0], own, head)
             elif pull:
-                server.request(Kind.PULL, server.buckets[0])
-        for server in others:
-            reason = _graver(reason, server.finish(pull))
+                server.request(server.buckets[0])
+        return self._finish(others, reason, pull, math.inf)
+
+    def _finish(
+        self, servers: Sequence[_Server], reason: Reason | None, pull: bool, patience_s: float
+    ) -> Reason | None:
+        for server in servers:
+            reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
         self.apart = math.sqrt(sum(server.apart for server in self._servers))
         return reason
 
     @property
     def versions(self) -> list[list[int]]:
         """The versions of the parameters pulled last, by server and shard."""
-        return [server.versions for server in self._servers]
+        return [server.versions[:] for server in self._servers]
 
     @property
     def is_behind(self) -> bool:
-        """Whether the first server is known to have newer parameters in all shards.
-
-        Then it would refuse a push.
-        """
+        """Whether the first server is known to have newer parameters in all shards, and so would refuse a push."""
         first = self._servers[0]
         current_version = first.session.transport.current_version
         return all((current_version(shard) or 0) > version for shard, version in enumerate(first.versions))
@@ -167,7 +165,7 @@ class Client:
     def forget(self) -> None:
         """Makes the next pull fetch all parameters, because the local copy was changed."""
         for server in self._servers:
-            server.forget()
+            server.versions = [-1] * len(server.layout)
 
     def ask(self, server: int, message: Message, blob: bytes = b"") -> bytes:
         """Sends one server a message other than push or pull, and returns the blob of its answer."""
@@ -178,10 +176,7 @@ class Client:
         self._servers[0].tell(message)
 
     def lease(self, rests: bool = False) -> Message:
-        """Waits for the first server's next grant or sync point.
-
-        `rests` lets no other worker wait for this one meanwhile.
-        """
+        """Waits for the first server's next grant or sync point; if `rests`, no other worker waits for this one."""
         self.rested = False
         message = self._servers[0].lease(self._rest if rests else None)
         for server in self._servers if self.rested else ():
@@ -205,13 +200,13 @@ class Client:
 
 
 class _Server:
-    """One server, as a client sees it."""
+    """One server, as a client sees it; `versions` are of this worker's copy, -1 for an unknown one."""
 
     def __init__(self, connection: ServerConnection, session: Session, timeout_s: float, together: bool) -> None:
         self.session, self.layout = session, connection.layout
         self.buckets = [range(len(self.layout))] if together else _buckets(self.layout)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
-        self._versions = [-1] * len(self.layout)
+        self.versions = [-1] * len(self.layout)
         self._connection = connection
         self._timeout_s = timeout_s
         self.apart = 0.0
@@ -221,15 +216,10 @@ class _Server:
         self._leases: deque[Message] = deque()
 
     def push(
-        self,
-        kind: Kind,
-        shards: range,
-        gradients: Sequence[Tensor | None],
-        head: Message,
-        versions: Sequence[int] | None = None,
+        self, shards: range, gradients: Sequence[Tensor | None], head: Message, versions: Sequence[int] | None = None
     ) -> None:
         """Writes the gradients of some shards to their push slots, and announces them."""
-        known = self._versions if versions is None else versions
+        known = self.versions if versions is None else versions
         sends, present, numbers = bool(head.weight and head.flag), [], []
         for shard in shards:
             gradient, made_with = gradients[shard], max(0, known[shard])
@@ -240,19 +230,9 @@ class _Server:
         self.session.ask(head._replace(first=shards.start, numbers=tuple(numbers)), present)
         self._pending += 1
 
-    @property
-    def versions(self) -> list[int]:
-        """Of the copies."""
-        return self._versions[:]
-
-    def forget(self) -> None:
-        """Marks the copies as unknown."""
-        self._versions = [-1] * len(self.layout)
-
-    def request(self, kind: Kind, shards: range) -> None:
+    def request(self, shards: range) -> None:
         """Asks for the parameters of some shards."""
-        versions = tuple(max(0, self._versions[shard]) if self._versions[shard] >= 0 else -1 for shard in shards)
-        self.session.ask(Message(kind, shards.start, 1, numbers=versions))
+        self.session.ask(Message(Kind.PULL, shards.start, 1, numbers=tuple(self.versions[shard] for shard in shards)))
         self._pending += 1
 
     def finish(self, pulls: bool = True, until: float = math.inf) -> Reason | None:
@@ -337,25 +317,18 @@ class _Server:
 
     def _fetch(self, message: Message) -> None:
         for shard, version in enumerate(message.numbers, message.first):
-            if version == self._versions[shard]:
+            if version == self.versions[shard]:
                 continue
-            if self.layout.reply_slots is None:
-                self._fetch_one(shard)
-            else:
+            if self.layout.reply_slots is not None:
                 self.layout.decode_reply(shard, self.session.transport.reply_slot(shard), self._places[shard])
-                self._versions[shard] = version
-
-    def _fetch_one(self, shard: int) -> None:
-        try:
-            self._versions[shard] = self.session.transport.fetch(shard, self._places[shard])
-        except ConnectionError as error:
-            self.session.reconnect(error)
-            self._versions[shard] = -1
-            self.request(Kind.PULL, range(shard, shard + 1))
-
-
-def _nothing() -> None:
-    """The default of `Client.pulled`."""
+                self.versions[shard] = version
+                continue
+            try:
+                self.versions[shard] = self.session.transport.fetch(shard, self._places[shard])
+            except ConnectionError as error:
+                self.session.reconnect(error)
+                self.versions[shard] = -1
+                self.request(range(shard, shard + 1))
 
 
 def _graver(one: Reason | None, other: Reason | None) -> Reason | None:

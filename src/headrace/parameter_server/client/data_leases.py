@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
@@ -20,23 +20,22 @@ NextSyncPoint = Callable[[int, int], tuple[int, int]]
 """From the rounds done and the planned next sync point to the actual one, and the rounds of a lease until then."""
 
 
-class BackgroundWork(Protocol):
-    """What a worker does beside its steps, on connections of its own."""
+class BackgroundWork(ABC):
+    """What a worker does beside its steps, on connections of its own; `moved_bytes` is what these have carried."""
 
-    @property
-    def moved_bytes(self) -> int:
-        """Payload that these connections have carried."""
+    moved_bytes: int = 0
 
-    def finish(self) -> None:
-        """Blocks until the work has ended."""
-
+    @abstractmethod
     def renew(self) -> None:
         """Blocks until the work has ended, and brings the parameters up to date."""
 
-    def resume(self) -> None:
+    def finish(self) -> None:  # noqa: B027  (a worker may push and fetch at once)
+        """Blocks until the work has ended."""
+
+    def resume(self) -> None:  # noqa: B027  (most have nothing to resume)
         """Called when the next lease begins."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (the client may be closed elsewhere)
         """Ends the work, and closes its connections."""
 
 
@@ -73,9 +72,8 @@ class ServerDataLeases(DataLeases):
         self.weight, self.share = 0.0, 0.0
         self.left, self.span = 0, 1
         self.synced_round = 0
-        self._client = client
+        self.client, self.leads = client, leads
         self._group = group
-        self.leads = leads
         self._servers = range(len(client.versions))
         self._parts = parts
         self._next_sync_point = next_sync_point or fixed_span(1)
@@ -87,16 +85,21 @@ class ServerDataLeases(DataLeases):
 
     def begin(self) -> None:
         # A rank of a replica may have no trainable parameter, and so no server.
-        while self._servers and not self._client.ask(0, Message(Kind.BEGIN, flag=self.leads)):
+        while self._servers and not self.client.ask(0, Message(Kind.BEGIN, flag=self.leads)):
             time.sleep(_POLL_S)
         self.renew()
 
     def ask(self, leaves: bool = False) -> None:
-        if leaves:
-            self._leave()
+        if not leaves:
+            self._tell(Message(Kind.ASK, flag=self.late, lease=self.lease))
+            self.lease, self.late = -1, False
             return
-        self._tell(Message(Kind.ASK, flag=self.late, lease=self.lease))
-        self.lease, self.late = -1, False
+        if self._background:
+            self._background.renew()
+        if self.lease >= 0:
+            self._tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease))
+        for server in self._servers:
+            self.client.ask(server, Message(Kind.LEAVE))
 
     def next(self) -> Lease | SyncPoint:
         answer = self._receive()
@@ -108,7 +111,7 @@ class ServerDataLeases(DataLeases):
                 # A replica's lease is done when its first rank has pushed; the other ranks may push still.
                 self._background.finish()
             return SyncPoint(round_, which, tuple(zip(members[::2], members[1::2], strict=True)))
-        if self._client.rested:
+        if self.client.rested:
             # Others have gone on meanwhile, so that a gradient of the old parameters would be late.
             self.renew()
         if self._background:
@@ -127,49 +130,41 @@ class ServerDataLeases(DataLeases):
     def advance(self, done: int, until: int) -> None:
         until, span = self._next_sync_point(done, until)
         for server in self._servers:
-            self._client.ask(server, Message(Kind.SETTLE, lease=done))
+            self.client.ask(server, Message(Kind.SETTLE, lease=done))
         alone = leases_between(done, max(done, self._alone), span)
         ahead = self._sync_point + leases_between(done, until, span)
         self._tell(Message(Kind.ADVANCE, lease=self._sync_point, numbers=(ahead, alone, done, until, span)))
 
     @property
     def moved_bytes(self) -> int:  # type: ignore[override]
-        return self._client.moved_bytes + (self._background.moved_bytes if self._background else 0)
+        return self.client.moved_bytes + (self._background.moved_bytes if self._background else 0)
 
     def renew(self) -> None:
         if self._background:
             self._background.renew()
         else:
-            self._client.pull()
+            self.client.pull()
 
     def end(self) -> None:
         for server in self._servers:
-            self._client.ask(server, Message(Kind.END))
+            self.client.ask(server, Message(Kind.END))
 
     def close(self) -> None:
         if self._background:
             self._background.close()
-        self._client.close()
-
-    def _leave(self) -> None:
-        if self._background:
-            self._background.renew()
-        if self.lease >= 0:
-            self._tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease))
-        for server in self._servers:
-            self._client.ask(server, Message(Kind.LEAVE))
+        self.client.close()
 
     def _tell(self, message: Message) -> None:
         if self._group.rank == 0:
-            self._client.tell(message)
+            self.client.tell(message)
 
     def _receive(self) -> Message:
         """Waits for the next grant or sync point, and returns it on every rank of the replica."""
         if self._group.world == 1:
-            return self._client.lease(self._rests)
+            return self.client.lease(self._rests)
         told = [0.0] * (2 + _SHARED_NUMBERS)
         if self._group.rank == 0:
-            message = self._client.lease(self._rests)
+            message = self.client.lease(self._rests)
             told = [float(message.kind), float(message.lease), *map(float, message.numbers[:_SHARED_NUMBERS])]
         kind, lease, *numbers = map(int, self._group.sum(told))
         return Message(Kind(kind), lease=lease, numbers=tuple(numbers))

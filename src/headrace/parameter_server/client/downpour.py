@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.client.data_leases import ServerDataLeases
+from headrace.parameter_server.client.data_leases import BackgroundWork, ServerDataLeases
 from headrace.parameter_server.client.exchange import GradientAccumulator, ReplicaGroup, ServedExchange
 from headrace.parameter_server.wire import Kind, Message, ShardLayout
 from headrace.spec.model import ModelSpec
@@ -73,17 +73,12 @@ class Background:
         return thread is not None
 
 
-class ServerLinks:
+class ServerLinks(BackgroundWork):
     """A worker's clients: one for everything, or one for each of its threads.
 
-    Args:
-        main: leases the data, and is used where all workers synchronize.
-        replica_group: fetched parameters are taken over on all of its ranks at once.
-        pushing, fetching: push and fetch in the background; None if `main` does both.
-        fetched: the places that `fetching` writes to.
-
-    Attributes:
-        versions: of the parameters that this worker computes with, by server and shard.
+    `main` leases the data, and is used where all workers synchronize; it also pushes and fetches if nothing does so in
+    the background. `fetching` writes to the places `fetched`, which are taken over on all ranks of a replica at once.
+    `versions` are those of the parameters that this worker computes with, by server and shard.
     """
 
     def __init__(
@@ -137,26 +132,19 @@ class ServerLinks:
             self._fetching.start(self._fetching.client.pull)
 
     def finish(self) -> None:
-        """Blocks until the background is idle."""
         for background in self._backgrounds:
             background.wait()
 
     def renew(self) -> None:
-        """Blocks until the background is idle, and brings the parameters up to date."""
         self.finish()
         self._ready = False
         self.pull()
 
-    def resume(self) -> None:
-        """The next lease begins with the parameters that were fetched."""
-
     @property
-    def moved_bytes(self) -> int:
-        """Payload of the background's connections."""
+    def moved_bytes(self) -> int:  # type: ignore[override]
         return sum(background.client.moved_bytes for background in self._backgrounds)
 
     def close(self) -> None:
-        """Ends the background's threads and connections."""
         for background in self._backgrounds:
             background.close()
 
@@ -210,27 +198,23 @@ class LocalSteps:
 
 
 class DownpourExchange(ServedExchange):
-    """Steps locally, and pushes the accumulated gradient of a lease when the lease ends.
-
-    `weighted` counts a gradient by its share of a round.
-    """
+    """Steps locally, and pushes the accumulated gradient of a lease when it ends; `weighted` by shares of a round."""
 
     def __init__(
         self,
-        links: ServerLinks,
+        leases: ServerDataLeases,
         layouts: Sequence[ShardLayout],
         model: ModelSpec,
         group: ProcessGroup,
         replica_group: ReplicaGroup,
-        leases: ServerDataLeases,
+        links: ServerLinks,
         local: LocalSteps,
         weighted: bool,
     ) -> None:
-        super().__init__(links.main, layouts, model, group, replica_group, leases.leads)
+        super().__init__(leases, layouts, model, group, replica_group)
         if links.pushing:
             # The places that the background fetches to.
             self.parameter_bytes *= 2
-        self._leases = leases
         self._links = links
         self._weighted = weighted
         self._local = local
@@ -242,7 +226,7 @@ class DownpourExchange(ServedExchange):
         self._round = round_
 
     def synchronize(self, finite: bool = True) -> StepDecision:
-        leases = self._leases
+        leases = self.leases
         if leases.lease < 0:
             # This worker had no data before the sync point.
             return HEALTHY
@@ -267,7 +251,7 @@ class DownpourExchange(ServedExchange):
 
     def _push(self) -> None:
         """Pushes the accumulated gradient; in the background if there is one, which then commits the lease."""
-        leases, pushing = self._leases, self._links.pushing
+        leases, pushing = self.leases, self._links.pushing
         gradients, share, steps = self._accumulated.take()
         # The sum has not been checked. If every gradient of a lease was left out, the server is told whether one was
         # not finite.

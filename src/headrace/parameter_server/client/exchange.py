@@ -19,7 +19,6 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
-from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
@@ -56,10 +55,7 @@ class GradientBuffer:
         self._gradients = [None] * len(self._index)
 
     def add(self, others: GradientBuffer, factor: float = 1.0) -> None:
-        """Adds other gradients times a factor.
-
-        Into new memory, because autograd may share a tensor between parameters.
-        """
+        """Adds other gradients times a factor, into new memory: autograd may share a tensor between parameters."""
         self._gradients = [
             own if other is None else _times(other, factor) if own is None else torch.add(own, other, alpha=factor)
             for own, other in zip(self._gradients, others._gradients, strict=True)
@@ -192,24 +188,21 @@ class ReplicaGroup:
 class ServedExchange(Exchange):
     """State, averages and gradient checks of a worker whose servers own the optimizer.
 
-    `group` is the workers, or those that hold the same part of the model; `leads` says whether this worker loads the
-    initial parameters and state into the servers.
+    `group` is the workers, or those that hold the same part of the model.
     """
 
     def __init__(
         self,
-        client: Client,
+        leases: ServerDataLeases,
         layouts: Sequence[ShardLayout],
         model: ModelSpec,
         group: ProcessGroup,
         replica_group: ReplicaGroup,
-        leads: bool,
     ) -> None:
-        self.client = client
+        self.client, self.leases = leases.client, leases
         self.buffer = GradientBuffer(layouts, model)
         self.replica_group = replica_group
         self.parameter_bytes = model.parameter_bytes
-        self._leads = leads
         self._layouts = layouts
         self._group = group
 
@@ -249,7 +242,7 @@ class ServedExchange(Exchange):
         by_parameter: dict[str, list[StatePiece]] = {}
         for state in pieces:
             by_parameter.setdefault(state.parameter, []).append(state)
-        for server in range(len(self._layouts) if self._leads else 0):
+        for server in range(len(self._layouts) if self.leases.leads else 0):
             # First, because it makes the server drop all state that it has.
             self.client.ask(server, Message(Kind.LOAD), b"" if settings is None else json.dumps(settings).encode())
             for shard, spec in enumerate(self._layouts[server].pieces):
@@ -262,7 +255,7 @@ class ServedExchange(Exchange):
 
         `only_state` leaves out the parameters, and loads what is stored beside them.
         """
-        for server, (layout, own) in enumerate(zip(self._layouts, places, strict=True) if self._leads else ()):
+        for server, (layout, own) in enumerate(zip(self._layouts, places, strict=True) if self.leases.leads else ()):
             for shard, (spec, value) in enumerate(zip(layout.pieces, own, strict=True)):
                 if spec.exact or not only_state:
                     state = StatePiece(spec.parameter, PARAMETER, spec.start, value)
@@ -275,19 +268,7 @@ class ServedExchange(Exchange):
 class ParameterServerExchange(ServedExchange):
     """Pushes each gradient, and pulls the updated parameters in the same round trip."""
 
-    def __init__(
-        self,
-        client: Client,
-        layouts: Sequence[ShardLayout],
-        model: ModelSpec,
-        group: ProcessGroup,
-        replica_group: ReplicaGroup,
-        leads: bool,
-        leases: ServerDataLeases,
-    ) -> None:
-        super().__init__(client, layouts, model, group, replica_group, leads)
-        self._leases = leases
-        self._pulled = False
+    _pulled = False
 
     def begin(self, round_: int) -> None:
         if not self._pulled:
@@ -295,7 +276,7 @@ class ParameterServerExchange(ServedExchange):
         self._pulled = False
 
     def synchronize(self, finite: bool = True) -> StepDecision:
-        leases = self._leases
+        leases = self.leases
         if leases.lease < 0:
             # This worker had no data before the sync point, and no other worker waits for it.
             return HEALTHY

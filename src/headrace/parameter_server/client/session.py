@@ -55,12 +55,8 @@ class Session:
     """Sends requests to one server and receives the answers.
 
     `observes` is a client that never pushes. `push_views` are the push slots of the shards, which change with every
-    reconnection, in `receive` and `ask`.
-
-    Raises:
-        PeerLost: the server has ended, or does not answer; by any method.
-        Replaced: another process has replaced this worker; by any method.
-        ServerRefused: the server refuses this worker; by any method.
+    reconnection, in `receive` and `ask`. Every method raises PeerLost if the server has ended or does not answer,
+    Replaced if another process has replaced this worker, and ServerRefused if the server refuses it.
     """
 
     def __init__(

@@ -28,12 +28,10 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A worker's gradient has arrived.
+    """A worker's gradient has arrived; that of an earlier incarnation is refused.
 
-    Attributes:
-        incarnation: of the worker; a push of an earlier one is refused.
-        weight: in the mean of its round; 0 if the worker had no data in it.
-        share: of the round that it stands for, if it is a step of its own.
+    `weight` is that in the mean of its round, 0 if the worker had no data in it; `share` is the share of the round that
+    it stands for, if it is a step of its own.
     """
 
     worker: int

@@ -33,11 +33,7 @@ def intervals_of(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def numbers_in(spans: Sequence[Sequence[int]]) -> set[int]:
-    """Returns the numbers in some intervals.
-
-    Raises:
-        ValueError: these are not intervals, or have too many numbers.
-    """
+    """Returns the numbers in some intervals; raises ValueError if these are not intervals, or have too many numbers."""
     pairs = [(first, stop) for first, stop in spans]
     count = sum(stop - first for first, stop in pairs)
     if any(first >= stop for first, stop in pairs) or count > _MOST:
@@ -82,11 +78,9 @@ class Halt:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The workers have met; continue to the next sync point.
+    """The workers have met at the sync point behind `done` rounds; continue to the one at `until`.
 
-    Attributes:
-        done: rounds in front of the sync point where they have met; ignored if it is another one.
-        alone: rounds between them that worker 0 computes alone.
+    It is ignored if that is another sync point. Worker 0 computes `alone` rounds between them alone.
     """
 
     done: int
@@ -254,11 +248,7 @@ class LeaseTable:
         )
 
     def load(self, state: LeaseTableState) -> None:
-        """Takes over a saved state.
-
-        Raises:
-            ValueError: it is of another number of leases a round.
-        """
+        """Takes over a saved state; raises ValueError if it is of another number of leases a round."""
         if (state.portions, len(state.next)) != (self._portions, self._stride):
             raise ValueError(
                 f"the leases are of {state.portions} portions in {len(state.next)} streams, and this run has "

@@ -51,10 +51,8 @@ class PushResult:
 class ShardState:
     """The state of a shard as JSON values.
 
-    Attributes:
-        done: the leases done since the last `Settle`, as intervals.
-        overdue: members that are not waited for before they push again.
-        awaited: members whose push of that round is missing here; None when it has ended.
+    `done` are the leases done since the last `Settle`, as intervals. `overdue` members are not waited for before they
+    push again. `awaited` are members whose push of round `among` is missing here; None when it has ended.
     """
 
     version: int
@@ -73,12 +71,9 @@ class ShardState:
 class Shard:
     """One piece of the parameters, without its content.
 
-    Args:
-        workers: the members at the start. Learnt from joins alone, the first round would end too early.
-
-    Attributes:
-        version: ended rounds if a round is a step, steps otherwise.
-        last: the last ended round, as another server is told of it; None before the first.
+    `workers` are the members at the start; learnt from joins alone, the first round would end too early. `version`
+    counts ended rounds if a round is a step, steps otherwise. `last` is the last ended round, as another server is told
+    of it; None before the first.
     """
 
     def __init__(self, workers: range, admission: Admission, combination: Combination) -> None:
@@ -144,11 +139,7 @@ class Shard:
         )
 
     def load(self, state: ShardState) -> None:
-        """Takes over the state of a shard with the same policies.
-
-        Raises:
-            ValueError: the state is not consistent.
-        """
+        """Takes over the state of a shard with the same policies; raises ValueError if the state is not consistent."""
         clocks = {worker: clock for worker, _, clock in state.members}
         asking = {push.worker for push in state.contributed} | {pull.worker for pull in state.waiting}
         if state.version < 0 or len(clocks) != len(state.members) or not clocks.keys() >= asking:
@@ -161,7 +152,8 @@ class Shard:
         self._overdue = set(state.overdue)
         self.last, self._among = state.last, state.among
         self._awaited = None if state.awaited is None else set(state.awaited)
-        self._last = {result.push.worker: (result.push, _answer_of(result)) for result in state.told}
+        told = ((each.push, Reason(each.refused) if each.refused else None) for each in state.told)
+        self._last = {push.worker: (push, _answer_of(push, refused)) for push, refused in told}
 
     def _push(self, push: Push) -> list[Action]:
         worker = push.worker
@@ -198,11 +190,8 @@ class Shard:
         A duplicate counts as a round of its worker, too, which has computed it because another push was lost between
         shards. If it did not, two workers could wait for each other, each on another shard.
         """
-        result: Ack | Refuse = Ack(push.worker, push.lease)
-        if push.lease in self._done:
-            result = Refuse(push.worker, push.lease, Reason.DUPLICATE)
-        elif not push.finite:
-            result = Refuse(push.worker, push.lease, Reason.NOT_FINITE)
+        refused = None if push.finite else Reason.NOT_FINITE
+        result = _answer_of(push, Reason.DUPLICATE if push.lease in self._done else refused)
         self._done.add(push.lease)
         self._last[push.worker] = (push, result)
         return result
@@ -227,16 +216,13 @@ class Shard:
         self.last = RoundMembers(self.version, tuple((push.worker, push.incarnation) for push in pushes))
         self._awaited = None
         answers = [self._finish(push) for push in pushes]
-        counted = [
-            push for push, answer in zip(pushes, answers, strict=True) if isinstance(answer, Ack) and push.weight
-        ]
+        every = zip(pushes, answers, strict=True)
+        counted = [push for push, answer in every if isinstance(answer, Ack) and push.weight]
         self._contributed.clear()
         self.version += 1
         # After a loss, a round may have other data than one global batch; the step is scaled by the shares that it has.
-        fresh = (
-            p.share for p, a in zip(pushes, answers, strict=True) if getattr(a, "reason", None) != Reason.DUPLICATE
-        )
-        share = sum(fresh)
+        every = zip(pushes, answers, strict=True)
+        share = sum(p.share for p, answer in every if getattr(answer, "reason", None) != Reason.DUPLICATE)
         share = 1.0 if abs(share - 1.0) < _EXACTLY else share
         step: list[Action] = [ApplyStep(tuple(push.worker for push in counted), share, 0)] if counted else []
         return [*step, *answers]
@@ -289,6 +275,5 @@ class Shard:
         return self._close() + self._release()
 
 
-def _answer_of(result: PushResult) -> Ack | Refuse:
-    push = result.push
-    return Refuse(push.worker, push.lease, Reason(result.refused)) if result.refused else Ack(push.worker, push.lease)
+def _answer_of(push: Push, refused: Reason | None) -> Ack | Refuse:
+    return Refuse(push.worker, push.lease, refused) if refused else Ack(push.worker, push.lease)

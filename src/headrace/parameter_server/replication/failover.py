@@ -100,8 +100,7 @@ class FailoverController:
     def down(self, rank: int, cause: str) -> None:
         """Handles the loss of the process at a rank, before another one is started there.
 
-        Raises:
-            PeerLost: no process holds its state.
+        Raises PeerLost if no process holds its state.
         """
         try:
             self._tell(rank, Down(process_number(self._page, rank)))

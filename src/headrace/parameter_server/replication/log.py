@@ -9,6 +9,7 @@ backup   HELD    epoch, number
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -40,10 +41,7 @@ class LogPayload(IntEnum):
 
 @dataclass
 class LogEntry:
-    """A message as the primary and the backup handle it, with the log's number of its connection.
-
-    `pushed` is `(bytes,)` uint8 by slot.
-    """
+    """A message with the log's number of its connection, and the gradients pushed, `(bytes,)` uint8 by slot."""
 
     mail: ReceivedMessage
     pushed: Mapping[int, Tensor] = field(default_factory=dict)
@@ -51,11 +49,9 @@ class LogEntry:
 
 @dataclass
 class LogConnections:
-    """The connections that the log knows, by numbers of its own.
+    """The connections that the log knows, by numbers of its own, of which `next` is the next; none is used twice.
 
-    Attributes:
-        next: number of the next new one; none is used twice.
-        ends: of each open one, how often its end was reported: at once, and when its worker's grace is over.
+    `ends` tells of each open one how often its end was reported: at once, and when its worker's grace is over.
     """
 
     next: int = 0
@@ -94,16 +90,14 @@ def encode_entry(epoch: int, number: int, entry: LogEntry, payload: LogPayload) 
 
 
 def parse_entry(data: bytes) -> tuple[Message, bytes]:
-    """Returns the head of a primary's message, and the client's message in it, which only log entries have.
+    """Returns the head of a primary's message, and the client's message in it; raises ValueError if it is neither.
 
-    Raises:
-        ValueError: this is no message of a primary.
+    Only log entries have a client's message.
     """
     entry = len(data) >= _HEAD and data[1] == Kind.ENTRY
     head = decode(data[:_HEAD] if entry else data)
-    if head.kind not in (Kind.FILL, Kind.MEMORY, Kind.ENTRY) or len(head.numbers) < (
-        2 if head.kind == Kind.FILL else 1
-    ):
+    least = {Kind.FILL: 2, Kind.MEMORY: 1, Kind.ENTRY: 1}.get(head.kind, math.inf)
+    if len(head.numbers) < least:
         raise ValueError(f"{head.kind.name} is nothing that a primary says")
     return head, data[_HEAD:] if entry else b""
 
@@ -120,11 +114,7 @@ def pack(lengths: Sequence[int], pushed: Mapping[int, Tensor]) -> bytearray:
 
 
 def unpack(lengths: Sequence[int], present: Sequence[int], packed: memoryview) -> dict[int, Tensor]:
-    """Returns what `pack` was given, as views of `packed`; `present` are the slots in it.
-
-    Raises:
-        ValueError: `packed` has another length.
-    """
+    """Returns views of what `pack` was given, the slots `present`; raises ValueError if `packed` has another length."""
     slots = Slots([lengths[slot] for slot in present if slot < len(lengths)])
     if len(slots) != len(present) or slots.nbytes != len(packed):
         raise ValueError(f"{len(present)} slots of {slots.nbytes:,} bytes came in {len(packed):,}")
@@ -159,11 +149,7 @@ class BackupLink:
         return self._transport is not None
 
     def open(self, epoch: int, process: int, address: str) -> None:
-        """Connects to the primary.
-
-        Raises:
-            ConnectionError: it cannot be reached.
-        """
+        """Connects to the primary; raises ConnectionError if it cannot be reached."""
         self.close()
         self._transport = self._connect(address)
         self._transport.send(encode(Message(Kind.FOLLOW, numbers=(epoch, process))))
@@ -171,9 +157,7 @@ class BackupLink:
     def receive(self, timeout_s: float, machine: Replication) -> list[LogEntry]:
         """Returns log entries; all entries that were returned before must be handled.
 
-        Raises:
-            ConnectionError: the primary has ended.
-            ValueError: the primary sends what it must not.
+        Raises ConnectionError if the primary has ended, and ValueError if the primary sends what it must not.
         """
         self._acknowledge()
         entries: list[LogEntry] = []
@@ -187,12 +171,16 @@ class BackupLink:
                 self._places[head.numbers[0]] = self._pushes.views(place)
                 continue
             if head.kind == Kind.FILL:
-                self._take_up(head, received[1], machine)
+                epoch, *links = head.numbers
+                machine.handle(Filled(epoch, head.lease))
+                self._links.take_up(links)
+                self.restore(received[1])
+                self._held = epoch, head.lease
+                self._acknowledge()
                 continue
             epoch, peer = head.numbers
-            if any(
-                isinstance(action, RefuseOldEpoch) for action in machine.handle(LogEntryReceived(epoch, head.lease))
-            ):
+            actions = machine.handle(LogEntryReceived(epoch, head.lease))
+            if any(isinstance(action, RefuseOldEpoch) for action in actions):
                 self.close()
                 break
             entries.append(self._entry(ReceivedMessage(peer, message), LogPayload(head.flag), received[1]))
@@ -214,14 +202,6 @@ class BackupLink:
         if self._held is not None and self._transport is not None:
             self._transport.send(encode(Message(Kind.HELD, numbers=self._held)))
         self._held = None
-
-    def _take_up(self, head: Message, snapshot: memoryview, machine: Replication) -> None:
-        epoch, *links = head.numbers
-        machine.handle(Filled(epoch, head.lease))
-        self._links.take_up(links)
-        self.restore(snapshot)
-        self._held = epoch, head.lease
-        self._acknowledge()
 
     def _entry(self, mail: ReceivedMessage, payload: LogPayload, blob: memoryview) -> LogEntry:
         self._links.note(mail)

@@ -159,11 +159,7 @@ class Replication:
         return self._stage in (_ALONE, _FILLING, _CATCHING, _GUARDED)
 
     def handle(self, event: Event) -> list[Action]:
-        """Returns the actions to carry out, in order.
-
-        Raises:
-            ValueError: another process has broken the protocol.
-        """
+        """Returns the actions to carry out, in order; raises ValueError if another process has broken the protocol."""
         if isinstance(event, View):
             return self._look(event)
         if isinstance(event, Received):
@@ -281,8 +277,7 @@ class Authority:
     def handle(self, news: News) -> View | None:
         """Returns the next view, if there is a new one.
 
-        Raises:
-            PrimaryLost: the primary is down and no backup holds its state.
+        Raises PrimaryLost if the primary is down and no backup holds its state.
         """
         view = self.view
         if isinstance(news, Ready):

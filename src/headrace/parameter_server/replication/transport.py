@@ -19,6 +19,7 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
+from headrace.parameter_server.replication import machine
 from headrace.parameter_server.replication.log import (
     LONGEST,
     BackupLink,
@@ -29,22 +30,7 @@ from headrace.parameter_server.replication.log import (
     pack,
     pushed_by,
 )
-from headrace.parameter_server.replication.machine import (
-    Action,
-    Called,
-    Deal,
-    Fill,
-    Follow,
-    Forward,
-    Held,
-    Lead,
-    Ready,
-    Received,
-    RefuseOldEpoch,
-    Replication,
-    Stop,
-    View,
-)
+from headrace.parameter_server.replication.machine import Replication, View
 from headrace.parameter_server.wire import Kind, Message, decode, encode
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Blob, ClientTransport, ReceivedMessage, ServerTransport, Slots
@@ -108,11 +94,7 @@ class ReplicatedTransport:
         return self._machine.leads
 
     def view(self, view: View, address: str = "") -> None:
-        """Takes a view, and the address of its primary; a known view changes nothing.
-
-        Raises:
-            ValueError: this process cannot have the role.
-        """
+        """Takes a view, and the address of its primary; raises ValueError if this process cannot have the role."""
         if view.epoch > self._machine.epoch:
             self.severed, self._address = False, address
             self._fill_at = None
@@ -197,7 +179,7 @@ class ReplicatedTransport:
     def _append(self, entry: LogEntry) -> None:
         self._links.note(entry.mail)
         self._entries[self._machine.last + 1] = entry
-        self._act(self._machine.handle(Received()))
+        self._act(self._machine.handle(machine.Received()))
 
     def _take_from_backup(self, mail: ReceivedMessage) -> None:
         """Takes a message of a backup."""
@@ -210,34 +192,41 @@ class ReplicatedTransport:
             calls = head.kind == Kind.FOLLOW
             if calls:
                 self._callers[peer] = (epoch, number)
-            event = Called(epoch, number) if calls else Held(epoch, number)
+            event = machine.Called(epoch, number) if calls else machine.Held(epoch, number)
             actions = [] if not calls and peer != self._backup else self._machine.handle(event)
         except ValueError:
             # A wrong message ends its sender's connection, and nothing else.
-            actions = [RefuseOldEpoch(self._machine.epoch)]
-        if any(isinstance(action, RefuseOldEpoch) for action in actions):
+            actions = [machine.RefuseOldEpoch(self._machine.epoch)]
+        if any(isinstance(action, machine.RefuseOldEpoch) for action in actions):
             view = self._machine.view
             self.severed = self.severed or self._callers.pop(peer, ()) == (view.epoch, view.backup)
             self._own.drop(peer)
         else:
             self._act(actions)
 
-    def _act(self, actions: Sequence[Action]) -> None:
+    def _act(self, actions: Sequence[machine.Action]) -> None:
         for action in actions:
-            if isinstance(action, Deal):
+            if isinstance(action, machine.Deal):
                 self._due.append(self._entries.pop(action.number))
-            elif isinstance(action, Forward):
-                self._forward(action.number, at_once=Deal(action.number) in actions)
-            elif isinstance(action, Fill):
+            elif isinstance(action, machine.Forward):
+                self._forward(action.number, at_once=machine.Deal(action.number) in actions)
+            elif isinstance(action, machine.Fill):
                 self._fill_at = action.number
-            elif isinstance(action, Ready):
+            elif isinstance(action, machine.Ready):
                 self.ready = action.epoch
-            elif isinstance(action, Follow):
-                self._follow(action)
-            elif isinstance(action, Lead):
+            elif isinstance(action, machine.Follow):
+                try:
+                    self._backup_link.open(action.epoch, self._process, self._address)
+                except ConnectionError:
+                    self.severed = True
+            elif isinstance(action, machine.Lead):
                 self._lead()
-            elif isinstance(action, Stop):
-                self._stop()
+            elif isinstance(action, machine.Stop):
+                self._backup_link.close()
+                for pending in (self._inbox, self._entries, self._due):
+                    pending.clear()
+                for peer in list(self._inside):
+                    self.drop(peer)
 
     def _fill(self, number: int) -> None:
         """Sends the backup the server's state, now that the log up to here is handled."""
@@ -255,8 +244,7 @@ class ReplicatedTransport:
     def _forward(self, number: int, at_once: bool) -> None:
         """Sends a log entry to the backup.
 
-        `at_once` says that it is handled before it is held, so that the pushed gradients do not stay in the client's
-        memory.
+        If it is handled `at_once`, before it is held, the pushed gradients do not stay in the client's memory.
         """
         entry, epoch = self._entries[number], self._machine.epoch
         peer, memory = entry.mail.peer, entry.mail.memory
@@ -276,26 +264,12 @@ class ReplicatedTransport:
     def _send(self, message: bytes, blob: Blob) -> None:
         self._own.send(self._backup, message, blob=blob, limited=False)
 
-    def _follow(self, action: Follow) -> None:
-        try:
-            self._backup_link.open(action.epoch, self._process, self._address)
-        except ConnectionError:
-            self.severed = True
-
     def _lead(self) -> None:
         """Becomes the primary: clients of the old one have to reconnect."""
         self._backup_link.close()
         now, known = monotonic(), self._links.ends.items()
         self._ends.extend((now, peer) for peer, told in known if not told)
         self._ends.extend((now + self._grace_s, peer) for peer, _ in known)
-
-    def _stop(self) -> None:
-        """Ends this process's role, and all of its connections."""
-        self._backup_link.close()
-        for pending in (self._inbox, self._entries, self._due):
-            pending.clear()
-        for peer in list(self._inside):
-            self.drop(peer)
 
 
 class _LogTransport(ServerTransport):

@@ -70,9 +70,7 @@ class Membership:
     def join(self, peer: int, worker: int, incarnation: int, session: int, observes: bool) -> tuple[Member, int]:
         """Registers a client on a connection; returns it, and its connection before, or -1.
 
-        Raises:
-            Replaced: the worker has a newer incarnation.
-            ValueError: the session belongs to another worker.
+        Raises Replaced if the worker has a newer incarnation, and ValueError if the session belongs to another worker.
         """
         newest = self._newest.setdefault(worker, incarnation)
         if incarnation < newest:
@@ -108,8 +106,7 @@ class Membership:
     def load(self, state: MembershipState) -> dict[int, Member]:
         """Takes over a saved state; returns the members by session.
 
-        Raises:
-            ValueError: the state is not consistent.
+        Raises ValueError if the state is not consistent.
         """
         self._newest = {worker: incarnation for worker, incarnation in state.newest}
         self._known = {member.session: member for member in state.known}
@@ -244,11 +241,7 @@ class Coordinator:
         return CoordinatorState(self._stretch, self._leases.state(), tuple(asked))
 
     def load(self, state: CoordinatorState, members: Mapping[int, Member]) -> None:
-        """Takes over a saved state, with the members by session.
-
-        Raises:
-            ValueError: the state is not consistent.
-        """
+        """Takes over a saved state, with the members by session; raises ValueError if the state is not consistent."""
         done, fence, until, span = state.stretch
         self._stretch = (done, fence, until, span)
         self._leases.load(state.leases)

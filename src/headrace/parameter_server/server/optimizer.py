@@ -159,11 +159,7 @@ class ShardOptimizer:
                 self._sent[worker, shard] = self._parameters[shard].detach().clone()
 
     def state(self, shard: int | None = None) -> bytes:
-        """Returns a shard's state as safetensors, or the rest as JSON.
-
-        Raises:
-            ValueError: there is no such shard.
-        """
+        """Returns a shard's state as safetensors, or the rest as JSON; raises ValueError if there is no such shard."""
         if shard is None:
             return json.dumps(self._updater.settings()).encode()
         self._require(shard)
@@ -172,10 +168,7 @@ class ShardOptimizer:
     def load(self, state: bytes, shard: int | None = None) -> None:
         """Loads a shard's state, with its parameters if it has them.
 
-        Without a shard, drops all state, and loads the rest if given.
-
-        Raises:
-            ValueError: this is no state.
+        Without a shard, drops all state, and loads the rest if given. Raises ValueError if this is no state.
         """
         try:
             if shard is None:
@@ -201,8 +194,7 @@ class ShardOptimizer:
     def load_all(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the whole state of an optimizer of the same shards.
 
-        Raises:
-            ValueError: it is of other shards, or not consistent.
+        Raises ValueError if it is of other shards, or not consistent.
         """
         if len(state.done) != len(self._layout):
             raise ValueError(f"the state is of {len(state.done)} shards, and {len(self._layout)} are here")

@@ -15,23 +15,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from headrace.parameter_server.core.events import (
-    Accumulate,
-    Ack,
-    Action,
-    ApplyStep,
-    Close,
-    Join,
-    Leave,
-    Pull,
-    Push,
-    Reason,
-    Refuse,
-    Renew,
-    Reply,
-    RoundMembers,
-    Settle,
-)
+from headrace.parameter_server.core import events
+from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.shard import Shard, ShardState
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
@@ -40,7 +25,7 @@ from headrace.parameter_server.wire import MOST_WEIGHT, Kind, Message, ShardLayo
 from headrace.training.clipping import all_finite
 from headrace.transport.base import ServerTransport
 
-_Actions = list[tuple[int, list[Action]]]
+_Actions = list[tuple[int, list[events.Action]]]
 """What shards want done."""
 
 
@@ -54,12 +39,10 @@ class StepFailed(Exception):
 
 @dataclass
 class _Request:
-    """An open request.
+    """An open request, which came at `came`, in seconds.
 
-    Attributes:
-        unsaid: answers of shards that are missing: one for each gradient, and one for each pull.
-        came: time of arrival, seconds.
-        apart: squared distance of the gradients from the mean of their round, if measured.
+    `unsaid` is how many answers of shards are missing: one for each gradient, and one for each pull. `apart` is the
+    squared distance of the gradients from the mean of their round, if measured.
     """
 
     peer: int
@@ -92,10 +75,7 @@ def _gradient_name(worker: int, shard: int) -> str:
 
 
 class Requests:
-    """All open requests, and the shards that answer them.
-
-    `measures` tells workers how far their gradients were from the mean of the round.
-    """
+    """All open requests, and the shards that answer them; see `Server` for `measures`."""
 
     def __init__(
         self,
@@ -130,11 +110,7 @@ class Requests:
         return tuple(states), tuple(machine.state() for machine in self._machines), tensors
 
     def load(self, open_: Sequence[RequestState], shards: Sequence[ShardState], tensors: Mapping[str, Tensor]) -> None:
-        """Takes over a saved state.
-
-        Raises:
-            ValueError: it is of other shards, or not consistent.
-        """
+        """Takes over a saved state; raises ValueError if it is of other shards, or not consistent."""
         for machine, state in zip(self._machines, shards, strict=True):
             machine.load(state)
         every = range(len(self._machines))
@@ -170,21 +146,17 @@ class Requests:
         """Exchanges all parameters and their averages."""
         with self._transport.writing(range(len(self._machines))):
             self._optimizer.swap_weights(averaged)
-        self.broadcast(Renew())
+        self.broadcast(events.Renew())
 
     def replace(self, shard: int, blob: bytes) -> None:
-        """Loads a shard's state.
-
-        Raises:
-            ValueError: there is no such shard, or this is no state of it.
-        """
+        """Loads a shard's state; raises ValueError if there is no such shard, or this is no state of it."""
         if shard >= len(self._machines):
             raise ValueError(f"there is no shard {shard}, only {len(self._machines)}")
         with self._transport.writing([shard]):
             self._optimizer.load(blob, shard)
-        self._carry_out([(shard, self._machines[shard].handle(Renew()))])
+        self._carry_out([(shard, self._machines[shard].handle(events.Renew()))])
 
-    def broadcast(self, event: Join | Leave | Settle | Renew | Close | RoundMembers) -> None:
+    def broadcast(self, event: events.Event) -> None:
         """Lets all shards handle an event."""
         self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
 
@@ -195,12 +167,11 @@ class Requests:
         changed = [shard for shard, new, had in zip(shards, versions, message.numbers, strict=True) if new != had]
         for shard, version in zip(shards, versions, strict=True):
             self._transport.set_version(shard, version)
-        worker, peer = member.worker, member.peer
         if changed:
-            self._optimizer.sent(worker, changed)
-        self._counters.answered(worker, (), changed, 0.0)
+            self._optimizer.sent(member.worker, changed)
+        self._counters.answered(member.worker, (), changed, 0.0)
         answer = Message(Kind.ANSWER, message.first, numbers=versions, number=message.number)
-        self._reply(worker, peer, answer, changed)
+        self._reply(member.worker, member.peer, answer, changed)
 
     def _reply(self, worker: int, peer: int, message: Message, pulled: Sequence[int]) -> None:
         if self._layout.reply_slots is not None:
@@ -220,14 +191,13 @@ class Requests:
             raise ValueError(f"{message.kind.name} from a client that only observes")
         peer, worker, incarnation = member.peer, member.worker, member.incarnation
         shards = self._named(message)
-        if not (
-            math.isfinite(message.weight) and math.isfinite(message.share) and min(message.weight, message.share) >= 0
-        ):
+        if not (0 <= message.weight < math.inf and 0 <= message.share < math.inf):
             raise ValueError(f"a push of weight {message.weight} and share {message.share}")
         if any((worker, shard) in self._open for shard in shards):
             raise ValueError(f"worker {worker} asks again before it is answered")
         pushes, pulls = message.kind != Kind.PULL, message.kind != Kind.PUSH
-        gradients = self._gradients(peer, message)
+        unpack, pushed = self._layout.decode, self._transport.pushed
+        gradients = {shard: unpack(shard, pushed(peer, shard)) for shard in message.pushed}
         request = _Request(peer, message, shards, (pushes + pulls) * len(shards), gradients)
         for shard in shards:
             self._open[worker, shard] = request
@@ -235,32 +205,27 @@ class Requests:
         actions: _Actions = []
         for shard, version in zip(shards, message.numbers, strict=True):
             machine, made_with = self._machines[shard], max(version, ~version)
-            wanted: list[Action] = []
+            wanted: list[events.Action] = []
             if pushes:
-                push = Push(worker, incarnation, message.lease, made_with, message.weight, message.share, finite)
+                push = events.Push(worker, incarnation, message.lease, made_with, message.weight, message.share, finite)
                 wanted += machine.handle(push)
             if pulls:
-                wanted += machine.handle(Pull(worker, incarnation))
+                wanted += machine.handle(events.Pull(worker, incarnation))
             actions.append((shard, wanted))
         self._carry_out(actions)
 
-    def _gradients(self, peer: int, message: Message) -> dict[int, Tensor]:
-        """Returns the gradients that a worker has pushed, by shard."""
-        unpack, pushed = self._layout.decode, self._transport.pushed
-        return {shard: unpack(shard, pushed(peer, shard)) for shard in message.pushed}
-
     def _carry_out(self, actions: _Actions) -> None:
         alone: dict[tuple[int, float, int], list[int]] = {}
-        results: list[tuple[int, Ack | Refuse | Reply]] = []
+        results: list[tuple[int, events.Ack | events.Refuse | events.Reply]] = []
         for shard, wanted in actions:
             for action in wanted:
-                if isinstance(action, ApplyStep):
+                if isinstance(action, events.ApplyStep):
                     if len(action.workers) == 1:
                         # The steps of one push are applied together.
                         alone.setdefault((action.workers[0], action.share, action.staleness), []).append(shard)
                     else:
                         self._step_mean(shard, action)
-                elif not isinstance(action, Accumulate):
+                elif not isinstance(action, events.Accumulate):
                     results.append((shard, action))
         for (worker, share, staleness), shards in alone.items():
             request = self._open[worker, shards[0]]
@@ -269,7 +234,7 @@ class Requests:
         for shard, result in results:
             self._tell(shard, result)
 
-    def _step_mean(self, shard: int, step: ApplyStep) -> None:
+    def _step_mean(self, shard: int, step: events.ApplyStep) -> None:
         """Applies the mean of a round, summed in the order of the workers, so that every run gives the same bits."""
         requests = [self._open[worker, shard] for worker in step.workers]
         weight = sum(request.message.weight for request in requests)
@@ -304,12 +269,12 @@ class Requests:
                 self._transport.set_version(shard, self._machines[shard].version)
         self._counters.stepped(shards, worker, staleness, perf_counter() - began)
 
-    def _tell(self, shard: int, action: Ack | Refuse | Reply) -> None:
+    def _tell(self, shard: int, action: events.Ack | events.Refuse | events.Reply) -> None:
         """Records a shard's answer, and sends the request's answer when it is complete."""
         request = self._open.get((action.worker, shard))
         if request is None:
             return
-        if isinstance(action, Refuse):
+        if isinstance(action, events.Refuse):
             # A push that is late in one shard is repeated for all; shards that have it then answer DUPLICATE.
             if request.refused is None or action.reason == Reason.LATE:
                 request.refused = action.reason
@@ -321,20 +286,17 @@ class Requests:
 
     def _answer(self, worker: int, request: _Request) -> None:
         asked, shards = request.message, request.shards
-        set_version, pulls = self._transport.set_version, asked.kind != Kind.PUSH
-        versions, pulled = [], []
-        for shard, had in zip(shards, asked.numbers, strict=True):
+        versions = tuple(self._machines[shard].version for shard in shards)
+        for shard, version in zip(shards, versions, strict=True):
             del self._open[worker, shard]
-            version = self._machines[shard].version
-            versions.append(version)
-            set_version(shard, version)
-            if pulls and version != had:
-                pulled.append(shard)
+            self._transport.set_version(shard, version)
+        pulled: list[int] = []
+        if asked.kind != Kind.PUSH:
+            pulled += (shard for shard, new, had in zip(shards, versions, asked.numbers, strict=True) if new != had)
         if pulled:
             self._optimizer.sent(worker, pulled)
-        flag = request.refused.value if request.refused else 0
-        apart, numbers = min(request.apart, MOST_WEIGHT), tuple(versions)
-        message = Message(Kind.ANSWER, asked.first, flag, asked.lease, apart, numbers=numbers, number=asked.number)
+        flag, apart = request.refused.value if request.refused else 0, min(request.apart, MOST_WEIGHT)
+        message = Message(Kind.ANSWER, asked.first, flag, asked.lease, apart, numbers=versions, number=asked.number)
         self._transport.release(request.peer, shards)
         # Before it is counted, because a worker waits for it.
         self._reply(worker, request.peer, message, pulled)

@@ -106,14 +106,11 @@ class Server:
         """Takes over the state of another server.
 
         `clocks` are the rounds that each worker has done, as in a `SnapshotSet`, when a run is resumed: the state is
-        then loaded without clients.
-
-        Raises:
-            ValueError: this is no snapshot, or one of another model or strategy; the server is then not usable.
+        then loaded without clients. Raises ValueError if this is no snapshot, or one of another model or strategy; the
+        server is then not usable.
         """
         state, tensors = unpack(snapshot)
-        difference = self._layout.difference(state.form.encode())
-        if difference:
+        if difference := self._layout.difference(state.form.encode()):
             raise ValueError(difference.replace("the worker", "the snapshot"))
         if clocks is not None:
             state = state.detached(clocks)
@@ -166,17 +163,14 @@ class Server:
         for each in messages:
             try:
                 self._handle(each)
-            except Replaced as error:
-                self._refuse(each.peer, error)
-            except ValueError as error:
+            except (Replaced, ValueError) as error:
                 # A wrong message ends its sender's connection, and nothing else.
                 self._refuse(each.peer, error)
 
     def _refuse(self, peer: int, error: Replaced | ValueError) -> None:
         """Ends a connection, and says why."""
-        message = Message(Kind.ERROR)
-        if isinstance(error, Replaced):
-            message = Message(Kind.ERROR, flag=1, numbers=(error.rank, error.incarnation))
+        numbers = (error.rank, error.incarnation) if isinstance(error, Replaced) else ()
+        message = Message(Kind.ERROR, flag=bool(numbers), numbers=numbers)
         self._transport.send(peer, encode(message), blob=str(error).encode())
         self._forget(peer)
         self._transport.drop(peer)
@@ -194,12 +188,11 @@ class Server:
             raise ValueError(f"{message.kind.name} from a connection that has not joined")
         if message.kind == Kind.ALIVE:
             self._send_open(member, message)
-        elif message.number > member.heard:
-            # Earlier messages are done. A client that misses an answer repeats the request on another connection.
-            member.heard = message.number
-            self._handle_once(member, received, message)
-
-    def _handle_once(self, member: Member, received: ReceivedMessage, message: Message) -> None:
+            return
+        if message.number <= member.heard:
+            # It is done. A client that misses an answer repeats the request on another connection.
+            return
+        member.heard = message.number
         if message.kind == Kind.PULL and member.observes:
             self._requests.answer_observer(member, message)
         elif message.kind in _PUSHES:
@@ -215,8 +208,7 @@ class Server:
         return self._coordinator
 
     def _join(self, peer: int, message: Message, blob: memoryview) -> None:
-        difference = self._layout.difference(bytes(blob))
-        if difference:
+        if difference := self._layout.difference(bytes(blob)):
             raise ValueError(difference)
         if len(message.numbers) != 3:
             raise ValueError("a worker joins with its number, its incarnation and its session's")
@@ -270,9 +262,8 @@ class Server:
         numbers = self._requests.numbers(member.peer)
         if self._coordinator is not None:
             numbers.update(self._coordinator.open(member))
-        self._transport.send(
-            member.peer, encode(Message(Kind.OPEN, numbers=tuple(sorted(numbers)), number=message.number))
-        )
+        answer = Message(Kind.OPEN, numbers=tuple(sorted(numbers)), number=message.number)
+        self._transport.send(member.peer, encode(answer))
 
     def _administer(self, member: Member, received: ReceivedMessage, message: Message) -> None:
         """Handles what is asked between rounds, when no worker pushes; a repeated request is only answered."""

@@ -109,8 +109,7 @@ def pack(state: ServerState, tensors: Mapping[str, Tensor], allocate: Callable[[
 def unpack(packed: memoryview) -> tuple[ServerState, dict[str, Tensor]]:
     """Returns a server's state and its tensors, which are views of `packed`.
 
-    Raises:
-        ValueError: this is no snapshot.
+    Raises ValueError if this is no snapshot.
     """
     try:
         begin = PREFIX + length(bytes(packed[:PREFIX]), len(packed))
@@ -191,8 +190,7 @@ class Snapshots:
     def write(self, content: memoryview) -> None:
         """Writes a snapshot to a temporary file, renames it, and deletes those that are older than `keep`.
 
-        Raises:
-            OSError: the disk has failed.
+        Raises OSError if the disk has failed.
         """
         self._storage.prepare()
         found = [(int(match[2]), name) for match, name in _files(self._storage) if int(match[1]) == self._server]
@@ -284,11 +282,7 @@ def newest(
 
 
 def read(folder: Path, name: str, storage: Storage | None = None) -> memoryview:
-    """Returns a snapshot, for `Server.restore`.
-
-    Raises:
-        CorruptCheckpoint: it is not what was written.
-    """
+    """Returns a snapshot, for `Server.restore`; raises CorruptCheckpoint if it is not what was written."""
     try:
         with (storage or Storage(folder)).open(name) as file:
             size = file.size()
