@@ -15,7 +15,7 @@ __all__ = ["RULES"]
 
 FLOORS = floors((Path(__file__).resolve().parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 FLOOR = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
-LOOSE = {"machine", "memory", "metrics", "tasks", "trees"}
+LOOSE = {"metrics", "tasks", "trees"}
 """Files that stand in no folder: those of one floor are one room."""
 SIDEWAYS: set[tuple[str, str]] = set()
 """Room and module: the loader makes the `Share` that the compute takes."""
@@ -209,7 +209,7 @@ def purity(modules: Modules) -> list[str]:
         for module in modules.values()
         if room(module.name) == "policies"
         for item in module.imports
-        if item.target.partition(".")[0] in IMPURE
+        if item.target.partition(".")[0] in IMPURE or item.target == f"{PACKAGE}.machine"
     ]
 
 

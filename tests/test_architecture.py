@@ -87,7 +87,7 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
         {"collectives/a.py": "from ..data import loader"},
         "may not import headrace.data.loader",
     ),
-    (rules.directions, {"policies/a.py": "from headrace import machine"}, "may not import headrace.machine"),
+    (rules.directions, {"policies/a.py": "from headrace.collectives.seam import cut"}, "may not import headrace.coll"),
     (rules.directions, {"data/a.py": "def f():\n    import headrace.cli.main"}, "a:2: may not import headrace.cli"),
     (
         rules.directions,
@@ -167,6 +167,7 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     ),
     (rules.purity, {"policies/a.py": "def f():\n    import torch"}, "torch is not"),
     (rules.purity, {"policies/a.py": "from time import monotonic"}, "time is not"),
+    (rules.purity, {"policies/a.py": "from headrace import machine"}, "headrace.machine is not"),
     (rules.numbered_fields, {"shared_memory/a.py": "fields = memoryview(bytearray(8)).cast('q')"}, "numbered"),
     (house_plan.plan_questions, {"worker/a.py": "def f(plan):\n    return plan.servers"}, "a:2: asks for plan.servers"),
     (house_plan.plan_questions, {"api/a.py": "print(order.plan.backups)"}, "asks for order.plan.backups"),

@@ -75,48 +75,31 @@ __all__ = [
     "tasks",
 ]
 
-# What is imported when it is first asked for: `import headrace` alone does not import torch.
-_HOMES = {
-    "AutoPeriod": "headrace.averaging.period",
-    "CentralStorage": "headrace.strategies",
-    "Checkpoints": "headrace.spec.options",
-    "Comparison": "headrace.api.comparison",
-    "DiLoCo": "headrace.strategies",
-    "Downpour": "headrace.strategies",
-    "EASGD": "headrace.strategies",
-    "EarlyStopping": "headrace.spec.options",
-    "Elastic": "headrace.averaging.outer_steps",
-    "Hybrid": "headrace.strategies",
-    "Job": "headrace.spec.job",
-    "LocalSGD": "headrace.strategies",
-    "Mean": "headrace.metrics",
-    "Mirrored": "headrace.strategies",
-    "Nesterov": "headrace.averaging.outer_steps",
-    "OneDevice": "headrace.strategies",
-    "Options": "headrace.spec.options",
-    "ParameterAveraging": "headrace.strategies",
-    "ParameterServer": "headrace.strategies",
-    "Pipeline": "headrace.strategies",
-    "Remedies": "headrace.parameter_server.server.optimizer",
-    "Run": "headrace.api.run",
-    "Strategy": "headrace.strategies",
-    "TensorBoard": "headrace.report.views.tensorboard",
-    "ThreadEngine": "headrace.engine.threads",
-    "TensorParallel": "headrace.strategies",
-    "Unconnected": "headrace.strategies",
-    "Worker": "headrace.worker.worker",
-    "compare": "headrace.api.comparison",
-    "fit": "headrace.api.fit",
-    "launch": "headrace.api.fit",
-    "setup": "headrace.api.setup",
+# Where each name is imported from when it is first used: `import headrace` alone does not import torch.
+_MODULES = {
+    "api.comparison": ("Comparison", "compare"),
+    "api.fit": ("fit", "launch"),
+    "api.run": ("Run",),
+    "api.setup": ("setup",),
+    "averaging.outer_steps": ("Elastic", "Nesterov"),
+    "averaging.period": ("AutoPeriod",),
+    "engine.threads": ("ThreadEngine",),
+    "metrics": ("Mean",),
+    "parameter_server.server.optimizer": ("Remedies",),
+    "report.views.tensorboard": ("TensorBoard",),
+    "spec.job": ("Job",),
+    "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
+    "worker.worker": ("Worker",),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in __all__:
+    if name in ("data", "metrics", "tasks"):
         return importlib.import_module(f"headrace.{name}")
+    if name in __all__:
+        # All others are strategies.
+        return getattr(importlib.import_module(f"headrace.{_HOMES.get(name, 'strategies')}"), name)
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")
 
 

@@ -1,8 +1,8 @@
-"""What this machine has, and what of it this process may use."""
+"""What this machine has, what of it this process may use, and what the C library does with free memory."""
 
 from __future__ import annotations
 
-import math
+import ctypes
 import os
 import platform
 import socket
@@ -50,19 +50,81 @@ def core_quota(root: Path = _ROOT) -> float | None:
 
 
 def spare_memory_bytes(root: Path = _ROOT) -> int:
-    """Returns the memory that this process can still take, by the kernel's estimate and by the control groups."""
+    """Returns the memory that this process can still take, by the kernel's estimate and by the control groups.
+
+    Shared memory counts in a control group, too: a process that exceeds its limit is killed.
+    """
     spare = _meminfo(root, "MemAvailable")
     for folder in _groups(root, "memory"):
         for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit, used = _words(folder / most), _words(folder / now)
             if limit and used and limit[0] != "max":
-                spare = min(spare, int(limit[0]) - int(used[0]))
-    return max(0, int(spare))
+                spare = min(spare, int(limit[0]) - int(used[0]) + _page_cache_bytes(folder))
+    return max(0, spare)
+
+
+def _page_cache_bytes(group: Path) -> int:
+    """Returns how much of a control group's memory caches files; the kernel frees it before the limit is exceeded."""
+    counts = dict(line.split() for line in _lines(group / "memory.stat"))
+    return sum(int(counts.get(f"total_{name}", counts.get(name, 0))) for name in ("active_file", "inactive_file"))
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int:
     """Returns the memory that there is in all."""
-    return int(_meminfo(root, "MemTotal"))
+    return _meminfo(root, "MemTotal")
+
+
+def resident_bytes() -> int:
+    """Returns how much of this process's memory is in the machine's memory."""
+    return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+# Numbers of `mallopt` (malloc.h).
+TRIM_THRESHOLD = -1
+"""Of bytes that are free at the heap's end, and kept."""
+TOP_PAD = -2
+"""Of bytes that the heap grows by beyond what is asked for."""
+MMAP_THRESHOLD = -3
+"""Of bytes from which on a piece is mapped by itself."""
+MOST_ARENAS = -8
+"""Of pieces of memory that threads take theirs from."""
+
+_MADV_HUGEPAGE = 14
+_LIBRARY = ctypes.CDLL(None)
+
+# Not every C library has them.
+_mallopt = getattr(_LIBRARY, "mallopt", None)
+_malloc_trim = getattr(_LIBRARY, "malloc_trim", None)
+
+
+def give_back() -> None:
+    """Returns free memory to the system, which the C library otherwise keeps."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+def tune(option: int, value: int) -> None:
+    """Sets an option of the C library's allocator, as the environment does for a program that starts."""
+    if _mallopt is not None:
+        _mallopt(option, value)
+
+
+def prefer_large_pages(nbytes: int) -> None:
+    """Asks for large pages in the next bytes that the heap grows by; a system that has none leaves them small.
+
+    Args:
+        nbytes: fewer than `MMAP_THRESHOLD` and `TRIM_THRESHOLD`, so that they belong to the heap and stay there.
+    """
+    _LIBRARY.malloc.restype = ctypes.c_void_p
+    # None of it is touched, so no memory is taken.
+    block = _LIBRARY.malloc(ctypes.c_size_t(nbytes))
+    if block:
+        page = os.sysconf("SC_PAGESIZE")
+        begin = -(-block // page) * page
+        madvise = getattr(_LIBRARY, "madvise", None)
+        if madvise is not None:
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes - page), _MADV_HUGEPAGE)
+        _LIBRARY.free(ctypes.c_void_p(block))
 
 
 def host_name() -> str:
@@ -82,17 +144,12 @@ def require_linux() -> None:
 
 
 def detect(device: str, ranks: int | None = None) -> Cluster:
-    """Describes this machine.
-
-    Args:
-        device: "auto" takes CUDA where there is one, else the CPU; or "cpu", "cuda".
+    """Describes this machine; "auto" takes CUDA where there is one, else the CPU.
 
     Raises:
         UsageError: an unknown device.
         UnfitMachine: "cuda" on a machine without.
     """
-    from headrace.shared_memory.segment import available_bytes
-
     require_linux()
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
@@ -101,7 +158,7 @@ def detect(device: str, ranks: int | None = None) -> Cluster:
         raise UnfitMachine(
             "device='cuda' and torch sees no CUDA device here; use device='cpu', or a CUDA build of torch"
         )
-    host = Host(host_name(), cores(), available_bytes(), found)
+    host = Host(host_name(), cores(), spare_memory_bytes(), found)
     return Cluster((host,), ranks, "cuda" if found else "cpu")
 
 
@@ -120,25 +177,6 @@ def can_paint(stream: TextIO) -> bool:
     return os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
-def check_shared_memory() -> str | None:
-    """Returns None if processes can share anonymous memory and wake each other here, else the reason."""
-    try:
-        require_linux()
-        from headrace.shared_memory import futex
-        from headrace.shared_memory.control_page import ControlPage
-        from headrace.shared_memory.segment import SharedSegment
-
-        segment = SharedSegment.create(ControlPage.nbytes(1), "probe")
-        page = ControlPage(segment, 1)
-        SharedSegment.open(os.getpid(), segment.descriptor, segment.nbytes).close()
-        futex.wake(page.ranks[0].address_of("barrier_counter"))
-        futex.wait(page.ranks[0].address_of("barrier_counter"), 1, 0.001)
-        segment.close()
-    except (UnfitMachine, OSError) as error:
-        return str(error)
-    return None
-
-
 def _accelerators() -> tuple[str, ...]:
     # Counting by NVML leaves CUDA uninitialised, so that the workers may still be forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -149,12 +187,12 @@ def _accelerators() -> tuple[str, ...]:
     return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
 
 
-def _meminfo(root: Path, name: str) -> float:
+def _meminfo(root: Path, name: str) -> int:
     for line in _lines(root / "proc/meminfo"):
         key, _, rest = line.partition(":")
         if key == name:
             return int(rest.split()[0]) * 1024
-    return math.inf if name == "MemAvailable" else 0
+    return 0
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

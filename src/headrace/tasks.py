@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace import metrics
 from headrace.errors import DataError, UnknownName, UsageError
+from headrace.spec.options import require_count
 
 __all__ = ["Task", "binary", "multiclass", "multilabel", "regression"]
 
@@ -105,7 +106,7 @@ def multilabel(labels: int, loss: str = "cross_entropy") -> Task:
         UnknownName: there is no such loss.
         UsageError: `labels` is no whole number of at least 1.
     """
-    _require_count("labels", labels, 1)
+    require_count("labels", labels)
     return Task(
         name=f"multilabel({labels})",
         loss=_choose(loss, _BINARY),
@@ -128,10 +129,10 @@ def multiclass(classes: int, *, top_k: int | None = None) -> Task:
     Raises:
         UsageError: `classes` is no whole number of at least 2, or `top_k` none between 1 and `classes`.
     """
-    _require_count("classes", classes, 2)
+    require_count("classes", classes, 2)
     measured: dict[str, Metric] = {"accuracy": metrics.accuracy}
     if top_k is not None:
-        _require_count("top_k", top_k, 1)
+        require_count("top_k", top_k)
         if top_k > classes:
             raise UsageError(f"top_k must be at most the number of classes, {classes}, got {top_k}")
         measured[f"top_{top_k}_accuracy"] = partial(metrics.top_k_accuracy, k=top_k)
@@ -156,11 +157,6 @@ def _choose(name: str, losses: Mapping[str, Metric]) -> Metric:
     if name not in losses:
         raise UnknownName("loss", name, losses)
     return losses[name]
-
-
-def _require_count(what: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{what} must be a whole number of at least {least}, got {value!r}")
 
 
 def _check_regression(output: Any, target: Any) -> None:

@@ -20,10 +20,11 @@ import headrace as hr
 from engine import lasting
 from engine.conftest import below, state, until
 from engine.lasting import OFTEN, files_of, lasting_job
-from headrace.api.run_directory import RunDirLock, refuse_living
+from headrace.api.run import RunDirLock, refuse_living
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.events import LAUNCHER, Notice, decode
-from headrace.worker.events import EventWriter, events_path
+from headrace.worker.events import EventWriter
+from headrace.worker.run_spec import events_path
 from warm.programs import ROOT
 
 TESTS = Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import headrace as hr
-from headrace.engine.script import launch_script
+from headrace.engine.local.engine import launch_script
 from headrace.errors import UsageError
 
 WAYS = ["plain", "clip", "accumulate", "scheduler", "adamw", "in order", "unused", "batch of one"]

@@ -24,9 +24,9 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path
         os.write(1, b"a line of the script\n")
         return int(arguments[-1]) if arguments and arguments[-1].lstrip("-").isdigit() else 0
 
-    module = types.ModuleType("headrace.engine.script")
+    module = types.ModuleType("headrace.engine.local.engine")
     vars(module)["launch_script"] = launch_script
-    monkeypatch.setitem(sys.modules, "headrace.engine.script", module)
+    monkeypatch.setitem(sys.modules, "headrace.engine.local.engine", module)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return calls

@@ -16,7 +16,7 @@ import pytest
 import headrace as hr
 from engine.victims import faulty, make_job
 from headrace.cli import run
-from headrace.cli.checks import Verdict, examine
+from headrace.cli.commands.doctor import Verdict, examine
 from headrace.cli.listening import Listener, listeners
 from headrace.engine.local.engine import LocalEngine
 from headrace.transport.base import Slots
@@ -80,7 +80,7 @@ def test_what_does_not_encrypt_is_found(
 def show(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *found: Listener
 ) -> tuple[int, list[dict[str, str]]]:
-    monkeypatch.setattr(sys.modules["headrace.cli.checks"], "listeners", lambda: list(found))
+    monkeypatch.setattr(sys.modules["headrace.cli.commands.doctor"], "listeners", lambda: list(found))
     code = run(["doctor", "--json"])
     checks = json.loads(capsys.readouterr().out)["checks"]
     return code, [check for check in checks if check["name"] == "listens"]

@@ -15,9 +15,17 @@ from headrace.cli.output import (
     write_document,
     write_error,
 )
-from headrace.engine.signals import Terminated
-from headrace.errors import DataError, HeadraceError, JobError, PeerLost, UnfitMachine, UsageError, WorkerFailed
-from headrace.tracebacks import user_traceback
+from headrace.engine.base import Terminated
+from headrace.errors import (
+    DataError,
+    HeadraceError,
+    JobError,
+    PeerLost,
+    UnfitMachine,
+    UsageError,
+    WorkerFailed,
+    user_traceback,
+)
 
 
 def test_stdout_carries_the_result_alone(capsys: pytest.CaptureFixture[str]) -> None:

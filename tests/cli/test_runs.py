@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.runs import check_tensorboard, default_run_dir, job_name, saying_where, tensorboards
+from headrace.cli.options import check_tensorboard, default_run_dir, job_name, saying_where, tensorboards
 from headrace.errors import PeerLost, UnfitMachine, UsageError
 from headrace.spec.events import Event
 

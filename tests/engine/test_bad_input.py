@@ -15,6 +15,7 @@ from torch import nn
 
 import headrace as hr
 from engine.victims import EXAMPLES, INPUTS, TARGETS, make_job
+from headrace import machine
 from headrace.engine.base import Engine, RunProgress
 from headrace.errors import (
     DataError,
@@ -222,13 +223,13 @@ def test_a_loop_that_is_none() -> None:
 
 
 def test_a_machine_too_small_for_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "available_bytes", lambda: 100)
+    monkeypatch.setattr(machine, "spare_memory_bytes", lambda: 100)
     with pytest.raises(InfeasiblePlan, match=r"mirrored needs 140 bytes of host memory .* 100 left; use fewer workers"):
         fit(make_job())
 
 
 def test_memory_that_goes_before_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "available_bytes", lambda: 100)
+    monkeypatch.setattr(segment, "spare_memory_bytes", lambda: 100)
     with pytest.raises(UnfitMachine, match="needs 4,096 bytes of shared memory and the machine has 100 left"):
         segment.SharedSegment.create(4096, "probe")
 

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from engine.conftest import until
-from headrace.engine.torchrun.heartbeats import HeartbeatRelay
+from headrace.engine.torchrun.store import HeartbeatRelay
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 

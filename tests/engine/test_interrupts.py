@@ -13,9 +13,8 @@ import torch
 import headrace as hr
 from engine.conftest import until
 from engine.victims import EXAMPLES, INPUTS, TARGETS, long_job, make_job
-from headrace.engine.base import Engine
+from headrace.engine.base import Engine, orderly_interrupts
 from headrace.engine.local.engine import LocalEngine
-from headrace.engine.signals import orderly_interrupts
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Event

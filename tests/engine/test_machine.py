@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from headrace import machine
-from headrace.engine.torchrun.rendezvous import launched_ranks
+from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnfitMachine, UsageError
 from headrace.machine import (
     can_paint,
-    check_shared_memory,
     core_quota,
     cores,
     detect,
@@ -22,6 +21,7 @@ from headrace.machine import (
     require_linux,
     spare_memory_bytes,
 )
+from headrace.shared_memory.control_page import check_shared_memory
 
 QUOTAS = {
     "max 100000": 64,
@@ -111,6 +111,30 @@ def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
     )
     assert core_quota(root) == 0.5
     assert spare_memory_bytes(root) == 0
+
+
+COUNTS = "anon 3000\nshmem 1000\nactive_file 1500\ninactive_file 2500\n"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "proc/self/cgroup": "0::/box\n",
+            "sys/fs/cgroup/box/memory.max": "9000\n",
+            "sys/fs/cgroup/box/memory.current": "8000\n",
+            "sys/fs/cgroup/box/memory.stat": COUNTS,
+        },
+        {
+            "proc/self/cgroup": "4:memory:/box\n",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "9000\n",
+            "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "8000\n",
+            "sys/fs/cgroup/memory/box/memory.stat": "active_file 7\ntotal_active_file 1500\ntotal_inactive_file 2500\n",
+        },
+    ],
+)
+def test_cached_files_in_a_group_leave_room_for_memory(tmp_path: Path, files: dict[str, str]) -> None:
+    assert spare_memory_bytes(files_of(tmp_path, {**MEMINFO, **files})) == 9000 - 8000 + 1500 + 2500
 
 
 def test_no_limit(tmp_path: Path) -> None:

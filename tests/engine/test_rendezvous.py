@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.torchrun import rendezvous
-from headrace.engine.torchrun.rendezvous import joined, of_first, own_address
+from headrace.engine.torchrun import store
+from headrace.engine.torchrun.store import joined, of_first, own_address
 from headrace.errors import InfeasiblePlan, RunFailed, UsageError
 from headrace.machine import host_name
 from headrace.spec.cluster import Cluster, Host
@@ -54,7 +54,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         texts.append(text)
         return texts
 
-    monkeypatch.setattr(rendezvous, "gather", gather)
+    monkeypatch.setattr(store, "gather", gather)
     return texts
 
 

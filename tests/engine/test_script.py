@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.engine.local.engine import launch_script
 from headrace.engine.local.fork_server import ForkServer
-from headrace.engine.script import launch_script
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ class Lent:
 
 @pytest.fixture(autouse=True)
 def _one_nursery(nursery: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.script.ForkServer", lambda: Lent(nursery))
+    monkeypatch.setattr("headrace.engine.local.engine.ForkServer", lambda: Lent(nursery))
 
 
 @pytest.fixture

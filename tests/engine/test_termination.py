@@ -20,9 +20,9 @@ from engine.conftest import below, state, until
 from engine.lasting import OFTEN, ROUNDS, STRATEGIES, files_of, lasting_job, left_by
 from engine.ranks import free_port
 from headrace.checkpoint import CheckpointFolder
-from headrace.engine import signals
+from headrace.engine import base
+from headrace.engine.base import ECHO_S, TERMINATED, orderly_interrupts, terminate
 from headrace.engine.local.engine import LocalEngine
-from headrace.engine.signals import ECHO_S, TERMINATED, orderly_interrupts, terminate
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import RunEnded, Stepped
@@ -314,7 +314,7 @@ def test_the_second_signal_ends_the_process_at_once(page: ControlPage, monkeypat
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     # What the other tests' engine has started is not this command's.
-    monkeypatch.setattr(signals, "_companions", set())
+    monkeypatch.setattr(base, "_companions", set())
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         with orderly_interrupts(page) as interrupts:
@@ -337,7 +337,7 @@ def test_an_echo_after_the_run_does_not_break_off_the_commands_end(
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     # What the other tests' engine has started is not this command's.
-    monkeypatch.setattr(signals, "_companions", set())
+    monkeypatch.setattr(base, "_companions", set())
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         with orderly_interrupts(page):

@@ -19,7 +19,7 @@ from belongings import descriptors
 from headrace.errors import UnfitMachine
 from headrace.shared_memory import segment as module
 from headrace.shared_memory.control_page import ControlPage, RankRecord
-from headrace.shared_memory.segment import SharedSegment, available_bytes
+from headrace.shared_memory.segment import SharedSegment
 
 NOBODY = 65534
 
@@ -63,12 +63,12 @@ def test_another_user_cannot_open_a_segment() -> None:
 
 
 def test_more_than_the_machine_has_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available_bytes", lambda: 4_095)
+    monkeypatch.setattr(module, "spare_memory_bytes", lambda: 4_095)
     before = descriptors()
     with pytest.raises(UnfitMachine, match=r"rank-1 segment needs 4,096 bytes .* has 4,095 left; use fewer workers"):
         SharedSegment.create(4_096, "rank-1")
     assert descriptors() <= before
-    monkeypatch.setattr(module, "available_bytes", lambda: 4_096)
+    monkeypatch.setattr(module, "spare_memory_bytes", lambda: 4_096)
     SharedSegment.create(4_096, "rank-1").close()
 
 
@@ -101,11 +101,6 @@ def test_a_segment_that_is_not_there_is_refused_with_its_process() -> None:
     own.close()
     with pytest.raises(UnfitMachine, match=rf"process {os.getpid()} \(/proc/{os.getpid()}/fd/{gone}: .*one user"):
         SharedSegment.open(os.getpid(), gone, 4_096)
-
-
-def test_a_machine_says_how_much_it_has_left() -> None:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < available_bytes() <= total
 
 
 def pages(ranks: int) -> tuple[ControlPage, ControlPage]:

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import UsageError
-from headrace.spec import Cluster, Host, Job, ModelSpec, Options, ParameterSpec, Plan, Role, Segment
-from headrace.spec.model import ITEM_BYTES
-from headrace.spec.options import EarlyStopping
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.job import Job
+from headrace.spec.model import ITEM_BYTES, ModelSpec, ParameterSpec
+from headrace.spec.options import EarlyStopping, Options
 from headrace.spec.plain import from_plain, to_plain
-from headrace.spec.plan import EVERY_WORKER
+from headrace.spec.plan import EVERY_WORKER, Plan, Role, Segment
 
 PLAN = Plan(
     strategy="mirrored",

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.spec.events import Notice, Stepped, decode, encode
-from headrace.worker.events import EventWriter, events_path
+from headrace.worker.events import EventWriter
+from headrace.worker.run_spec import events_path
 
 ZERO_OR_MORE = st.integers(0, 2**53)
 LOSSES = st.none() | st.floats(allow_nan=False, allow_infinity=False)

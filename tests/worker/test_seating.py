@@ -13,7 +13,7 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Hosts, from_arrays, local
 from headrace.errors import UsageError
 from headrace.spec.plan import Plan, Role
-from headrace.worker.building import DataAssignment, assign_data
+from headrace.worker.session import DataAssignment, assign_data
 
 HOSTS = ("a", "b", "b", "a", "b")
 COUNTS = {"a": 30, "b": 12}

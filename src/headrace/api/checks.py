@@ -21,7 +21,7 @@ from headrace.training.compute import describe
 from headrace.training.optimizer import build, is_elementwise, state_copies
 from headrace.training.update import make, plain
 from headrace.training.whole_model import call, cut, select_target
-from headrace.worker.building import build_module, objective_of
+from headrace.worker.session import build_module, objective_of
 
 _TRIED_EXAMPLES = 2
 

@@ -11,16 +11,14 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.api.checks import JobInfo, check_options, inspect_job
-from headrace.api.resume import describe_run
+from headrace.api.resume import ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
-from headrace.api.run_directory import ResumeRequest
 from headrace.api.supervision import OnEvent, supervise
 from headrace.data import as_pipeline
-from headrace.engine.base import Engine
+from headrace.engine.base import TERMINATED, Engine, Terminated
 from headrace.engine.local.engine import kept_engine
-from headrace.engine.signals import TERMINATED, Terminated
 from headrace.engine.torchrun.engine import LaunchedEngine
-from headrace.engine.torchrun.rendezvous import join, launched_ranks, of_first, total_of_hosts
+from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
 from headrace.machine import detect
 from headrace.pipeline.profile import MeasuredLayers, measure
@@ -32,7 +30,7 @@ from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.strategies.strategy import ModelProbe
-from headrace.worker.building import objective_of
+from headrace.worker.session import objective_of
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.worker import Worker
 
@@ -80,8 +78,10 @@ def fit(
         UnfitMachine: the machine lacks something.
         RunFailed: a worker failed or was lost.
     """
-    wish = FitArguments(device, run_dir, on_event, timeout_s, engine, seconds, checkpoints, resume, reset_optimizer)
-    return _told(job, None, strategy, wish)
+    arguments = FitArguments(
+        device, run_dir, on_event, timeout_s, engine, seconds, checkpoints, resume, reset_optimizer
+    )
+    return _told(job, None, strategy, arguments)
 
 
 def launch(
@@ -110,8 +110,8 @@ def launch(
         job, strategy, device, run_dir, on_event, timeout_s, engine, checkpoints, resume, reset_optimizer: as for
             `fit`, with the same errors.
     """
-    wish = FitArguments(device, run_dir, on_event, timeout_s, engine, None, checkpoints, resume, reset_optimizer)
-    return _told(job, train, strategy, wish)
+    arguments = FitArguments(device, run_dir, on_event, timeout_s, engine, None, checkpoints, resume, reset_optimizer)
+    return _told(job, train, strategy, arguments)
 
 
 @dataclass(frozen=True)
@@ -129,77 +129,77 @@ class FitArguments:
     reset_optimizer: bool
 
 
-def _told(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, wish: FitArguments) -> Run:
+def _told(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
     try:
-        return _run(job, train, strategy, wish)
+        return _run(job, train, strategy, arguments)
     except HeadraceError as error:
         # The caller's frames are worth reading, ours are not.
         raise error.with_traceback(None) from error.__cause__
 
 
-def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, wish: FitArguments) -> Run:
-    timeout_s = wish.timeout_s
+def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
+    timeout_s = arguments.timeout_s
     if not (isinstance(timeout_s, int | float) and timeout_s >= _LEAST_TIMEOUT_S):
         raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
     if train is not None and not callable(train):
         raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
     # Now, because building the user's model may change the working directory.
-    wanted = None if wish.run_dir is None else Path(wish.run_dir).absolute()
-    going = _going(wish)
+    wanted = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
+    request = _resume_request(arguments)
     chosen = resolve(strategy)
-    ranks = launched_ranks() if wish.engine is None else None
-    cluster = detect(wish.device, ranks)
-    prepared = inspect_job(job)
+    ranks = launched_ranks() if arguments.engine is None else None
+    cluster = detect(arguments.device, ranks)
+    info = inspect_job(job)
     check_options(job.options, cluster.device)
     chosen.check(job.options)
     cluster = join(cluster)
     if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:
-        prepared = replace(prepared, examples=total_of_hosts(prepared.examples, cluster))
-    prepared = _inspected(job, prepared, chosen, cluster)
-    plan = chosen.plan(prepared.model, cluster)
-    _check_split(job, prepared, plan)
-    checkpoints = _checkpoints(job, chosen, wish)
+        info = replace(info, examples=total_of_hosts(info.examples, cluster))
+    info = _inspected(job, info, chosen, cluster)
+    plan = chosen.plan(info.model, cluster)
+    _check_split(job, info, plan)
+    checkpoints = _checkpoints(job, chosen, arguments)
     keeper = TemporaryRunDir() if wanted is None else None
     directory = wanted or Path(keeper.path if keeper else ".")
-    description = describe_run(job, prepared, plan) if checkpoints or wish.resume else {}
-    with _engine(wish, ranks) as engine:
-        order = RunSpec(
+    description = describe_run(job, info, plan) if checkpoints or arguments.resume else {}
+    with _engine(arguments, ranks) as engine:
+        spec = RunSpec(
             job=job,
             train=train,
             strategy=chosen,
             plan=plan,
-            model=prepared.model,
-            weighed=prepared.weighed,
+            model=info.model,
+            weighed=info.weighed,
             run_dir=directory,
             started=monotonic(),
             timeout_s=timeout_s,
-            seconds=wish.seconds,
+            seconds=arguments.seconds,
             checkpoints=checkpoints,
             description=description,
         )
-        status = supervise(order, prepared, engine, going, wish.on_event)
+        status = supervise(spec, info, engine, request, arguments.on_event)
     if status == TERMINATED:
         # SIGTERM asks this process to end, and now all is saved.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.raise_signal(signal.SIGTERM)
         raise Terminated
-    return Run(job, plan, directory, status, prepared.module, keeper)
+    return Run(job, plan, directory, status, info.module, keeper)
 
 
-def _engine(wish: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:
-    if wish.engine is not None:
-        return nullcontext(wish.engine)
-    return closing(LaunchedEngine(wish.timeout_s)) if ranks else kept_engine()
+def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:
+    if arguments.engine is not None:
+        return nullcontext(arguments.engine)
+    return closing(LaunchedEngine(arguments.timeout_s)) if ranks else kept_engine()
 
 
-def _inspected(job: Job, prepared: JobInfo, strategy: Strategy, cluster: Cluster) -> JobInfo:
+def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster) -> JobInfo:
     """Lets the strategy inspect the model."""
-    objective = objective_of(job, prepared.weighed)
+    objective = objective_of(job, info.weighed)
     notices: list[str] = []
 
     def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:
         def measured() -> str:
-            return json.dumps(to_plain(measure(job, prepared.module, objective, request, cluster.device)))
+            return json.dumps(to_plain(measure(job, info.module, objective, request, cluster.device)))
 
         # One process measures for all, so that all plan alike.
         told = measured() if cluster.ranks in (None, 1) else of_first(measured)
@@ -207,26 +207,26 @@ def _inspected(job: Job, prepared: JobInfo, strategy: Strategy, cluster: Cluster
         notices.extend(found.notices)
         return found.layers
 
-    probe = ModelProbe(prepared.module, job.global_batch_size, cluster, layers)
-    model = strategy.inspect_model(prepared.model, probe)
-    return replace(prepared, model=model, notices=(*prepared.notices, *notices))
+    probe = ModelProbe(info.module, job.global_batch_size, cluster, layers)
+    model = strategy.inspect_model(info.model, probe)
+    return replace(info, model=model, notices=(*info.notices, *notices))
 
 
-def _going(wish: FitArguments) -> ResumeRequest:
-    resume = wish.resume
+def _resume_request(arguments: FitArguments) -> ResumeRequest:
+    resume = arguments.resume
     if not isinstance(resume, bool | str | Path):
         raise UsageError(f"resume is True, a run's directory or one checkpoint, got {resume!r:.60}")
-    if resume and wish.run_dir is None:
+    if resume and arguments.run_dir is None:
         raise UsageError("resume needs the run_dir of the run that goes on")
-    if wish.reset_optimizer and not resume:
+    if arguments.reset_optimizer and not resume:
         raise UsageError("reset_optimizer (--reset-optimizer) is for a run that goes on; say from what by resume")
-    return ResumeRequest(resume if isinstance(resume, bool) else Path(resume).absolute(), wish.reset_optimizer)
+    return ResumeRequest(resume if isinstance(resume, bool) else Path(resume).absolute(), arguments.reset_optimizer)
 
 
-def _checkpoints(job: Job, strategy: Strategy, wish: FitArguments) -> Checkpoints | None:
-    wanted = wish.checkpoints
+def _checkpoints(job: Job, strategy: Strategy, arguments: FitArguments) -> Checkpoints | None:
+    wanted = arguments.checkpoints
     if wanted is None:
-        wanted = wish.run_dir is not None and strategy.one_model
+        wanted = arguments.run_dir is not None and strategy.one_model
     chosen = (Checkpoints() if wanted else None) if isinstance(wanted, bool) else wanted
     if chosen is not None and not isinstance(chosen, Checkpoints):
         raise UsageError(f"checkpoints must be hr.Checkpoints(...), True or False, got {wanted!r:.60}")
@@ -240,12 +240,12 @@ def _checkpoints(job: Job, strategy: Strategy, wish: FitArguments) -> Checkpoint
     return chosen
 
 
-def _check_split(job: Job, prepared: JobInfo, plan: Plan) -> None:
+def _check_split(job: Job, info: JobInfo, plan: Plan) -> None:
     count = plan.replicas
     if job.global_batch_size < count:
         raise InfeasiblePlan(
             f"a global batch of {job.global_batch_size} cannot be split among {count} workers; "
             f"use global_batch_size={count} or more, or fewer workers"
         )
-    if prepared.examples < count:
-        raise DataError(f"{prepared.examples} examples are fewer than {count} workers; use fewer workers")
+    if info.examples < count:
+        raise DataError(f"{info.examples} examples are fewer than {count} workers; use fewer workers")

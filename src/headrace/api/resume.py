@@ -1,26 +1,29 @@
-"""What a run may go on from: the newest sound checkpoint of the same job, and what differs where it is another."""
+"""One attempt at a run in its directory: new, or resumed from the newest sound checkpoint of the same job."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from headrace.api.checks import JobInfo
+from headrace.api.run import RunDirLock, refuse_living
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UsageError
 from headrace.machine import versions
+from headrace.parameter_server.server.snapshots import SnapshotSet, forget, newest_of
 from headrace.spec.job import Job
 from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
 from headrace.training.compute import parameters_and_buffers
 from headrace.training.optimizer import build
 from headrace.training.update import group_settings, make, plain
-from headrace.worker.run_spec import ResumePoint
+from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
 from headrace.worker.state import making_sense
 
 _LEFT_BEHIND = " (reset_optimizer=True leaves its state behind)"
@@ -28,19 +31,19 @@ _NEW_ONE = " (reset_optimizer=True takes the new one)"
 _CHECKPOINT = re.compile("step-[0-9]{8,18}")
 
 
-def describe_run(job: Job, prepared: JobInfo, plan: Plan) -> dict[str, Any]:
-    """Returns what every checkpoint of a run says of it, as JSON values."""
-    optimizer = build(job.optimizer, prepared.module.named_parameters())
+def describe_run(job: Job, info: JobInfo, plan: Plan) -> dict[str, Any]:
+    """Returns the description of a run that each of its checkpoints contains, as JSON values."""
+    optimizer = build(job.optimizer, info.module.named_parameters())
     return {
         "strategy": plan.strategy,
         "workers": plan.workers,
         "options": dict(plan.options),
-        # Without its segments: who owned what is seen in who saved what, and a large model has many.
+        # Without its segments: the ranks' files show the owners, and a large model has many segments.
         "plan": to_plain(replace(plan, segments=())),
         "job": {
             "seed": job.seed,
             "global_batch_size": job.global_batch_size,
-            "examples": prepared.examples,
+            "examples": info.examples,
             "optimizer": {"class": _class(optimizer), "groups": group_settings(optimizer)},
             # After the groups: it changes them.
             "schedule": _schedule(job, optimizer),
@@ -85,17 +88,18 @@ def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint,
 
 
 def resumption(
-    checkpoint: Checkpoint, description: Mapping[str, Any], prepared: JobInfo, reset_optimizer: bool
+    checkpoint: Checkpoint, description: Mapping[str, Any], info: JobInfo, reset_optimizer: bool
 ) -> tuple[ResumePoint, tuple[str, ...]]:
-    """Returns how to go on from a checkpoint, and what the user has changed that may be changed.
+    """Returns how to resume from a checkpoint, and the differences from the saved job that are allowed.
 
     Raises:
-        CheckpointMismatch: it is of another job; says what differs.
-        CorruptCheckpoint: what it says of its job is not what a run says.
+        CheckpointMismatch: it is of another job.
+        CorruptCheckpoint: its description is not that of a run.
     """
     saved, now = checkpoint.description, description
     with making_sense(checkpoint.path):
-        differences = [*_model_differences(checkpoint, prepared), *_job_differences(saved["job"], now["job"])]
+        job = {key: value for key, value in now["job"].items() if key not in ("optimizer", "schedule")}
+        differences = [*_model_differences(checkpoint, info), *_differences("", saved["job"], job)]
         if not reset_optimizer:
             differences += _optimizer_differences(saved["job"]["optimizer"], now["job"]["optimizer"])
             differences += _schedule_differences(saved["job"]["schedule"], now["job"]["schedule"])
@@ -104,6 +108,71 @@ def resumption(
     if differences:
         raise CheckpointMismatch(checkpoint.path, tuple(differences))
     return ResumePoint(checkpoint.path.parent, checkpoint.step, same, reset_optimizer), changes
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """Where a run resumes from: True is its own last checkpoint; or another run's directory, or one checkpoint."""
+
+    resume: bool | Path | str = False
+    reset_optimizer: bool = False
+
+
+@contextmanager
+def begin_attempt(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> Iterator[tuple[RunSpec, tuple[str, ...]]]:
+    """Locks the run's directory; yields the spec as this attempt runs it, and lines for the user.
+
+    Raises:
+        UsageError: the directory holds a run already, or one that lives; there is nothing to resume.
+        CheckpointMismatch, CorruptCheckpoint: what there is cannot be resumed.
+        UnfitMachine: the directory cannot be written to.
+    """
+    resume, notices = _resume(spec, info, request) if request.resume else (None, ())
+    continues = resume is not None and resume.folder.parent.resolve() == spec.run_dir.resolve()
+    # The weights, and about as much again for an optimizer's state.
+    needed_bytes = 2 * info.model.parameter_bytes if spec.checkpoints else 0
+    with closing(RunDirLock(spec.run_dir, continues, needed_bytes)) as locked:
+        if continues:
+            forget(spec.run_dir / SNAPSHOTS, resume.snapshots.names if resume and resume.snapshots else ())
+        began = spec.started - locked.attempt_s
+        attempt = AttemptInfo(locked.attempt_s, locked.lock)
+        yield replace(spec, resume=resume, started=began, attempt=attempt), notices
+
+
+def _resume(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> tuple[ResumePoint, tuple[str, ...]]:
+    refuse_living(spec.run_dir)
+    checkpoint, wrong = find(spec.run_dir, True if isinstance(request.resume, bool) else request.resume)
+    resume, changes = resumption(checkpoint, spec.description, info, request.reset_optimizer)
+    rounds = spec.rounds_of(info.examples)
+    kept, damaged = _snapshots(spec, request, resume, rounds)
+    resume = replace(resume, snapshots=kept)
+    notices = [f"damaged, left out: {error.path}: {error.reason}" for error in (*wrong, *damaged)]
+    notices.append(f"goes on from {checkpoint.path}")
+    if kept:
+        leases = sum(stop - first for first, stop in kept.committed)
+        notices.append(
+            f"the servers go on from snapshots: {kept.done} rounds and {leases} portions of the next ones are done"
+        )
+    notices += [f"since it was saved: {change}" for change in changes]
+    if checkpoint.step >= rounds:
+        notices.append(f"the checkpoint has {checkpoint.step} rounds and the job {rounds}: nothing is left to do")
+    return resume, tuple(notices)
+
+
+def _snapshots(
+    spec: RunSpec, request: ResumeRequest, resume: ResumePoint, rounds: int
+) -> tuple[SnapshotSet | None, tuple[CorruptCheckpoint, ...]]:
+    """Returns the servers' snapshots to go on from, if they are newer than the checkpoint, and which are damaged."""
+    one = not isinstance(request.resume, bool) and resume.folder.parent.resolve() != Path(request.resume).resolve()
+    if one or spec.snapshots_every_s is None or not resume.same or resume.reset_optimizer:
+        return None, ()
+    found, damaged = newest_of(spec.plan, resume.snapshots_folder)
+    if found is None or (found.done, bool(found.committed)) <= (resume.step, False) or found.until > rounds:
+        return None, damaged
+    if found.done > resume.step and spec.job.options.early_stopping is not None:
+        # The results of the evaluations between the two are not known.
+        return None, damaged
+    return found, damaged
 
 
 def _class(thing: object) -> str:
@@ -118,10 +187,10 @@ def _schedule(job: Job, optimizer: torch.optim.Optimizer) -> dict[str, Any] | No
     return {"class": _class(scheduler), "state": state, "every": job.options.schedule_every}
 
 
-def _model_differences(checkpoint: Checkpoint, prepared: JobInfo) -> Iterator[str]:
+def _model_differences(checkpoint: Checkpoint, info: JobInfo) -> Iterator[str]:
     now = {
         name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in parameters_and_buffers(prepared.module)
+        for name, tensor in parameters_and_buffers(info.module)
     }
     saved = {
         name: spec
@@ -137,11 +206,6 @@ def _model_differences(checkpoint: Checkpoint, prepared: JobInfo) -> Iterator[st
 
 def _shape(spec: tuple[tuple[int, ...], str] | None) -> str:
     return "missing" if spec is None else f"{spec[1]} {list(spec[0])}"
-
-
-def _job_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    wanted = {key: value for key, value in now.items() if key not in ("optimizer", "schedule")}
-    yield from _differences("", saved, wanted)
 
 
 def _differences(of: str, saved: Mapping[str, Any], now: Mapping[str, Any], remedy: str = "") -> Iterator[str]:
@@ -173,7 +237,7 @@ def _optimizer_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def _readable(value: Any) -> str:
-    """Returns what `group_settings` has made fit for JSON as the user wrote it, more or less."""
+    """Returns a JSON value of `group_settings` approximately as the user wrote it."""
     if isinstance(value, list):
         return f"[{', '.join(map(_readable, value))}]"
     return _readable(*value.values()) if isinstance(value, dict) and len(value) == 1 else str(value)

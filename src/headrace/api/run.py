@@ -1,11 +1,14 @@
-"""What a run leaves to its caller."""
+"""The directory of a run, which one run at a time locks, and what the run leaves there for its caller."""
 
 from __future__ import annotations
 
 import copy
+import fcntl
+import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,25 +18,126 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from headrace.errors import RunFailed
+from headrace.errors import RunFailed, UnfitMachine, UsageError
 from headrace.report.model.events import read_events
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.views.page import write_page
-from headrace.spec.events import Event
+from headrace.spec.events import LAUNCHER, Event, decode
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 from headrace.training.whole_model import call
+from headrace.worker.run_spec import events_path
+
+_LOCK = "lock"
 
 
 class TemporaryRunDir:
-    """A temporary directory that goes with its holder.
+    """A temporary directory that is deleted with its holder.
 
-    Without the warning of `tempfile.TemporaryDirectory`: a run is not closed, only forgotten.
+    Without the warning of `tempfile.TemporaryDirectory`: a run is never closed.
     """
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="headrace-"))
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
+class RunDirLock:
+    """Locks a directory until `close`, or until this process and all that inherit `lock` have ended.
+
+    Args:
+        continues: whether an interrupted run goes on in it; else it must hold none.
+        needed_bytes: what must fit on its disk.
+
+    Attributes:
+        attempt_s: when this attempt begins, on the run's clock.
+
+    Raises:
+        UsageError: it holds a run already, or one that lives.
+        UnfitMachine: it cannot be written to, or has too little space.
+    """
+
+    def __init__(self, directory: Path, continues: bool, needed_bytes: int = 0) -> None:
+        if events_path(directory, LAUNCHER).exists() and not continues:
+            refuse_living(directory)
+            raise UsageError(
+                f"{directory} holds a run already; name another run_dir, or delete it; resume=True (--resume) goes on "
+                "from its last checkpoint"
+            )
+        try:
+            events_path(directory, LAUNCHER).parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+            self.lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _unwritable(directory, error) from error
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.lock)
+            raise _living(directory) from None
+        try:
+            os.ftruncate(self.lock, 0)
+            os.pwrite(self.lock, str(os.getpid()).encode(), 0)
+            free = shutil.disk_usage(directory).free
+            if free < needed_bytes:
+                raise UnfitMachine(
+                    f"a checkpoint takes about {needed_bytes:,} bytes and {directory} has {free:,} left; free some, "
+                    "name another run_dir, or save nothing (checkpoints=False)"
+                )
+            self.attempt_s = _mend(directory)
+        except OSError as error:
+            self.close()
+            raise _unwritable(directory, error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unlocks it, as far as this process is concerned."""
+        os.close(self.lock)
+
+
+def _unwritable(directory: Path, error: OSError) -> UnfitMachine:
+    return UnfitMachine(f"cannot write to the run directory {directory}: {error.strerror}; name another")
+
+
+def refuse_living(directory: Path) -> None:
+    """Raises UsageError where a run lives in the directory."""
+    try:
+        lock = os.open(directory / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return  # no run has ever locked it, or it cannot be read, which `RunDirLock` reports
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _living(directory) from None
+    finally:
+        os.close(lock)
+
+
+def _living(directory: Path) -> UsageError:
+    who = (directory / _LOCK).read_text(encoding="ascii", errors="replace")[:20]
+    return UsageError(
+        f"{directory} is in use by a run that lives (process {who or 'unknown'}); wait for its end, end it, or name "
+        "another run_dir"
+    )
+
+
+def _mend(directory: Path) -> float:
+    """Cuts off the incomplete last line that a killed process has left in its events; returns their last time, s."""
+    last_s = 0.0
+    for path in events_path(directory, LAUNCHER).parent.glob("*.jsonl"):
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(path, whole)
+        lines = content[:whole].splitlines()
+        # Reports complain of a line that is no event.
+        with suppress(ValueError):
+            for line in lines[-1:]:
+                last_s = max(last_s, decode(line.decode()).time_s)
+    return last_s
 
 
 @dataclass(frozen=True)
@@ -53,7 +157,7 @@ class Run:
     run_dir: Path
     status: str
     template: nn.Module = field(repr=False)
-    # Goes with the run that was given no directory of its own.
+    # Of a run that was given no directory.
     _keeper: TemporaryRunDir | None = field(default=None, repr=False)
 
     @property

@@ -20,7 +20,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.torchrun.engine import LaunchedGroup
-from headrace.engine.torchrun.rendezvous import launched_ranks
+from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnknownName, UsageError
 from headrace.machine import cores
 from headrace.policies.roles import threads_per_worker

@@ -1,4 +1,4 @@
-"""A run from its claim of a directory to its last event: who runs it, and what its caller sees of it."""
+"""Runs a spec in its directory with an engine, writes the launcher's events, and shows its caller all events."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from time import monotonic
 from typing import Any
 
 from headrace.api.checks import JobInfo
-from headrace.api.run_directory import ResumeRequest, begin_attempt
+from headrace.api.resume import ResumeRequest, begin_attempt
 from headrace.checkpoint import CheckpointFolder
-from headrace.engine.base import Engine, RunProgress
-from headrace.engine.local.process import LAST_WORDS, log_path
-from headrace.engine.signals import TERMINATED
-from headrace.engine.torchrun.engine import LaunchedEngine
+from headrace.engine.base import TERMINATED, Engine, RunProgress
+from headrace.engine.torchrun.engine import LaunchedEngine, LaunchedGroup
 from headrace.errors import PeerLost, RunFailed, UsageError
 from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
@@ -32,95 +30,105 @@ from headrace.spec.events import LAUNCHER, Event, Notice, RunEnded, RunStarted, 
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import describe_processes
 from headrace.worker.events import EventWriter
-from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
+from headrace.worker.run_spec import LAST_LOG_LINE, SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec, log_path
 
 OnEvent = Callable[[Event], None]
 """Is called with every event of a run."""
 
 
-def supervise(order: RunSpec, prepared: JobInfo, engine: Engine, going: ResumeRequest, on_event: OnEvent | None) -> str:
-    """Runs an order; returns how it ended: "ok", "interrupted" or "terminated"."""
+def supervise(spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeRequest, on_event: OnEvent | None) -> str:
+    """Runs to the end; returns "ok", "interrupted" or "terminated"."""
     if isinstance(engine, LaunchedEngine):
-        return _together(order, prepared, engine, going, on_event)
-    with begin_attempt(order, prepared, going) as (begun, notices):
-        return _follow(begun, prepared, notices, engine, on_event)
+        leads = engine.group.rank == 0
+        status = _lead(spec, info, engine, request, on_event) if leads else _join(spec, info, engine)
+        engine.group.agree("read")
+        return status
+    with begin_attempt(spec, info, request) as (begun, notices):
+        return _follow(begun, info, notices, engine, on_event)
 
 
-def _together(
-    order: RunSpec, prepared: JobInfo, engine: LaunchedEngine, going: ResumeRequest, on_event: OnEvent | None
-) -> str:
-    """Runs as one of the launcher's processes: rank 0 leads; those of one host write to one directory."""
-    if engine.rank == 0:
-        status = _lead(order, prepared, engine, going, on_event)
+def _join(spec: RunSpec, info: JobInfo, engine: LaunchedEngine) -> str:
+    """Runs as one of the launcher's processes besides rank 0; those of one host write to one directory."""
+    group = engine.group
+    begin = json.loads(group.agree(""))
+    if "refused" in begin:
+        raise RunFailed(f"rank 0 refused to begin: {begin['refused']}")
+    begun = _on_this_host(spec, group, begin)
+    seen = (begun.run_dir / begin["mark"]).exists()
+    _check_seen(spec, group, seen)
+    if seen or group.rank != group.leader:
+        status = engine.run(begun, lambda _: None)
     else:
-        told = json.loads(engine.agree(""))
-        if "refused" in told:
-            raise RunFailed(f"rank 0 refused to begin: {told['refused']}")
-        begun = _joined(order, engine, told)
-        seen = (begun.run_dir / told["mark"]).exists()
-        _check_seen(order, engine, seen)
-        with _diary(begun, prepared, engine, seen):
+        with _begin_and_end(begun, info) as events:
             status = engine.run(begun, lambda _: None)
-        engine.agree("written")
-        if begun.run_dir != order.run_dir:
-            # Another rank's may be a temporary one, which goes when that rank does.
-            shutil.copytree(begun.run_dir, order.run_dir, dirs_exist_ok=True)
-    engine.agree("read")
+            events.status = status
+    group.agree("written")
+    if begun.run_dir != spec.run_dir:
+        # Another rank's directory may be temporary, and is then deleted with that rank.
+        shutil.copytree(begun.run_dir, spec.run_dir, dirs_exist_ok=True)
     return status
 
 
-def _joined(order: RunSpec, engine: LaunchedEngine, told: Mapping[str, Any]) -> RunSpec:
-    """Returns the order as rank 0 has told it, with the directory and on the clock of this host."""
-    resume = _resumption(told["resume"]) if told["resume"] else None
-    run_dir, started = Path(told["run_dir"]), told["started"]
-    if engine.leader != 0:
-        run_dir, started = Path(engine.agree_at_home(str(order.run_dir))), monotonic() - told["passed_s"]
-    return replace(order, run_dir=run_dir, resume=resume, started=started, attempt=AttemptInfo(told["began_s"]))
+def _on_this_host(spec: RunSpec, group: LaunchedGroup, begin: Mapping[str, Any]) -> RunSpec:
+    """Returns the spec as rank 0 begins it, with the directory and on the clock of this host."""
+    resume = _resume_point(begin["resume"]) if begin["resume"] else None
+    run_dir, started = Path(begin["run_dir"]), begin["started"]
+    if group.leader != 0:
+        run_dir, started = Path(group.agree_on_host(str(spec.run_dir))), monotonic() - begin["passed_s"]
+    return replace(spec, run_dir=run_dir, resume=resume, started=started, attempt=AttemptInfo(begin["began_s"]))
 
 
-def _check_seen(order: RunSpec, engine: LaunchedEngine, seen: bool) -> None:
-    if engine.all_agree(seen) or not (order.checkpoints or order.resume):
+def _check_seen(spec: RunSpec, group: LaunchedGroup, seen: bool) -> None:
+    if group.all_agree(seen) or not (spec.checkpoints or spec.resume):
         return
     raise UsageError(
-        f"{order.run_dir} is not the same directory on all hosts, and checkpoints are saved to one that all see; name "
+        f"{spec.run_dir} is not the same directory on all hosts, and checkpoints are saved to one that all see; name "
         "a run_dir on a file system of all hosts, or save nothing (checkpoints=False, --checkpoint-every 0)"
     )
 
 
+class _LauncherEvents:
+    """The launcher's events, and the status that the last one has."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.writer = EventWriter(spec.run_dir, LAUNCHER, spec.started)
+        self.status = "failed"
+
+    def note(self, text: str) -> None:
+        self.writer.write(Notice(LAUNCHER, self.writer.now(), text))
+
+
 @contextmanager
-def _diary(order: RunSpec, prepared: JobInfo, engine: LaunchedEngine, seen: bool) -> Iterator[None]:
-    """Writes down begin and end of the run where a host has a directory of its own."""
-    if seen or engine.rank != engine.leader:
-        yield
-        return
-    journal = EventWriter(order.run_dir, LAUNCHER, order.started)
-    status = "failed"
+def _begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
+    """Writes the first and the last event of the run."""
+    events = _LauncherEvents(spec)
     try:
-        journal.write(_started(order, prepared))
-        yield
-        status = "ok"
+        events.writer.write(_started(spec, info))
+        yield events
     finally:
-        journal.write(RunEnded(LAUNCHER, journal.now(), status))
-        journal.close()
+        status = "interrupted" if events.status == TERMINATED else events.status
+        events.writer.write(RunEnded(LAUNCHER, events.writer.now(), status))
+        events.writer.close()
 
 
-def _resumption(told: Mapping[str, Any]) -> ResumePoint:
-    snapshots = from_plain(SnapshotSet, told["snapshots"]) if told["snapshots"] else None
-    return ResumePoint(Path(told["folder"]), told["step"], told["same"], told["reset_optimizer"], snapshots)
+def _resume_point(plain: Mapping[str, Any]) -> ResumePoint:
+    snapshots = from_plain(SnapshotSet, plain["snapshots"]) if plain["snapshots"] else None
+    return ResumePoint(Path(plain["folder"]), plain["step"], plain["same"], plain["reset_optimizer"], snapshots)
 
 
 def _lead(
-    order: RunSpec, prepared: JobInfo, engine: LaunchedEngine, going: ResumeRequest, on_event: OnEvent | None
+    spec: RunSpec, info: JobInfo, engine: LaunchedEngine, request: ResumeRequest, on_event: OnEvent | None
 ) -> str:
+    group = engine.group
     with ExitStack() as stack:
         try:
-            begun, notices = stack.enter_context(begin_attempt(order, prepared, going))
+            begun, notices = stack.enter_context(begin_attempt(spec, info, request))
         except BaseException as error:
-            engine.agree(json.dumps({"refused": str(error)}))
+            group.agree(json.dumps({"refused": str(error)}))
             raise
         resume = {**asdict(begun.resume), "folder": str(begun.resume.folder)} if begun.resume else None
         with tempfile.NamedTemporaryFile(dir=begun.run_dir, prefix="seen-") as mark:
-            told = {
+            begin = {
                 "run_dir": str(begun.run_dir),
                 "mark": Path(mark.name).name,
                 "started": begun.started,
@@ -128,24 +136,21 @@ def _lead(
                 "began_s": begun.attempt.began_s,
                 "resume": resume,
             }
-            engine.agree(json.dumps(told))
-            _check_seen(begun, engine, True)
-        status = _follow(begun, prepared, notices, engine, on_event)
-        engine.agree("written")
+            group.agree(json.dumps(begin))
+            _check_seen(begun, group, True)
+        status = _follow(begun, info, notices, engine, on_event)
+        group.agree("written")
         return status
 
 
-def _follow(
-    order: RunSpec, prepared: JobInfo, notices: tuple[str, ...], engine: Engine, on_event: OnEvent | None
-) -> str:
-    journal = EventWriter(order.run_dir, LAUNCHER, order.started)
+def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engine, on_event: OnEvent | None) -> str:
     # Without a callback steps are not read, which costs less.
-    tail = Tail(order.run_dir, skip=() if on_event else ("stepped",), new_only=True)
-    show = Console(order.plan.strategy, _rounds(order, prepared), plain=not can_paint(sys.stderr))
+    tail = Tail(spec.run_dir, skip=() if on_event else ("stepped",), new_only=True)
+    show = Console(spec.plan.strategy, _rounds(spec, info), plain=not can_paint(sys.stderr))
 
     served: dict[int, ServerStats] = {}
-    log = LogTail(log_path(order.run_dir, 0), until=LAST_WORDS, new_only=True)
-    disk = DiskMonitor(order.run_dir, show.line)
+    log = LogTail(log_path(spec.run_dir, 0), until=LAST_LOG_LINE, new_only=True)
+    disk = DiskMonitor(spec.run_dir, show.line)
 
     def follow(progress: RunProgress | None = None) -> None:
         if progress:
@@ -160,77 +165,68 @@ def _follow(
             if on_event:
                 on_event(event)
 
-    status = "failed"
     try:
-        journal.write(_started(order, prepared))
-        for line in (
-            _first_line(order, prepared),
-            *replica_lines(order.plan),
-            *stage_lines(order.plan),
-            *prepared.notices,
-            *notices,
-        ):
-            journal.write(Notice(LAUNCHER, journal.now(), line))
-        status = engine.run(order, follow)
-        follow()
-        for uneven in imbalances(order.plan, served):
-            journal.write(Notice(LAUNCHER, journal.now(), uneven))
+        with _begin_and_end(spec, info) as events:
+            plan = spec.plan
+            for line in (_first_line(spec, info), *replica_lines(plan), *stage_lines(plan), *info.notices, *notices):
+                events.note(line)
+            status = engine.run(spec, follow)
+            events.status = status
+            follow()
+            for uneven in imbalances(plan, served):
+                events.note(uneven)
         return status
     except PeerLost as lost:
-        lost.remedy = _way_on(order)
+        lost.remedy = _remedy(spec)
         raise
     finally:
-        journal.write(RunEnded(LAUNCHER, journal.now(), "interrupted" if status == TERMINATED else status))
-        journal.close()
         follow()
         show.close()
 
 
-def _way_on(order: RunSpec) -> str:
-    """Returns what to do when a process of a run was lost."""
-    if order.checkpoints is None or not CheckpointFolder(order.run_dir / "checkpoints").steps():
+def _remedy(spec: RunSpec) -> str:
+    """Returns how to continue when a process of a run was lost; "" where nothing was saved."""
+    if spec.checkpoints is None or not CheckpointFolder(spec.run_dir / "checkpoints").steps():
         return ""
-    snapshots = order.run_dir / SNAPSHOTS
+    snapshots = spec.run_dir / SNAPSHOTS
     what = "the servers' last snapshots" if snapshots.is_dir() else "the last checkpoint"
     return f"resume=True (--resume) goes on from {what}"
 
 
-def _rounds(order: RunSpec, prepared: JobInfo) -> int | None:
-    job = order.job
-    if order.train is not None or order.seconds is not None:
-        return None
-    return job.steps or (job.epochs or 0) * -(-prepared.examples // job.global_batch_size)
+def _rounds(spec: RunSpec, info: JobInfo) -> int | None:
+    """Returns how many rounds the run does; None where that is not known."""
+    return None if spec.train is not None or spec.seconds is not None else spec.rounds_of(info.examples)
 
 
-def _started(order: RunSpec, prepared: JobInfo) -> RunStarted:
-    role, resume = order.plan.roles[0], order.resume
+def _started(spec: RunSpec, info: JobInfo) -> RunStarted:
+    role, resume = spec.plan.roles[0], spec.resume
     return RunStarted(
         rank=LAUNCHER,
-        time_s=order.attempt.began_s,
-        strategy=order.plan.strategy,
-        workers=order.plan.workers,
+        time_s=spec.attempt.began_s,
+        strategy=spec.plan.strategy,
+        workers=spec.plan.workers,
         device=role.device.partition(":")[0],
         threads=role.threads,
-        global_batch_size=order.job.global_batch_size,
-        examples_per_epoch=prepared.examples,
+        global_batch_size=spec.job.global_batch_size,
+        examples_per_epoch=info.examples,
         started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
-        plan=to_plain(order.plan),
+        plan=to_plain(spec.plan),
         versions=versions(),
-        clock_s=order.started,
+        clock_s=spec.started,
         resumed_step=resume.done if resume else 0,
         resumed_leases=resume.snapshots.committed if resume and resume.snapshots else (),
     )
 
 
-def _first_line(order: RunSpec, prepared: JobInfo) -> str:
-    plan, role = order.plan, order.plan.roles[0]
-    parts = split(order.job.global_batch_size, plan.shares)
+def _first_line(spec: RunSpec, info: JobInfo) -> str:
+    plan, role = spec.plan, spec.plan.roles[0]
+    parts = split(spec.job.global_batch_size, plan.shares)
     batch = " + ".join(map(str, parts)) if len(parts) <= 8 else f"{len(parts)} x {parts[-1]}..{parts[0]}"
     devices = ", ".join(dict.fromkeys(role.device for role in plan.roles if role.computes))
     hosts = list(dict.fromkeys(role.host for role in plan.roles))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts ({', '.join(hosts)})"
     return (
         f"{describe_processes(plan)} on {where}, {devices}, {role.threads} "
-        f"thread{'s' * (role.threads > 1)} each; batch of {order.job.global_batch_size} = {batch}; "
-        f"{prepared.examples:,} examples"
+        f"thread{'s' * (role.threads > 1)} each; batch of {spec.job.global_batch_size} = {batch}; "
+        f"{info.examples:,} examples"
     )

@@ -1,4 +1,4 @@
-"""The command line: one file a command, all of them in `COMMANDS`."""
+"""The command line; all its commands are in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from headrace.cli.commands.checkpoint import checkpoint
-from headrace.cli.commands.compare import compare
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
 from headrace.cli.commands.launch import launch
 from headrace.cli.commands.report import report
-from headrace.cli.commands.train import train
+from headrace.cli.commands.train import compare, train
 from headrace.cli.commands.workers import workers
 from headrace.cli.options import help_option
 from headrace.cli.output import ExitCode, error_document, write_document
-from headrace.engine.signals import Terminated, answer_with, terminate
+from headrace.engine.base import Terminated, answer_with, terminate
 
 __all__ = ["COMMANDS", "app", "main", "run"]
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from headrace.engine.signals import Terminated
-from headrace.errors import HeadraceError, PeerLost, WorkerFailed
+from headrace.engine.base import Terminated
+from headrace.errors import HeadraceError, PeerLost, WorkerFailed, user_traceback
 from headrace.report.model.summary import References, Summary, summarize, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
-from headrace.tracebacks import user_traceback
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,31 +1,45 @@
-"""What engines share: their interface, how far a run is, and whether a process still lives."""
+"""What engines share: their interface, how far a run is, whether a process lives, and the signals of this process.
+
+Outside a run SIGTERM ends the command at once; in a run the first SIGINT or SIGTERM ends it in order. Importing this
+module does not import torch, so that an engine can be made first thing.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headrace.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    # For the type alone: it imports torch, and an engine starts before that.
+    # For the type alone: it imports torch.
     from headrace.shared_memory.control_page import ControlPage
 
-# Above the time from look to look, and together with that from beat to beat (0.25 s) below the least timeout.
+# Longer than between two calls, and with the time between two heartbeats (0.25 s) shorter than the least timeout.
 _GAP_S = 0.5
+
+TERMINATED = "terminated"
+"""The status of a run that SIGTERM has ended in order; this process ends next."""
+
+TERMINATED_CODE = 143
+"""The exit code of a process that SIGTERM has ended."""
+
+ECHO_S = 1.0
+"""A SIGTERM so soon after the first is the same one: `timeout` and others send it to the process and to its group."""
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is.
-
-    Attributes:
-        loss: the last of the first rank that has one; 0 before there is one.
-    """
+    """How far a run is; `loss` is the last of the first rank that has one, and 0 before."""
 
     step: int
     loss: float
@@ -43,8 +57,8 @@ class Engine(ABC):
     """Starts the processes of a run and watches them."""
 
     @abstractmethod
-    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
-        """Runs to the end; returns "ok" or "interrupted".
+    def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
+        """Runs to the end; returns "ok", "interrupted" or "terminated".
 
         Args:
             progress: called a few times a second in the caller's thread.
@@ -60,14 +74,13 @@ class Engine(ABC):
 
 
 class LivenessProbe:
-    """Watches one process for signs of life: its beat, or any processor time.
+    """Watches one process for signs of life: its heartbeat, or any processor time.
 
     A step may take as long as it takes: while the process computes it uses processor time, while it sleeps its
-    beat goes on. A stopped process (SIGSTOP, a debugger, a dead disk) does neither.
+    heartbeat goes on. A stopped process (SIGSTOP, a debugger, a dead disk) does neither.
 
     Args:
-        pid: the process; 0 for one that has not told its id, and gives no sign of life before.
-        clock: returns seconds.
+        pid: the process; 0 for one whose id is unknown.
     """
 
     def __init__(self, pid: int, clock: Callable[[], float] = monotonic) -> None:
@@ -79,33 +92,28 @@ class LivenessProbe:
         self._looked = clock()
 
     def silent_s(self, beat: int) -> float:
-        """Looks, and returns for how many seconds there was no sign of life.
+        """Checks the process, and returns for how many seconds there was no sign of life.
 
         Args:
             beat: a counter that a thread of the process adds to a few times a second.
         """
         now = self._clock()
-        # If it is the watcher that stood still (a suspended laptop), it cannot accuse the watched.
+        # A watcher that stood still itself (a suspended laptop) cannot accuse the watched.
         passed = min(now - self._looked, _GAP_S)
         self._looked = now
-        seen = (beat, self._processor_time())
+        fields = self._fields()
+        seen = (beat, int(fields[11]) + int(fields[12]) if fields else -1)
         self._silent_s = self._silent_s + passed if seen == self._seen else 0.0
         self._seen = seen
         return self._silent_s
 
     def is_stopped(self) -> bool:
         """Whether the process is held by SIGSTOP or a debugger."""
-        fields = self._fields()
-        return bool(fields) and fields[0] in ("T", "t")
+        return self._fields()[:1] in (["T"], ["t"])
 
     def is_gone(self) -> bool:
         """Whether the process does not exist any more, or is a zombie."""
-        fields = self._fields()
-        return not fields or fields[0] in ("Z", "X")
-
-    def _processor_time(self) -> int:
-        fields = self._fields()
-        return int(fields[11]) + int(fields[12]) if fields else -1
+        return self._fields()[:1] in ([], ["Z"], ["X"])
 
     def _fields(self) -> list[str]:
         try:
@@ -113,3 +121,95 @@ class LivenessProbe:
             return self._stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return []
+
+
+class Terminated(BaseException):
+    """A run was ended by SIGTERM, in order: like KeyboardInterrupt, nothing that user code may raise or catch."""
+
+
+_documents: list[bytes] = []
+_companions: set[int] = set()
+
+
+def answer_with(document: bytes) -> None:
+    """Lets `terminate` write this to stdout, where a program may wait for the result."""
+    _documents.append(document)
+
+
+def end_with(pid: int) -> None:
+    """Lets `terminate` end a child of this process, too: one that would not see at once that this one is gone."""
+    _companions.add(pid)
+
+
+def leave_alone(pid: int) -> None:
+    """Takes that back, before the child is reaped."""
+    _companions.discard(pid)
+
+
+def terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends this process at once; a handler of signals.
+
+    Not by an exception: in the middle of an import it would be dropped, or taken for something else. The processes
+    that this one has started see its end and follow, or are ended.
+    """
+    for pid in _companions:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    try:
+        os.write(1, _documents[-1] if _documents else b"")
+        os.write(2, b"error: terminated (SIGTERM)\n")
+    finally:
+        # Also where the other end of stdout is closed.
+        os._exit(TERMINATED_CODE)
+
+
+_REPLACED = (signal.default_int_handler, signal.SIG_DFL, terminate)
+
+
+class Interrupts:
+    """Whether a signal has asked this process to end its run."""
+
+    def __init__(self) -> None:
+        self.terminated = False
+
+    def status(self, page: ControlPage) -> str:
+        """Returns how a run ended whose workers have all done their work."""
+        if self.terminated:
+            return TERMINATED
+        return "interrupted" if page.stop else "ok"
+
+
+@contextmanager
+def orderly_interrupts(page: ControlPage) -> Iterator[Interrupts]:
+    """Lets this process's first SIGINT or SIGTERM set `page.stop` instead of interrupting the engine.
+
+    A second one restores the handler from before, and reaches it. Outside the main thread, and where the user's code
+    handles a signal, everything stays as it is.
+    """
+    interrupts = Interrupts()
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = {number: handler for number, handler in before.items() if handler in _REPLACED}
+    received: list[float] = []
+
+    def stop(number: int, frame: object) -> None:
+        # Not by reading the page, which others' interrupts may have marked.
+        received.append(monotonic())
+        echo = number == signal.SIGTERM and received[-1] - received[0] <= ECHO_S
+        if len(received) > 1 and not echo:
+            signal.signal(number, ours[number])
+            signal.raise_signal(number)
+            return
+        interrupts.terminated |= number == signal.SIGTERM
+        page.stop = 1
+
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield interrupts
+    finally:
+        for number, handler in ours.items():
+            # The terminated command is about to end, and an echo may still come.
+            if not (interrupts.terminated and handler is terminate):
+                signal.signal(number, handler)

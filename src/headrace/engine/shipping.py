@@ -1,8 +1,8 @@
-"""User code and data on their way from a launcher to its own workers.
+"""Sends user code and data from a launcher to its own workers.
 
-Code goes as cloudpickle through a pipe that the worker inherits, so that lambdas, classes of a notebook and
-scripts without a `__main__` guard arrive. Large tensors and arrays stay out of it: they lie once in anonymous
-memory, which every worker maps copy-on-write, so that no worker sees what another writes.
+Code goes as cloudpickle through a pipe that the worker inherits, so that lambdas, classes of a notebook and scripts
+without a `__main__` guard arrive. Large tensors and arrays are once in anonymous memory, which every worker maps
+copy-on-write, so that no worker sees what another writes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ _ALIGN = 64
 
 
 def ship_by_value(module: ModuleType) -> None:
-    """Lets what a module defines be sent itself, not its name: a worker need not find the module."""
+    """Sends a module's definitions instead of their names: a worker need not find the module."""
     cloudpickle.register_pickle_by_value(module)
 
 
 def pack(value: Any) -> tuple[bytes, int, int]:
     """Returns the pickle of `value`, a descriptor of the memory with its large tensors (-1 if none), its length.
 
-    Raises:
-        JobError: something in it cannot be sent.
+    Raises JobError where something in it cannot be sent.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -52,7 +51,7 @@ def pack(value: Any) -> tuple[bytes, int, int]:
 
 
 def unpack(code: bytes, descriptor: int, length: int) -> Any:
-    """Returns what `pack` took. The descriptor is closed."""
+    """Returns the value that `pack` was given. The descriptor is closed."""
     memory = None
     if descriptor >= 0:
         memory = mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -69,13 +68,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, value: Any) -> Any:
         if value is vars(builtins):
-            # Of code that was run by exec; some libraries keep there what cannot be sent.
+            # Of code that was run by exec; some libraries keep values there that cannot be sent.
             return "builtins", "", 0, ()
         if isinstance(value, np.ndarray) and type(value) is np.ndarray and value.dtype.kind in "biuf":
             if value.nbytes < _LARGE_BYTES or value.dtype.byteorder == ">" or value.dtype.itemsize > 8:
                 return None
             with warnings.catch_warnings():
-                # It warns of memory that must not be written to; it is only copied from here.
+                # It warns of memory that must not be written; here it is only read.
                 warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
                 return self._place("array", value, torch.from_numpy(np.ascontiguousarray(value)))
         if type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.engine.base import Engine, RunProgress
-from headrace.engine.signals import orderly_interrupts
+from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
@@ -29,24 +28,24 @@ class ThreadEngine(Engine):
     and dropout is not reproducible with more than one worker.
     """
 
-    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
-        ranks = len(order.plan.roles)
+    def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
+        ranks = len(spec.plan.roles)
         segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
-        workers = order.plan.workers
-        meeting = ThreadGroup(workers, FinishedRanks([record.heartbeat for record in page.ranks[:workers]]))
+        workers = spec.plan.workers
+        group = ThreadGroup(workers, FinishedRanks([record.heartbeat for record in page.ranks[:workers]]))
         errors: dict[int, BaseException] = {}
         building = threading.Lock()
 
         def body(rank: int) -> None:
             try:
                 if rank >= workers:
-                    serve(order, rank, page, ThreadCollective(meeting, 0).check)
+                    serve(spec, rank, page, ThreadCollective(group, 0).check)
                 else:
-                    work(order, rank, ThreadCollective(meeting, rank), page, building)
-            except BaseException as error:  # handed to the caller below
+                    work(spec, rank, ThreadCollective(group, rank), page, building)
+            except BaseException as error:  # raised by the caller below
                 errors.setdefault(rank, error)
-                meeting.abort(rank)
+                group.abort(rank)
 
         threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}") for rank in range(ranks)]
         states = random_states(torch.device("cpu"))
@@ -57,23 +56,23 @@ class ThreadEngine(Engine):
                 while any(thread.is_alive() for thread in threads):
                     for thread in threads:
                         thread.join(_LOOK_EVERY_S / ranks)
-                    meeting.check_parted()
+                    group.check_parted()
                     progress(RunProgress.read(page))
             except BaseException:
                 # A thread cannot be ended from outside; it ends itself after its present step, or at the next barrier.
                 page.stop = 1
-                meeting.abort(0)
+                group.abort(0)
                 raise
             finally:
                 restore_random_states(states, torch.device("cpu"))
                 segment.close()
-        for rank, error in errors.items():  # as they came: the first explains the others
+        for rank, error in errors.items():  # the first explains the others
             if isinstance(error, PeerLost):
                 continue
             if isinstance(error, HeadraceError):
                 raise error
             cause = f"{type(error).__name__}: {error}"
-            raise WorkerFailed(rank, order.plan.roles[rank].host, cause, part=order.plan.part_of(rank)) from error
+            raise WorkerFailed(rank, spec.plan.roles[rank].host, cause, part=spec.plan.part_of(rank)) from error
         return interrupts.status(page)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import UnfitMachine
-from headrace.memory import resident_bytes
+from headrace.machine import resident_bytes
 
 
 @contextmanager

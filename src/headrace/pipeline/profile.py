@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UnfitMachine
-from headrace.memory import give_back
+from headrace.machine import give_back
 from headrace.metrics import weigh
 from headrace.pipeline.memory import out_of_memory
 from headrace.pipeline.stage import OUTPUT, Stage, cut

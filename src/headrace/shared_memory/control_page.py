@@ -16,8 +16,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import Array, Structure, c_char, c_double, c_int32, c_int64, c_uint8, sizeof
 
+from headrace.errors import UnfitMachine
+from headrace.machine import require_linux
 from headrace.shared_memory import futex
 from headrace.shared_memory.segment import SharedSegment
 
@@ -194,3 +197,18 @@ class ControlPage(Structure):
     def nbytes(ranks: int) -> int:
         """Returns the length that a page for `ranks` needs."""
         return _LINE + ranks * sizeof(RankRecord)
+
+
+def check_shared_memory() -> str | None:
+    """Returns None if processes can share anonymous memory and wake each other here, else the reason."""
+    try:
+        require_linux()
+        segment = SharedSegment.create(ControlPage.nbytes(1), "probe")
+        page = ControlPage(segment, 1)
+        SharedSegment.open(os.getpid(), segment.descriptor, segment.nbytes).close()
+        futex.wake(page.ranks[0].address_of("barrier_counter"))
+        futex.wait(page.ranks[0].address_of("barrier_counter"), 1, 0.001)
+        segment.close()
+    except (UnfitMachine, OSError) as error:
+        return str(error)
+    return None

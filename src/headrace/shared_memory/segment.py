@@ -11,12 +11,12 @@ import fcntl
 import mmap
 import os
 import warnings
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headrace.errors import UnfitMachine
+from headrace.machine import spare_memory_bytes
 
 
 def memory_file(label: str) -> int:
@@ -27,14 +27,6 @@ def memory_file(label: str) -> int:
     descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(descriptor, 0o600)
     return descriptor
-
-
-def available_bytes() -> int:
-    """Returns how much memory the machine can still give, in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise UnfitMachine("/proc/meminfo names no MemAvailable: headrace's one-host exchange needs Linux")
 
 
 def is_sealed(descriptor: int) -> bool:
@@ -58,7 +50,7 @@ class SharedSegment:
     @classmethod
     def create(cls, nbytes: int, label: str) -> SharedSegment:
         """Makes a zeroed segment; `label` shows in /proc/<pid>/maps. An UnfitMachine if too little memory is left."""
-        available = available_bytes()
+        available = spare_memory_bytes()
         if nbytes > available:
             raise UnfitMachine(
                 f"the {label} segment needs {nbytes:,} bytes of shared memory and the machine has {available:,} "

@@ -10,7 +10,6 @@ class Host:
     """One machine.
 
     Attributes:
-        name: the host name.
         cores: processor cores that the run may use, by affinity and quota.
         memory_bytes: free memory.
         accelerators: devices by name, "cuda:0"; empty on a CPU machine.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UsageError
-from headrace.spec.options import Options
+from headrace.spec.options import Options, require_count
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,9 +58,8 @@ class Job:
         if (self.epochs is None) == (self.steps is None):
             raise UsageError(f"give either epochs or steps, got epochs={self.epochs}, steps={self.steps}")
         for name in ("global_batch_size", "epochs", "steps"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise UsageError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
         for name in ("model", "optimizer"):

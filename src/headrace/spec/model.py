@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 ITEM_BYTES = {
@@ -43,10 +44,7 @@ class ParameterSpec:
     @property
     def elements(self) -> int:
         """Number of elements."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -64,10 +62,7 @@ class LayerSpec:
     """One layer of a model that is cut into stages, as it was measured on a micro-batch.
 
     Attributes:
-        name: as in `headrace.pipeline.Layer`.
         parameters: names of those that it uses; several layers use a tied one.
-        parameter_bytes: of these.
-        forward_s, backward_s: seconds that each takes.
         saved_bytes: what autograd keeps for this layer's backward and for no layer before it.
         crossing_bytes: of all values that are alive behind it: what crosses a cut there.
         joined: whether no cut may follow it.

@@ -28,7 +28,7 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, ("min", "max"))
-        _check_count("patience", self.patience)
+        require_count("patience", self.patience)
         if not (isinstance(self.min_delta, int | float) and 0 <= self.min_delta < math.inf):
             raise UsageError(f"min_delta must be a number of at least 0, got {self.min_delta!r}")
 
@@ -85,12 +85,12 @@ class Options:
         _check_choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         _check_choice("schedule_every", self.schedule_every, ("step", "epoch"))
         _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))
-        _check_count("accumulate", self.accumulate)
+        require_count("accumulate", self.accumulate)
         if self.warmup != 0 or isinstance(self.warmup, bool):
-            _check_count("warmup", self.warmup)
+            require_count("warmup", self.warmup)
         for name in ("eval_every", "eval_batch_size"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
+                require_count(name, getattr(self, name))
         if not isinstance(self.compile, bool):
             raise UsageError(f"compile must be True or False, got {self.compile!r}")
         if self.schedule is not None and not callable(self.schedule):
@@ -120,9 +120,10 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{name} is {' or '.join(map(repr, choices))}, got {value!r}")
 
 
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+def require_count(name: str, value: object, least: int = 1) -> None:
+    """Raises UsageError unless `value` is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,9 @@ class Checkpoints:
     snapshots_every_s: float | None = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "keep"):
-            value = getattr(self, name)
-            if name == "every_steps" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.every_steps is not None:
+            require_count("every_steps", self.every_steps)
+        require_count("keep", self.keep)
         for name in ("every_s", "snapshots_every_s"):
             seconds = getattr(self, name)
             number = isinstance(seconds, int | float) and not isinstance(seconds, bool)

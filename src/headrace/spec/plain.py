@@ -26,11 +26,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], value: Any) -> T:
-    """Builds a `kind` (a dataclass, or a type made of them) from what `to_plain` returned.
-
-    Raises:
-        TypeError: the value does not have the form of `kind`.
-    """
+    """Builds a `kind` (a dataclass, or a type made of them) from what `to_plain` returned; raises TypeError."""
     return typing.cast(T, _build(kind, value))
 
 
@@ -40,7 +36,8 @@ def _build(kind: Any, value: Any) -> Any:
     if kind is Any or kind is object:
         return value
     if origin in (typing.Union, types.UnionType):
-        return _build_union(arguments, value)
+        (choice,) = set(arguments) - {type(None)}
+        return None if value is None and type(None) in arguments else _build(choice, value)
     if origin is tuple:
         return tuple(_build(arguments[0], item) for item in _expect(list, value))
     if origin is not None and issubclass(origin, Mapping):
@@ -50,13 +47,6 @@ def _build(kind: Any, value: Any) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return _expect(kind, value)
-
-
-def _build_union(choices: tuple[Any, ...], value: Any) -> Any:
-    if value is None and type(None) in choices:
-        return None
-    (choice,) = [choice for choice in choices if choice is not type(None)]
-    return _build(choice, value)
 
 
 def _build_dataclass(kind: type, value: dict[str, Any]) -> Any:

@@ -14,11 +14,8 @@ class Role:
     """What one process does.
 
     Attributes:
-        rank: index in the run.
         kind: "worker", which computes, "server", which holds shards, or "backup", which holds a copy of a server's.
-        host: name of its machine.
         device: "cpu" or "cuda:1".
-        threads: intra-operation threads it may use.
         data_rank: which share of a global batch it computes, the same on all ranks of one replica; -1 for none.
         stage: which part of its replica it holds: a stage of a pipeline, or a slice of each split layer; of a
             server, which part of all replicas its shards belong to.
@@ -42,10 +39,7 @@ class Role:
 class Segment:
     """A contiguous piece of one flattened parameter, and who updates it.
 
-    Attributes:
-        parameter: its name.
-        start, stop: elements `[start, stop)` of the flattened parameter.
-        owner: a rank, or `EVERY_WORKER`.
+    It is elements `[start, stop)` of the flattened parameter; the owner is a rank, or `EVERY_WORKER`.
     """
 
     parameter: str
@@ -59,7 +53,6 @@ class StageCost:
     """The cost of a stage of a pipeline, by the profile of its layers.
 
     Attributes:
-        layers: how many.
         seconds: for a micro-batch: forward, backward, sending and receiving.
         parameter_bytes: of the parameters that it uses, each once.
         bytes: parameters with their copies, and what is kept of the micro-batches in flight.
@@ -78,7 +71,6 @@ class Plan:
     """Who does what, and who owns what. `to_plain` and `from_plain` carry it as JSON.
 
     Attributes:
-        strategy: its registered name, "mirrored".
         options: the strategy's fields, as JSON values.
         roles: one a process, by rank.
         shares: relative weights by which a global batch is split, one a replica, by data rank; where data is leased,
@@ -122,10 +114,7 @@ class Plan:
 
     @property
     def replaces(self) -> bool:
-        """Whether another process goes on in the place of a worker that is lost.
-
-        So it is where data is leased, and where each worker has all of the model.
-        """
+        """Whether lost workers are replaced: where data is leased, and each worker has all of the model."""
         return bool(self.servers) and self.replicas == self.workers
 
     @property
@@ -145,10 +134,7 @@ class Plan:
         return replace(self.roles[0], rank=rank, data_rank=0)
 
     def part_of(self, rank: int) -> str:
-        """Returns what a rank holds of the model: "stage 1 of 2", or "" where that is all of it.
-
-        Where there are several replicas it says of which, "stage 1 of 2, replica 0", or that the rank is a server.
-        """
+        """Returns what a rank holds of the model: "stage 1 of 2, replica 0", or "" where that is all of it."""
         ranks, role = self.workers // max(1, self.replicas), self.role(rank)
         own = [str(stage) for stage in range(len(self.partition)) if stage % ranks == role.stage]
         if not own:

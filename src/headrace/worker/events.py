@@ -12,16 +12,12 @@ from time import monotonic
 
 from headrace.data.loading.loader import InputCounters
 from headrace.spec.events import Event, Notice, PipelineStepTimed, StagePass, encode
+from headrace.worker.run_spec import events_path
 
 _FLUSH_EVERY_S = 0.25
 _PASSED_EVERY, _PASSED_AT = 50, 5
 """Not the first steps, in which memory is allocated and caches are cold."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def events_path(run_dir: Path, rank: int) -> Path:
-    """Returns the file of a rank's events; of the launcher's for rank -1."""
-    return run_dir / "events" / ("launcher.jsonl" if rank < 0 else f"rank-{rank}.jsonl")
 
 
 class EventWriter:

@@ -14,23 +14,22 @@ from torch import Tensor, nn
 
 from headrace.checkpoint import CheckpointFolder
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import HeadraceError, PeerLost
+from headrace.errors import HeadraceError, PeerLost, user_traceback
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Role
-from headrace.tracebacks import user_traceback
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute, parameters_and_buffers
 from headrace.training.synchronization import DataLeases, PeriodicSync
-from headrace.worker.building import build_context, build_evaluation, build_loader, build_module
+from headrace.worker.session import build_context, build_evaluation, build_loader, build_module
 from headrace.worker.control import RunControl
 from headrace.worker.evaluation import average
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.leased import LeasedLoop
-from headrace.worker.loops.lockstep import LockstepLoop
-from headrace.worker.loops.periodic import PeriodicLoop
+from headrace.worker.loops.rounds import LockstepLoop
+from headrace.worker.loops.rounds import PeriodicLoop
 from headrace.worker.run_spec import ResumePoint, RunSpec
 from headrace.worker.session import DeviceGroup, WorkerSession
 from headrace.worker.state import LoadedCheckpoint, making_sense, seed_random

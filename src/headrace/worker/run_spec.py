@@ -1,4 +1,4 @@
-"""The values that describe a run to an engine."""
+"""The values that describe a run to an engine, and where its files are."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 SNAPSHOTS = "snapshots"
 """The folder of the servers' snapshots in a run's directory."""
+
+LAST_LOG_LINE = "headrace: this rank ends because of"
+"""The line of a rank's log that its error follows."""
+
+
+def events_path(run_dir: Path, rank: int) -> Path:
+    """Returns the file of a rank's events; of the launcher's for rank -1."""
+    return run_dir / "events" / ("launcher.jsonl" if rank < 0 else f"rank-{rank}.jsonl")
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Returns the file of a rank's standard output and error."""
+    return run_dir / "logs" / f"rank-{rank}.log"
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,14 @@ class RunSpec:
         """
         began = self.started + self.attempt.began_s if replaces else monotonic()
         return began + (math.inf if self.seconds is None else self.seconds)
+
+    def rounds(self, rounds_per_epoch: int) -> int:
+        """Returns how many rounds the job has."""
+        return self.job.steps or (self.job.epochs or 0) * rounds_per_epoch
+
+    def rounds_of(self, examples: int) -> int:
+        """Returns how many rounds the job has, where an epoch has so many examples."""
+        return self.rounds(-(-examples // self.job.global_batch_size))
 
     @property
     def snapshots_every_s(self) -> float | None:

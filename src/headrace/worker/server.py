@@ -10,7 +10,7 @@ from time import monotonic
 from typing import TypeVar
 
 from headrace.data import as_pipeline
-from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
+from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost, user_traceback
 from headrace.parameter_server.replication.failover import process_number, server_of
 from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.replication.transport import ReplicatedTransport
@@ -20,7 +20,6 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
 from headrace.spec.plan import Plan
 from headrace.strategies.strategy import ServedStrategy, ServerContext
-from headrace.tracebacks import user_traceback
 from headrace.worker.events import EventWriter
 from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec

@@ -1,18 +1,32 @@
-"""What the parts of one worker share: its run, its replica, its data, the other workers."""
+"""What one worker of a run consists of, and how it is built: model, data, the other workers, evaluation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+import functools
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.data import Loader
+from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
+from headrace.errors import UsageError
+from headrace.machine import cores
+from headrace.parameter_server.replication.failover import find_servers
+from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.job import Share
-from headrace.spec.plan import Role
+from headrace.spec.events import Notice
+from headrace.spec.job import Job, Share
+from headrace.spec.plan import Plan, Role, name_of
+from headrace.strategies.strategy import WorkerContext
 from headrace.training.exchange import Replica
+from headrace.training.whole_model import Objective
 from headrace.worker.evaluation import Evaluation
-from headrace.worker.events import EventWriter
+from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RunSpec
 
 
@@ -95,8 +109,7 @@ class WorkerSession:
     progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
-        job, resume = self.run.job, self.run.resume
-        rounds = job.steps or (job.epochs or 0) * self.loader.rounds_per_epoch
+        resume, rounds = self.run.resume, self.run.rounds(self.loader.rounds_per_epoch)
         object.__setattr__(self, "progress", Progress(rounds, resume.done - 1 if resume else -1))
 
     @property
@@ -108,3 +121,133 @@ class WorkerSession:
     def mates(self) -> ProcessGroup:
         """The workers that hold the same part of the model as this one."""
         return self.replica.compute.mates or self.group
+
+
+def build_module(job: Job) -> nn.Module:
+    """Builds the job's model from its seed, or copies the one that it is."""
+    torch.manual_seed(job.seed)
+    return copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+
+
+def objective_of(job: Job, weighed: bool = False) -> Objective:
+    """Returns what the job's model is trained on."""
+    loss = job.task.loss if job.task else job.loss
+    assert loss is not None  # Job holds that it has one of them
+    return Objective(loss, job.inputs, job.target, weighed)
+
+
+def build_context(
+    run: RunSpec,
+    role: Role,
+    page: ControlPage,
+    module: nn.Module,
+    loader: Loader,
+    devices: DeviceGroup,
+    closing: ExitStack,
+) -> WorkerContext:
+    """Returns what the strategy builds a replica from; `closing` closes what the strategy opens."""
+    group = devices.group
+    group.ends.names = [name_of(run.plan, rank) for rank in range(group.world)]
+    if role.device != "cpu":
+        torch.cuda.set_device(role.device)
+        module.to(role.device)
+    return WorkerContext(
+        module=module,
+        model=run.model,
+        objective=objective_of(run.job, run.weighed),
+        optimizer=run.job.optimizer,
+        options=run.job.options,
+        group=group,
+        device_group=devices,
+        rounds_per_epoch=loader.rounds_per_epoch,
+        full_batch=loader.full_batch,
+        first=run.resume.done if run.resume else 0,
+        closing=closing,
+        servers=find_servers(run.plan, role.rank, page, group),
+        sample=lambda: _sample(run.job),
+    )
+
+
+def build_loader(run: RunSpec, role: Role, group: ProcessGroup, events: EventWriter) -> tuple[Loader, InputReporter]:
+    """Returns the loader of a worker's training data, and what writes its events."""
+    reporter = InputReporter(role.rank, events)
+    job, plan = run.job, run.plan
+    data = assign_data(as_pipeline(job.data)[0], plan, role, group)
+    budget = replace(_cpu_budget(plan, role), say=lambda line: events.write(Notice(role.rank, events.now(), line)))
+    loader = Loader(
+        data.pipeline, job.seed, job.global_batch_size, data.shares, data.rank, cpu_budget=budget, tell=reporter.tell
+    )
+    return loader, reporter
+
+
+def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessGroup) -> Evaluation | None:
+    """Returns what evaluates; None where the job has no evaluation data."""
+    job, plan = run.job, run.plan
+    if job.eval_data is None:
+        return None
+    pipeline, _ = as_pipeline(job.eval_data)
+    budget = _cpu_budget(plan, role)
+
+    def loader(rank: int, world: int) -> Loader:
+        each = plan.workers // plan.replicas
+        shares = (1,) * (world // each)
+        # Where workers may join and leave, those that are there evaluate.
+        fixed = plan.assigns_data
+        data = assign_data(pipeline, plan, role, group) if fixed else DataAssignment(pipeline, shares, rank // each)
+        batch = job.options.eval_batch_size
+        size = batch * len(shares) if batch else max(job.global_batch_size, len(shares))
+        return Loader(data.pipeline, job.seed, size, data.shares, data.rank, ordered=True, cpu_budget=budget)
+
+    return Evaluation(job, replica, functools.cache(loader), group)
+
+
+def _sample(job: Job) -> Any:
+    pipeline, _ = as_pipeline(job.data)
+    loader = Loader(pipeline, job.seed, min(2, len(pipeline)), (1,), 0, ordered=True)
+    return next(share.batch for share in loader.sweep(alone=True) if share.examples)
+
+
+def _cpu_budget(plan: Plan, role: Role) -> CpuBudget:
+    """Returns what a worker may read its data with: its part of the host's cores."""
+    mates = sum(other.host == role.host for other in plan.roles[: plan.workers])
+    return CpuBudget(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)
+
+
+@dataclass(frozen=True)
+class DataAssignment:
+    """What a `Loader` is told.
+
+    Attributes:
+        pipeline: knows how many examples each host has, where hosts list their own.
+        shares: relative weights of those among whom it is split: all workers, or those of this host.
+    """
+
+    pipeline: InputPipeline
+    shares: tuple[int, ...]
+    rank: int
+
+
+def assign_data(pipeline: InputPipeline, plan: Plan, role: Role, group: ProcessGroup) -> DataAssignment:
+    """Finds a worker's; where hosts list examples of their own, all workers call it together.
+
+    Raises:
+        UsageError: each worker may get any portion, and hosts list examples of their own.
+    """
+    shares, workers = plan.data_shares, plan.roles[: plan.workers]
+    names = list(dict.fromkeys(worker.host for worker in workers))
+    if pipeline.hosts is None or len(names) == 1:
+        return DataAssignment(pipeline, shares, role.data_rank)
+    if not plan.assigns_data:
+        raise UsageError(
+            f"{plan.strategy} hands any portion to any worker, and hr.data.local says that each of {len(names)} hosts "
+            "stores another part; give every host all data, or train without servers: mirrored"
+        )
+    near = [worker for worker in workers if worker.host == role.host]
+    mates = sorted({worker.data_rank for worker in near})
+    mine = names.index(role.host)
+    # One of each host says how much it has.
+    told = [0.0] * len(names)
+    told[mine] = float(len(pipeline)) if role.rank == min(worker.rank for worker in near) else 0.0
+    counts = tuple(map(int, group.sum(told)))
+    known = replace(pipeline, hosts=Hosts(counts, mine))
+    return DataAssignment(known, tuple(shares[mate] for mate in mates), mates.index(role.data_rank))

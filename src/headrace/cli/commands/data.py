@@ -20,9 +20,11 @@ from headrace.cli.options import (
     check_strategies,
     complete_strategy,
     help_option,
+    job_name,
+    own_engine,
+    refuse_launcher,
 )
 from headrace.cli.output import Answer, answering
-from headrace.cli.runs import job_name, own_engine, refuse_launcher
 from headrace.errors import UsageError
 from headrace.report.format import MISSING, clean, percent, short, to_cells, to_json
 from headrace.report.model.training import STEP_PARTS

@@ -43,7 +43,7 @@ def launch(
     with answering(as_json) as answer:
         check_file(script, "script")
         # Lazily: --help need not wait for the engine.
-        from headrace.engine.script import launch_script
+        from headrace.engine.local.engine import launch_script
 
         with _stdout_for_results(as_json):
             code = launch_script(script, tuple(arguments or ()), workers)

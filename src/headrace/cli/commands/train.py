@@ -1,4 +1,4 @@
-"""`headrace train`: one job under one strategy."""
+"""`headrace train` and `headrace compare`: one job under one strategy, or under several."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from headrace.cli.options import (
     TimeoutOption,
     WorkersOption,
     check_strategies,
-    checkpoints_of,
-    complete_strategy,
-    help_option,
-)
-from headrace.cli.output import ExitCode, answering, show_run
-from headrace.cli.runs import (
     check_tensorboard,
+    checkpoints_of,
+    complete_strategies,
+    complete_strategy,
     default_run_dir,
+    help_option,
     job_name,
     launched_rank,
     own_engine,
+    refuse_launcher,
     saying_where,
+    split_names,
     tensorboards,
 )
+from headrace.cli.output import ExitCode, answering, show_comparison, show_run
 from headrace.errors import UsageError
 from headrace.spec.call import parse_call
 
@@ -50,6 +51,12 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --json | jq .metrics
   headrace train job.py --run-dir runs/a --checkpoint-every 100
   headrace train job.py --run-dir runs/a --resume
+"""
+
+_COMPARE_EXAMPLES = """
+  headrace compare job.py --workers 2
+  headrace compare job.py --strategies one_device,mirrored --workers 2
+  headrace compare job.py --workers 2 --set epochs=1 --json | jq .verdict
 """
 
 
@@ -121,3 +128,56 @@ def _going(resume: bool, resume_from: Path | None, run_dir: Path | None) -> bool
     if resume and resume_from:
         raise UsageError("--resume goes on with --run-dir, --resume-from with another run; give one of them")
     return resume_from or resume
+
+
+def compare(
+    path: JobFile,
+    strategies: Annotated[
+        str,
+        typer.Option(
+            "--strategies",
+            metavar="NAME,NAME,...",
+            autocompletion=complete_strategies,
+            help="Under which it is trained, one after the other.",
+        ),
+    ] = "one_device,mirrored,central_storage",
+    workers: WorkersOption = None,
+    device: DeviceOption = Device.AUTO,
+    run_dir: RunDirOption = None,
+    settings: SettingsOption = None,
+    timeout_s: TimeoutOption = 10.0,
+    tensorboard: TensorBoardOption = None,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_COMPARE_EXAMPLES)] = False,
+) -> None:
+    """Train the job of a file under several strategies.
+
+    Progress goes to stderr, the table to stdout, with the path of a page that needs no other file.
+    """
+    with answering(as_json) as answer:
+        refuse_launcher("compare")
+        names = split_names(strategies)
+        check_strategies(names)
+        find_job(path)
+        check_tensorboard(tensorboard)
+        where = run_dir or default_run_dir(f"compare-{job_name(path)}")
+        # In this order for the same reason as in `train`.
+        with own_engine() as engine, saying_where(where):
+            job = load_job(path, settings or ())
+            from headrace.api.comparison import compare as compare_strategies
+            from headrace.strategies import resolve
+
+            chosen = [resolve(name, workers) for name in names]
+            with tensorboards(tensorboard) as on_event:
+                comparison = compare_strategies(
+                    job,
+                    chosen,
+                    device=device.value,
+                    run_dir=where,
+                    on_event=on_event,
+                    timeout_s=timeout_s,
+                    engine=engine,
+                )
+        show_comparison(answer, comparison.summaries, comparison.references, where, comparison.page)
+    if any(summary.status == "interrupted" for summary in comparison.summaries):
+        raise typer.Exit(ExitCode.INTERRUPTED)

@@ -21,7 +21,7 @@ from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.source import ArraySource, DatasetSource
 from headrace.data.pipeline.steps import Cache, writer
 from headrace.errors import RunFailed
-from headrace.memory import MOST_ARENAS, give_back, tune
+from headrace.machine import MOST_ARENAS, give_back, tune
 
 Part = tuple[int, Tensor, int]
 """What one worker reads for a round: the epoch, the places of the examples, the length of the global batch."""

@@ -1,4 +1,4 @@
-"""Workers as processes of this host, watched until they have ended.
+"""Workers as processes of this host: of a run (`LocalEngine`), or of a plain script (`launch_script`).
 
 Importing this module does not import torch, so that an engine can be made first thing.
 """
@@ -7,27 +7,37 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
+import signal
+import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from headrace.engine.base import Engine, RunProgress
+from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.engine.local.fork_server import ForkServer, fork_fork_server, start_fork_server
 from headrace.engine.local.monitor import Monitor
-from headrace.engine.signals import orderly_interrupts
-from headrace.errors import HeadraceError, UsageError
-from headrace.worker.run_spec import RunSpec
+from headrace.errors import HeadraceError, PeerLost, UsageError
+from headrace.machine import cores, host_name
+from headrace.policies.roles import threads_per_worker
+from headrace.worker.run_spec import RunSpec, log_path
 
 if TYPE_CHECKING:
     # For the type alone: it imports torch.
     from headrace.spec.plan import Role
 
 _SPARE = 16
-"""So many workers may join a run."""
+"""How many workers may join a run."""
+
+_LOOK_EVERY_S = 0.05
+_GRACE_S = 2.0
 
 
 class LocalEngine(Engine):
@@ -61,35 +71,35 @@ class LocalEngine(Engine):
         """Tells whether the fork server lives, and a new one would inherit the same from this process."""
         return self._fork_server.is_alive() and self._inherited == _inherited()
 
-    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
+    def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         if not self._busy.acquire(blocking=False):
             raise UsageError("this engine runs something already; wait for its end, or give each run an engine")
         try:
-            return self._run(order, progress)
+            return self._run(spec, progress)
         finally:
             self._busy.release()
 
-    def _run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
+    def _run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         # Not before, because they import torch.
         from headrace.shared_memory.control_page import ControlPage
         from headrace.shared_memory.segment import SharedSegment
 
         if not self._closed and not self._fork_server.is_alive():
-            # It ended in an earlier run, whose caller was told.
+            # It ended in an earlier run, which has raised an error.
             self._fork_server.close()
             self._fork_server = ForkServer()
-        ranks = len(order.plan.roles) + (_SPARE if order.plan.elastic else 0)
+        ranks = len(spec.plan.roles) + (_SPARE if spec.plan.elastic else 0)
         segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
         watched_end, lifeline = os.pipe()
         try:
             with (
                 orderly_interrupts(page) as interrupts,
-                closing(ProcessLauncher(order, self._fork_server, segment.descriptor, ranks, watched_end)) as launcher,
+                closing(ProcessLauncher(spec, self._fork_server, segment.descriptor, ranks, watched_end)) as launcher,
             ):
-                for role in order.plan.roles:
+                for role in spec.plan.roles:
                     launcher.start(role)
-                Monitor(order, page, self._fork_server, launcher.start, progress).follow()
+                Monitor(spec, page, self._fork_server, launcher.start, progress).follow()
             return interrupts.status(page)
         finally:
             for descriptor in (watched_end, lifeline):
@@ -154,42 +164,40 @@ def _inherited() -> tuple[dict[str, str], set[int]]:
 
 
 class ProcessLauncher:
-    """Starts the processes of one run, and others in the place of those that were lost."""
+    """Starts the processes of one run, and those that replace lost ones."""
 
-    def __init__(self, order: RunSpec, fork_server: ForkServer, control: int, ranks: int, lifeline: int) -> None:
-        # Not before, because they import torch.
-        from headrace.engine.local.process import log_path
+    def __init__(self, spec: RunSpec, fork_server: ForkServer, control: int, ranks: int, lifeline: int) -> None:
+        # Not before, because it imports torch.
         from headrace.engine.shipping import pack
 
-        self._order = order
-        self._log_path = log_path
+        self._spec = spec
         self._fork_server = fork_server
         self._descriptors = [control, lifeline]
         self._ranks = ranks
-        self._code, self._memory, self._length = pack(order)
-        log_path(order.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
+        self._code, self._memory, self._length = pack(spec)
+        log_path(spec.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
 
     def start(self, role: Role) -> None:
-        """Starts a process; the control page says how many there were in its place before."""
+        """Starts a process; the control page holds how many there were before it with its rank."""
         read_end, write_end = os.pipe()
-        message = {
+        request = {
             "ranks": self._ranks,
             "threads": role.threads,
             "directory": os.getcwd(),
             "path": sys.path,
-            "log": str(self._log_path(self._order.run_dir, role.rank)),
+            "log": str(log_path(self._spec.run_dir, role.rank)),
             "data_bytes": self._length,
         }
         # The worker does not read the lock; the run's directory stays locked until the last worker has ended.
-        further = [descriptor for descriptor in (self._memory, self._order.attempt.lock) if descriptor >= 0]
+        further = [descriptor for descriptor in (self._memory, self._spec.attempt.lock) if descriptor >= 0]
         try:
-            self._fork_server.spawn(role.rank, message, [*self._descriptors, read_end, *further])
+            self._fork_server.spawn(role.rank, request, [*self._descriptors, read_end, *further])
         except BaseException:
             os.close(write_end)
             raise
         finally:
             os.close(read_end)
-        # A thread for each process: a worker that dies before it has read must not hold up the others.
+        # A thread for each process: a worker that dies before it has read must not block the others.
         threading.Thread(target=_send, args=(write_end, self._code), daemon=True).start()
 
     def close(self) -> None:
@@ -203,3 +211,82 @@ def _send(pipe: int, code: bytes) -> None:
     # Where the pipe is broken the worker has died, which the monitor sees.
     with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "wb") as stream:
         stream.write(code)
+
+
+def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
+    """Runs a script in `workers` processes, as torchrun would; returns the exit code of the first that failed.
+
+    Rank 0's output is passed on at once; the others' is kept, and shown where they fail.
+    """
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+        logs = [log_path(Path(folder), rank) for rank in range(workers)]
+        logs[0].parent.mkdir()
+        for log in logs:
+            log.touch()
+        fork_server = ForkServer()
+        held, lifeline = os.pipe()
+        try:
+            _start_script(fork_server, path, arguments, logs, held)
+            return _conclude(_follow_script(fork_server, logs), logs)
+        finally:
+            fork_server.close()
+            os.close(held)
+            os.close(lifeline)
+
+
+def _start_script(
+    fork_server: ForkServer, path: Path, arguments: Sequence[str], logs: Sequence[Path], held: int
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    workers = str(len(logs))
+    launched = {
+        "WORLD_SIZE": workers,
+        "LOCAL_WORLD_SIZE": workers,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    for rank, log in enumerate(logs):
+        request = {
+            "script": str(path.absolute()),
+            "arguments": list(arguments),
+            "environment": {"RANK": str(rank), "LOCAL_RANK": str(rank), **launched},
+            "threads": threads_per_worker(cores(), len(logs)),
+            "directory": os.getcwd(),
+            "path": [str(path.absolute().parent), *sys.path],
+            "log": str(log),
+        }
+        fork_server.spawn(rank, request, [held])
+
+
+def _follow_script(fork_server: ForkServer, logs: Sequence[Path]) -> dict[int, int]:
+    """Returns the exit codes by rank, in the order of the ends; the ranks that have not ended in time are killed."""
+    codes: dict[int, int] = {}
+    deadline = math.inf
+    with logs[0].open(encoding="utf-8", errors="replace") as output:
+        while len(codes) < len(logs) and monotonic() < deadline:
+            for rank, code in fork_server.ended(_LOOK_EVERY_S):
+                codes[rank] = code
+                if code != 0:
+                    # The others get the time to find out and end by themselves.
+                    deadline = min(deadline, monotonic() + _GRACE_S)
+            sys.stdout.write(output.read())
+            sys.stdout.flush()
+    fork_server.kill([rank for rank in range(len(logs)) if rank not in codes])
+    return codes
+
+
+def _conclude(codes: dict[int, int], logs: Sequence[Path]) -> int:
+    failed = [rank for rank, code in codes.items() if code != 0]
+    if not failed:
+        return 0
+    # A rank that lost another one has an exit code of its own; the lost one's log explains.
+    first = next((rank for rank in failed if codes[rank] != PeerLost.exit_code), failed[0])
+    if first != 0:
+        sys.stderr.write(logs[first].read_text(encoding="utf-8", errors="replace"))
+    code = codes[first]
+    if code < 0:
+        sys.stderr.write(f"rank {first} on {host_name()} was lost: killed by {signal.Signals(-code).name}\n")
+        return PeerLost.exit_code
+    return code

@@ -1,7 +1,7 @@
 """The launcher's side of a fork server: how it is started, and how it is asked to fork workers.
 
-A program of its own can be started whenever, whatever its launcher has done before; but it imports torch once more. A
-command that has done nothing yet but import torch can be forked, which saves seconds of a processor's time.
+A program can be started at any time, but it imports torch once more. A command that has done nothing but import torch
+can be forked, which saves seconds of processor time.
 
 Importing this module does not import torch: the fork server may import it while the caller still reads a job.
 """
@@ -19,15 +19,13 @@ import sys
 import time
 import traceback
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from headrace.engine.base import LivenessProbe
-from headrace.engine.signals import end_with, leave_alone
+from headrace.engine.base import LivenessProbe, end_with, leave_alone
 from headrace.errors import RunFailed, UnfitMachine, UsageError
-from headrace.memory import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
+from headrace.machine import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
 
 _START_S = 120.0
 _CLOSE_S = 5.0
@@ -52,52 +50,53 @@ ENVIRONMENT = {
 _TUNED = ((MMAP_THRESHOLD, _KEPT_BYTES), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, _SPARE_BYTES))
 
 
-class ChildProcess(ABC):
-    """A process that this one has started, and that it alone waits for."""
+class _Fork:
+    """A forked child of this process, with the methods of `subprocess.Popen` that a fork server needs."""
 
-    pid: int
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
 
-    @abstractmethod
     def poll(self) -> int | None:
-        """Returns its exit code; None while it lives."""
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
 
-    @abstractmethod
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Returns its exit code when it has ended.
-
-        Raises:
-            TimeoutError: it has not in time.
-        """
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
+            time.sleep(_LOOK_EVERY_S)
+        return code
 
     def kill(self) -> None:
-        """Ends it."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
+ChildProcess = subprocess.Popen[bytes] | _Fork
+
+
 def start_fork_server(channel: socket.socket) -> ChildProcess:
-    """Starts a fork server as a program of its own."""
+    """Starts a fork server as a program; it inherits `channel`."""
     path = [entry for entry in sys.path if entry]
-    return _Program(
-        subprocess.Popen(
-            # Safe path: what lies in the user's folder must not stand in for the libraries.
-            [sys.executable, "-P", "-m", "headrace.engine.local.fork_server_main", str(channel.fileno())],
-            pass_fds=[channel.fileno()],
-            env={**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            stdin=subprocess.DEVNULL,
-            # Keys pressed in the terminal are the launcher's to answer.
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        # Safe path: files in the user's folder must not replace the libraries.
+        [sys.executable, "-P", "-m", "headrace.engine.local.fork_server_main", str(channel.fileno())],
+        pass_fds=[channel.fileno()],
+        env={**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        stdin=subprocess.DEVNULL,
+        # Keys pressed in the terminal are for the launcher.
+        start_new_session=True,
     )
 
 
 def fork_fork_server(channel: socket.socket) -> ChildProcess:
-    """Imports what a fork server has, and forks one; where this process has threads, starts a program of its own.
+    """Imports what a fork server has, and forks one; where this process has threads, starts a program instead.
 
-    To be called before anything of the user's is run: what it has left would be in every worker.
-
-    Args:
-        channel: as in `start_fork_server`.
+    Call it before any user code runs: every worker would inherit what that has left.
     """
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     from headrace.engine.local import fork_server_main as program
@@ -118,13 +117,12 @@ def _become_fork_server(channel: socket.socket) -> None:
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         kept = channel.fileno()
         os.closerange(3, kept)
         os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
         os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-        # What the environment does for a program that begins.
+        # What the environment does for a program that starts.
         for option, value in _TUNED:
             tune(option, value)
         prefer_large_pages(_LARGE_BYTES)
@@ -138,49 +136,6 @@ def _become_fork_server(channel: socket.socket) -> None:
         os._exit(code)
 
 
-class _Program(ChildProcess):
-    """Args:
-    process: that was started.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.pid = process.pid
-        self._process = process
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"process {self.pid} has not ended in {timeout_s} s") from error
-
-
-class _Fork(ChildProcess):
-    """Args:
-    pid: of a child of this process.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if ended else None
-        return self._code
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        deadline = None if timeout_s is None else monotonic() + timeout_s
-        while (code := self.poll()) is None:
-            if deadline is not None and monotonic() > deadline:
-                raise TimeoutError(f"process {self.pid} has not ended in {timeout_s} s")
-            time.sleep(_LOOK_EVERY_S)
-        return code
-
-
 class ForkServer:
     """A fork server, started at once. Use as a context, or `close` it."""
 
@@ -188,7 +143,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = start(theirs)
-        # While it imports it hears nothing.
+        # While it imports it does not notice this process's end.
         end_with(self._process.pid)
         self._socket = ours
         self._probe = LivenessProbe(self._process.pid)
@@ -196,17 +151,17 @@ class ForkServer:
         self._ready = False
         _open.add(self)
 
-    def spawn(self, rank: int, order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Forks a process that does `order` (see `engine.process`) with copies of these descriptors.
+    def spawn(self, rank: int, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Forks a process for `request` (see `engine.local.process`) with copies of these descriptors.
 
         Raises:
             UsageError: the fork server is closed.
-            UnfitMachine: the fork server has gone, or never came.
+            UnfitMachine: the fork server has ended, or never started.
         """
         self._await_ready()
-        message = json.dumps({"spawn": rank, **order}).encode()
+        message = json.dumps({"spawn": rank, **request}).encode()
         if len(message) > _MESSAGE_BYTES:
-            raise UnfitMachine(f"the order for rank {rank} is {len(message)} bytes long, more than {_MESSAGE_BYTES}")
+            raise UnfitMachine(f"the request for rank {rank} is {len(message)} bytes long, more than {_MESSAGE_BYTES}")
         try:
             socket.send_fds(self._socket, [message], descriptors)
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -214,7 +169,7 @@ class ForkServer:
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Ends processes with SIGKILL."""
-        # If it has gone meanwhile, so have they.
+        # If the fork server has ended meanwhile, so have they.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(json.dumps({"kill": list(ranks)}).encode())
 
@@ -237,10 +192,10 @@ class ForkServer:
             )
 
     def ended(self, timeout_s: float) -> list[tuple[int, int]]:
-        """Waits a while; returns (rank, exit code) of who has ended, a negative code for a signal.
+        """Waits for ended processes; returns (rank, exit code) of each, a negative code for a signal.
 
         Raises:
-            UnfitMachine: the fork server itself has gone.
+            UnfitMachine: the fork server itself has ended.
         """
         found = []
         while select.select([self._socket], [], [], timeout_s)[0]:
@@ -258,11 +213,11 @@ class ForkServer:
         """Ends the fork server and every process of it."""
         self.leave()
         if not self._ready or self._probe.is_stopped():
-            # It has no worker to end, and would import to the end first; or it cannot hear.
+            # It has no worker to end, and would finish its imports first; or it cannot react.
             self._process.kill()
         try:
             self._process.wait(_CLOSE_S)
-        except TimeoutError:
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
@@ -300,5 +255,5 @@ def _leave_all() -> None:
         fork_server.leave()
 
 
-# A child that the user's code forks would hold the socket, and with it the fork server, beyond this process's end.
+# A child that user code forks would hold the socket, and with it the fork server, beyond this process's end.
 os.register_at_fork(after_in_child=_leave_all)

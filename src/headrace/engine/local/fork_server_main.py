@@ -28,7 +28,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def load() -> None:
-    """Imports what the forks are for: torch and all of ours, and what the first optimizer of a process would."""
+    """Imports torch, headrace, and what the first optimizer of a process would import."""
     gc.disable()
     import torch._dynamo  # noqa: F401
 
@@ -41,7 +41,7 @@ def main(descriptor: int) -> None:
     """Serves the launcher at the other end of an inherited socket until it hangs up."""
     launcher = socket.socket(fileno=descriptor)
     load()
-    # Nothing of it is ever garbage, and to look through it would hold up a worker or server for a tenth of a second.
+    # None of it is ever garbage, and searching it would stop a worker or server for a tenth of a second.
     gc.freeze()
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -59,30 +59,30 @@ def main(descriptor: int) -> None:
                 message, descriptors, _, _ = socket.recv_fds(launcher, _MESSAGE_BYTES, _DESCRIPTORS)
                 if not message:
                     break
-                _obey(json.loads(message), descriptors, workers, [launcher.fileno(), read_end, write_end])
+                _handle(json.loads(message), descriptors, workers, [launcher.fileno(), read_end, write_end])
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the launcher has gone, which is how it ends
+        pass  # the launcher has ended
     finally:
         _kill(workers)
 
 
-def _obey(order: dict[str, Any], descriptors: list[int], workers: dict[int, int], own: list[int]) -> None:
-    if "kill" in order:
+def _handle(request: dict[str, Any], descriptors: list[int], workers: dict[int, int], own: list[int]) -> None:
+    if "kill" in request:
         for pid, rank in workers.items():
-            if rank in order["kill"]:
+            if rank in request["kill"]:
                 _end(pid)
         return
     pid = os.fork()
     if pid == 0:
-        _become_worker(order, descriptors, own)
-    # With all that user code starts in it, a worker is a group, which ends as a whole.
+        _become_worker(request, descriptors, own)
+    # A worker and the processes that user code starts in it are a group, which ends as a whole.
     os.setpgid(pid, pid)
-    workers[pid] = order["spawn"]
+    workers[pid] = request["spawn"]
     for descriptor in descriptors:
         os.close(descriptor)
 
 
-def _become_worker(order: dict[str, Any], descriptors: list[int], own: list[int]) -> None:
+def _become_worker(request: dict[str, Any], descriptors: list[int], own: list[int]) -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
@@ -95,7 +95,7 @@ def _become_worker(order: dict[str, Any], descriptors: list[int], own: list[int]
 
     code = 1
     try:
-        code = run(order, descriptors)
+        code = run(request, descriptors)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -1,10 +1,10 @@
 """Watches the processes of one run for its launcher: which have ended, which are frozen, which are replaced.
 
-    is killed ───────► the run ends                      a server alone, a worker of those that all go in step, a rank
-                  │                                      that holds a part of a replica
-                  ├──► another one in its place          a worker that leases its data
-                  └──► its backup goes on, with a new    a server that has one
-    raises an error ─► the run ends                      whose code would raise it again
+    is killed ───────► the run ends                      a server without a backup, a worker in lockstep, a rank that
+                  │                                      holds a part of a replica
+                  ├──► it is replaced                    a worker that leases its data
+                  └──► its backup continues              a server that has one, and gets a new one
+    raises an error ─► the run ends                      because its code would raise it again
 
 Importing this module does not import torch, so that an engine can be made first thing.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from headrace.engine.local.fork_server import ForkServer
 from headrace.engine.local.scaling import ScaleRequests
 from headrace.errors import PeerLost, UsageError, WorkerFailed
 from headrace.spec.events import LAUNCHER, Failed, Lost, Notice, decode
-from headrace.worker.run_spec import RunSpec
+from headrace.worker.run_spec import RunSpec, events_path, log_path
 
 if TYPE_CHECKING:
     # For the types alone: they import torch.
@@ -36,33 +36,30 @@ _LOOK_EVERY_S = 0.05
 _LOG_CHARACTERS = 4000
 
 _IN_VAIN = 5
-"""So often in a row a worker may be lost before it has done anything."""
+"""How often in a row a process may be lost before it has done anything."""
 
 
 @dataclass
 class _Replaceable:
-    """The place of a process without which the run goes on.
+    """The rank of a process without which the run continues.
 
     Attributes:
-        examples: that were done there when its last process was started.
+        examples: that the rank had done when its last process was started.
         in_vain: processes in a row that have done none; of servers, that did not become ready as backups.
+        cause: why the monitor kills its process; "" while it does not.
     """
 
     examples: int = 0
     in_vain: int = 0
-    cause: str = field(default="")
+    cause: str = ""
 
 
 class Monitor:
-    """Follows the processes of one run.
-
-    Args:
-        start: starts a process in the place of one that was lost.
-    """
+    """Follows the processes of one run, and has `start` start the replacements of lost ones."""
 
     def __init__(
         self,
-        order: RunSpec,
+        spec: RunSpec,
         page: ControlPage,
         fork_server: ForkServer,
         start: Callable[[Role], None],
@@ -72,28 +69,27 @@ class Monitor:
         from headrace.parameter_server.replication.failover import FailoverController
         from headrace.worker.events import EventWriter
 
-        self._order = order
+        self._spec = spec
         self._page = page
         self._fork_server = fork_server
         self._start = start
         self._progress = progress
-        self._journal = EventWriter(order.run_dir, LAUNCHER, order.started)
-        self._running = {role.rank for role in order.plan.roles}
+        self._events = EventWriter(spec.run_dir, LAUNCHER, spec.started)
+        self._running = {role.rank for role in spec.plan.roles}
         self._probes: dict[int, LivenessProbe] = {}
-        self._failover = FailoverController(order.plan, page)
+        self._failover = FailoverController(spec.plan, page)
         self._left = set(self._failover.servers)
         self._ended_at = math.inf
-        # Whose workers lease their data: another one does what was not done.
-        self._workers = set(range(order.plan.workers) if order.plan.replaces else ())
-        self._scale_requests = ScaleRequests(order.run_dir)
-        ranks = (role.rank for role in order.plan.roles)
+        # Only workers that lease their data: another one does what was not done.
+        self._workers = set(range(spec.plan.workers) if spec.plan.replaces else ())
+        self._scale_requests = ScaleRequests(spec.run_dir)
+        ranks = (role.rank for role in spec.plan.roles)
         self._replaceable = {rank: _Replaceable() for rank in ranks if rank in self._workers or rank in self._failover}
 
     def follow(self) -> None:
         """Returns when all have ended; raises for the first that failed."""
-        for rank in self._replaceable:
-            if rank in self._failover:
-                self._failover.up(rank)
+        for rank in filter(self._failover.__contains__, self._replaceable):
+            self._failover.up(rank)
         try:
             while self._running:
                 try:
@@ -104,7 +100,7 @@ class Monitor:
                     self._page.stop = 1
         finally:
             self._kill()
-            self._journal.close()
+            self._events.close()
 
     def _look(self) -> None:
         ended = self._collect()
@@ -112,14 +108,14 @@ class Monitor:
             if rank not in self._workers and code == 0:
                 self._note_end(rank)
             if rank in self._replaceable and self._is_late(rank):
-                # If it is one of those who meet after all, the others need not wait for it.
+                # Others that still wait for it at a synchronization learn that it is gone.
                 self._page.ranks[rank].restarts += 1
                 continue
             if code < 0 and rank in self._replaceable:
                 self._lose(rank, self._replaceable[rank].cause or _killed_by(code))
-            elif code != 0 or not self._said_goodbye(rank):
+            elif code != 0 or not self._is_complete(rank):
                 self._fail(rank, ended)
-        self._fork_server.check(self._order.timeout_s)
+        self._fork_server.check(self._spec.timeout_s)
         self._progress(RunProgress.read(self._page))
         for rank in self._failover.look():
             self._replaceable[rank].in_vain = 0
@@ -132,108 +128,98 @@ class Monitor:
         heartbeat = self._page.ranks[rank].heartbeat
         probe = self._probes.get(rank)
         if probe is None or probe.pid != heartbeat.pid:
-            # Until it has begun its id is 0, and then it must begin within the same time.
+            # Until it has started its id is 0, and it must start within the same time.
             probe = self._probes[rank] = LivenessProbe(heartbeat.pid)
         silent_s = probe.silent_s(heartbeat.count)
-        if silent_s <= self._order.timeout_s:
+        if silent_s <= self._spec.timeout_s:
             return
         cause = f"gave no sign of life for {silent_s:.1f} s (stopped, or its disk hangs)"
         if rank in self._replaceable:
-            # It must not wake up when there is another one in its place.
+            # It must not wake up when it has been replaced.
             self._replaceable[rank].cause = cause
             self._fork_server.kill([rank])
             return
-        self._abort(rank)
         raise self._lost(rank, cause)
 
     def _lose(self, rank: int, cause: str) -> None:
-        """Lets the others know that a process is gone for good, and starts another one in its place."""
+        """Tells the others that a process is gone for good, and starts its replacement."""
         record, place = self._page.ranks[rank], self._replaceable[rank]
-        # Also when all is done but that the servers are told so.
+        # Also when all is done except that the servers must be told.
         if rank in self._failover and self._failover.server_of(rank) in self._left:
-            self._succeed(rank, cause)
+            try:
+                self._failover.down(rank, cause)
+            except PeerLost:
+                self._abort(rank)
+                raise
         examples = record.heartbeat.examples
         place.in_vain = 0 if examples > place.examples else place.in_vain + 1
         place.examples, place.cause = examples, ""
-        # First who it was, because the others look for that.
+        # First, because the others read it.
         record.restarts += 1
         record.heartbeat.pid = 0
         record.address.clear()
         replaced = not self._is_over() and not record.leave
-        self._journal.write(Lost(LAUNCHER, self._journal.now(), rank, record.restarts - 1, cause, replaced))
+        self._events.write(Lost(LAUNCHER, self._events.now(), rank, record.restarts - 1, cause, replaced))
         if place.in_vain == _IN_VAIN:
-            self._abort(rank)
             raise self._lost(rank, f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
         if replaced:
             self._running.add(rank)
-            self._start(self._order.plan.role(rank))
+            self._start(self._spec.plan.role(rank))
             if rank in self._failover:
                 self._failover.up(rank)
         elif not self._running.intersection(self._workers):
-            self._abort(rank)
             raise self._lost(rank, f"{cause}, the last of the workers")
 
     def _change_workers(self, count: int) -> str:
-        """Lets workers join, or leave below 0; returns what happened.
-
-        Raises:
-            UsageError: that cannot be.
-        """
+        """Starts so many workers, or below 0 lets some leave; returns what happened, or raises UsageError."""
         records = self._page.ranks
-        if not self._order.plan.elastic or self._is_over():
-            what = "comes to its end" if self._is_over() else f"is of {self._order.plan.strategy} as it was asked for"
+        if not self._spec.plan.elastic or self._is_over():
+            what = "comes to its end" if self._is_over() else f"is of {self._spec.plan.strategy} as it was asked for"
             raise UsageError(
                 f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
                 "parameter_server without a bound, or downpour"
             )
         there = sorted(rank for rank in self._workers & self._running if not records[rank].leave)
-        taken = {role.rank for role in self._order.plan.roles} - self._workers
+        taken = {role.rank for role in self._spec.plan.roles} - self._workers
         free = [rank for rank in range(len(records)) if rank not in taken and rank not in self._running]
         if count > len(free) or len(there) + count < 1:
             raise UsageError(
                 f"{len(there)} workers and {count:+d} are {len(there) + count}; a run has 1 to {len(there) + len(free)}"
             )
         for rank in free[:count] if count > 0 else ():
-            self._hire(rank)
+            self._add(rank)
         for rank in there[count:] if count < 0 else ():
             records[rank].leave = 1
         changed = f"{count} more begin" if count > 0 else f"{-count} leave when their portions are done"
         total = len(there) + count
         text = f"{total} worker{'s' * (total > 1)} from now on: {changed}"
-        self._journal.write(Notice(LAUNCHER, self._journal.now(), text))
+        self._events.write(Notice(LAUNCHER, self._events.now(), text))
         return text
 
-    def _hire(self, rank: int) -> None:
+    def _add(self, rank: int) -> None:
         record = self._page.ranks[rank]
-        # Not the first one, because those begin together.
+        # Not the first process of a rank, because those start together.
         record.restarts += 1
         record.leave = record.heartbeat.pid = 0
         self._replaceable[rank] = _Replaceable(examples=record.heartbeat.examples)
         self._workers.add(rank)
         self._running.add(rank)
-        self._start(self._order.plan.role(rank))
-
-    def _succeed(self, rank: int, cause: str) -> None:
-        try:
-            self._failover.down(rank, cause)
-        except PeerLost:
-            self._abort(rank)
-            raise
+        self._start(self._spec.plan.role(rank))
 
     def _is_over(self) -> bool:
-        """Whether a worker's loop has ended: then the last barrier of all is over, and no other worker is needed."""
+        """Whether a worker's loop has ended: then the last barrier is over, and no other worker is needed."""
         return any(self._page.ranks[rank].heartbeat.finished for rank in self._workers)
 
     def _is_late(self, rank: int) -> bool:
-        """Whether a process has no part any more in what is left to do."""
+        """Whether a process is not needed for the rest of the run."""
         if rank in self._workers:
-            # Of those who began the run each has a part in its end.
+            # Each worker that has started with the run takes part in its end.
             record = self._page.ranks[rank]
             return self._is_over() and not record.heartbeat.finished and record.restarts > 0
         return not self._running.intersection(self._workers) and self._is_over()
 
     def _end_late(self) -> None:
-        """Ends the workers that came when everything was done, and that wait for others that have ended."""
+        """Ends the workers that started when everything was done, and that wait for others that have ended."""
         if monotonic() - self._ended_at > _GRACE_S:
             late = [rank for rank in self._running & set(self._replaceable) if self._is_late(rank)]
             if late:
@@ -249,18 +235,20 @@ class Monitor:
         code = codes[rank]
         self._abort(rank)
         deadline = monotonic() + _GRACE_S
-        # Others may have failed at the same time, and it is the first one's error that explains. Where a snapshot holds
-        # what they have just done, they may write it down.
-        while (code >= 0 or self._order.snapshots_every_s) and self._running and monotonic() < deadline:
+        # Others may have failed at the same time, and the first one's error explains. Where a snapshot holds what they
+        # have just done, they may write their events.
+        while (code >= 0 or self._spec.snapshots_every_s) and self._running and monotonic() < deadline:
             codes |= self._collect()
         if code < 0:
             raise self._lost(rank, _killed_by(code))
         failures = [failure for peer in codes for failure in self._failures(peer)]
-        if failures:
-            first = min(failures, key=lambda failure: failure.time_s)
-            raise self._failed(first.rank, first.cause, first.traceback, first.exit_code)
-        cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
-        raise self._failed(rank, cause, self._end_of_log(rank))
+        if not failures:
+            log = log_path(self._spec.run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
+            cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
+            failures = [Failed(rank, 0.0, 0, cause, log)]
+        first = min(failures, key=lambda failure: failure.time_s)
+        host, part = self._spec.plan.role(first.rank).host, self._spec.plan.part_of(first.rank)
+        raise WorkerFailed(first.rank, host, first.cause, first.traceback, first.exit_code, part)
 
     def _abort(self, rank: int) -> None:
         if not self._page.abort:
@@ -274,7 +262,7 @@ class Monitor:
         while self._running and monotonic() < deadline:
             self._collect()
         if self._running:
-            # It does not answer, so it is ended itself, and the system ends what it has forked.
+            # It does not answer, so it is ended itself, and the system ends its workers.
             self._fork_server.close()
 
     def _collect(self) -> dict[int, int]:
@@ -284,31 +272,22 @@ class Monitor:
 
     def _failures(self, rank: int) -> list[Failed]:
         events = [decode(line) for line in self._lines(rank) if line.startswith('{"kind":"failed"')]
-        return [event for event in events if isinstance(event, Failed) and event.time_s >= self._order.attempt.began_s]
+        return [event for event in events if isinstance(event, Failed) and event.time_s >= self._spec.attempt.began_s]
 
-    def _said_goodbye(self, rank: int) -> bool:
-        """Whether a rank that ended without an error had done its work; os._exit(0) in user code has no error."""
+    def _is_complete(self, rank: int) -> bool:
+        """Whether a rank that ended without an error has written its last event; os._exit(0) in user code has not."""
         ends = ('{"kind":"worker_ended"', '{"kind":"server_ended"')
         return any(line.startswith(ends) for line in self._lines(rank)[-1:])
 
-    def _end_of_log(self, rank: int) -> str:
-        from headrace.engine.local.process import log_path
-
-        return log_path(self._order.run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
-
     def _lines(self, rank: int) -> list[str]:
-        from headrace.worker.events import events_path
-
-        path = events_path(self._order.run_dir, rank)
+        path = events_path(self._spec.run_dir, rank)
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     def _lost(self, rank: int, cause: str) -> PeerLost:
-        plan = self._order.plan
+        """Ends the run because of a rank; returns the error to raise."""
+        self._abort(rank)
+        plan = self._spec.plan
         return PeerLost(rank, plan.role(rank).host, cause, plan.part_of(rank))
-
-    def _failed(self, rank: int, cause: str, traceback: str, exit_code: int = 1) -> WorkerFailed:
-        plan = self._order.plan
-        return WorkerFailed(rank, plan.role(rank).host, cause, traceback, exit_code, plan.part_of(rank))
 
 
 def _killed_by(code: int) -> str:

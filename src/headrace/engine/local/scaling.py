@@ -1,9 +1,9 @@
-"""Adds or removes workers of a run that goes on: a command asks in its directory, its launcher answers there.
+"""Adds or removes workers of a running run: a command writes a request to its directory, its launcher an answer.
 
-    headrace workers add 2 runs/a        runs/a/staffing/7f3a.wish  ──► the launcher looks, a few times a second
-                                         runs/a/staffing/7f3a.answer ◄── starts them, or says why not
+    headrace workers add 2 runs/a        runs/a/staffing/7f3a.wish   ──► the launcher reads it, starts the workers,
+                                         runs/a/staffing/7f3a.answer ◄── or refuses with a reason
 
-Files and not a socket: no port is open, and the directory's permissions say who may change the run.
+Files and not a socket: no port is open, and the directory's permissions decide who may change the run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ class ScaleRequests:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "staffing"
-        # Of a run before in this directory.
+        # Of an earlier run in this directory.
         for left in self._folder.glob("*"):
             left.unlink()
 
     def look(self, change: Callable[[int], str]) -> None:
-        """Answers the requests that lie in the directory.
-
-        Args:
-            change: adds so many workers, removes them below 0; returns what happened. Raises `UsageError`.
-        """
+        """Answers the requests in the directory by the result of `change`, or by the UsageError that it raises."""
         for wish in sorted(self._folder.glob("*.wish")):
             text = wish.read_text(encoding="utf-8", errors="replace")[:_LONGEST]
             try:
@@ -44,25 +40,21 @@ class ScaleRequests:
             except UsageError as error:
                 answer = {"refused": str(error)}
             wish.unlink()
-            part = wish.with_suffix(".part")
-            part.write_text(json.dumps(answer), encoding="utf-8")
-            part.rename(wish.with_suffix(".answer"))
+            _write(wish.with_suffix(".answer"), json.dumps(answer))
 
 
 def ask_for_workers(run_dir: Path, count: int, timeout_s: float = _ANSWER_S) -> str:
-    """Asks a run that goes on for further workers, or below 0 to let some go; returns what its launcher says.
+    """Asks a running run for more workers, or below 0 for fewer; returns the launcher's answer.
 
     Raises:
-        UsageError: nothing runs there, or the run cannot do that.
+        UsageError: nothing runs there, or the run refuses.
     """
     folder = run_dir / "staffing"
     if not run_dir.is_dir():
         raise UsageError(f"{run_dir} is no directory of a run")
     folder.mkdir(exist_ok=True)
     wish = folder / f"{secrets.token_hex(8)}.wish"
-    part = wish.with_suffix(".new")
-    part.write_text(str(count), encoding="utf-8")
-    part.rename(wish)
+    _write(wish, str(count))
     answer = wish.with_suffix(".answer")
     deadline = monotonic() + timeout_s
     while not answer.exists():
@@ -76,6 +68,13 @@ def ask_for_workers(run_dir: Path, count: int, timeout_s: float = _ANSWER_S) -> 
     if "refused" in told:
         raise UsageError(told["refused"])
     return str(told["done"])
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file that a reader sees whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.rename(path)
 
 
 def _number(text: str) -> int:

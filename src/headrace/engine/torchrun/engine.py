@@ -1,6 +1,6 @@
-"""This process is one worker among those that a launcher has started: torchrun, SLURM, MPI, `headrace launch`.
+"""This process is one worker of those that a launcher has started: torchrun, SLURM, MPI, `headrace launch`.
 
-They say who it is in the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+The launcher describes it in the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import torch
 from headrace.collectives.base import HostMap, ProcessGroup
 from headrace.collectives.elastic import ElasticGroup
 from headrace.collectives.shared_memory import SharedMemoryGroup
-from headrace.engine.base import Engine, LivenessProbe, RunProgress
-from headrace.engine.signals import orderly_interrupts
-from headrace.engine.torchrun.heartbeats import HeartbeatRelay
-from headrace.engine.torchrun.rendezvous import MEET_S, gather, launched_store, own_address
+from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_interrupts
+from headrace.engine.torchrun.store import MEET_S, HeartbeatRelay, gather, launched_store, own_address
 from headrace.errors import PeerLost, RunFailed
 from headrace.machine import cores, host_name
 from headrace.policies.roles import threads_per_worker
@@ -34,29 +32,26 @@ from headrace.worker.server import serve
 _BEAT_EVERY_S = 0.25
 
 _BROKEN_S = 2.0
-"""So long a process may be silent when some connection has broken."""
+"""How long a process may be silent when some connection has broken."""
 
 _PARTED_S = 1.0
-"""So long when that was a connection to it."""
+"""How long when that was a connection to it."""
 
 _groups = itertools.count()
-"""A process may meet the same others again; every time needs words of its own in the store."""
+"""The same processes may form several groups; each has keys of its own in the store."""
 
 
 class LaunchedGroup:
     """The processes of one launcher: with shared memory between those of one host, else with collectives over TCP.
 
-    Args:
-        timeout_s: after this time without a sign of life a process counts as lost.
-
-    Attributes:
-        page: the group's signals; of this process alone, with the others' marks, where there are several hosts.
+    The control page is shared by all; where there are several hosts, each process has one with copies of the others'
+    marks. After `timeout_s` without a sign of life a process counts as lost.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._timeout_s = timeout_s
-        self._words = f"headrace/{next(_groups)}"
+        self._prefix = f"headrace/{next(_groups)}"
         self._agreed = 0
         self._probes: dict[int, LivenessProbe] = {}
         self._over = threading.Event()
@@ -72,13 +67,13 @@ class LaunchedGroup:
         try:
             self.host.barrier()
         except BaseException:
-            # Who shows itself any longer counts as alive.
+            # A process whose heartbeat goes on counts as alive.
             self.close()
             raise
 
     @property
     def mates(self) -> int:
-        """How many of the processes are on this host."""
+        """Number of processes on this host."""
         return self.hosts.count(self.hosts[self.rank])
 
     @property
@@ -86,9 +81,9 @@ class LaunchedGroup:
         """The first rank of this host."""
         return self.hosts.index(self.hosts[self.rank])
 
-    def work(self, order: RunSpec) -> None:
+    def work(self, spec: RunSpec) -> None:
         """Does this rank's part of a run."""
-        plan, computes = order.plan, order.plan.roles[self.rank].computes
+        plan, computes = spec.plan, spec.plan.roles[self.rank].computes
         workers: ProcessGroup = self.host
         if plan.replaces and computes:
             members = [(worker, 0) for worker in range(plan.workers)]
@@ -97,9 +92,9 @@ class LaunchedGroup:
             # Only processes of the same kind synchronize with each other.
             workers = self.host.subgroup([role.rank for role in plan.roles if role.computes == computes])
         if computes:
-            work(order, self.rank, workers, self.page)
+            work(spec, self.rank, workers, self.page)
         else:
-            serve(order, self.rank, self.page, self._check)
+            serve(spec, self.rank, self.page, self._check)
 
     def close(self) -> None:
         """Leaves the group."""
@@ -114,17 +109,22 @@ class LaunchedGroup:
         if self.world == 1:
             return text
         self._agreed += 1
-        agreed = self._told(f"agreed/{self._agreed}", text, 0)
-        # The store lives with rank 0, which must not end before the others have read.
+        agreed = self._say(f"agreed/{self._agreed}", text, 0)
+        # The store ends with rank 0, which must not end before the others have read.
         self.host.barrier()
         return agreed
 
-    def agree_at_home(self, text: str) -> str:
+    def agree_on_host(self, text: str) -> str:
         """Returns the text of this host's first rank, on every rank of the host; each calls it once."""
-        return self._told(f"at-home/{self.leader}", text, self.leader)
+        return self._say(f"at-home/{self.leader}", text, self.leader)
 
-    def _told(self, what: str, text: str, speaker: int) -> str:
-        store, key = launched_store(), f"{self._words}/{what}"
+    def all_agree(self, opinion: bool) -> bool:
+        """Returns whether all ranks think so."""
+        (agreeing,) = self.host.sum([float(opinion)])
+        return agreeing == self.world
+
+    def _say(self, what: str, text: str, speaker: int) -> str:
+        store, key = launched_store(), f"{self._prefix}/{what}"
         if self.rank == speaker:
             store.set(key, text)
         try:
@@ -134,7 +134,7 @@ class LaunchedGroup:
         return told
 
     def _meet(self) -> SharedSegment:
-        """Rank 0 makes the page and says where; the others open it."""
+        """Rank 0 makes the page; the others open it."""
         own = SharedSegment.create(ControlPage.nbytes(self.world), "control") if self.rank == 0 else None
         places = gather(json.dumps([os.getpid(), own.descriptor, own.nbytes] if own else []))
         return own or SharedSegment.open(*json.loads(places[0]))
@@ -158,10 +158,10 @@ class LaunchedGroup:
         address, store = own_address(), launched_store()
 
         def grow(name: str, rank: int, world: int) -> ProcessGroupGloo:
-            return connect(PrefixStore(f"{self._words}/gloo/{name}", store), rank, world, address, MEET_S)
+            return connect(PrefixStore(f"{self._prefix}/gloo/{name}", store), rank, world, address, MEET_S)
 
         group = grow("all", self.rank, self.world)
-        self._relay = HeartbeatRelay(store.clone(), self._words, self.page, self.rank)
+        self._relay = HeartbeatRelay(store.clone(), self._prefix, self.page, self.rank)
         host = MultiHostGroup(group, self.page, self.rank, self._check, self._accuse, grow)
         host.home = HostMap(tuple(self.hosts), address)
         return host
@@ -172,7 +172,7 @@ class LaunchedGroup:
 
     def _accuse(self, error: Exception, suspect: int | None) -> NoReturn:
         """Finds the rank that is lost after a connection between hosts has broken: the one without a heartbeat."""
-        # Longer than that, because a beat takes its time, too.
+        # Longer than that, because a heartbeat takes time, too.
         give_up = monotonic() + self._timeout_s + _BROKEN_S
         while monotonic() < give_up:
             self._look(min(self._timeout_s, _BROKEN_S))
@@ -205,7 +205,7 @@ class LaunchedGroup:
                 raise PeerLost(rank, self.hosts[rank], f"had not begun after {MEET_S:.0f} s")
             return 0.0
         here = self.hosts[rank] == self.hosts[self.rank]
-        # Of a process on another host there is its beat alone.
+        # Of a process on another host only the heartbeat is known.
         probe = self._probes.setdefault(rank, LivenessProbe(heartbeat.pid if here else 0))
         if here and probe.is_gone():
             raise PeerLost(rank, self.hosts[rank], f"process {heartbeat.pid} has ended")
@@ -213,45 +213,26 @@ class LaunchedGroup:
 
 
 class LaunchedEngine(Engine):
-    """Runs one worker, in this process.
-
-    Args:
-        timeout_s: after this time without a sign of life a process counts as lost.
-    """
+    """Runs one worker, in this process; after `timeout_s` without a sign of life a process counts as lost."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._group = LaunchedGroup(timeout_s)
-        self.rank = self._group.rank
-        self.leader = self._group.leader
+        self.group = LaunchedGroup(timeout_s)
 
-    def agree(self, text: str) -> str:
-        """Returns rank 0's text, on every rank."""
-        return self._group.agree(text)
-
-    def agree_at_home(self, text: str) -> str:
-        """Returns the text of this host's first rank, on every rank of the host; each calls it once."""
-        return self._group.agree_at_home(text)
-
-    def all_agree(self, opinion: bool) -> bool:
-        """Returns whether all ranks think so."""
-        (agreeing,) = self._group.host.sum([float(opinion)])
-        return agreeing == self._group.world
-
-    def run(self, order: RunSpec, progress: Callable[[RunProgress], None]) -> str:
-        group = self._group
+    def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
+        group = self.group
         torch.set_num_threads(threads_per_worker(cores(), group.mates))
         page = group.page
         with orderly_interrupts(page) as interrupts:
             try:
-                group.work(order)
+                group.work(spec)
             except BaseException as error:
-                # This process may live on, so that the others could not see it in its end.
+                # This process may go on, and then the others cannot see its end.
                 page.abort = page.abort or 1 + (error.rank if isinstance(error, PeerLost) else group.rank)
-                if isinstance(error, PeerLost) and (part := order.plan.part_of(error.rank)):
+                if isinstance(error, PeerLost) and (part := spec.plan.part_of(error.rank)):
                     raise PeerLost(error.rank, error.host, error.cause, part) from error.__cause__
                 raise
         progress(RunProgress.read(page))
         return interrupts.status(page)
 
     def close(self) -> None:
-        self._group.close()
+        self.group.close()

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from headrace.memory import give_back
+from headrace.machine import give_back
 from headrace.parameter_server.wire import ShardLayout, like
 from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options

@@ -7,10 +7,22 @@ on the host's monotonic clock since the run began.
 
 from __future__ import annotations
 
-import json
-
-from headrace.spec.events.run import LAUNCHER, Event, Failed, Lost, Notice, RunEnded, RunStarted
-from headrace.spec.events.server import ServerEnded, ServerStarted, ServerStats, ShardStats, SnapshotTaken
+from headrace.spec.events.run import (
+    LAUNCHER,
+    Event,
+    Failed,
+    Lost,
+    Notice,
+    RunEnded,
+    RunStarted,
+    ServerEnded,
+    ServerStarted,
+    ServerStats,
+    ShardStats,
+    SnapshotTaken,
+    decode,
+    encode,
+)
 from headrace.spec.events.worker import (
     Evaluated,
     InputStageStats,
@@ -24,7 +36,6 @@ from headrace.spec.events.worker import (
     WorkerEnded,
     WorkerStarted,
 )
-from headrace.spec.plain import from_plain, to_plain
 
 __all__ = [
     "LAUNCHER",
@@ -53,31 +64,3 @@ __all__ = [
     "decode",
     "encode",
 ]
-
-_KINDS: dict[str, type[Event]] = {
-    kind.kind: kind
-    for kind in (
-        *(RunStarted, Notice, Failed, Lost, RunEnded),
-        *(WorkerStarted, Stepped, InputStats, Evaluated, Saved, NonFinite),
-        *(ParametersAveraged, PipelineStepTimed, WorkerEnded),
-        *(ServerStarted, ServerStats, SnapshotTaken, ServerEnded),
-    )
-}
-
-
-def encode(event: Event) -> str:
-    """Returns the event as one line of JSON, without the line's end."""
-    return json.dumps({"kind": event.kind, **to_plain(event)}, separators=(",", ":"))
-
-
-def decode(line: str) -> Event:
-    """Returns the event that `encode` wrote.
-
-    Raises:
-        ValueError: the line is no event.
-    """
-    try:
-        plain = json.loads(line)
-        return from_plain(_KINDS[plain.pop("kind")], plain)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not an event: {line[:120]!r} ({error})") from error

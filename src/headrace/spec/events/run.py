@@ -1,14 +1,19 @@
-"""Events of the run itself, most of them written by the launcher, and what every event has."""
+"""The base of all events and their JSON form; the events of the run itself, and those of parameter servers."""
 
 from __future__ import annotations
 
+import json
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from headrace.spec.plain import from_plain, to_plain
+
 LAUNCHER = -1
 """The rank of the process that started the run."""
+
+_KINDS: dict[str, type[Event]] = {}
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,7 @@ class Event(ABC):
     """What every event has.
 
     Attributes:
+        kind: of the class, its name in JSON.
         rank: the process that wrote it; `LAUNCHER` for the process that started the run.
         time_s: seconds since the run began.
     """
@@ -24,9 +30,31 @@ class Event(ABC):
     rank: int
     time_s: float
 
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        _KINDS[kind] = cls
+
+
+def encode(event: Event) -> str:
+    """Returns the event as one line of JSON, without the line's end."""
+    return json.dumps({"kind": event.kind, **to_plain(event)}, separators=(",", ":"))
+
+
+def decode(line: str) -> Event:
+    """Returns the event that `encode` wrote.
+
+    Raises:
+        ValueError: the line is no event.
+    """
+    try:
+        plain = json.loads(line)
+        return from_plain(_KINDS[plain.pop("kind")], plain)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an event: {line[:120]!r} ({error})") from error
+
 
 @dataclass(frozen=True)
-class RunStarted(Event):
+class RunStarted(Event, kind="run_started"):
     """The first event, by the launcher.
 
     Attributes:
@@ -45,7 +73,6 @@ class RunStarted(Event):
         resumed_leases: half-open ranges of data leases beyond `resumed_step` that are not repeated.
     """
 
-    kind: ClassVar[str] = "run_started"
     strategy: str
     workers: int
     device: str
@@ -61,15 +88,14 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True)
-class Notice(Event):
+class Notice(Event, kind="notice"):
     """A line for the user."""
 
-    kind: ClassVar[str] = "notice"
     text: str
 
 
 @dataclass(frozen=True)
-class Failed(Event):
+class Failed(Event, kind="failed"):
     """A worker's error, or what the launcher knows of a process that has ended.
 
     Attributes:
@@ -79,7 +105,6 @@ class Failed(Event):
         exit_code: exit code of the command line.
     """
 
-    kind: ClassVar[str] = "failed"
     step: int
     cause: str
     traceback: str = field(default="", repr=False)
@@ -87,7 +112,7 @@ class Failed(Event):
 
 
 @dataclass(frozen=True)
-class Lost(Event):
+class Lost(Event, kind="lost"):
     """By the launcher: a process has ended, and the run continues.
 
     Attributes:
@@ -97,7 +122,6 @@ class Lost(Event):
         replaced: whether the launcher starts a replacement.
     """
 
-    kind: ClassVar[str] = "lost"
     lost: int
     incarnation: int
     cause: str
@@ -111,12 +135,95 @@ class Lost(Event):
 
 
 @dataclass(frozen=True)
-class RunEnded(Event):
+class RunEnded(Event, kind="run_ended"):
     """The last event, by the launcher.
 
     Attributes:
         status: "ok", "failed" or "interrupted".
     """
 
-    kind: ClassVar[str] = "run_ended"
     status: str
+
+
+@dataclass(frozen=True)
+class ServerStarted(Event, kind="server_started"):
+    """A server has loaded its shards."""
+
+    host: str
+    pid: int
+    shards: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """What a server has done with one shard.
+
+    Attributes:
+        name: the parameter's; for a part of a parameter with its first element, "weight@4096".
+        bytes: of its parameters.
+        pushes, pulls: gradients received, and parameters sent.
+        steps: updates.
+        apply_s: seconds that the updates took.
+        pushed_bytes, pulled_bytes: bytes received and sent.
+    """
+
+    name: str
+    bytes: int
+    pushes: int
+    pulls: int
+    steps: int
+    apply_s: float
+    pushed_bytes: int
+    pulled_bytes: int
+
+
+@dataclass(frozen=True)
+class ServerStats(Event, kind="served"):
+    """What a server has done since it started: about once a second, and at its end.
+
+    Attributes:
+        busy_s: seconds in which it was not waiting for messages.
+        queue_mean, queue_longest: number of messages that it found waiting.
+        staleness: worker (its rank, or "-1" for the mean of a round) to staleness to the number of shards' updates.
+        waited_s: worker to the seconds from its requests to their answers.
+        refused: reason to the number of shards' pushes.
+        shards: in the server's order.
+    """
+
+    busy_s: float
+    queue_mean: float
+    queue_longest: int
+    staleness: Mapping[str, Mapping[str, int]]
+    waited_s: Mapping[str, float]
+    refused: Mapping[str, int]
+    shards: tuple[ShardStats, ...]
+
+
+@dataclass(frozen=True)
+class SnapshotTaken(Event, kind="snapshot_taken"):
+    """A server without a backup has written its whole state, between two updates, to the disk.
+
+    Attributes:
+        bytes: of the file.
+        pause_s: how long the server answered no request, for the copy.
+    """
+
+    bytes: int
+    pause_s: float
+
+
+@dataclass(frozen=True)
+class ServerEnded(Event, kind="server_ended"):
+    """The last event of a server.
+
+    Attributes:
+        moved_bytes: payload that was pushed to it and pulled from it.
+        peak_memory_bytes: largest resident size of its process.
+        parameter_bytes, optimizer_bytes: bytes that it holds.
+    """
+
+    moved_bytes: int
+    peak_memory_bytes: int
+    parameter_bytes: int
+    optimizer_bytes: int

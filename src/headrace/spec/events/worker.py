@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from headrace.spec.events.run import Event
 
 
 @dataclass(frozen=True)
-class WorkerStarted(Event):
+class WorkerStarted(Event, kind="worker_started"):
     """A worker has built its replica."""
 
-    kind: ClassVar[str] = "worker_started"
     host: str
     pid: int
     device: str
@@ -21,12 +19,11 @@ class WorkerStarted(Event):
 
 
 @dataclass(frozen=True)
-class Stepped(Event):
+class Stepped(Event, kind="stepped"):
     """A worker has finished a step.
 
     Attributes:
-        step: counted from 0 over the whole run.
-        epoch: counted from 0.
+        step, epoch: counted from 0 over the whole run.
         examples: of this worker in this step; 0 where the last batch had none for it.
         loss: mean over this worker's examples; None without examples.
         weight: weight of the loss in the global batch's mean (examples, or tokens for `Mean` losses).
@@ -34,7 +31,6 @@ class Stepped(Event):
         lease: the data lease, where data is leased; else -1.
     """
 
-    kind: ClassVar[str] = "stepped"
     step: int
     epoch: int
     examples: int
@@ -63,7 +59,7 @@ class InputStageStats:
 
 
 @dataclass(frozen=True)
-class InputStats(Event):
+class InputStats(Event, kind="fed"):
     """How a worker's batches were read since it started: about once a second, and at its end.
 
     Attributes:
@@ -77,7 +73,6 @@ class InputStats(Event):
         stages: the source, each transform, and batching.
     """
 
-    kind: ClassVar[str] = "fed"
     parallel: str
     readers: int
     seconds: float
@@ -91,18 +86,15 @@ class InputStats(Event):
 
 
 @dataclass(frozen=True)
-class Evaluated(Event):
+class Evaluated(Event, kind="evaluated"):
     """By rank 0: an evaluation over the whole evaluation set.
 
     Attributes:
-        step: steps done before it.
-        epoch: epochs done before it.
+        step, epoch: how many were done before it.
         examples: counted by all workers together.
         metrics: name to value, "loss" among them.
-        seconds: its duration.
     """
 
-    kind: ClassVar[str] = "evaluated"
     step: int
     epoch: int
     examples: int
@@ -111,7 +103,7 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True)
-class Saved(Event):
+class Saved(Event, kind="saved"):
     """By rank 0: a checkpoint is on the disk.
 
     Attributes:
@@ -121,7 +113,6 @@ class Saved(Event):
         write_s: how long writing took, while training continued.
     """
 
-    kind: ClassVar[str] = "saved"
     step: int
     bytes: int
     stall_s: float
@@ -129,7 +120,7 @@ class Saved(Event):
 
 
 @dataclass(frozen=True)
-class NonFinite(Event):
+class NonFinite(Event, kind="non_finite"):
     """A loss or gradient was NaN or infinite, and did not reach the parameters.
 
     Rank 0 writes it, or the rank whose loss ends the run.
@@ -140,14 +131,13 @@ class NonFinite(Event):
         action: "raise", "skip" or "rollback".
     """
 
-    kind: ClassVar[str] = "non_finite"
     step: int
     ranks: tuple[int, ...]
     action: str
 
 
 @dataclass(frozen=True)
-class ParametersAveraged(Event):
+class ParametersAveraged(Event, kind="averaged"):
     """Workers have averaged their parameters: by rank 0, or by each worker where they average through servers.
 
     Attributes:
@@ -161,7 +151,6 @@ class ParametersAveraged(Event):
         meeting: its number where each worker writes an event, with its own drift and time; else 0.
     """
 
-    kind = "averaged"
     step: int
     rounds: int
     period: int
@@ -177,8 +166,6 @@ class StagePass:
     """One micro-batch through one stage, forward or backward.
 
     Attributes:
-        stage, micro_batch: their indices.
-        backward: the direction.
         began_s, ended_s: on the clock of the run, or of the host where the worker does not know the run's.
         waited_s: of that time, seconds in which the stage waited for other stages.
         part: of a backward pass in two parts, "input" or "weights"; "" of a whole one.
@@ -194,7 +181,7 @@ class StagePass:
 
 
 @dataclass(frozen=True)
-class PipelineStepTimed(Event):
+class PipelineStepTimed(Event, kind="passed"):
     """By a worker of a pipeline, after some of its steps.
 
     Attributes:
@@ -203,24 +190,21 @@ class PipelineStepTimed(Event):
         passes: of this worker in this step, in order.
     """
 
-    kind = "passed"
     step: int
     in_flight: int
     passes: tuple[StagePass, ...]
 
 
 @dataclass(frozen=True)
-class WorkerEnded(Event):
+class WorkerEnded(Event, kind="worker_ended"):
     """The last event of a worker.
 
     Attributes:
-        steps: steps done.
         moved_bytes: bytes that it sent or wrote for others to read, and received, in the exchange.
         peak_memory_bytes: largest resident size of its process.
         parameter_bytes, optimizer_bytes: bytes that it holds itself (rank 0 alone counts a copy that all share).
     """
 
-    kind: ClassVar[str] = "worker_ended"
     steps: int
     moved_bytes: int
     peak_memory_bytes: int

@@ -14,7 +14,7 @@ from headrace.spec.plan import replica_leader
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop
-from headrace.worker.loops.periodic import averaged_event
+from headrace.worker.loops.rounds import averaged_event
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import WorkerSession
 
@@ -230,7 +230,7 @@ class LeasedLoop(Loop):
 def next_sync_point(run: RunSpec, rounds_per_epoch: int, done: int) -> int:
     """Returns the first round after `done` before which all workers must meet."""
     options, job = run.job.options, run.job
-    points = [job.steps or (job.epochs or 0) * rounds_per_epoch]
+    points = [run.rounds(rounds_per_epoch)]
     if job.eval_data is not None:
         points.append(_after(done, options.eval_every or rounds_per_epoch))
     if run.train is not None:

@@ -1,25 +1,31 @@
-"""What loops have in common whose workers all do every round."""
+"""The loops of workers that all do every round: in lockstep, or synchronizing their parameters after a period."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch import nn
 
 from headrace.collectives.base import ProcessGroup
 from headrace.data import delivered
 from headrace.errors import UsageError
+from headrace.spec.events import ParametersAveraged
 from headrace.spec.job import Share
+from headrace.spec.plan import replica_leader
+from headrace.training.batch_norm import averaged_buffers
+from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop
 from headrace.worker.session import WorkerSession
 
 
 class RoundLoop(Loop):
-    """Round after round, a share of every global batch for each worker."""
+    """Each worker does its share of every round."""
 
     def __init__(self, session: WorkerSession, control: RunControl, reporter: int = 0) -> None:
         super().__init__(reporter)
@@ -28,16 +34,16 @@ class RoundLoop(Loop):
 
     @abstractmethod
     def next_meeting(self) -> int:
-        """Returns how many rounds are done at the workers' next meeting that is not before the current round's end."""
+        """Returns after how many rounds the workers synchronize next, at the current round's end or later."""
 
-    @abstractmethod
     def count(self, share: Share) -> Share:
         """Returns the share with the number of examples that its weight refers to."""
+        return share
 
     @property
     @abstractmethod
     def meets(self) -> bool:
-        """Whether the workers' steps meet, so that none may leave one out."""
+        """Whether the workers synchronize, so that none may leave out a step."""
 
     def shares(self) -> Generator[Share, None, None]:
         session, progress, control = self._session, self._session.progress, self._control
@@ -59,7 +65,7 @@ class RoundLoop(Loop):
                 if control.is_last():
                     return
         except GeneratorExit:
-            # A batch that the loop leaves undone comes again when the run goes on.
+            # A batch that the user's loop has not trained on is read again when the run resumes.
             progress.round -= not self._has_stepped()
             raise
         finally:
@@ -70,7 +76,7 @@ class RoundLoop(Loop):
         return bool(session.page.ranks[session.rank].heartbeat.step == session.progress.done)
 
     def _require_step(self) -> None:
-        # A worker that leaves out a round would take the others' next meeting for another one.
+        # A worker that leaves out a round would be a synchronization behind the others.
         if self._session.group.world > 1 and self.meets and not self._has_stepped():
             raise UsageError(
                 f"the loop on rank {self._session.rank} went on without worker.step() or worker.update() in round "
@@ -78,14 +84,95 @@ class RoundLoop(Loop):
             )
 
 
+class LockstepLoop(RoundLoop):
+    """The loop of synchronous strategies, and of workers that never synchronize."""
+
+    @property
+    def meets(self) -> bool:
+        return self._session.run.strategy.synchronous
+
+    def next_meeting(self) -> int:
+        return self._session.progress.done
+
+    def count(self, share: Share) -> Share:
+        session = self._session
+        return count_examples(share, session.loader.drops, session.group, session.replica.compute.counts)
+
+    def part(self, batch: Any) -> Share:
+        share = self._session.progress.share
+        return Share(batch, share.examples, share.of, share.epoch)
+
+    def synchronize(self) -> float:
+        if self.meets and self._session.progress.share.of < self._session.mates.world:
+            _broadcast_buffers(self._session.replica.compute.module, self._session.mates)
+        return 0.0
+
+
+def _broadcast_buffers(module: nn.Module, group: ProcessGroup) -> None:
+    """Copies rank 0's buffers to workers that had no example, whose forward has not changed theirs."""
+    averaged = {id(buffer) for buffer in averaged_buffers(module)}
+    for buffer in module.buffers():
+        if id(buffer) not in averaged:
+            near = buffer.cpu()
+            group.broadcast(near)
+            buffer.copy_(near)
+
+
 def count_examples(share: Share, drops: bool, group: ProcessGroup, counts: bool = True) -> Share:
     """Returns a share that knows how many examples all workers have together; all workers call it.
 
     Args:
         drops: whether the data may leave examples out; if not, the share knows already.
-        counts: whether this worker speaks for its replica, whose ranks all have the same share.
+        counts: whether this worker counts for its replica, whose ranks all have the same share.
     """
     if not drops:
         return share
     (total,) = group.sum([float(share.examples * counts)])
     return replace(share, of=int(total))
+
+
+class PeriodicLoop(RoundLoop):
+    """The loop of parameter averaging by all-reduce."""
+
+    meets = True
+
+    def __init__(self, session: WorkerSession, control: RunControl, sync: PeriodicSync) -> None:
+        super().__init__(session, control, replica_leader(session.run.plan, session.rank))
+        self._sync = sync
+
+    def next_meeting(self) -> int:
+        return self._sync.coming(self._session.progress.done)
+
+    def part(self, batch: Any) -> Share:
+        share = self._session.progress.share
+        return Share(batch, share.examples, share.examples, share.epoch)
+
+    def weigh(self, weight: float) -> None:
+        self._sync.weigh(weight)
+
+    def synchronize(self) -> float:
+        done = self._session.progress.done
+        if self._sync.coming(done) > done:
+            return 0.0
+        return self._meet(self._sync.meet)
+
+    def finish(self) -> None:
+        self._meet(self._sync.end)
+
+    def _meet(self, meet: Callable[[int], SyncResult | None]) -> float:
+        began = perf_counter()
+        done = self._session.progress.done
+        result = meet(done)
+        took_s = perf_counter() - began
+        if result is not None and self._session.rank == 0:
+            events = self._session.events
+            events.write(averaged_event(0, events.now(), done, replace(result, took_s=took_s)))
+        return took_s
+
+
+def averaged_event(rank: int, now: float, done: int, result: SyncResult) -> ParametersAveraged:
+    """Returns the event of a synchronization after so many rounds."""
+    return ParametersAveraged(
+        *(rank, now, done, result.rounds, result.period, result.why, result.drift, result.took_s),
+        *(result.left_out, result.number),
+    )
