@@ -324,7 +324,7 @@ def test_the_second_signal_ends_the_process_at_once(page: ControlPage, monkeypat
             os.kill(os.getpid(), signal.SIGTERM)
             assert ended == [], "an echo of the first"
             now = time.monotonic()
-            monkeypatch.setattr(time, "monotonic", lambda: now + ECHO_S + 0.01)
+            monkeypatch.setattr(base, "monotonic", lambda: now + ECHO_S + 0.01)
             os.kill(os.getpid(), signal.SIGTERM)
             assert ended == [143]
     finally:
@@ -345,7 +345,7 @@ def test_an_echo_after_the_run_does_not_break_off_the_commands_end(
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended == []
         now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now + ECHO_S + 0.01)
+        monkeypatch.setattr(base, "monotonic", lambda: now + ECHO_S + 0.01)
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended == [143]
     finally:

@@ -30,8 +30,8 @@ from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.strategies.strategy import ModelProbe
-from headrace.worker.session import objective_of
 from headrace.worker.run_spec import RunSpec
+from headrace.worker.session import objective_of
 from headrace.worker.worker import Worker
 
 # A process shows itself four times a second.

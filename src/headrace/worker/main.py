@@ -22,16 +22,21 @@ from headrace.spec.plan import Role
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute, parameters_and_buffers
 from headrace.training.synchronization import DataLeases, PeriodicSync
-from headrace.worker.session import build_context, build_evaluation, build_loader, build_module
 from headrace.worker.control import RunControl
 from headrace.worker.evaluation import average
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.leased import LeasedLoop
-from headrace.worker.loops.rounds import LockstepLoop
-from headrace.worker.loops.rounds import PeriodicLoop
+from headrace.worker.loops.rounds import LockstepLoop, PeriodicLoop
 from headrace.worker.run_spec import ResumePoint, RunSpec
-from headrace.worker.session import DeviceGroup, WorkerSession
+from headrace.worker.session import (
+    DeviceGroup,
+    WorkerSession,
+    build_context,
+    build_evaluation,
+    build_loader,
+    build_module,
+)
 from headrace.worker.state import LoadedCheckpoint, making_sense, seed_random
 from headrace.worker.worker import Worker, train
 
