@@ -24,7 +24,7 @@ from headrace.models import mlp
 from headrace.parameter_server.server.server import Server
 from headrace.spec.events import Event, Lost, Stepped, WorkerStarted
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServerContext
+from headrace.strategies.context import ServerContext
 
 WORKERS, PERIOD = 4, 16
 BATCH, EXAMPLES = 256, 16_384

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.pipeline.stage import cut
-from headrace.pipeline.trace.recording import tensors
+from headrace.pipeline.trace.recorded_forward import tensors
 from headrace.pipeline.trace.tracing import trace
 from pipeline.test_stage import forward, partitions
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from importlib import import_module
 from itertools import product
 
 import pytest
 
-from headrace.pipeline.schedules import SCHEDULES, Action, PassKind, PipelineSchedule
-from headrace.pipeline.schedules.schedule import bubble, draw, in_flight, timed
+from headrace.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    PassKind,
+    PipelineSchedule,
+    bubble,
+    draw,
+    in_flight,
+    timed,
+)
 
-MODULES = {"1f1b": "one_forward_one_backward"}
 CASES = [
     (name, ranks, micro_batches, chunks)
     for name in SCHEDULES
@@ -29,8 +35,8 @@ def orders(name: str, *shape: int) -> list[list[Action]]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_drawing_is_what_is_done(name: str) -> None:
-    module = import_module(f"headrace.pipeline.schedules.{MODULES.get(name, name)}")
-    drawn = [line.strip() for line in (module.__doc__ or "").splitlines() if line.strip().startswith("rank ")]
+    lines = (SCHEDULES[name].__doc__ or "").splitlines()
+    drawn = [line.strip() for line in lines if line.strip().startswith("rank ")]
     assert draw(timed(orders(name, *((2, 4, 2) if name == "interleaved" else (3, 4))))).splitlines() == drawn
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.policies.placement import PLACEMENTS, ParameterPiece, greedy, place, round_robin
-from headrace.policies.sharding import fixed_shards
+from headrace.policies.sharding import PLACEMENTS, ParameterPiece, fixed_shards, greedy, place, round_robin
 from headrace.spec.model import ParameterSpec
 from headrace.spec.plan import Segment
 

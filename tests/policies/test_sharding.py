@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import UnknownName, UsageError
-from headrace.policies.placement import ParameterPiece
 from headrace.policies.sharding import (
+    ParameterPiece,
     everywhere,
     fixed_shards,
     max_size,

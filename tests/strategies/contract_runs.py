@@ -32,10 +32,10 @@ from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec, ProfileRequ
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, WorkerContext
-from headrace.strategies.strategy import ModelProbe
+from headrace.strategies.context import ModelProbe
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece
 from headrace.training.synchronization import PeriodicSync
 from headrace.training.whole_model import Objective
 
@@ -218,7 +218,7 @@ def step(replica: Replica, share: Share, round_: int) -> StepDecision:
 def held(replica: Replica) -> Saved:
     """Returns a copy of what a rank holds."""
     tensors = {name: tensor.detach().clone() for name, tensor in replica.compute.module.state_dict().items()}
-    return Saved(tensors, replica.exchange.state(), json.loads(json.dumps(replica.exchange.settings())))
+    return Saved(tensors, replica.state(), json.loads(json.dumps(replica.exchange.settings())))
 
 
 def drive(
@@ -242,7 +242,7 @@ def drive(
 
     def rounds(_: int, replica: Replica, loader: Loader) -> Saved:
         if saved:
-            replica.exchange.load(saved.pieces, saved.settings)
+            replica.load(saved.pieces, saved.settings)
         for round_, share in enumerate(islice(loader.rounds(start), stop - start), start):
             step(replica, share, round_)
         return held(replica)

@@ -57,7 +57,7 @@ def test_it_trains_as_full_precision_does(name: str, workers: int, case: str) ->
 def test_overflow_is_decided_alike_skips_the_update_and_halves_the_scale(name: str, workers: int, case: str) -> None:
     def act(rank: int, replica: Replica, loader: Loader) -> list[float]:
         start = held(replica)
-        replica.exchange.load(start.pieces, scaled(start, 2.0**28).settings)
+        replica.load(start.pieces, scaled(start, 2.0**28).settings)
         scales, verdicts = [], []
         for round_, share in enumerate(islice(loader.rounds(), 25)):
             before = held(replica)

@@ -19,7 +19,7 @@ from headrace.data import Loader
 from headrace.spec.job import Share
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece
 from headrace.training.update import PARAMETER
 from strategies.contract_models import Case, Partial, dense
 from strategies.contract_runs import Saved, held, step, with_replicas
@@ -137,7 +137,7 @@ def suffer(every: Sequence[Poison], rank: int, replica: Replica, loader: Loader)
         syringe.empty()
         if verdicts[-1].apply:
             assert not same(held(replica), before)
-            replica.exchange.load([*before.pieces, *weights(before)])  # huge weights are nothing to go on with
+            replica.load([*before.pieces, *weights(before)])  # huge weights are nothing to go on with
         assert same(held(replica), before)
     shares.close()
     return verdicts

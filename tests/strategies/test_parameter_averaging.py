@@ -21,7 +21,7 @@ from headrace.metrics import weigh
 from headrace.spec.events import Evaluated, ParametersAveraged
 from headrace.strategies import parameter_averaging
 from headrace.training.exchange import Replica
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece
 from headrace.training.synchronization import PeriodicSync
 from strategies.contract_models import ADAM, COUNTS, MODELS, VARIANTS, Case, Convolutional, dense, images
 from strategies.contract_options import SCHEDULES
@@ -263,7 +263,7 @@ def test_what_was_lost_on_the_wire_is_saved_too(codec: str, outer: str | None) -
     def go_on(rank: int, replica: Replica, loader: Loader) -> Saved:
         (first, _, _), own = begun[0], begun[rank][1]
         found = {piece.name: piece for piece in (*first.pieces, *own)}
-        replica.exchange.load(found.values(), first.settings)
+        replica.load(found.values(), first.settings)
         for round_, share in enumerate(itertools.islice(loader.rounds(4), 4), 4):
             step(replica, share, round_)
         return held(replica)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import headrace as hr
 from headrace.data import Loader, as_pipeline
 from headrace.pipeline.buffers import SavedBuffers
-from headrace.pipeline.memory import SavedBytes
 from headrace.pipeline.staged import StagedModel
 from headrace.training.exchange import Replica
 from strategies.contract_models import Case, images
 from strategies.contract_runs import distance, drive, step, with_replicas
+from strategies.saved_bytes import SavedBytes
 from strategies.test_pipeline import DEEP, job, merged
 
 WIDTH, EXAMPLES = 64, 64
@@ -69,8 +69,8 @@ def test_who_makes_activations_again_keeps_inputs_and_those_of_one_micro_batch(r
     again = counted(hr.Pipeline(2, 8, schedule, recompute), 2)
     inputs = EXAMPLES * WIDTH * torch.float64.itemsize
     for rank, kept in zip(usual, again, strict=True):
-        assert rank.runner.saved is not None
-        assert kept.runner.saved is not None
+        assert isinstance(rank.runner.saved, SavedBytes)
+        assert isinstance(kept.runner.saved, SavedBytes)
         one = rank.runner.saved.largest
         assert kept.runner.saved.peak <= 1.15 * (inputs + one)
         # Else it would keep as much for nothing.
@@ -130,7 +130,7 @@ def moving() -> nn.Module:
 def peaks(schedule: str) -> list[int]:
     found = []
     for rank in counted(hr.Pipeline(3, 8, schedule, partition=[4, 4, 5]), 3):
-        assert rank.runner.saved is not None
+        assert isinstance(rank.runner.saved, SavedBytes)
         found.append(rank.runner.saved.peak)
     return found
 

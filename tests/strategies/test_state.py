@@ -14,7 +14,7 @@ import headrace as hr
 from headrace.data import Loader
 from headrace.strategies import STRATEGIES
 from headrace.training.exchange import Replica
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece
 from strategies.contract_models import ADAM, MODELS, SGD, Case, Partial, by_name, dense, matrices
 from strategies.contract_options import OPTIONS, SCHEDULES
 from strategies.contract_runs import Saved, by_hand, distance, drive, held, step, with_replicas

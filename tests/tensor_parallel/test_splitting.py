@@ -18,7 +18,7 @@ from headrace.errors import UnknownName, UsageError
 from headrace.tensor_parallel import RewrittenModel
 from headrace.tensor_parallel.analysis import analyze_graph
 from headrace.tensor_parallel.rewriting import split
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece
 
 Rules = str | Mapping[str, str]
 

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from headrace.errors import UsageError
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
-from headrace.training.optimizer import build, build_over, is_elementwise, state_copies
-from headrace.training.optimizer_state import StatePiece, load_state, state_bytes, state_pieces
+from headrace.training.optimizer import (
+    StatePiece,
+    build,
+    build_over,
+    is_elementwise,
+    load_state,
+    state_bytes,
+    state_copies,
+    state_pieces,
+)
 from headrace.training.update import Updater
 
 optim = torch.optim

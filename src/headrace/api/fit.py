@@ -29,7 +29,7 @@ from headrace.spec.options import Checkpoints
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
-from headrace.strategies.strategy import ModelProbe
+from headrace.strategies.context import ModelProbe
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import objective_of
 from headrace.worker.worker import Worker

@@ -19,7 +19,7 @@ from headrace.spec.model import ModelSpec
 from headrace.training.clipping import StepDecision, all_finite
 from headrace.training.exchange import Exchange, UpdatingExchange
 from headrace.training.gradients import FlatLayout
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece
 from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.training.update import PARAMETER, Updater
 

@@ -41,8 +41,8 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import UpdatingExchange
-from headrace.training.optimizer import build
-from headrace.training.optimizer_state import MeanState, StatePiece, mean_state
+from headrace.training.optimizer import StatePiece, build
+from headrace.training.synchronization import MeanState, mean_state
 from headrace.training.update import AVERAGE
 
 Wait = str | int | float

@@ -26,7 +26,7 @@ from headrace.averaging.outer_steps import OuterStep
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.gradients import FlatLayout
-from headrace.training.optimizer_state import MeanState, describe_tensor, mean_state
+from headrace.training.synchronization import MeanState, describe_tensor, mean_state
 
 _CHUNK = 65_536
 """Elements that are averaged at a time, so that they stay in a core's cache."""

@@ -19,9 +19,8 @@ from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
-from headrace.policies.placement import PLACEMENTS, place
 from headrace.policies.roles import require_memory, worker_and_server_roles
-from headrace.policies.sharding import parse_sharding
+from headrace.policies.sharding import PLACEMENTS, parse_sharding, place
 from headrace.policies.staleness import Admission, Combination
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ParameterSpec
@@ -33,7 +32,7 @@ from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
 
 if TYPE_CHECKING:
-    from headrace.training.optimizer_state import MeanState
+    from headrace.training.synchronization import MeanState
 
 _DEFAULT_SHARDING = {"shared_memory": "max_size:4MB", "tcp": "max_size:1MB"}
 """While a server updates one shard, the next one is sent. Over TCP a shard of 1 MB fits in one frame."""

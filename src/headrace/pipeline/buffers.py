@@ -98,7 +98,8 @@ class RunningStatistics:
         self._deferred = deferred
         self._sums: dict[_BatchNorm, _Sums] = {}
         self._counting = False
-        self._hooks = [layer.register_forward_pre_hook(self._see) for layer in self._layers] if deferred else []
+        for layer in self._layers if deferred else ():
+            layer.register_forward_pre_hook(self._see)
 
     @contextmanager
     def following(self, again: bool = False) -> Iterator[None]:
@@ -131,11 +132,6 @@ class RunningStatistics:
             layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
             layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
         self._sums.clear()
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
 
     @torch.no_grad()
     def _see(self, layer: nn.Module, inputs: Any) -> None:

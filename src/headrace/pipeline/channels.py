@@ -7,6 +7,7 @@ stage 0 ──► stage 1 ──► stage 2          of a model with a skip conn
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,14 @@ class Edge:
     slots: int = 1
 
 
+def _untracked(tensor: Tensor) -> bool:
+    return False
+
+
+def _unchanged(tensor: Tensor, tracked: bool) -> Tensor:
+    return tensor
+
+
 class Channel:
     """One edge, as a rank sees it; without sender and receiver where the rank holds both stages."""
 
@@ -47,7 +56,7 @@ class Channel:
         self._receiver = receiver
         self._own: deque[tuple[dict[str, Any], list[bool]]] = deque()
 
-    def send(self, values: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> None:
+    def send(self, values: Mapping[str, Any], tracked: Callable[[Tensor], bool] = _untracked) -> None:
         """Sends values by name; see `pack`."""
         if self._sender:
             self._sender.send(*pack(values, tracked))
@@ -56,12 +65,8 @@ class Channel:
         detached = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
         self._own.append((detached, marks))
 
-    def receive(self, track: Callable[[Tensor, bool], Tensor]) -> dict[str, Any]:
-        """Waits for the next message and returns its values.
-
-        Args:
-            track: takes a tensor, and whether a gradient is to be sent back for it, and returns what stands for it.
-        """
+    def receive(self, track: Callable[[Tensor, bool], Tensor] = _unchanged) -> dict[str, Any]:
+        """Waits for the next message and returns its values; `track` is what `unpack` receives tensors with."""
         if self._receiver:
             # A copy, so that the next message can be written meanwhile.
             def copied(tensor: Tensor, tracked: bool) -> Tensor:
@@ -107,11 +112,9 @@ class Channels:
 
 
 def pack(values: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> tuple[bytes, list[Tensor]]:
-    """Returns a note, and the tensors that it speaks of, detached.
+    """Returns a note about tensors, numbers, shapes and None, and the tensors, detached.
 
-    Args:
-        values: tensors, numbers, shapes and None, by name.
-        tracked: whether a tensor's receiver is to send a gradient back.
+    `tracked` tells whether a tensor's receiver is to send a gradient back.
 
     Raises:
         UsageError: a value is of another kind.
@@ -122,19 +125,16 @@ def pack(values: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> tuple[
 
 
 def unpack(note: bytes, data: Tensor, receive: Callable[[Tensor, bool], Tensor]) -> dict[str, Any]:
-    """Returns the values of a message, by name.
+    """Returns the values of a message, by name; `data` is `(nbytes,)` uint8, the tensors' bytes by `places`.
 
-    Args:
-        note: what `pack` returned.
-        data: `(nbytes,)` uint8, the tensors' bytes by `places`.
-        receive: takes a tensor that lies in `data`, and whether it is tracked, and returns what is to stand for it.
+    `receive` takes a tensor that lies in `data`, and whether it is tracked, and returns what is to stand for it.
 
     Raises:
         ValueError: the note is none.
     """
     form: dict[str, Any] = json.loads(note)
     forms = [each for each in form.values() if isinstance(each, list) and len(each) == 3]
-    sizes = [_elements(shape) * ITEM_BYTES[word] for word, shape, _ in forms]
+    sizes = [math.prod(shape) * ITEM_BYTES[word] for word, shape, _ in forms]
     begins, _ = places(sizes)
     tensors = iter(
         receive(data[begin : begin + size].view(_type(word)).view(shape), tracked)
@@ -160,13 +160,6 @@ def _value(form: Any, tensors: Any) -> Any:
     if not isinstance(form, list):
         return form
     return next(tensors) if len(form) == 3 else torch.Size(form[0])
-
-
-def _elements(shape: list[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _type(word: str) -> torch.dtype:

@@ -29,7 +29,7 @@ from headrace.data import Loader, as_pipeline
 from headrace.errors import UnfitMachine
 from headrace.machine import give_back
 from headrace.metrics import weigh
-from headrace.pipeline.memory import out_of_memory
+from headrace.pipeline.runner import out_of_memory
 from headrace.pipeline.stage import OUTPUT, Stage, cut
 from headrace.pipeline.trace.tracing import Traced, trace, unchanged
 from headrace.spec.job import Job

@@ -9,20 +9,21 @@ Gradients add up in `.grad`, in the order of the backward passes, which is the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from headrace.errors import UnfitMachine
+from headrace.machine import resident_bytes
 from headrace.pipeline.backward import WeightGradient
 from headrace.pipeline.buffers import RunningStatistics, SavedBuffer
 from headrace.pipeline.channels import Channels
-from headrace.pipeline.memory import SavedBytes, explain_out_of_memory
 from headrace.pipeline.schedules import Action, PassKind
 from headrace.pipeline.stage import OUTPUT, Stage
 from headrace.spec.events import StagePass
@@ -64,6 +65,19 @@ class _Saved:
     buffers: Sequence[SavedBuffer] = ()
 
 
+class SavedCounter(Protocol):
+    """Counts the bytes that are kept for the backward passes of a micro-batch in a stage, its `key`."""
+
+    def counting(self, key: tuple[int, int], values: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Counts what a forward saves, its inputs among it."""
+
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> None:
+        """Notes that a backward pass is done, and keeps no more than these for the weight pass."""
+
+    def forget(self, key: tuple[int, int]) -> None:
+        """Notes that a weight pass is done."""
+
+
 class Runner:
     """Runs a rank's stages on one batch after the other.
 
@@ -74,14 +88,14 @@ class Runner:
 
     Attributes:
         in_flight: most forward passes so far that waited for their backward at a time.
-        saved: bytes that are kept for backward passes, where they are counted; None where they are not.
+        saved: counts what is kept for backward passes; None where nothing does, as it costs a call a saved tensor.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
         channels: Channels,
-        actions: Sequence[Action],
+        actions: Iterable[Action],
         recompute: str,
         statistics: RunningStatistics,
         trains: Container[int],
@@ -101,7 +115,7 @@ class Runner:
         self._count = 0
         self.last = any(stage.last for stage in stages.values())
         self.in_flight = 0
-        self.saved: SavedBytes | None = None
+        self.saved: SavedCounter | None = None
         self.passes: list[StagePass] = []
         for action in self._actions:
             stages[action.stage].gradients.split |= action.kind is PassKind.BACKWARD_INPUT
@@ -122,17 +136,8 @@ class Runner:
                 what = f"{action.kind} of micro-batch {action.micro_batch}"
                 with self._explaining(action.stage, what, _LESS):
                     self._do(action, after, present[action.micro_batch])
-                self.passes.append(
-                    StagePass(
-                        action.stage,
-                        action.micro_batch,
-                        action.backward,
-                        began,
-                        monotonic(),
-                        self._waited,
-                        _PARTS.get(action.kind, ""),
-                    )
-                )
+                place, part = (action.stage, action.micro_batch, action.backward), _PARTS.get(action.kind, "")
+                self.passes.append(StagePass(*place, began, monotonic(), self._waited, part))
         finally:
             self._saved.clear()
             self._weights.clear()
@@ -151,7 +156,7 @@ class Runner:
             with self._explaining(stage.index, "forward of an evaluation", _FEWER), self._autocast():
                 values, _ = self._receive_values(stage, inputs)
                 outputs = stage.run(values)
-            self._send(stage, outputs, _never)
+            self._send(stage, outputs)
             output = outputs.get(OUTPUT)
         return output
 
@@ -212,7 +217,7 @@ class Runner:
         del roots
         for producer, names in saved.received.items():
             back = {name: saved.values[name].grad for name in names if _needs_gradient(saved.values[name])}
-            self._channels.channel(stage.index, producer, "gradients").send(back, _never)
+            self._channels.channel(stage.index, producer, "gradients").send(back)
         del self._saved[key]
         if split:
             self._weights[key] = later
@@ -258,7 +263,9 @@ class Runner:
         self._waited += monotonic() - began
         return received
 
-    def _send(self, stage: Stage, outputs: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> None:
+    def _send(
+        self, stage: Stage, outputs: Mapping[str, Any], tracked: Callable[[Tensor], bool] = lambda tensor: False
+    ) -> None:
         for consumer in stage.consumers:
             needed = {value.name: outputs[value.name] for value in stage.sends if consumer in value.consumers}
             self._channels.channel(stage.index, consumer, "values").send(needed, tracked)
@@ -270,10 +277,6 @@ def _track(tensor: Tensor, tracked: bool) -> Tensor:
 
 def _needs_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _never(tensor: Tensor) -> bool:
-    return False
 
 
 def _rng_state() -> tuple[Tensor, ...]:
@@ -297,3 +300,26 @@ def _set_rng_state(states: tuple[Tensor, ...]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state)
+
+
+@contextmanager
+def explain_out_of_memory(where: str, held: Callable[[], str], remedy: str) -> Iterator[None]:
+    """Explains where and with what the process ran out of memory; `held` is called only then.
+
+    Raises:
+        UnfitMachine: there was not enough memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        resident = resident_bytes()
+        raise UnfitMachine(
+            f"{where}, when the process held {resident:,} bytes, {held()}: {str(error) or 'no more memory'}; {remedy}"
+        ) from error
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Returns whether an error says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from headrace.errors import JobError, UsageError
 from headrace.pipeline.backward import WeightGradients
 from headrace.pipeline.buffers import SavedBuffers
-from headrace.pipeline.trace.recording import answer, execute
+from headrace.pipeline.trace.recorded_forward import answer, execute
 from headrace.pipeline.trace.tracing import Traced
 from headrace.trees import map_leaves, nbytes
 
@@ -154,15 +154,6 @@ def _stages(traced: Traced, placed: Sequence[int], count: int) -> tuple[Stage, .
     values = _values(traced, placed, count - 1)
     bounds = pairwise(bisect_left(placed, index) for index in range(count + 1))
     return tuple(Stage(traced, index, bound, values, index == count - 1) for index, bound in enumerate(bounds))
-
-
-def shared(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters that several stages use, and which these are: their gradients are to be summed."""
-    users: dict[str, list[int]] = {}
-    for stage in stages:
-        for name in stage.parameters:
-            users.setdefault(name, []).append(stage.index)
-    return {name: tuple(indices) for name, indices in users.items() if len(indices) > 1}
 
 
 def _values(traced: Traced, stage: Sequence[int], last: int) -> list[Value]:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headrace.errors import JobError, UsageError
 from headrace.pipeline.channels import Channels, Edge
 from headrace.pipeline.stage import Stage
+from headrace.training.whole_model import without_data
 
 
 class StageModule:
@@ -56,7 +57,7 @@ class StageModule:
                     "build it without torch.jit.script"
                 )
         names = (*self.module.named_parameters(), *self.module.named_buffers())
-        released = {id(tensor): _without_data(tensor) for name, tensor in names if name not in self._held}
+        released = {id(tensor): without_data(tensor) for name, tensor in names if name not in self._held}
         for module in self.module.modules():
             held: tuple[dict[str, Any], ...] = module._parameters, module._buffers
             for tensors in held:
@@ -70,26 +71,26 @@ class StageModule:
         for name, holders in self._tied.items():
             parameter, first = parameters[name], holders[0]
             if self._rank != first:
-                channels.channel(self._rank, first, "tied").send({name: parameter.grad}, _never)
-                parameter.grad = channels.channel(first, self._rank, "tied").receive(_unchanged)[name]
+                channels.channel(self._rank, first, "tied").send({name: parameter.grad})
+                parameter.grad = channels.channel(first, self._rank, "tied").receive()[name]
                 continue
             for other in holders[1:]:
-                gradient = channels.channel(other, first, "tied").receive(_unchanged)[name]
+                gradient = channels.channel(other, first, "tied").receive()[name]
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             for other in holders[1:]:
-                channels.channel(first, other, "tied").send({name: parameter.grad}, _never)
+                channels.channel(first, other, "tied").send({name: parameter.grad})
 
     def spread_tied(self, channels: Channels) -> None:
         """Gives every holder of a parameter the first one's values."""
         parameters = self.parameters()
         for name, (first, *others) in self._tied.items():
             if self._rank != first:
-                value = channels.channel(first, self._rank, "tied").receive(_unchanged)[name]
+                value = channels.channel(first, self._rank, "tied").receive()[name]
                 parameters[name].data.copy_(value)
                 continue
             for other in others:
-                channels.channel(first, other, "tied").send({name: parameters[name].data}, _never)
+                channels.channel(first, other, "tied").send({name: parameters[name].data})
 
 
 def edges(stages: Sequence[Stage], placement: Sequence[int]) -> list[Edge]:
@@ -119,21 +120,8 @@ def _holders(stages: Sequence[Stage], placement: Sequence[int]) -> dict[str, tup
     return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 
 
-def _without_data(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
 def _refuse(module: nn.Module, inputs: Any) -> None:
     raise UsageError(
         f"this rank holds a part of {type(module).__name__}, which cannot be called; use worker.step(batch), which "
         "computes whole steps, and worker.evaluate()"
     )
-
-
-def _never(tensor: Tensor) -> bool:
-    return False
-
-
-def _unchanged(tensor: Tensor, tracked: bool) -> Tensor:
-    return tensor

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.metrics import Mean, weigh
 from headrace.pipeline.channels import Channels
-from headrace.pipeline.memory import explain_out_of_memory
-from headrace.pipeline.runner import MicroBatch, Runner
+from headrace.pipeline.runner import MicroBatch, Runner, explain_out_of_memory
 from headrace.pipeline.stage_module import StageModule
 from headrace.pipeline.trace.tracing import Traced
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
+from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
-from headrace.training.gradients import GradientSink
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.gradients import GradientSink, assign, divide
+from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
-from headrace.training.whole_model import Objective, cut, select_target, widened
-from headrace.trees import map_tensors
+from headrace.training.whole_model import (
+    ModelParallelGroup,
+    Objective,
+    WholeModel,
+    cut,
+    select_target,
+    widened,
+)
 
 _FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, momentum one copy, Adam two"
 
@@ -52,7 +60,7 @@ class StagedModel(Compute):
         micro_batches: int,
         total: Callable[[Sequence[float]], list[float]],
     ) -> None:
-        self.module = part.module
+        self.module, self.device = part.module, channels.device
         self.runner = runner
         self.counts = runner.last
         self._traced = traced
@@ -66,7 +74,6 @@ class StagedModel(Compute):
         self.mates = ThreadCollective(ThreadGroup(1), 0)
         self.trained = {name: each for name, each in part.parameters().items() if each.requires_grad}
         self._trained = list(self.trained.values())
-        self._device = channels.device
 
     def run(self, share: Share) -> Computed:
         if share.examples == 0:
@@ -78,7 +85,7 @@ class StagedModel(Compute):
         batch = self.place(share.batch)
         held = [parameter.grad for parameter in self._trained]
         if self.sink is not None:
-            self._hold([None] * len(held))
+            assign(self._trained, [None] * len(held))
         losses: dict[int, tuple[Tensor, float]] = {}
         micro_batches: list[MicroBatch | None] = []
         for index, (start, stop) in enumerate(bounds(share.examples, (1,) * self._micro_batches)):
@@ -94,10 +101,14 @@ class StagedModel(Compute):
         self._part.sum_tied(self._channels)
         own = float(sum(weight for _, weight in losses.values()))
         # Every rank knows the weight of a loss that is a mean.
-        all_weight = self._divide(own) if self._objective.weighed else float(share.examples)
+        all_weight = float(share.examples)
+        gradients = [parameter.grad for parameter in self._trained]
+        if self._objective.weighed:
+            (all_weight,) = self._total([own])
+            divide(gradients, all_weight)
         if self.sink is not None:
-            self.sink.store([parameter.grad for parameter in self._trained])
-            self._hold(held)
+            self.sink.store(gradients)
+            assign(self._trained, held)
         totals = [total for total, _ in losses.values()]
         return Computed(torch.stack(totals).sum() / own if own else None, own if self.counts else all_weight)
 
@@ -111,11 +122,6 @@ class StagedModel(Compute):
         traced = self._traced if training else self._traced.evaluated or self._traced
         output = self.runner.predict(traced.inputs(self.place(batch)), training)
         return widened(output, self.runner.half)
-
-    def place(self, batch: Any) -> Any:
-        if self._device.type == "cpu":
-            return batch
-        return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
 
     def spread_tied(self) -> None:
         """Copies the first holder's values of each tied parameter to the others; all ranks of the replica call it."""
@@ -142,17 +148,26 @@ class StagedModel(Compute):
         # What a part of a `Mean` is all_weight is known when all have been weighed.
         return total if isinstance(loss, Mean) else total / share.of
 
-    def _divide(self, own: float) -> float:
-        (all_weight,) = self._total([own])
-        present = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        if present:
-            # Micro-batches that weigh nothing together say nothing.
-            torch._foreach_div_(present, all_weight) if all_weight else torch._foreach_zero_(present)
-        return all_weight
 
-    def _hold(self, gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._trained, gradients, strict=True):
-            parameter.grad = gradient
+class StagedReplica(ModelParallelGroup):
+    """One rank's stages of a replica that is a pipeline; `model` is the whole model."""
+
+    piecewise = True
+
+    def __init__(self, compute: StagedModel, group: ProcessGroup, everyone: ProcessGroup, model: ModelSpec) -> None:
+        self.group = group
+        self.everyone = everyone
+        self.repeated = frozenset()
+        held = tuple(spec for spec in model.parameters if spec.name in compute.parameters)
+        self.model = replace(model, parameters=held)
+        self._compute = compute
+
+    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
+        self._compute.sink = sink
+        return self._compute
+
+    def spread(self) -> None:
+        self._compute.spread_tied()
 
 
 class PipelineExchange(UpdatingExchange):

@@ -103,11 +103,7 @@ def data_parallel_plan(
 
 
 def require_cpu(strategy: str, cluster: Cluster) -> None:
-    """Refuses accelerators.
-
-    Raises:
-        InfeasiblePlan: the devices are no CPUs.
-    """
+    """Refuses accelerators with an `InfeasiblePlan`."""
     if cluster.device != "cpu":
         raise InfeasiblePlan(f"{strategy} runs on CPUs, and the devices are {cluster.device}; use device='cpu'")
 

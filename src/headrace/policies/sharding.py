@@ -1,30 +1,46 @@
-"""Into what the parameters are cut: pure functions from parameters to segments, or to pieces.
+"""Into what the parameters are cut, and which owner gets which piece: pure functions of names and sizes.
 
-Every function covers each trainable parameter wholly and without overlap, in the model's order, and gives the
-same answer for the same input. Some say who owns what as well, and return segments; the others cut along the first
-axis, never through a row, and leave the owners to a placement:
+Every cut covers each trainable parameter wholly and without overlap, in the model's order. Some functions say who owns
+what as well, and return segments; the others cut along the first axis, never through a row, and leave the owners to a
+placement, which gives every owner a piece that has elements if there are enough of them:
 
     weight (5, 4)           fixed_shards:2      ████████ | ████████████                 2 + 3 rows
     of float32,             min_size:32B/8      ████████ | ████████████                 at least 2 rows each
     80 bytes                max_size:32B        ████ | ████████ | ████████              at most 2 rows each
                             whole               ████████████████████
+
+A number of owners, pieces or bytes below 1 is a `UsageError`.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from headrace.errors import UnknownName, UsageError
-from headrace.policies.placement import ParameterPiece, greedy, require_owners
+from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 from headrace.spec.plan import EVERY_WORKER, Segment
 
+
+@dataclass(frozen=True)
+class ParameterPiece:
+    """A contiguous piece `[start, stop)` of one flattened parameter, which has no owner yet, and its size."""
+
+    parameter: str
+    start: int
+    stop: int
+    bytes: int
+
+
 Sharding = Callable[[Sequence[ParameterSpec]], tuple[ParameterPiece, ...]]
 """From parameters to pieces."""
+
+Placement = Callable[[Sequence[ParameterPiece], int], tuple[int, ...]]
+"""From pieces and a number of owners to the index of each piece's owner."""
 
 _LINE = 16
 """Elements between possible cuts: 64 bytes of float32, so that two owners do not write to one cache line."""
@@ -44,11 +60,8 @@ def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, .
 
     The cuts are the multiples of 16 elements nearest to equal parts, where there are 16 elements an owner;
     otherwise the parts differ by at most 1. A parameter that crosses a cut becomes several segments.
-
-    Raises:
-        UsageError: `owners` is below 1.
     """
-    require_owners(owners)
+    _require_owners(owners)
     trainable = [parameter for parameter in parameters if parameter.trainable]
     total = sum(parameter.elements for parameter in trainable)
     line = _LINE if total >= _LINE * owners else 1
@@ -73,9 +86,6 @@ def whole(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ..
     """Gives every parameter to one owner: the largest first, to the owner with the fewest bytes so far.
 
     For optimizers that need whole matrices. See `greedy`.
-
-    Raises:
-        UsageError: `owners` is below 1.
     """
     pieces = unsharded(parameters)
     return tuple(
@@ -85,12 +95,8 @@ def whole(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ..
 
 
 def everywhere(parameters: Sequence[ParameterSpec], owners: int = 1) -> tuple[Segment, ...]:
-    """Gives every parameter to every worker, however many `owners` there are: each updates its own mirror.
-
-    Raises:
-        UsageError: `owners` is below 1.
-    """
-    require_owners(owners)
+    """Gives every parameter to every worker, however many `owners` there are: each updates its own mirror."""
+    _require_owners(owners)
     return tuple(
         Segment(parameter.name, 0, parameter.elements, EVERY_WORKER) for parameter in parameters if parameter.trainable
     )
@@ -102,11 +108,7 @@ def unsharded(parameters: Sequence[ParameterSpec]) -> tuple[ParameterPiece, ...]
 
 
 def fixed_shards(parameters: Sequence[ParameterSpec], count: int) -> tuple[ParameterPiece, ...]:
-    """Cuts every parameter into `count` pieces, or one a row where it has fewer rows.
-
-    Raises:
-        UsageError: `count` is below 1.
-    """
+    """Cuts every parameter into `count` pieces, or one a row where it has fewer rows."""
     _require("count", count)
     return _cut(parameters, lambda rows, row_bytes: min(count, rows))
 
@@ -115,9 +117,6 @@ def min_size(parameters: Sequence[ParameterSpec], count: int, least_bytes: int) 
     """Cuts every parameter into as many pieces as are at least `least_bytes` each, but not more than `count`.
 
     A parameter that is smaller stays whole.
-
-    Raises:
-        UsageError: `count` or `least_bytes` is below 1.
     """
     _require("count", count)
     _require("least_bytes", least_bytes)
@@ -126,11 +125,7 @@ def min_size(parameters: Sequence[ParameterSpec], count: int, least_bytes: int) 
 
 
 def max_size(parameters: Sequence[ParameterSpec], most_bytes: int) -> tuple[ParameterPiece, ...]:
-    """Cuts every parameter into as few pieces as are at most `most_bytes` each; a single row may be larger.
-
-    Raises:
-        UsageError: `most_bytes` is below 1.
-    """
+    """Cuts every parameter into as few pieces as are at most `most_bytes` each; a single row may be larger."""
     _require("most_bytes", most_bytes)
     return _cut(parameters, lambda rows, row_bytes: -(-rows // max(1, most_bytes // row_bytes)))
 
@@ -160,6 +155,55 @@ def parse_sharding(text: str) -> Sharding:
     if text != name:
         raise UsageError(f"the sharding 'whole' takes nothing, got {text!r}; write 'whole'")
     return unsharded
+
+
+def round_robin(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...]:
+    """Deals the pieces out in turn; a piece without elements takes no turn."""
+    _require_owners(owners)
+    chosen, turn = [], 0
+    for piece in pieces:
+        chosen.append(turn % owners)
+        turn += piece.bytes > 0
+    return tuple(chosen)
+
+
+def greedy(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...]:
+    """Gives the largest piece first to the owner with the fewest bytes so far.
+
+    No owner has more than 4/3 of the least possible maximum (Graham, "Bounds on multiprocessing timing anomalies",
+    1969, theorem 3).
+    """
+    _require_owners(owners)
+    held = [0] * owners
+    chosen = [0] * len(pieces)
+    for index in sorted(range(len(pieces)), key=lambda index: (-pieces[index].bytes, index)):
+        owner = held.index(min(held))
+        held[owner] += pieces[index].bytes
+        chosen[index] = owner
+    return tuple(chosen)
+
+
+def place(pieces: Sequence[ParameterPiece], ranks: Sequence[int], placement: Placement) -> tuple[Segment, ...]:
+    """Assigns every piece to one of the servers with these ranks; the pieces keep their order.
+
+    Raises:
+        InfeasiblePlan: a server would have no piece.
+    """
+    filled = sum(piece.bytes > 0 for piece in pieces)
+    if len(ranks) > filled:
+        raise InfeasiblePlan(
+            f"{len(ranks)} servers and only {filled} shards of parameters to share among them; use at most "
+            f"{max(1, filled)} servers, or a finer sharding, as 'fixed_shards:{len(ranks)}'"
+        )
+    owners = placement(pieces, len(ranks))
+    return tuple(
+        Segment(piece.parameter, piece.start, piece.stop, ranks[owner])
+        for piece, owner in zip(pieces, owners, strict=True)
+    )
+
+
+PLACEMENTS: Mapping[str, Placement] = {"greedy": greedy, "round_robin": round_robin}
+"""Placements by name."""
 
 
 def _cut(parameters: Sequence[ParameterSpec], count: Callable[[int, int], int]) -> tuple[ParameterPiece, ...]:
@@ -202,3 +246,8 @@ def _malformed(text: str, why: str) -> UsageError:
 def _require(name: str, value: int) -> None:
     if value < 1:
         raise UsageError(f"{name} must be at least 1, got {value}")
+
+
+def _require_owners(owners: int) -> None:
+    if owners < 1:
+        raise UsageError(f"parameters need at least 1 owner, got {owners}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.call import Call, parse_call
 from headrace.strategies.central_storage import CentralStorage
+from headrace.strategies.context import WorkerContext
 from headrace.strategies.downpour import Downpour
 from headrace.strategies.hybrid import Hybrid
 from headrace.strategies.mirrored import Mirrored
@@ -15,7 +16,7 @@ from headrace.strategies.one_device import OneDevice
 from headrace.strategies.parameter_averaging import EASGD, DiLoCo, LocalSGD, ParameterAveraging
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.strategy import Strategy, WorkerContext
+from headrace.strategies.strategy import Strategy
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.strategies.unconnected import Unconnected
 

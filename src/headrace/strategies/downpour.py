@@ -48,7 +48,8 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServedStrategy, ServerContext, WorkerContext, check_count, describe_options
+from headrace.strategies.context import ServerContext, WorkerContext
+from headrace.strategies.strategy import ServedStrategy, check_count, describe_options
 from headrace.training.exchange import Replica
 
 _MOST = 65_535
@@ -143,7 +144,7 @@ class Downpour(ServedStrategy):
         weighted = self.scale == "share"
         exchange = DownpourExchange(leases, layouts, model, context.group, replica_group, links, local, weighted)
         exchange.load_values(places)
-        return Replica(context.whole_model(exchange.buffer, portions=len(plan.shares)), exchange, leases)
+        return Replica(context.whole_model(exchange.buffer, local_shares=len(plan.shares)), exchange, leases)
 
     def _links(
         self,

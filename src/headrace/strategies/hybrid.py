@@ -22,37 +22,22 @@ from dataclasses import dataclass, replace
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.server.server import Server
-from headrace.pipeline.staged import StagedModel
-from headrace.policies.roles import require_memory, worker_and_server_roles, worker_roles
+from headrace.pipeline.staged import StagedReplica
+from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan, Role
+from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.served_hybrid import (
-    Served,
-    check_outer,
-    in_parts,
-    of_outer,
-    served_plan,
-    served_replica,
-)
-from headrace.strategies.strategy import (
-    ModelProbe,
-    ServedStrategy,
-    ServerContext,
-    Strategy,
-    WorkerContext,
-    describe_options,
-)
+from headrace.strategies.served_hybrid import Served, check_outer, in_parts, of_outer, served_plan, served_replica
+from headrace.strategies.strategy import ServedStrategy, Strategy, describe_options
 from headrace.strategies.tensor_parallel import TensorParallel
-from headrace.training.compute import Compute
 from headrace.training.exchange import Replica
-from headrace.training.gradients import GradientSink
-from headrace.training.whole_model import ModelParallelGroup, WholeModel
+from headrace.training.whole_model import ModelParallelGroup
 
 _ENOUGH_BYTES = 2**62
 
@@ -94,11 +79,10 @@ class Hybrid(ServedStrategy):
                 f"via={self.outer.via!r} lets workers come and go one by one, and the ranks of a replica cannot; use "
                 "via='all_reduce'"
             )
-
         if isinstance(self.outer, ParameterAveraging) and not isinstance(self.outer.period, int):
             raise UsageError(
                 f"period={self.outer.period!r} adapts to what the ranks of one slice measure, and all slices of a "
-                "replica must meet after the same rounds; give a number such as period=16"
+                "replica must synchronize after the same rounds; give a number such as period=16"
             )
 
     def check(self, options: Options) -> None:
@@ -134,8 +118,7 @@ class Hybrid(ServedStrategy):
         # Each builds the whole model before it keeps a part; then there are the copies of the outer's.
         needed = max(3 * len(roles), model.copies * replicas)
         require_memory(self.name, needed * model.trainable_bytes, cluster)
-        if cluster.device != "cpu":
-            raise InfeasiblePlan(f"{self.name} runs on CPUs, and the devices are {cluster.device}; use device='cpu'")
+        require_cpu(self.name, cluster)
         return replace(
             inner,
             strategy=self.name,
@@ -188,10 +171,10 @@ class Hybrid(ServedStrategy):
         if isinstance(self.outer, Served):
             # Replicas that are threads share one generator, and while one is traced no other may go on and draw.
             everyone.barrier()
-            return inside.finish(served_replica(self.outer, plan, role, own))
+            return replace(served_replica(self.outer, plan, role, own), slices=inside.slices)
         outer = self.outer.plan(own.model, _replicas(plan, mates.world))
         assert all(segment.owner == EVERY_WORKER for segment in outer.segments)
-        return inside.finish(self.outer.replica(outer, role.data_rank, own))
+        return replace(self.outer.replica(outer, role.data_rank, own), slices=inside.slices)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         model = in_parts(context.model, plan.workers // plan.replicas)
@@ -202,48 +185,16 @@ class Hybrid(ServedStrategy):
         self, plan: Plan, near: WorkerContext, everyone: ProcessGroup, mates: ProcessGroup
     ) -> ModelParallelGroup:
         assert isinstance(self.inner, Pipeline)
-        # What a loss is a part of is weighed over all replicas, where they meet in every round.
+        # A loss is weighed over all replicas, where these synchronize in every round.
         total = everyone.sum if isinstance(self.outer, Mirrored) else near.group.sum
-        compute = self.inner.compute(plan, near.group.rank, near, total=total)
+        compute = self.inner.compute(plan, near, total)
         compute.mates = mates
         if near.options.clip_norm is not None and compute.tied and not isinstance(self.outer, Served):
             raise UsageError(
                 f"clip_norm={near.options.clip_norm:g} needs every gradient once, and several stages of a replica hold "
                 f"{compute.tied[0]!r}; use hr.Pipeline alone, or leave clip_norm out"
             )
-        return _Stages(compute, near.group, everyone, near.model)
-
-
-class _Stages(ModelParallelGroup):
-    """One rank's stages of a pipeline.
-
-    Args:
-        compute: of them.
-        group: the ranks of the replica.
-        everyone: the ranks of all replicas.
-        model: all of it.
-    """
-
-    piecewise = True
-
-    def __init__(self, compute: StagedModel, group: ProcessGroup, everyone: ProcessGroup, model: ModelSpec) -> None:
-        self.group = group
-        self.everyone = everyone
-        self.repeated = frozenset()
-        self.model = replace(
-            model, parameters=tuple(spec for spec in model.parameters if spec.name in compute.parameters)
-        )
-        self._compute = compute
-
-    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
-        self._compute.sink = sink
-        return self._compute
-
-    def spread(self) -> None:
-        self._compute.spread_tied()
-
-    def finish(self, replica: Replica) -> Replica:
-        return replica
+        return StagedReplica(compute, near.group, everyone, near.model)
 
 
 def _itself(group: ProcessGroup) -> Callable[[], Collective | None]:

@@ -21,7 +21,8 @@ from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import Strategy, WorkerContext, broadcast, check_count, describe_options
+from headrace.strategies.context import WorkerContext
+from headrace.strategies.strategy import Strategy, broadcast, check_count, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.reduction import (
     CollectiveReduction,

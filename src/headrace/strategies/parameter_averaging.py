@@ -58,18 +58,12 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
+from headrace.strategies.context import ServerContext, WorkerContext
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import (
-    ServedStrategy,
-    ServerContext,
-    WorkerContext,
-    broadcast,
-    check_count,
-    describe_options,
-)
+from headrace.strategies.strategy import ServedStrategy, broadcast, check_count, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import FlatLayout
-from headrace.training.optimizer_state import mean_state
+from headrace.training.synchronization import mean_state
 from headrace.transport.codec import CODECS
 
 _RARELY = 8
@@ -200,7 +194,7 @@ class ParameterAveraging(ServedStrategy):
             lambda layout: plain._average(layout, context, MeanStep()),
         )
         averager = ParameterAverager(config, average, extra, local.updater, group, context.first)
-        compute = context.whole_model(portions=len(plan.shares))
+        compute = context.whole_model(local_shares=len(plan.shares))
         first = rank * (context.inside.group.world if context.inside else 1)
         return Replica(compute, AveragingExchange(first, local, averager), sync=averager)
 
@@ -256,7 +250,7 @@ class ParameterAveraging(ServedStrategy):
             config, plan, center, layouts, context, local, brings_parameters(client, rank)
         )
         exchange.load_values(center.own)
-        return Replica(context.whole_model(portions=len(plan.shares)), exchange, exchange.leases)
+        return Replica(context.whole_model(local_shares=len(plan.shares)), exchange, exchange.leases)
 
     def _average(
         self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False

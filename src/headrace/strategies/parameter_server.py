@@ -40,7 +40,8 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServedStrategy, ServerContext, WorkerContext, check_count, describe_options
+from headrace.strategies.context import ServerContext, WorkerContext
+from headrace.strategies.strategy import ServedStrategy, check_count, describe_options
 from headrace.training.exchange import Replica
 
 
@@ -148,7 +149,7 @@ class ParameterServer(ServedStrategy):
         leases = ServerDataLeases(client, replica_group.group, leads, len(plan.shares), rests=rests)
         exchange = ParameterServerExchange(leases, layouts, model, context.group, replica_group)
         exchange.load_values(places)
-        return Replica(context.whole_model(exchange.buffer, portions=len(plan.shares)), exchange, leases)
+        return Replica(context.whole_model(exchange.buffer, local_shares=len(plan.shares)), exchange, leases)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         rank, workers = server_of(plan, rank), plan.replicas

@@ -5,7 +5,7 @@
     a schedule's order; activations and       norm of all gradients where they
     their gradients between stages            are clipped
 
-Each file of `headrace.pipeline.schedules` draws an order of the passes.
+`headrace.pipeline.schedules` draws the orders of the passes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,8 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Role, Segment
-from headrace.strategies.strategy import (
-    ModelProbe,
-    Strategy,
-    WorkerContext,
-    broadcast,
-    check_count,
-    describe_options,
-    require_own_chance,
-)
+from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.strategy import Strategy, broadcast, check_count, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
 from headrace.training.whole_model import HALF
@@ -156,7 +149,7 @@ class Pipeline(Strategy):
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        compute = self.compute(plan, context.group.rank, context)
+        compute = self.compute(plan, context)
         # Over all parameters: groups and settings are those of the whole model, and what is not here has no gradient.
         optimizer = build(context.optimizer, context.module.named_parameters())
         owned = [(Segment(name, 0, each.numel(), rank), each) for name, each in compute.trained.items()]
@@ -164,44 +157,32 @@ class Pipeline(Strategy):
         return Replica(compute, PipelineExchange(plan, rank, compute, context.clipper(), updater))
 
     def compute(
-        self,
-        plan: Plan,
-        place: int,
-        context: WorkerContext,
-        total: Callable[[Sequence[float]], list[float]] | None = None,
+        self, plan: Plan, context: WorkerContext, total: Callable[[Sequence[float]], list[float]] | None = None
     ) -> StagedModel:
         """Builds what one rank runs, and releases the other ranks' parts of its module.
 
-        `place` is its rank within its replica; `total` sums numbers over all workers, None where there is one replica.
+        The group of `context` is the replica; `total` sums numbers over all workers, None where there is one replica.
         """
-        ranks, device = context.group.world, context.device
+        group, device = context.group, context.device
         if self.recompute != "never":
-            require_own_chance(context.module, context.group)
+            context.require_own_generators()
         # This also makes threads wait: one that builds its model while another traces would build something else.
-        broadcast(context.module, context.group)
+        broadcast(context.module, group)
         with _TRACING:
             sample = map_tensors(lambda tensor: tensor.to(device), context.sample())
             traced = trace(context.module, sample, context.objective.inputs)
-        context.group.barrier()
+        group.barrier()
         stages = cut(traced, plan.partition)
-        schedule = self._schedule(ranks)
-        placement = schedule.placement()
-        part = StageModule(context.module, stages, placement, place)
+        schedule = self._schedule(group.world)
+        placement, count = schedule.placement(), schedule.micro_batches
+        part = StageModule(context.module, stages, placement, group.rank)
         part.release()
-        channels = Channels(edges(stages, placement), context.group, device)
+        channels = Channels(edges(stages, placement), group, device)
         context.closing.callback(channels.close)
-        count = schedule.micro_batches
         statistics = RunningStatistics(context.module, self.deferred_batch_norm and count > 1)
-        runner = Runner(
-            part.stages,
-            channels,
-            list(schedule.actions(place)),
-            self.recompute,
-            statistics,
-            part.trained_stages(),
-            HALF.get(context.options.precision),
-        )
-        return StagedModel(traced, part, runner, channels, context.objective, count, total or context.group.sum)
+        half, actions = HALF.get(context.options.precision), schedule.actions(group.rank)
+        runner = Runner(part.stages, channels, actions, self.recompute, statistics, part.trained_stages(), half)
+        return StagedModel(traced, part, runner, channels, context.objective, count, total or group.sum)
 
     def _count(self, ranks: int) -> int:
         return self.micro_batches if isinstance(self.micro_batches, int) else _MICRO_BATCHES_A_STAGE * ranks

@@ -25,14 +25,15 @@ from dataclasses import replace
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.planning import assign_shards
 from headrace.parameter_server.replication.failover import ServerDirectory
-from headrace.policies.roles import require_memory, worker_and_server_roles
+from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Role, Segment
+from headrace.strategies.context import WorkerContext
 from headrace.strategies.downpour import Downpour
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.strategy import Strategy, WorkerContext, describe_options
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 
 Served = ParameterServer | Downpour
@@ -67,13 +68,7 @@ def served_plan(
 ) -> Plan:
     """Returns which rank holds which part of which replica, and which server holds which shards.
 
-    Args:
-        strategy: its name.
-        outer: what the replicas do with servers.
-        inner: the plan of one replica.
-        model: the whole one.
-        cluster: what there is.
-        counts: of replicas, and of devices in each.
+    `inner` is the plan of one replica, `model` the whole one, `counts` those of replicas and of devices in each.
 
     Raises:
         InfeasiblePlan: the cluster cannot hold it, or a stage would be without servers, or a server without shards.
@@ -95,8 +90,7 @@ def served_plan(
             f"{outer.servers}; use servers={len(stages)}{more}"
         )
     roles = worker_and_server_roles(strategy, replicas * devices, outer.servers, cluster)
-    if cluster.device != "cpu":
-        raise InfeasiblePlan(f"{strategy} runs on CPUs, and the devices are {cluster.device}; use device='cpu'")
+    require_cpu(strategy, cluster)
     copies = 6 if isinstance(outer, Downpour) and outer.overlap else 4
     # Each rank builds the whole model before it keeps a part.
     require_memory(strategy, (replicas * (devices + copies) + 1) * model.trainable_bytes, cluster)
@@ -139,14 +133,7 @@ def of_outer(plan: Plan, outer: Strategy) -> Plan:
 
 
 def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) -> Replica:
-    """Returns one rank's part of a replica, as a worker of the outer strategy.
-
-    Args:
-        outer: what the replicas do with servers.
-        plan: the run's.
-        role: of this rank.
-        own: of this rank, where `inside` is set.
-    """
+    """Returns one rank's part of a replica, as a worker of the outer strategy; in `own` its `inside` is set."""
     every = own.servers
     places = [place for place, server in enumerate(every.ranks) if plan.roles[server].stage == role.stage]
     find = every.find

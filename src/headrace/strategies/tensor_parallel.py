@@ -29,15 +29,9 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
+from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import (
-    Strategy,
-    WorkerContext,
-    broadcast,
-    check_count,
-    describe_options,
-    require_own_chance,
-)
+from headrace.strategies.strategy import Strategy, broadcast, check_count, describe_options
 from headrace.tensor_parallel.replica import SlicedReplica
 from headrace.tensor_parallel.rewriting import RULES, split
 from headrace.training.compute import describe
@@ -105,7 +99,7 @@ class TensorParallel(Strategy):
         inside = self.inside(context, context.group, alone)
         own = replace(context, model=inside.model, group=alone, device_group=lambda: None, inside=inside)
         exchange = LocalExchange(everywhere(own.model.parameters), own)
-        return inside.finish(Replica(own.whole_model(), exchange))
+        return Replica(own.whole_model(), exchange, slices=inside.slices)
 
     def inside(self, context: WorkerContext, everyone: ProcessGroup, mates: ProcessGroup) -> ModelParallelGroup:
         """Splits a module in place over the ranks of one replica.
@@ -113,7 +107,7 @@ class TensorParallel(Strategy):
         `everyone` are the ranks of all replicas, `mates` those that hold the same slice.
         """
         group = context.group
-        require_own_chance(context.module, group)
+        context.require_own_generators()
         broadcast(context.module, context.device_group() or group)
         # torch.fx traces in one thread, and meanwhile no other may run a model.
         group.barrier()

@@ -15,8 +15,9 @@ from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
+from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import Strategy, WorkerContext, check_count, describe_options
+from headrace.strategies.strategy import Strategy, check_count, describe_options
 from headrace.training.exchange import Replica
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from headrace.tensor_parallel.rules import Splittable, ValueStep
+from headrace.training.whole_model import without_data
 
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
@@ -73,7 +74,7 @@ def analyze_graph(module: nn.Module, layers: Collection[str], parts: Collection[
     tensors = (*module.parameters(), *module.buffers())
     # A copy without data, because to trace is to run: what forward changes would be changed.
     try:
-        empty = copy.deepcopy(module, {id(tensor): _without_data(tensor) for tensor in tensors})
+        empty = copy.deepcopy(module, {id(tensor): without_data(tensor) for tensor in tensors})
     except Exception:  # a user's module may not be copyable
         return []
     names = {
@@ -86,11 +87,6 @@ def analyze_graph(module: nn.Module, layers: Collection[str], parts: Collection[
         if isinstance(block, _BLOCKS):
             _look_at_block(name, block, steps)
     return steps
-
-
-def _without_data(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 _Names = Mapping[nn.Module, tuple[str, str]]

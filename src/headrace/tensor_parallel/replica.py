@@ -17,12 +17,9 @@ from headrace.metrics import Mean
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.tensor_parallel.collectives import all_gather
-from headrace.training.clipping import StepDecision
 from headrace.training.compute import Compute, Computed, parameters_and_buffers
-from headrace.training.exchange import Exchange, Replica
 from headrace.training.gradients import GradientSink
-from headrace.training.optimizer_state import StatePiece
-from headrace.training.synchronization import PeriodicSync, SyncResult
+from headrace.training.optimizer import StatePiece
 from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
 _SHOWN = 6
@@ -177,7 +174,7 @@ class SlicedReplica(ModelParallelGroup):
         self.group = group
         self.everyone = everyone
         self.model = model
-        self._split = split
+        self.slices = self._split = split
         self._mates = mates
         self.repeated = split.repeated
 
@@ -194,18 +191,12 @@ class SlicedReplica(ModelParallelGroup):
                 self.group.broadcast(dense)
                 parameter.data.copy_(dense)
 
-    def finish(self, replica: Replica) -> Replica:
-        sync = replica.sync
-        if isinstance(sync, PeriodicSync):
-            sync = SplitPeriodicSync(sync, self._split)
-        return replace(replica, exchange=SplitExchange(replica.exchange, self._split), sync=sync)
-
 
 class SplitModel(Compute):
     """Computes with slices of layers; `mates` are the ranks that hold the same slice."""
 
     def __init__(self, whole: WholeModel, split: RewrittenModel, mates: ProcessGroup) -> None:
-        self.module = whole.module
+        self.module, self.device = whole.module, whole.device
         self.counts = split.group.rank == 0
         self.mates = mates
         self._whole = whole
@@ -222,9 +213,6 @@ class SplitModel(Compute):
     def predict(self, batch: Any) -> Any:
         return self._whole.predict(batch)
 
-    def place(self, batch: Any) -> Any:
-        return self._whole.place(batch)
-
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
         if leads:
             yield from self._split.whole_tensors()
@@ -236,7 +224,7 @@ class SplitModel(Compute):
     def _align(self, *_: object) -> None:
         """Gives all ranks the first one's generator states: what all of them draw must be the same."""
         self._first.remove()
-        group, device = self._split.group, next(self.module.parameters()).device
+        group, device = self._split.group, self.device
         if not isinstance(group, ThreadCollective):
             torch.set_rng_state(_broadcast_rng_state(torch.get_rng_state(), group, device))
         if device.type == "cuda":
@@ -247,64 +235,3 @@ def _broadcast_rng_state(state: Tensor, group: Collective, device: torch.device)
     sent = state.to(device)
     group.broadcast(sent)
     return sent.cpu()
-
-
-class SplitExchange(Exchange):
-    """Exchanges parts, and saves and loads whole tensors."""
-
-    def __init__(self, exchange: Exchange, split: RewrittenModel) -> None:
-        self._exchange = exchange
-        self._split = split
-
-    def begin(self, round_: int) -> None:
-        self._exchange.begin(round_)
-
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        return self._exchange.synchronize(finite)
-
-    def update(self, round_: int) -> None:
-        self._exchange.update(round_)
-
-    def skip(self, round_: int) -> None:
-        self._exchange.skip(round_)
-
-    def swap_weights(self, averaged: bool) -> None:
-        self._exchange.swap_weights(averaged)
-
-    def state(self) -> tuple[StatePiece, ...]:
-        return self._split.join(self._exchange.state())
-
-    def settings(self) -> dict[str, Any]:
-        return self._exchange.settings()
-
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        self._exchange.load(self._split.divide(pieces), settings)
-
-    def memory(self) -> tuple[int, int]:
-        return self._exchange.memory()
-
-
-class SplitPeriodicSync(PeriodicSync):
-    """Synchronizes the ranks that hold the same slice."""
-
-    def __init__(self, sync: PeriodicSync, split: RewrittenModel) -> None:
-        self._sync = sync
-        self._split = split
-
-    def coming(self, done: int) -> int:
-        return self._sync.coming(done)
-
-    def weigh(self, weight: float) -> None:
-        self._sync.weigh(weight)
-
-    def meet(self, done: int) -> SyncResult:
-        return self._sync.meet(done)
-
-    def end(self, done: int) -> SyncResult | None:
-        return self._sync.end(done)
-
-    def swap_weights(self, averaged: bool) -> None:
-        self._sync.swap_weights(averaged)
-
-    def own(self) -> tuple[StatePiece, ...]:
-        return self._split.mark(self._sync.own())

@@ -14,8 +14,7 @@ from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper
 from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, SharedGradients
-from headrace.training.optimizer import build_over
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece, build_over
 from headrace.training.reduction import shared_traffic
 from headrace.training.update import Updater
 

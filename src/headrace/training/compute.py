@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
@@ -15,6 +16,7 @@ from headrace.metrics import Mean
 from headrace.spec.events import StagePass
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.trees import map_tensors
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Compute(ABC):
     """Runs a model, whole, staged or split.
 
     Attributes:
-        module: the model; where this rank holds a part of it, the rest is on the meta device.
+        module: the model, on `device`; where this rank holds a part of it, the rest is on the meta device.
         counts: whether this rank's outputs, losses and examples count: those of one rank of a replica do.
         mates: the ranks that hold the same part of the model as this one; None for all workers.
         moved_bytes: written for other ranks of its replica and read from them so far.
@@ -42,6 +44,7 @@ class Compute(ABC):
     """
 
     module: nn.Module
+    device: torch.device
     counts: bool = True
     mates: ProcessGroup | None = None
     moved_bytes: int = 0
@@ -74,9 +77,11 @@ class Compute(ABC):
         if leads:
             yield from ((name, tensor) for name, tensor in parameters_and_buffers(self.module) if not tensor.is_meta)
 
-    @abstractmethod
     def place(self, batch: Any) -> Any:
         """Returns a batch on the model's device."""
+        if self.device.type == "cpu":
+            return batch
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
 
 
 def describe(module: nn.Module, sliceable: bool = True) -> ModelSpec:

@@ -6,14 +6,14 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.compute import Compute
 from headrace.training.gradients import UsedParameters, assign
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece
 from headrace.training.synchronization import DataLeases, PeriodicSync, SwappableWeights
 from headrace.training.update import Updater
 
@@ -131,7 +131,7 @@ class ReducingExchange(UpdatingExchange):
         self._gradients = gradients
         self._indices = range(len(parameters)) if indices is None else indices
         self._missing: tuple[int, ...] = ()
-        assign(parameters, gradients, ())
+        assign(parameters, gradients)
 
     @abstractmethod
     def reduce(self) -> Reduced:
@@ -162,6 +162,19 @@ class ReducingExchange(UpdatingExchange):
         self.publish()
 
 
+class StateSlices(Protocol):
+    """How the optimizer state of a replica's ranks, of which each holds slices of parameters, becomes whole."""
+
+    def join(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
+        """Returns pieces of whole parameters, on the first rank alone; all ranks of a replica call it."""
+
+    def divide(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
+        """Returns this rank's part of pieces of whole parameters."""
+
+    def mark(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
+        """Returns pieces that `divide` gives back to this rank as they are."""
+
+
 @dataclass(frozen=True)
 class Replica:
     """A model copy with its three verbs.
@@ -170,11 +183,13 @@ class Replica:
         compute, exchange: the verbs.
         sync: what the training loop needs beside the exchange: the data leases of workers that do not go in lockstep,
             or the periodic synchronization of workers that take local steps; None for lockstep.
+        slices: where this rank holds slices of parameters, and whole ones are saved and loaded; else None.
     """
 
     compute: Compute
     exchange: Exchange
     sync: DataLeases | PeriodicSync | None = None
+    slices: StateSlices | None = None
 
     def trained_weights(self) -> AbstractContextManager[None]:
         """Returns a context in which the model has the weights that the run would leave now; every worker enters it."""
@@ -185,6 +200,16 @@ class Replica:
         if isinstance(self.sync, PeriodicSync):
             self.sync.adopt_averaged_weights()
 
+    def state(self) -> tuple[StatePiece, ...]:
+        """Returns the optimizer state that this rank saves; every worker calls it."""
+        pieces = self.exchange.state()
+        return self.slices.join(pieces) if self.slices else pieces
+
     def own_state(self) -> tuple[StatePiece, ...]:
         """Returns the state that belongs to this worker alone."""
-        return self.sync.own() if isinstance(self.sync, PeriodicSync) else ()
+        pieces = self.sync.own() if isinstance(self.sync, PeriodicSync) else ()
+        return self.slices.mark(pieces) if self.slices else pieces
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        """Loads what of `pieces` (all workers' together) belongs to this rank, and the settings if given."""
+        self.exchange.load(self.slices.divide(pieces) if self.slices else pieces, settings)

@@ -187,9 +187,16 @@ class SharedGradients:
         return [self.layout.views(region) for region in self.regions]
 
 
-def assign(parameters: Sequence[Tensor], gradients: Sequence[Tensor], missing: Sequence[int]) -> None:
-    """Hands the optimizer each parameter's gradient, except those of the missing parameters."""
+def assign(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], missing: Sequence[int] = ()) -> None:
+    """Puts each parameter's gradient into `.grad`, except those of the missing parameters."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for index in missing:
         parameters[index].grad = None
+
+
+def divide(gradients: Sequence[Tensor | None], weight: float) -> None:
+    """Divides gradients that micro-batches have added up by the weight of all; without any weight they are 0."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if present:
+        torch._foreach_div_(present, weight) if weight else torch._foreach_zero_(present)

@@ -1,9 +1,10 @@
-"""The job's optimizer: built as the user wrote it, or built again over pieces of the same parameters."""
+"""The job's optimizer: built as the user wrote it, or again over pieces of the same parameters; its state in pieces."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from headrace.errors import UsageError
+from headrace.spec.plan import Segment
 
 Factory = Callable[..., Any]
+_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
 
 def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
@@ -170,3 +173,109 @@ def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
 def _does_more(group: dict[str, Any]) -> bool:
     adds = group["momentum"] or group["weight_decay"] or group["maximize"] or group["fused"]
     return bool(adds) or not isinstance(group["lr"], float)
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A piece of optimizer state, in a form that any other split of the parameters can load.
+
+    Attributes:
+        start: first element of the flattened parameter that `value` covers; -1 if `value` belongs to the whole
+            parameter (a step count, the statistics of its rows).
+        value: flat; in its own shape where it belongs to the whole parameter.
+    """
+
+    parameter: str
+    key: str
+    start: int
+    value: Tensor
+    kind: str = "tensor"
+
+    @property
+    def name(self) -> str:
+        """Its name in files and messages; `parse` reads it."""
+        return f"{self.parameter}/{self.key}@{self.start}" + f"#{self.kind}" * (self.kind != "tensor")
+
+    @classmethod
+    def parse(cls, name: str, value: Tensor) -> StatePiece:
+        """Returns the piece of that name.
+
+        Raises:
+            ValueError: no piece has such a name.
+        """
+        head, _, tail = name.rpartition("@")
+        start, _, kind = tail.partition("#")
+        parameter, _, key = head.rpartition("/")
+        if int(start) < -1:
+            raise ValueError(f"{name} begins before its parameter")
+        return cls(parameter, key, int(start), value, kind or "tensor")
+
+    def copy_to(self, target: Tensor, start: int) -> None:
+        """Copies what this piece covers into a contiguous tensor that begins with the parameter's element `start`."""
+        low, high = max(start, self.start), min(start + target.numel(), self.start + self.value.numel())
+        if low < high:
+            target.view(-1)[low - start : high - start].copy_(self.value[low - self.start : high - self.start])
+
+
+def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> tuple[StatePiece, ...]:
+    """Returns the state of the pieces that this process updates.
+
+    Raises:
+        UsageError: the optimizer keeps something that is no tensor and no number.
+    """
+    pieces = []
+    for segment, tensor in owned:
+        for key, value in optimizer.state.get(tensor, {}).items():
+            if not isinstance(value, Tensor):
+                pieces.append(_number(segment, key, value, optimizer))
+                continue
+            kept = value.detach().clone()
+            whole = kept.numel() != tensor.numel() or kept.dim() == 0
+            start, kept = (-1, kept) if whole else (segment.start, kept.flatten())
+            pieces.append(StatePiece(segment.parameter, key, start, kept))
+    return tuple(pieces)
+
+
+def _number(segment: Segment, key: str, value: Any, optimizer: torch.optim.Optimizer) -> StatePiece:
+    kind = type(value).__name__
+    if kind not in _NUMBERS:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps a {kind} as {key!r} of {segment.parameter!r}, which no checkpoint can "
+            "hold; keep tensors and numbers, or run with checkpoints=False"
+        )
+    return StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=_NUMBERS[kind]), kind)
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]], pieces: Iterable[StatePiece]
+) -> None:
+    """Replaces the state of the pieces that this process updates by `pieces`, however these are cut."""
+    found = by_parameter(pieces)
+    for segment, tensor in owned:
+        state: dict[str, Any] = {}
+        for piece in found.get(segment.parameter, ()):
+            if piece.start < 0:
+                state[piece.key] = piece.value.clone() if piece.kind == "tensor" else piece.value.item()
+                continue
+            target = state.setdefault(
+                piece.key, torch.zeros(tensor.shape, dtype=piece.value.dtype, device=tensor.device)
+            )
+            piece.copy_to(target, segment.start)
+        if state:
+            optimizer.state[tensor] = state
+        else:
+            optimizer.state.pop(tensor, None)
+
+
+def by_parameter(pieces: Iterable[StatePiece]) -> dict[str, list[StatePiece]]:
+    """Returns the pieces of each parameter."""
+    found: dict[str, list[StatePiece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.parameter, []).append(piece)
+    return found
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Returns the bytes that the optimizer's state takes."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,13 +1,22 @@
-"""How workers that do not go in lockstep come together: data leases with sync points, or periodic averages."""
+"""How workers that do not go in lockstep synchronize: data leases with sync points, or periodic averages.
+
+Averaged are parameters, and the part of an optimizer's state that has a mean.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from headrace.training.optimizer_state import StatePiece
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import UsageError
+from headrace.spec.model import ParameterSpec
+from headrace.training.optimizer import StatePiece, build_over
 
 
 @dataclass(frozen=True)
@@ -169,3 +178,85 @@ class DataLeases(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases the connections."""
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor in an optimizer's state that has a mean: its parameter, its key, and a value of its shape and type."""
+
+    name: str
+    key: str
+    value: Tensor
+
+
+class MeanState:
+    """The part of an optimizer's state that has a mean, copied to other places and back."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], begins: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        self._optimizer = optimizer
+        self._named = named
+        self._begins = begins
+        self.likes = [
+            _Like(name, key, value)
+            for name, values in begins.items()
+            for key, value in values.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        self.specs = [describe_tensor(f"{like.name}/{like.key}", like.value) for like in self.likes]
+
+    def gather(self, views: Sequence[Tensor]) -> None:
+        """Copies it into tensors like `likes`; state that the optimizer has not made yet is 0."""
+        for like, view in zip(self.likes, views, strict=True):
+            value = self._optimizer.state.get(self._named[like.name], {}).get(like.key)
+            view.zero_() if value is None else view.copy_(value)
+
+    def spread(self, views: Sequence[Tensor]) -> None:
+        """Copies it back."""
+        for like, view in zip(self.likes, views, strict=True):
+            parameter = self._named[like.name]
+            state = self._optimizer.state.get(parameter)
+            if not state:
+                # This worker has had no example yet, and others may have.
+                if not view.any():
+                    continue
+                state = self._optimizer.state[parameter] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in self._begins[like.name].items()
+                }
+            state[like.key].copy_(view)
+
+
+def mean_state(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> MeanState:
+    """Returns the part of an optimizer's state that has a mean, found by a first step with gradients of 0.
+
+    Raises:
+        UsageError: it has no mean.
+    """
+    likes = {name: nn.Parameter(torch.zeros_like(each)) for name, each in named.items() if each.requires_grad}
+    for like in likes.values():
+        like.grad = torch.zeros_like(like)
+    probe = build_over(optimizer, {name: [like] for name, like in likes.items()})
+    probe.step()
+    begins = {name: dict(probe.state[like]) for name, like in likes.items() if probe.state.get(like)}
+    for name, values in begins.items():
+        for key, value in values.items():
+            _require_mean(probe, name, key, value)
+    return MeanState(optimizer, named, begins)
+
+
+def _require_mean(optimizer: torch.optim.Optimizer, name: str, key: str, value: Any) -> None:
+    if value is None or isinstance(value, int | float):
+        return
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.numel() == 1):
+        return
+    form = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise UsageError(
+        f"average_optimizer_state: {type(optimizer).__name__} keeps {form} as {key!r} of {name!r}, which has no mean; "
+        "use average_optimizer_state=False, and each worker keeps its own state"
+    )
+
+
+def describe_tensor(name: str, tensor: Tensor) -> ParameterSpec:
+    return ParameterSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -17,8 +17,14 @@ from headrace.errors import UsageError
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 from headrace.training.clipping import LossScale
-from headrace.training.optimizer import is_plain_sgd
-from headrace.training.optimizer_state import StatePiece, load_state, state_bytes, state_pieces
+from headrace.training.optimizer import (
+    StatePiece,
+    by_parameter,
+    is_plain_sgd,
+    load_state,
+    state_bytes,
+    state_pieces,
+)
 
 
 class Schedule:
@@ -326,14 +332,12 @@ class Updater:
     def _fill(
         self, indices: Sequence[int], tensors: Sequence[Tensor] | Mapping[int, Tensor], pieces: Sequence[StatePiece]
     ) -> None:
-        by_parameter: dict[str, list[StatePiece]] = {}
-        for piece in pieces:
-            by_parameter.setdefault(piece.parameter, []).append(piece)
+        found = by_parameter(pieces)
         for index in indices:
             segment, tensor = self._owned[index][0], tensors[index]
-            if segment.parameter in by_parameter:
+            if segment.parameter in found:
                 dense = tensor.contiguous()  # a model in channels-last order has others
-                for piece in by_parameter[segment.parameter]:
+                for piece in found[segment.parameter]:
                     piece.copy_to(dense, segment.start)
                 if dense is not tensor:
                     tensor.copy_(dense)

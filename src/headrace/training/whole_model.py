@@ -23,8 +23,8 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import LossScale
 from headrace.training.compute import Compute, Computed
-from headrace.training.exchange import Replica
-from headrace.training.gradients import GradientSink
+from headrace.training.exchange import StateSlices
+from headrace.training.gradients import GradientSink, assign, divide
 from headrace.trees import map_leaves, map_tensors
 
 
@@ -124,7 +124,7 @@ class WholeModel(Compute):
         self._half = HALF.get(options.precision)
         self._graph = graph
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
     def run(self, share: Share) -> Computed:
         if share.examples == 0 and not self._always:
@@ -160,12 +160,6 @@ class WholeModel(Compute):
             output = call(self.module, self.place(batch), self._objective.inputs)
         return widened(output, self._half)
 
-    def place(self, batch: Any) -> Any:
-        """Returns a batch on the model's device."""
-        if self._device.type == "cpu":
-            return batch
-        return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
-
     def _loss(self, batch: Any, share: Share) -> Tensor | Mean:
         forward = self._graph.forward(share.of) if self._graph else self.module
         with self._autocast():
@@ -174,7 +168,7 @@ class WholeModel(Compute):
         return loss
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
+        return nullcontext() if self._half is None else torch.autocast(self.device.type, self._half)
 
     def _contribute(self, loss: Tensor | Mean, share: Share) -> Computed:
         """Differentiates this share's part of the global mean, from `loss`, the mean over the share.
@@ -204,7 +198,7 @@ class WholeModel(Compute):
         """Does so for micro-batches, whose gradients torch adds up in `.grad`."""
         held = [parameter.grad for parameter in self._trained]
         if self._sink is not None:
-            self._hold([None] * len(held))
+            assign(self._trained, [None] * len(held))
         means = False
         totals, weights = [], []
         for start, stop in bounds(share.examples, (1,) * pieces):
@@ -219,17 +213,11 @@ class WholeModel(Compute):
         gradients = [parameter.grad for parameter in self._trained]
         if means:
             (all_weight,) = self._total([own])
-            present = [gradient for gradient in gradients if gradient is not None]
-            # Micro-batches without any weight contribute nothing.
-            torch._foreach_div_(present, all_weight) if all_weight else torch._foreach_zero_(present)
+            divide(gradients, all_weight)
         if self._sink is not None:
             self._sink.store(gradients)
-            self._hold(held)
+            assign(self._trained, held)
         return Computed(torch.stack(totals).sum() / own if own else None, own)
-
-    def _hold(self, gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._trained, gradients, strict=True):
-            parameter.grad = gradient
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self._scale is None else loss * self._scale.value
@@ -238,6 +226,12 @@ class WholeModel(Compute):
         if self._sink is not None:
             self._sink.store_nothing()
         return Computed(None, 0.0)
+
+
+def without_data(tensor: Tensor) -> Tensor:
+    """Returns a tensor or parameter of the same shape and type on the meta device."""
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def widened(output: Any, half: torch.dtype | None) -> Any:
@@ -323,9 +317,11 @@ class ModelParallelGroup(ABC):
         repeated: names of the parameters that every rank of a replica holds.
         model: what this rank holds.
         piecewise: whether a parameter's gradient is added up from micro-batch to micro-batch.
+        slices: where this rank holds slices of parameters; else None.
     """
 
     piecewise: ClassVar[bool] = False
+    slices: StateSlices | None = None
     group: ProcessGroup
     everyone: ProcessGroup
     repeated: frozenset[str]
@@ -333,17 +329,8 @@ class ModelParallelGroup(ABC):
 
     @abstractmethod
     def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
-        """Returns what computes this rank's part.
-
-        Args:
-            whole: how one rank would compute all.
-            sink: takes the gradients; None leaves them in `.grad`.
-        """
-
-    def spread(self) -> None:
-        """Gives each rank of the replica the values of what it holds and another one owns; all ranks call it."""
-        raise NotImplementedError("no rank owns what several ranks of this replica hold")
+        """Returns what computes this rank's part; `whole` is how one rank would compute all."""
 
     @abstractmethod
-    def finish(self, replica: Replica) -> Replica:
-        """Returns a replica of which whole tensors are saved and loaded, of one of what this rank holds."""
+    def spread(self) -> None:
+        """Gives each rank of the replica the values of what it holds and another one owns; all ranks call it."""

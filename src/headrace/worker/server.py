@@ -19,7 +19,8 @@ from headrace.parameter_server.server.snapshots import Snapshots, SnapshotSet, r
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
 from headrace.spec.plan import Plan
-from headrace.strategies.strategy import ServedStrategy, ServerContext
+from headrace.strategies.context import ServerContext
+from headrace.strategies.strategy import ServedStrategy
 from headrace.worker.events import EventWriter
 from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec

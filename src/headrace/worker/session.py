@@ -22,7 +22,7 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, Role, name_of
-from headrace.strategies.strategy import WorkerContext
+from headrace.strategies.context import WorkerContext
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import Objective
 from headrace.worker.evaluation import Evaluation

@@ -20,7 +20,7 @@ from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute, parameters_and_buffers
 from headrace.training.exchange import Replica
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.evaluation import EarlyStopper, average
 from headrace.worker.run_spec import RunSpec
@@ -57,8 +57,8 @@ class WorkerState:
 
     def take(self, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns copies of this worker's part, and the description of the whole; all workers call it together."""
-        exchange, rank = self._replica.exchange, self._group.rank
-        tensors = {**owned_pieces(exchange.state(), self._run.plan, rank), **random_states(self._device)}
+        rank = self._group.rank
+        tensors = {**owned_pieces(self._replica.state(), self._run.plan, rank), **random_states(self._device)}
         tensors |= own_pieces(self._replica.own_state())
         with self._replica.trained_weights():
             averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
@@ -69,7 +69,7 @@ class WorkerState:
             **self._run.description,
             "epoch": done // self._rounds_per_epoch,
             "round_of_epoch": done % self._rounds_per_epoch,
-            "settings": exchange.settings(),
+            "settings": self._replica.exchange.settings(),
             "early_stopping": self._stopper.state(),
             "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
@@ -85,9 +85,9 @@ class WorkerState:
             pieces = stored.pieces(self._rank if at_home else None)
             if resume.reset_optimizer:
                 # The averages are weights, and are loaded with them.
-                self._replica.exchange.load([piece for piece in pieces if piece.key == AVERAGE])
+                self._replica.load([piece for piece in pieces if piece.key == AVERAGE])
             else:
-                self._replica.exchange.load(pieces, stored.description["settings"])
+                self._replica.load(pieces, stored.description["settings"])
                 self._stopper.load(stored.description["early_stopping"])
             if at_home:
                 stored.load_buffers(self._model, self._rank, self._group.world)
@@ -95,7 +95,7 @@ class WorkerState:
 
     def bring_back(self, stored: LoadedCheckpoint) -> None:
         """Restores the state of a checkpoint of this run, except the position in the data."""
-        self._replica.exchange.load([*stored.pieces(), *stored.parameter_pieces()])
+        self._replica.load([*stored.pieces(), *stored.parameter_pieces()])
         stored.load_buffers(self._model, self._rank, self._group.world)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import BackgroundWork
 from headrace.parameter_server.wire import ShardLayout
-from headrace.training.optimizer_state import MeanState
+from headrace.training.synchronization import MeanState
 
 
 class OptimizerMirror:

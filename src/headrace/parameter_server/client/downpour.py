@@ -18,8 +18,7 @@ from headrace.parameter_server.wire import Kind, Message, ShardLayout
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import HEALTHY, StepDecision
-from headrace.training.optimizer import build
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece, build
 from headrace.training.update import Schedule
 
 

@@ -33,7 +33,7 @@ from headrace.training.clipping import (
     squared_norm,
 )
 from headrace.training.exchange import Exchange
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece
 from headrace.training.update import PARAMETER
 
 

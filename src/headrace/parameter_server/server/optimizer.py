@@ -17,8 +17,7 @@ from headrace.parameter_server.wire import ShardLayout, like
 from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
-from headrace.training.optimizer import build, build_over
-from headrace.training.optimizer_state import StatePiece
+from headrace.training.optimizer import StatePiece, build, build_over
 from headrace.training.update import Updater
 
 _EXACTLY = 1e-6

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
-from headrace.pipeline.trace.recording import Recording, tensors
+from headrace.pipeline.trace.recorded_forward import Recording, tensors
 
 _SENDABLE = (Tensor, torch.Size, int, float)
 """What may cross a cut."""

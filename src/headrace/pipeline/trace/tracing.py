@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from headrace.errors import JobError
+from headrace.pipeline.trace.fx_tracer import record
 from headrace.pipeline.trace.layers import Layer, LayerMap, align, lay_out
-from headrace.pipeline.trace.recorder import record
-from headrace.pipeline.trace.recording import Recording, Untraceable, answer, execute, places
+from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute, places
 from headrace.training.whole_model import call, examples_of
 from headrace.trees import map_tensors
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from headrace.pipeline.schedules import Action, PassKind
-from headrace.pipeline.schedules.schedule import ActionSpan, bubble, timed
+from headrace.pipeline.schedules import Action, ActionSpan, PassKind, bubble, timed
 from headrace.report.model.events import Attempt, of_kind
 from headrace.spec.events import PipelineStepTimed, StagePass
 

@@ -1,26 +1,17 @@
-"""A recorded forward, how its parts are run again, and the proxies that stand for values while it is recorded."""
+"""A recorded forward, and how its parts are run again."""
 
 from __future__ import annotations
 
 import inspect
-import operator
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from headrace.trees import map_leaves, map_tensors
-
-_len, _isinstance = len, isinstance
-"""The builtins themselves, not what replaces them while a forward is recorded."""
-
-_SETTLED = (torch.dtype, torch.device, torch.layout, bool, type(None))
-"""What an attribute of a tensor may be that is the same for every batch."""
 
 
 class Untraceable(Exception):
@@ -112,97 +103,3 @@ def tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(found.append, tree)
     return found
-
-
-class RecordingTracer(fx.Tracer, ABC):
-    """What a `ValueProxy` asks of the tracer that made it."""
-
-    recording: Recording
-
-    @abstractmethod
-    def settle(self, proxy: fx.Proxy) -> Any:
-        """Returns a proxy's value, and makes a guard of it: every later run must have the same."""
-
-    @abstractmethod
-    def refuse(self, reason: str) -> NoReturn:
-        """Raises `Untraceable` for the module whose forward runs."""
-
-
-class ValueProxy(fx.Proxy):
-    """Stands for a value in forward, knows the value for the examples, and answers forward's questions with it."""
-
-    tracer: RecordingTracer
-
-    def __getattr__(self, name: str) -> Any:
-        held = getattr(value_of(self), name)
-        if name == "requires_grad":
-            self.tracer.refuse("it asks whether a tensor requires a gradient")
-        if isinstance(held, _SETTLED):
-            return held
-        if callable(held) and not isinstance(held, Tensor):
-            return partial(self._call, name)
-        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([item_of(self, index) for index in range(len(self))])
-
-    def __len__(self) -> int:
-        length = self.tracer.create_proxy("call_function", _len, (self,), {})
-        return int(self.tracer.settle(length))
-
-    def __bool__(self) -> bool:
-        return bool(self.tracer.settle(self))
-
-    def __index__(self) -> int:
-        return int(self.tracer.settle(self))
-
-    def __int__(self) -> int:
-        return int(self.tracer.settle(self))
-
-    def __float__(self) -> float:
-        return float(self.tracer.settle(self))
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.tracer.settle(self)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __format__(self, spec: str) -> str:
-        return format(value_of(self), spec)
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self.tracer.create_proxy("call_method", name, (self, *args), kwargs)
-
-
-def value_of(proxy: fx.Proxy) -> Any:
-    """Returns what a proxy stands for."""
-    return cast(RecordingTracer, proxy.tracer).recording.values[proxy.node]
-
-
-def is_instance(value: Any, kinds: Any) -> bool:
-    """Says of a proxy what `isinstance` says of what it stands for.
-
-    A `__class__` of its own would tell torch's C++, too, which then takes the proxy's memory for a tensor's.
-    """
-    return _isinstance(value, kinds) or (type(value) is ValueProxy and _isinstance(value_of(value), kinds))
-
-
-def item_of(proxy: fx.Proxy, key: Any) -> Any:
-    """Returns a part of what a proxy stands for."""
-    return proxy.tracer.create_proxy("call_function", operator.getitem, (proxy, key), {})
-
-
-def _in_place(name: str) -> None:
-    def write(self: ValueProxy, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
-
-    setattr(ValueProxy, f"__{name}__", write)
-
-
-for _name in ("iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"):
-    # torch.fx takes x += y for x = x + y, which other views of x's memory would not see.
-    _in_place(_name)

@@ -1,4 +1,4 @@
-"""Convolutional models for small images."""
+"""Classifiers of small images, and a language model of characters."""
 
 from __future__ import annotations
 
@@ -100,3 +100,24 @@ def mlp(features: int = 784, hidden: int = 2048, classes: int = 10) -> nn.Sequen
         nn.ReLU(),
         nn.Linear(hidden, classes),
     )
+
+
+class CharLSTM(nn.Module):
+    """Predicts the next character at every place of a text; each text begins with an empty memory."""
+
+    def __init__(self, vocab: int, embedding: int, hidden: int, layers: int = 1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, num_layers=layers, batch_first=True)
+        self.head = nn.Linear(hidden, vocab)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """Maps character indices `(batch, time)` to logits `(batch, time, vocab)`."""
+        states, _ = self.lstm(self.embedding(characters))
+        logits: Tensor = self.head(states)
+        return logits
+
+
+def char_lstm(vocab: int, embedding: int = 64, hidden: int = 192) -> CharLSTM:
+    """Returns an LSTM of one layer over characters."""
+    return CharLSTM(vocab, embedding, hidden)

@@ -1,39 +1,13 @@
-"""How much memory a stage takes: what autograd saves, and the error where memory runs out."""
+"""How much autograd keeps for a stage's backward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from headrace.errors import UnfitMachine
-from headrace.machine import resident_bytes
-
-
-@contextmanager
-def explain_out_of_memory(where: str, held: Callable[[], str], remedy: str) -> Iterator[None]:
-    """Explains where and with what the process ran out of memory; `held` is called only then.
-
-    Raises:
-        UnfitMachine: there was not enough memory.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        resident = resident_bytes()
-        raise UnfitMachine(
-            f"{where}, when the process held {resident:,} bytes, {held()}: {str(error) or 'no more memory'}; {remedy}"
-        ) from error
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Returns whether an error says that memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
 
 
 class SavedBytes:

@@ -21,18 +21,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils import checkpoint
 
-from headrace.pipeline.trace.recording import (
-    Recording,
-    RecordingTracer,
-    Untraceable,
-    ValueProxy,
-    answer,
-    execute,
-    is_instance,
-    item_of,
-    tensors,
-    value_of,
-)
+from headrace.pipeline.trace.proxies import RecordingTracer, ValueProxy, is_instance, item_of, value_of
+from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute, tensors
 from headrace.trees import map_leaves
 
 _LOOKED_INTO = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
