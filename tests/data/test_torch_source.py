@@ -150,8 +150,8 @@ def test_a_loader_keeps_its_processes() -> None:
     assert notice.endswith("each worker reads with 2 processes")
     processes = pipeline.processes
     assert processes is not None
-    assert (processes.count, processes.prefetch_factor) == (2, 3)
-    assert (processes.start_method, processes.timeout_s) == ("spawn", 9)
+    assert (processes.count, processes.options["prefetch_factor"]) == (2, 3)
+    assert (processes.options["multiprocessing_context"], processes.options["timeout"]) == ("spawn", 9)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,9 +48,7 @@ _CHUNK = 1 << 20
 
 
 def obtain(
-    cache: Path,
-    fetchers: Sequence[tuple[str, Fetcher]] | None = None,
-    digests: Mapping[str, str] = DIGESTS,
+    cache: Path, fetchers: Sequence[tuple[str, Fetcher]] | None = None, digests: Mapping[str, str] = DIGESTS
 ) -> None:
     """Downloads and unpacks the files that `cache` lacks, from the first fetcher that has them.
 
@@ -133,11 +132,10 @@ def _apt(*arguments: str) -> tuple[str, ...]:
 
 
 def _knows_package(folder: Path) -> bool:
-    try:
+    with suppress(UnfitMachine):
         _run(folder, _UPDATE_S, "apt-cache", "show", _PACKAGE)
-    except UnfitMachine:
-        return False
-    return True
+        return True
+    return False
 
 
 def _run(folder: Path, limit_s: float, *command: str) -> None:
@@ -167,10 +165,9 @@ def _download(address: str, target: Path) -> None:
                 sink.write(chunk)
                 if time.monotonic() > deadline:
                     raise UnfitMachine(f"{address} took more than {_DOWNLOAD_S:.0f} s")
-    except urllib.error.URLError as error:
-        raise UnfitMachine(f"{address}: {error.reason}") from error
     except OSError as error:
-        raise UnfitMachine(f"{address}: {error}") from error
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise UnfitMachine(f"{address}: {reason}") from error
 
 
 FETCHERS: tuple[tuple[str, Fetcher], ...] = (
@@ -254,8 +251,7 @@ def _read(path: Path, expected: str) -> Tensor:
             f"{path} is damaged: its sha256 is {found}, expected {expected}; delete it and it is fetched again"
         )
     content = np.fromfile(path, dtype=np.uint8)
-    dims = int(content[3])
-    start = 4 + 4 * dims
+    start = 4 + 4 * int(content[3])
     lengths = content[4:start].view(">u4").tolist()
     return torch.from_numpy(content[start:].reshape(lengths))
 

@@ -32,20 +32,16 @@ def fingerprint(*values: Any) -> str:
     its name alone. A UsageError if a value cannot be digested.
     """
     digest = _Digest()
-    for value in values:
-        digest.add(value)
-    return digest.hexdigest()
+    digest.add_all(values)
+    return digest.hash.hexdigest()
 
 
 class _Digest:
     def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self.hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self._seen: dict[int, int] = {}
         # Keeps the objects alive, so that no id is used twice.
         self._alive: list[Any] = []
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
     def add(self, value: Any) -> None:
         if isinstance(value, _PLAIN) and type(value) in _PLAIN:
@@ -56,23 +52,20 @@ class _Digest:
             self._tell("again", str(number).encode())
             return
         self._alive.append(value)
-        self._add(value)
-
-    def _add(self, value: Any) -> None:
         match value:
             case Tensor() if value.layout is torch.strided:
                 self._tell(f"tensor {value.dtype} {tuple(value.shape)}", b"")
                 flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-                self._hash.update(flat.view(torch.uint8).numpy().data if len(flat) else b"")
+                self.hash.update(flat.view(torch.uint8).numpy().data if len(flat) else b"")
             case np.ndarray() if value.dtype.kind != "O":
                 self._tell(f"array {value.dtype.str} {value.shape}", b"")
-                self._hash.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+                self.hash.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             case list() | tuple() if type(value) in (list, tuple):
                 self._tell(type(value).__name__, str(len(value)).encode())
-                self._all(value)
+                self.add_all(value)
             case dict() if type(value) is dict:
                 self._tell("dict", str(len(value)).encode())
-                self._all(part for item in value.items() for part in item)
+                self.add_all(part for item in value.items() for part in item)
             case set() | frozenset():
                 # Sorted, since the order of a set differs from process to process.
                 self._tell("set", "".join(sorted(fingerprint(item) for item in value)).encode())
@@ -84,13 +77,13 @@ class _Digest:
                 self._function(value)
             case types.MethodType():
                 self._tell("method", value.__name__.encode())
-                self._all((value.__func__, value.__self__))
+                self.add_all((value.__func__, value.__self__))
             case type():
                 self._class(value)
             case staticmethod() | classmethod():
                 self.add(value.__func__)
             case property():
-                self._all((value.fget, value.fset))
+                self.add_all((value.fget, value.fset))
             case types.BuiltinFunctionType():
                 self._tell("built-in", value.__qualname__.encode())
                 self.add(value.__self__ if value.__self__ is not None else str(value.__module__))
@@ -102,21 +95,21 @@ class _Digest:
             case _:
                 self._object(value)
 
-    def _all(self, values: Iterable[Any]) -> None:
+    def add_all(self, values: Iterable[Any]) -> None:
         for value in values:
             self.add(value)
 
     def _code(self, code: types.CodeType) -> None:
         self._tell("code", platform.python_version().encode() + code.co_code)
         named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        self._all((code.co_flags, code.co_names, named, code.co_consts))
+        self.add_all((code.co_flags, code.co_names, named, code.co_consts))
 
     def _function(self, function: types.FunctionType) -> None:
         if _installed(function.__module__):
             self._named(function)
             return
         self.add(function.__code__)
-        self._all((function.__defaults__, function.__kwdefaults__))
+        self.add_all((function.__defaults__, function.__kwdefaults__))
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
@@ -133,7 +126,7 @@ class _Digest:
             self._named(kind)
             return
         self._tell("class", kind.__qualname__.encode())
-        self._all(kind.__bases__)
+        self.add_all(kind.__bases__)
         for name, value in sorted(vars(kind).items()):
             if not (name.startswith("__") and name.endswith("__")) or isinstance(value, types.FunctionType):
                 if name == "_abc_impl":
@@ -164,14 +157,14 @@ class _Digest:
             return
         function, arguments, *rest = parts
         self._tell("object", str(len(rest)).encode())
-        self._all((function, arguments))
+        self.add_all((function, arguments))
         for position, part in enumerate(rest):
             # The last parts are iterators over the items of lists and dicts.
             self.add(part if position == 0 or part is None or callable(part) else list(part))
 
     def _tell(self, kind: str, content: bytes) -> None:
-        self._hash.update(f"{kind} {len(content)}:".encode())
-        self._hash.update(content)
+        self.hash.update(f"{kind} {len(content)}:".encode())
+        self.hash.update(content)
 
 
 def _globals_of(code: types.CodeType) -> list[str]:

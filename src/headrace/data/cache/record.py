@@ -67,16 +67,15 @@ class Front:
 
 def pack(index: int, value: Any, generation: int = 0) -> NDArray[np.uint8]:
     """Returns the record of an example, or of `Absent.LEFT_OUT`; a DataError for a type that cannot be cached."""
-    leaves: list[tuple[int, NDArray[np.uint8]]] = []
+    packing = _Packing()
     left_out = value is Absent.LEFT_OUT
-    structure = ["n"] if left_out else _Packing(leaves).node(value, f"example {index}")
+    structure = ["n"] if left_out else packing.node(value, f"example {index}")
     header = json.dumps(structure, separators=(",", ":")).encode()
     data = _aligned(FRONT_BYTES + len(header))
-    last = leaves[-1] if leaves else (0, np.empty(0, np.uint8))
-    record = np.zeros(_aligned(data + last[0] + len(last[1])), dtype=np.uint8)
+    record = np.zeros(_aligned(data + packing.end), dtype=np.uint8)
     _FRONT.pack_into(record.data, 0, 0, _MAGIC, len(header), len(record), index, generation, left_out)
     record[FRONT_BYTES : FRONT_BYTES + len(header)] = np.frombuffer(header, np.uint8)
-    for place, leaf in leaves:
+    for place, leaf in packing.leaves:
         record[data + place : data + place + len(leaf)] = leaf
     record[:8].view("<u8")[0] = _checksum(record)
     return record
@@ -118,11 +117,11 @@ def _checksum(record: NDArray[np.uint8]) -> int:
 
 
 class _Packing:
-    """Collects the leaves of an example with their places in the data."""
+    """Collects the leaves of an example with their places in the data, whose length is `end`."""
 
-    def __init__(self, leaves: list[tuple[int, NDArray[np.uint8]]]) -> None:
-        self._leaves = leaves
-        self._end = 0
+    def __init__(self) -> None:
+        self.leaves: list[tuple[int, NDArray[np.uint8]]] = []
+        self.end = 0
 
     def node(self, value: Any, where: str) -> list[Any]:
         kind = type(value)
@@ -136,7 +135,7 @@ class _Packing:
             if strange:
                 raise DataError(f"{where} has the key {strange[0]!r}; a cache keeps dicts whose keys are str or int")
             return ["d", [[key, self.node(item, f"{where}[{key!r}]")] for key, item in value.items()]]
-        leaf = self._number(value) or self._text(value) or self._array(value, where)
+        leaf = self._value(value) or self._array(value, where)
         if leaf is None:
             raise DataError(
                 f"{where} is a {kind.__module__}.{kind.__qualname__}, which a cache cannot keep: it keeps {_KEPT}; "
@@ -144,21 +143,17 @@ class _Packing:
             )
         return leaf
 
-    def _number(self, value: Any) -> list[Any] | None:
-        if type(value) is bool:
-            return ["o", self._add(np.array([value]))]
-        if type(value) is float:
-            return ["f", self._add(np.array([value]))]
-        if type(value) is int and -(1 << 63) <= value < 1 << 63:
-            return ["i", self._add(np.array([value], dtype=np.int64))]
-        if type(value) is int:
+    def _value(self, value: Any) -> list[Any] | None:
+        """Returns the node of a number, text or bytes."""
+        kind = type(value)
+        if kind is bool or kind is float or (kind is int and -(1 << 63) <= value < 1 << 63):
+            letter = {bool: "o", float: "f", int: "i"}[kind]
+            return [letter, self._add(np.array([value], dtype=_NUMBERS[letter]))]
+        if kind is int:
             return ["I", *self._bytes(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))]
-        return None
-
-    def _text(self, value: Any) -> list[Any] | None:
-        if type(value) is bytes:
+        if kind is bytes:
             return ["b", *self._bytes(value)]
-        return ["s", *self._bytes(value.encode("utf-8", "surrogatepass"))] if type(value) is str else None
+        return ["s", *self._bytes(value.encode("utf-8", "surrogatepass"))] if kind is str else None
 
     def _array(self, value: Any, where: str) -> list[Any] | None:
         if type(value) is Tensor:
@@ -182,13 +177,15 @@ class _Packing:
 
     def _add(self, flat: NDArray[Any]) -> int:
         leaf = flat.view(np.uint8)
-        place = _aligned(self._end, _ALIGNMENT if len(leaf) >= _ALIGNMENT else _SMALL)
-        self._leaves.append((place, leaf))
-        self._end = place + len(leaf)
+        place = _aligned(self.end, _ALIGNMENT if len(leaf) >= _ALIGNMENT else _SMALL)
+        self.leaves.append((place, leaf))
+        self.end = place + len(leaf)
         return place
 
 
 Bytes = NDArray[np.uint8]
+Build = Callable[[Bytes], Any]
+Batch = Callable[[Sequence[Tensor]], Any]
 
 
 @dataclass(frozen=True)
@@ -209,9 +206,9 @@ class RecordLayout:
     """
 
     data: int
-    build: Callable[[Bytes], Any]
+    build: Build
     leaves: tuple[Leaf, ...]
-    batch: Callable[[Sequence[Tensor]], Any] | None
+    batch: Batch | None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,10 +232,6 @@ def gathered(layout: RecordLayout, records: Sequence[Bytes]) -> Any:
         assert leaf.stack is not None
         tensors.append(leaf.stack(rows))
     return layout.batch(tensors)
-
-
-Build = Callable[[Bytes], Any]
-Batch = Callable[[Sequence[Tensor]], Any]
 
 
 def _read(node: list[Any], leaves: list[Leaf]) -> tuple[Build, Batch]:
@@ -304,18 +297,12 @@ def _tensor(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
     dtype, shape, begin = getattr(torch, rest[0]), tuple(rest[1]), rest[2]
     end = begin + math.prod(shape) * dtype.itemsize
 
-    def build(data: Bytes) -> Tensor:
-        return _tensor_of(data[begin:end].copy(), dtype, shape)
+    def tensor(flat: Bytes, shape: tuple[int, ...]) -> Tensor:
+        # The strides of an empty tensor cannot be viewed.
+        return torch.from_numpy(flat).view(dtype).reshape(shape) if len(flat) else torch.empty(shape, dtype=dtype)
 
-    def stack(rows: Bytes) -> Tensor:
-        return _tensor_of(rows.reshape(-1), dtype, (len(rows), *shape))
-
-    return Leaf(begin, end, stack), build
-
-
-def _tensor_of(flat: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    # The strides of an empty tensor cannot be viewed.
-    return torch.from_numpy(flat).view(dtype).reshape(shape) if len(flat) else torch.empty(shape, dtype=dtype)
+    stack = lambda rows: tensor(rows.reshape(-1), (len(rows), *shape))  # noqa: E731
+    return Leaf(begin, end, stack), lambda data: tensor(data[begin:end].copy(), shape)
 
 
 _LEAVES: Mapping[str, Callable[[str, list[Any]], tuple[Leaf, Build]]] = {

@@ -11,20 +11,16 @@ from itertools import chain
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from headrace.data.loading.autotune import Autotuner, ReadMode, ReadModes
 from headrace.data.loading.prefetcher import Prefetcher
 from headrace.data.loading.processes import ReaderProcesses, ReaderStalled
-from headrace.data.loading.reader import ExampleReader, ReadResult
+from headrace.data.loading.reader import ExampleReader, Part, ReadResult
 from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.source import ArraySource, DatasetSource
 from headrace.data.pipeline.steps import Cache, writer
 from headrace.errors import RunFailed
 from headrace.machine import MOST_ARENAS, give_back, tune
-
-Part = tuple[int, Tensor, int]
-"""What one worker reads for a round: the epoch, the places of the examples, the length of the global batch."""
 
 _LITTLE = 1 / 16
 """Share of the memory limit that the allocator may keep for the reader threads."""
@@ -208,23 +204,18 @@ class BatchReader:
         inline = isinstance(source, DatasetSource) or (isinstance(source, ArraySource) and not self._pipeline.steps)
         return inline or self._reading.ahead == 0
 
-    def _free(self) -> int:
-        """Returns the cores that training leaves free, at least one."""
-        training = self._cpu_budget.training
-        return max(1, self._cores - (torch.get_num_threads() if training is None else training))
-
     def _modes(self) -> ReadModes:
         """Returns the modes to choose from."""
-        parallel = self._reading.parallel
-        if parallel != "auto":
-            return ReadModes((parallel,), self._free(), self._cores)
+        training = self._cpu_budget.training
+        free = max(1, self._cores - (torch.get_num_threads() if training is None else training))
+        if self._reading.parallel != "auto":
+            return ReadModes((self._reading.parallel,), free, self._cores)
         # A process ends with the thread that started it, so that workers that are threads start none unasked.
         may_fork = not self._stalled and self._cores > 1 and threading.current_thread() is threading.main_thread()
         # With a cache in memory, each process would have its own, and miss most examples in the next epoch.
         may_fork &= not any(isinstance(step, Cache) and not step.folder for step in self._pipeline.steps)
-        return ReadModes(
-            ("threads", "processes", "inline") if may_fork else ("threads", "inline"), self._free(), self._cores
-        )
+        kinds = ("threads", "processes", "inline") if may_fork else ("threads", "inline")
+        return ReadModes(kinds, free, self._cores)
 
     def _start(self, processes: list[ReaderProcesses]) -> Callable[[Part], ReadResult]:
         # All of them at once: the sooner this process forks, the less memory is copied.
@@ -250,9 +241,8 @@ class BatchReader:
 
 
 def _close(processes: list[ReaderProcesses]) -> None:
-    for each in processes:
-        each.close()
-    processes.clear()
+    while processes:
+        processes.pop().close()
 
 
 class _Sizes:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.data.loading.batch_reader import BatchReader, CpuBudget, Part
-from headrace.data.loading.reader import ExampleReader, ReadResult
+from headrace.data.loading.batch_reader import BatchReader, CpuBudget
+from headrace.data.loading.reader import ExampleReader, Part, ReadResult
 from headrace.data.loading.torch_data import read_by_torch
 from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds
 from headrace.data.pipeline.pipeline import InputPipeline, visited

@@ -22,6 +22,9 @@ from headrace.data.pipeline.steps import Cache, Filter, Map, Step, writer
 from headrace.errors import DataError
 from headrace.trees import nbytes
 
+Part = tuple[int, Tensor, int]
+"""What one worker reads for a round: the epoch, the places of the examples, the length of the global batch."""
+
 _SOURCE = "the source"
 
 
@@ -84,8 +87,7 @@ class ExampleReader:
             began = perf_counter()
             batch = self._source.gather(self._indices(places), Epoch(self._seed, epoch))
             return ReadResult(batch, len(places), (), (perf_counter() - began, 0.0))
-        gathered = self._gathered(places) if self._gathers else None
-        if gathered is not None:
+        if self._gathers and (gathered := self._gathered(places)) is not None:
             return gathered
         spent: list[tuple[float, float]] = []
         skipped: list[str] = []
@@ -149,7 +151,6 @@ class ExampleReader:
         return indices[position], Epoch(self._seed, epoch * self._pipeline.times + copy)
 
     def _indices(self, places: Tensor) -> Tensor:
-        """Returns the source's indices of some places."""
         if self._plain:
             return places
         indices = visited(self._pipeline)
@@ -168,9 +169,8 @@ class ExampleReader:
 
     def _gathered(self, places: Tensor) -> ReadResult | None:
         """Reads a batch as a whole from a cache that is the last step; None if that is not possible."""
-        indices = self._indices(places).numpy()
         spent = [(0.0, 0.0)] * (1 + self._cached)
-        found = self._timed(spent, lambda: self._store().gather(indices))
+        found = self._timed(spent, lambda: self._store().gather(self._indices(places).numpy()))
         if found is None:
             return None
         batch, examples = found

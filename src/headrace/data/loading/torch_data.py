@@ -24,7 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from headrace.data.loading.reader import ExampleReader, ReadResult
+from headrace.data.loading.reader import ExampleReader, Part, ReadResult
 from headrace.data.pipeline.pipeline import InputPipeline, Processes, from_arrays
 from headrace.data.pipeline.source import DatasetSource, require_whole
 from headrace.errors import DataError
@@ -57,13 +57,10 @@ def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
         return data, ()
     if isinstance(data, DataLoader):
         return _from_loader(data)
-    if isinstance(data, Tensor | np.ndarray):
+    if isinstance(data, Tensor | np.ndarray | Mapping):
         return from_arrays(data).shuffle(), ()
-    if isinstance(data, Mapping):
-        return from_arrays(data).shuffle(), ()
-    if isinstance(data, list) and data and isinstance(data[0], tuple | dict):
-        return _from_dataset(data).shuffle(), ()
-    if isinstance(data, tuple | list):
+    examples = isinstance(data, list) and data and isinstance(data[0], tuple | dict)
+    if isinstance(data, tuple | list) and not examples:
         return from_arrays(*data).shuffle(), ()
     return _from_dataset(data).shuffle(), ()
 
@@ -172,22 +169,14 @@ def _described(loader: DataLoader[Any]) -> str:
 
 
 def _processes(loader: DataLoader[Any]) -> Processes:
+    options = {name: getattr(loader, name) for name in ("prefetch_factor", "worker_init_fn", "timeout")}
     context: Any = loader.multiprocessing_context
-    return Processes(
-        count=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        start_method=None if context is None else context.get_start_method(),
-        worker_init_fn=loader.worker_init_fn,
-        timeout_s=loader.timeout,
-    )
-
-
-_Part = tuple[int, Tensor, int]
+    return Processes(loader.num_workers, {**options, "multiprocessing_context": context and context.get_start_method()})
 
 
 def read_by_torch(
-    reader: ExampleReader, processes: Processes, parts: Iterator[_Part], seed: int
-) -> Generator[tuple[_Part, ReadResult], None, None]:
+    reader: ExampleReader, processes: Processes, parts: Iterator[Part], seed: int
+) -> Generator[tuple[Part, ReadResult], None, None]:
     """Yields each part (epoch, indices, length of the global batch) with its batch, read by a `DataLoader`'s processes.
 
     `seed` seeds the processes' own random numbers. Of an unreadable example, the process's traceback is a note.
@@ -199,10 +188,7 @@ def read_by_torch(
         sampler=_wanted(theirs),
         collate_fn=_identity,
         num_workers=processes.count,
-        prefetch_factor=processes.prefetch_factor,
-        multiprocessing_context=processes.start_method,
-        worker_init_fn=processes.worker_init_fn,
-        timeout=processes.timeout_s,
+        **processes.options,
         # Seeds its processes without drawing from the generator that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
@@ -212,7 +198,9 @@ def read_by_torch(
             epoch, indices, _ = part
             read = next(batches) if len(indices) else reader.read(epoch, indices)
             if isinstance(read, _Broken):
-                raise read.error()
+                error = DataError(read.message)
+                error.add_note(read.traceback)
+                raise error
             yield part, read
     finally:
         # Its processes end with the last reference, which a traceback with this frame must not keep.
@@ -225,12 +213,6 @@ class _Broken:
 
     message: str
     traceback: str
-
-    def error(self) -> DataError:
-        """Returns the error, with the process's traceback as a note."""
-        error = DataError(self.message)
-        error.add_note(self.traceback)
-        return error
 
 
 class _Reading(Dataset[Any]):
@@ -247,7 +229,7 @@ class _Reading(Dataset[Any]):
             return _Broken(str(error), traceback.format_exc())
 
 
-def _wanted(parts: Iterator[_Part]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _wanted(parts: Iterator[Part]) -> Iterator[tuple[int, NDArray[np.int64]]]:
     for epoch, indices, _ in parts:
         if len(indices):
             # As an array, since each tensor would be sent through a file of its own.

@@ -21,13 +21,10 @@ _AUTO = Reading()
 
 @dataclass(frozen=True)
 class Processes:
-    """Processes that read ahead for one worker, with the options of a torch `DataLoader`; `timeout_s` 0 is no limit."""
+    """Processes of a torch `DataLoader` that read ahead for one worker, and other options of the loader."""
 
     count: int
-    prefetch_factor: int | None = None
-    start_method: str | None = None
-    worker_init_fn: Callable[[int], None] | None = None
-    timeout_s: float = 0.0
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -65,19 +65,24 @@ class Tail:
     def __init__(self, run_dir: Path | str, skip: Iterable[str] = (), new_only: bool = False) -> None:
         self._run_dir = Path(run_dir)
         self._skip = tuple(f'{{"kind":"{kind}"'.encode() for kind in skip)
-        self._places = {file: _Place.end(file) for file in _files(self._run_dir)} if new_only else {}
+        # The bytes and the lines that have been read of each file.
+        self._places: dict[Path, tuple[int, int]] = {}
+        for file in _files(self._run_dir) if new_only else ():
+            lines, offset = _complete_lines(file, 0)
+            self._places[file] = offset, len(lines)
 
     def read(self) -> tuple[Event, ...]:
         """Returns the events that have become complete since the last call, by time.
 
-        Raises:
-            DataError: a complete line is no event. It is not read again.
+        A DataError if a complete line is no event; it is not read again.
         """
         events: list[Event] = []
         for file in _files(self._run_dir):
-            place = self._places.setdefault(file, _Place())
-            if file.stat().st_size > place.offset:
-                events += place.advance(file, self._skip)
+            offset, count = self._places.get(file, (0, 0))
+            lines, offset = _complete_lines(file, offset)
+            self._places[file] = offset, count + len(lines)
+            numbered = enumerate(lines, start=count + 1)
+            events += [_event(file, number, line) for number, line in numbered if not line.startswith(self._skip)]
         return tuple(sorted(events, key=lambda event: event.time_s))
 
 
@@ -95,47 +100,30 @@ class LogTail:
 
     def read(self) -> list[str]:
         """Returns the new lines, without their ends."""
-        if self._over or not self._file.exists() or self._file.stat().st_size <= self._offset:
+        if self._over or not self._file.exists():
             return []
-        with self._file.open("rb") as stream:
-            stream.seek(self._offset)
-            complete, end, _ = stream.read().rpartition(b"\n")
-        self._offset += len(complete) + len(end)
-        lines = complete.decode(errors="replace").split("\n") if end else []
+        complete, self._offset = _complete_lines(self._file, self._offset)
+        lines = [line.decode(errors="replace") for line in complete]
         if self._until in lines:
             self._over = True
             return lines[: lines.index(self._until)]
         return lines
 
 
-@dataclass
-class _Place:
-    offset: int = field(default=0)
-    lines: int = field(default=0)
-
-    @staticmethod
-    def end(file: Path) -> _Place:
-        content = file.read_bytes()
-        return _Place(content.rfind(b"\n") + 1, content.count(b"\n"))
-
-    def advance(self, file: Path, skip: tuple[bytes, ...]) -> list[Event]:
-        with file.open("rb") as stream:
-            stream.seek(self.offset)
-            complete = stream.read().split(b"\n")[:-1]
-        first = self.lines + 1
-        self.lines += len(complete)
-        self.offset += sum(len(line) + 1 for line in complete)
-        return [
-            _event(file, number, line) for number, line in enumerate(complete, start=first) if not line.startswith(skip)
-        ]
+def _complete_lines(file: Path, offset: int) -> tuple[list[bytes], int]:
+    """Returns the lines from an offset on whose end is there, without their ends, and the offset behind them."""
+    if file.stat().st_size <= offset:
+        return [], offset
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        lines = stream.read().split(b"\n")[:-1]
+    return lines, offset + sum(len(line) + 1 for line in lines)
 
 
 def _files(run_dir: Path) -> list[Path]:
     """Returns the launcher's file first, then by rank, so that ties in time come in a fixed order."""
-    return sorted(
-        (run_dir / "events").glob("*.jsonl"),
-        key=lambda file: (len(file.name) * (file.stem != "launcher"), file.name),
-    )
+    files = (run_dir / "events").glob("*.jsonl")
+    return sorted(files, key=lambda file: (len(file.name) * (file.stem != "launcher"), file.name))
 
 
 def _event(file: Path, number: int, line: bytes) -> Event:

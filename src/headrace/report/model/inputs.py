@@ -30,7 +30,6 @@ class InputSummary:
 
     @property
     def busiest(self) -> InputStageStats:
-        """The stage that cost most."""
         return max(self.stages, key=lambda stage: stage.busy_s)
 
     @property
@@ -40,7 +39,6 @@ class InputSummary:
 
     @property
     def first(self) -> InputStats:
-        """The input of the first rank."""
         return next(iter(self.by_rank.values()))
 
     @property
@@ -149,7 +147,6 @@ class Bottleneck:
 
     @property
     def line(self) -> str:
-        """Everything except the remedy, in one line."""
         return f"{self.kind}: {self.because}"
 
 
@@ -226,10 +223,8 @@ def _remedy(stage: InputStageStats, own: InputStats) -> str:
     if stage.name == "batch":
         return "smaller tensors (uint8, made float by the model), or a transform that writes into the batch"
     if waits and own.parallel == "threads" and own.readers > 1:
-        return (
-            f"more readers than {own.readers} if it waits for something outside; if for Python's lock, batched=True or "
-            'parallel="processes"'
-        )
+        remedy = 'if it waits for something outside; if for Python\'s lock, batched=True or parallel="processes"'
+        return f"more readers than {own.readers} {remedy}"
     if waits:
         return f"more readers than {own.readers}, since it waits more than it computes"
     return ".cache(...) behind it if it draws no random numbers, batched=True, fewer pixels, or more cores"

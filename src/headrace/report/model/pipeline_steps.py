@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any, cast
 
 from headrace.pipeline.schedules import Action, ActionSpan, PassKind, bubble, timed
@@ -63,13 +64,12 @@ class PipelineStep:
         """
         ranks = sorted(self.passes)
         every = [each for passes in self.passes.values() for each in passes]
-        cost = {kind: _mean(_worked_s(each) for each in every if _kind(each) is kind) for kind in PassKind}
+        worked = {kind: [_worked_s(each) for each in every if _kind(each) is kind] for kind in PassKind}
         orders = [[Action(each.stage, each.micro_batch, _kind(each)) for each in self.passes[rank]] for rank in ranks]
-        return timed(orders, lambda action: cost[action.kind])
+        return timed(orders, lambda action: fmean(worked[action.kind]))
 
     @property
     def scheduled_bubble(self) -> float:
-        """The bubble of the schedule itself."""
         return bubble(self.scheduled)
 
 
@@ -81,12 +81,13 @@ def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
     for event in of_kind(PipelineStepTimed, last.events):
         if event.rank in ranks and event.passes:
             reported[event.step][event.rank] = event
+    stages = cast(Sequence[Mapping[str, Any]], last.started.plan.get("stages", ()))
     whole = [
         PipelineStep(
             step,
             {rank: by_rank[rank].passes for rank in sorted(by_rank)},
             {rank: by_rank[rank].in_flight for rank in sorted(by_rank)},
-            tuple(stage["seconds"] for stage in cast(Sequence[Mapping[str, Any]], last.started.plan.get("stages", ()))),
+            tuple(stage["seconds"] for stage in stages),
         )
         for step, by_rank in sorted(reported.items())
         if by_rank.keys() == ranks
@@ -107,8 +108,3 @@ def _kind(each: StagePass) -> PassKind:
 
 def _worked_s(each: StagePass) -> float:
     return each.ended_s - each.began_s - each.waited_s
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed) if listed else 0.0

@@ -74,12 +74,11 @@ def staleness_over_time(attempts: Iterable[Attempt], clock: TrainingClock) -> tu
     bins: dict[int, list[tuple[float, Mapping[str, int]]]] = defaultdict(list)
     for seconds, counts in pieces:
         bins[int(seconds / width)].append((seconds, counts))
-    points = []
-    for _, members in sorted(bins.items()):
-        staleness = Staleness.of(counts for _, counts in members)
-        if staleness is not None:
-            points.append(StalenessPoint(max(seconds for seconds, _ in members), staleness))
-    return tuple(points)
+    points = [
+        (max(seconds for seconds, _ in members), Staleness.of(counts for _, counts in members))
+        for _, members in sorted(bins.items())
+    ]
+    return tuple(StalenessPoint(seconds, staleness) for seconds, staleness in points if staleness is not None)
 
 
 def _pieces(attempt: Attempt, clock: TrainingClock) -> list[tuple[float, Mapping[str, int]]]:
@@ -107,9 +106,9 @@ _LEAST_QUEUE = 2.0
 
 @dataclass(frozen=True)
 class ServerWork:
-    """What one server did, in all attempts together.
+    """What one server did, in all attempts together; `queue_mean` is that of the last attempt.
 
-    `seconds` run from an attempt's first step to the server's last event; `queue_mean` is that of the last attempt.
+    `seconds` run from an attempt's first step to the server's last event.
     """
 
     busy_s: float
@@ -125,7 +124,7 @@ class ServerWork:
 
     @property
     def moved_bytes(self) -> int:
-        return sum(map(_moved, self.shards))
+        return sum(map(moved_bytes, self.shards))
 
     @property
     def apply_s(self) -> float:
@@ -163,7 +162,6 @@ class ServerSummary:
 
     @property
     def staleness_of_all(self) -> Staleness | None:
-        """The staleness of all workers together; None without an update."""
         return Staleness.of(each.counts for each in self.staleness.values())
 
     @property
@@ -181,7 +179,6 @@ class ServerSummary:
 
     @property
     def busy_share(self) -> float:
-        """The mean over the servers."""
         return sum(work.busy_share for work in self.by_rank.values()) / len(self.by_rank)
 
     @property
@@ -240,8 +237,8 @@ def imbalance(served: Iterable[ServerStats]) -> str | None:
     if len(works) < 2:
         return None
     parts = [
-        *_uneven(works, "moves", "of the bytes", lambda work: work.moved_bytes, _moved, byte_count, 1.0),
-        *_uneven(works, "needs", "of the time to apply", _apply_s, _apply_s, duration, _LEAST_APPLY_S),
+        *_uneven(works, "moves", "of the bytes", moved_bytes, byte_count, 1.0),
+        *_uneven(works, "needs", "of the time to apply", lambda shard: shard.apply_s, duration, _LEAST_APPLY_S),
     ]
     factor, which = to_mean([work.queue_mean for work in works.values()])
     rank = list(works)[which]
@@ -256,19 +253,18 @@ def _uneven(
     works: Mapping[int, ServerWork],
     verb: str,
     what: str,
-    of_server: Callable[[ServerWork], float],
-    of_shard: Callable[[ShardStats], float],
+    load: Callable[[ShardStats], float],
     words: Callable[[float], str],
     least: float,
 ) -> Iterable[str]:
     """Yields which server carries much more of something than the mean, and which of its shards does."""
-    loads = {rank: of_server(work) for rank, work in works.items()}
+    loads = {rank: sum(map(load, work.shards)) for rank, work in works.items()}
     factor, which = to_mean(list(loads.values()))
     rank = list(loads)[which]
     if loads[rank] < least or factor <= _TILTED:
         return
     shards = [(home, shard) for home, work in works.items() for shard in work.shards]
-    share, heaviest = to_mean([of_shard(shard) for _, shard in shards])
+    share, heaviest = to_mean([load(shard) for _, shard in shards])
     home, shard = shards[heaviest]
     own = home == rank and share > UNEVEN
     if factor > UNEVEN or own:
@@ -276,12 +272,9 @@ def _uneven(
         yield f"server {rank} {verb} {ratio(factor)} × the mean {what} ({words(loads[rank])}){because}"
 
 
-def _moved(shard: ShardStats) -> int:
+def moved_bytes(shard: ShardStats) -> int:
+    """Returns the bytes that workers pushed to a shard and pulled from it."""
     return shard.pushed_bytes + shard.pulled_bytes
-
-
-def _apply_s(of: ServerWork | ShardStats) -> float:
-    return of.apply_s
 
 
 def _last(served: Iterable[ServerStats]) -> dict[int, ServerStats]:

@@ -306,17 +306,13 @@ def _advice(best: float, winner: Summary, summaries: Sequence[Summary]) -> str:
         return "distribution does not pay here; one process is what to pick for speed"
     if best <= 1 + _SAME:
         return "as good as equal; one process is what to pick, it takes less memory"
-    return f"distribution pays here; {winner.name} is what to pick for speed{_warning(winner, summaries)}"
-
-
-def _warning(winner: Summary, summaries: Sequence[Summary]) -> str:
-    """Returns a remark where the faster run ends at a higher loss."""
+    advice = f"distribution pays here; {winner.name} is what to pick for speed"
     reached = winner.metrics.get("loss")
     single = [each.metrics for each in summaries if each.workers == 1 and each.status == "ok"]
     others = [metrics["loss"] for metrics in single if "loss" in metrics]
     if reached is None or not others or reached <= min(others) * (1 + _SAME):
-        return ""
-    return f", though it ends at a loss of {short(reached)} against {short(min(others))} on one device"
+        return advice
+    return f"{advice}, though it ends at a loss of {short(reached)} against {short(min(others))} on one device"
 
 
 def _over(rate: float | None, reference: float | None) -> float | None:

@@ -8,13 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
+from statistics import fmean
 
 from headrace.report.model.events import Attempt, of_kind
 from headrace.spec.events import Evaluated, ParametersAveraged, Stepped
 
 WARM_UP_STEPS = 5
 """Steps of each worker that rates leave out: allocations, first touches of memory, caches."""
-
 
 STEP_PARTS: Mapping[str, str] = {
     "wait_s": "waiting for data",
@@ -24,7 +24,6 @@ STEP_PARTS: Mapping[str, str] = {
     "other_s": "between steps",
 }
 """The parts of a step's time: attribute of `StepTimes` to name."""
-
 
 STEPPED_PARTS = ("wait_s", "compute_s", "exchange_s", "update_s")
 """The parts that a worker measures: attributes of `Stepped`."""
@@ -42,7 +41,6 @@ class StepTimes:
 
     @property
     def total_s(self) -> float:
-        """Wall time of the mean step."""
         return self.wait_s + self.compute_s + self.exchange_s + self.update_s + self.other_s
 
 
@@ -80,12 +78,8 @@ class TrainingClock:
                 start, inside = window.measured(rank)
                 wall += self.between(start, inside[-1].time_s)
                 steps += inside
-        wait, compute, exchange, update = (
-            math.fsum(getattr(step, part) for step in steps) / len(steps) for part in STEPPED_PARTS
-        )
-        return StepTimes(
-            wait, compute, exchange, update, max(0.0, wall / len(steps) - wait - compute - exchange - update)
-        )
+        parts = {part: math.fsum(getattr(step, part) for step in steps) / len(steps) for part in STEPPED_PARTS}
+        return StepTimes(**parts, other_s=max(0.0, wall / len(steps) - sum(parts.values())))
 
 
 class _Window:
@@ -180,19 +174,12 @@ def curves_of(
         if weight > 0:
             mean = math.fsum(each.loss for each in piece) / weight
             loss.append(LossPoint(seen[stop], clock.until(times[stop - 1]), mean))
-    return Curves(
-        loss=tuple(loss),
-        evaluations=tuple(
-            EvaluationPoint(
-                step=event.step,
-                epochs=seen[bisect_left(order, event.step)] / examples_per_epoch if examples_per_epoch else 0.0,
-                seconds=clock.until(event.time_s),
-                metrics=event.metrics,
-                took_s=event.seconds,
-            )
-            for event in evaluated
-        ),
-    )
+    evaluations = []
+    for event in evaluated:
+        epochs = seen[bisect_left(order, event.step)] / examples_per_epoch if examples_per_epoch else 0.0
+        point = EvaluationPoint(event.step, epochs, clock.until(event.time_s), event.metrics, event.seconds)
+        evaluations.append(point)
+    return Curves(tuple(loss), tuple(evaluations))
 
 
 @dataclass
@@ -224,20 +211,18 @@ class AveragingSummary:
 
     @property
     def mean_exchange_s(self) -> float:
-        return sum(each.exchange_s for each in self.meetings) / len(self.meetings)
+        return fmean(each.exchange_s for each in self.meetings)
 
     @property
     def mean_rounds(self) -> float:
-        """Rounds between two meetings, on the mean."""
-        return sum(each.rounds for each in self.meetings) / len(self.meetings)
+        return fmean(each.rounds for each in self.meetings)
 
     @property
     def mean_drift(self) -> float:
-        return sum(each.drift for each in self.meetings) / len(self.meetings)
+        return fmean(each.drift for each in self.meetings)
 
     @property
     def furthest(self) -> ParametersAveraged:
-        """The meeting with the largest drift."""
         return max(self.meetings, key=lambda each: each.drift)
 
     @property
@@ -265,7 +250,6 @@ def _merged(events: Sequence[ParametersAveraged]) -> list[ParametersAveraged]:
     merged = []
     for every in meetings.values():
         furthest = max(every, key=lambda each: each.drift)
-        exchange_s = sum(each.exchange_s for each in every) / len(every)
         left_out = tuple(sorted({rank for each in every for rank in each.left_out}))
-        merged.append(replace(furthest, exchange_s=exchange_s, left_out=left_out))
+        merged.append(replace(furthest, exchange_s=fmean(each.exchange_s for each in every), left_out=left_out))
     return merged

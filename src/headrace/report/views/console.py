@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from headrace.report.format import MISSING, byte_count, clean, duration, percent, short
+from headrace.report.format import MISSING, byte_count, clean, duration, percent, plural, short
 from headrace.spec.events import Evaluated, Event, Lost, NonFinite, Notice, ParametersAveraged, Saved
 from headrace.spec.plan import Plan
 
@@ -55,23 +54,23 @@ class ProgressBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def update(self, step: int, loss: float | None = None, examples_per_s: float | None = None) -> None:
         """Shows where the run is, if it is time to draw: steps done, loss of the last step, rate of all workers."""
         now = self._clock()
-        done = step == self._total
-        if self._closed or (now - self._drawn < self._period() and not (done and self._bar)):
+        period_s = _LINE_PERIOD_S if self._bar is None else _BAR_PERIOD_S
+        if self._closed or (now - self._drawn < period_s and not (step == self._total and self._bar)):
             return
         self._drawn = now
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, loss=short(loss), rate=short(examples_per_s))
             self._bar.refresh()
         else:
-            self._write(self._line(step, loss, examples_per_s, now - self._began))
+            total = f"/{self._total}" if self._total is not None else ""
+            rate = f"{short(examples_per_s)} examples/s, {duration(now - self._began)}"
+            self._write(f"{self._label}: step {step}{total}, loss {short(loss)}, {rate}")
 
     def line(self, text: str) -> None:
         """Writes a line that stays, above the bar where there is one."""
@@ -89,16 +88,6 @@ class ProgressBar:
             self._bar.stop()
         if final_line:
             self._write(clean(final_line))
-
-    def _period(self) -> float:
-        return _LINE_PERIOD_S if self._bar is None else _BAR_PERIOD_S
-
-    def _line(self, step: int, loss: float | None, examples_per_s: float | None, elapsed_s: float) -> str:
-        total = f"/{self._total}" if self._total is not None else ""
-        return (
-            f"{self._label}: step {step}{total}, loss {short(loss)}, "
-            f"{short(examples_per_s)} examples/s, {duration(elapsed_s)}"
-        )
 
     def _write(self, text: str) -> None:
         self._stream.write(text + "\n")
@@ -130,10 +119,8 @@ class ProgressBar:
 
 
 _MOST_SINGLE_LINES = 3
-_ACTIONS = {
-    "skip": "the round is left out",
-    "rollback": "the round is left out, the last checkpoint comes back",
-}
+_LEFT_OUT = "the round is left out"
+_ACTIONS = {"skip": _LEFT_OUT, "rollback": f"{_LEFT_OUT}, the last checkpoint comes back"}
 
 
 def non_finite_text(event: NonFinite) -> str:
@@ -173,30 +160,29 @@ class Console:
 
     def event(self, event: Event) -> None:
         """Writes a line for an event that is worth one."""
+        if text := self._text(event):
+            self._progress.line(f"{self._label}: {text}")
+
+    def _text(self, event: Event) -> str:
         match event:
             case Evaluated():
                 values = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
-                self._progress.line(f"{self._label}: {values} after {event.step} step{'s' * (event.step != 1)}")
+                return f"{values} after {plural(event.step, 'step')}"
             case Saved() if self._plain:
-                self._progress.line(f"{self._label}: saved step {event.step}, {byte_count(event.bytes)}")
+                return f"saved step {event.step}, {byte_count(event.bytes)}"
             case NonFinite() if event.action in _ACTIONS:
-                self._count(event)
+                self._non_finite += 1
+                if self._non_finite <= _MOST_SINGLE_LINES:
+                    return f"{non_finite_text(event)} at step {event.step}: {_ACTIONS[event.action]}"
+                if str(self._non_finite).strip("0") == "1":  # 10, 100, 1000: all of them fit on a screen
+                    return f"{self._non_finite} rounds were not finite so far, the last at step {event.step}"
             case ParametersAveraged() if event.left_out:
-                self._progress.line(f"{self._label}: {_left_out_text(event)}")
+                return _left_out_text(event)
             case Lost():
-                self._progress.line(f"{self._label}: {event.line}")
+                return event.line
             case Notice():
-                self._progress.line(f"{self._label}: {event.text}")
-
-    def _count(self, event: NonFinite) -> None:
-        self._non_finite += 1
-        count = self._non_finite
-        if count <= _MOST_SINGLE_LINES:
-            self._progress.line(
-                f"{self._label}: {non_finite_text(event)} at step {event.step}: {_ACTIONS[event.action]}"
-            )
-        elif str(count).strip("0") == "1":  # 10, 100, 1000: however many there are, they fit on a screen
-            self._progress.line(f"{self._label}: {count} rounds were not finite so far, the last at step {event.step}")
+                return event.text
+        return ""
 
     def line(self, text: str) -> None:
         """Shows a line of rank 0's output."""
@@ -264,7 +250,7 @@ def stage_lines(plan: Plan) -> list[str]:
         took = f"{short(stage.seconds * 1e3)} ms a micro-batch ({percent(stage.seconds / total)}), " if total else ""
         received = f", gets {byte_count(stage.received_bytes)}" if stage.received_bytes else ""
         lines.append(
-            f"stage {index}: {stage.layers} layer{'s' * (stage.layers != 1)}, {which}: {took}"
+            f"stage {index}: {plural(stage.layers, 'layer')}, {which}: {took}"
             f"{byte_count(stage.parameter_bytes)} of parameters, {byte_count(stage.bytes)} in all{received}"
         )
     return lines

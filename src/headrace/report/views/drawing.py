@@ -6,8 +6,9 @@ import io
 import re
 import warnings
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ class Bar:
     label: str
     note: str
     parts: Sequence[tuple[float, str]]
-    marks: Sequence[Mark] = field(default=())
+    marks: Sequence[Mark] = ()
     inside: bool = False
 
 
@@ -114,7 +115,7 @@ def draw_curves(
 ) -> str:
     """Returns at least one curve as one SVG element; `log` and `from_zero` are about the vertical axis."""
 
-    def draw(figure: Figure) -> None:
+    def draw(figure: Figure) -> Axes:
         axes = figure.add_axes((0.115, 0.155, 0.865, 0.785))
         _style(axes)
         for curve in curves:
@@ -129,10 +130,10 @@ def draw_curves(
         if from_zero:
             axes.set_ylim(bottom=0, top=1.06 * max(max(y for _, y in curve.points) for curve in curves) or 1.0)
         _scale(axes, log, whole_x)
-        axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
         axes.text(-0.133, 1.035, clean(y_label), transform=axes.transAxes, color=QUIET, parse_math=False)
+        return axes
 
-    return _draw(title, 3.0, draw)
+    return _draw(title, 3.0, draw, x_label)
 
 
 def draw_bars(title: str, bars: Sequence[Bar], x_label: str) -> str:
@@ -142,17 +143,14 @@ def draw_bars(title: str, bars: Sequence[Bar], x_label: str) -> str:
     values += [mark.value for bar in bars for mark in bar.marks]
     limit = max((value for value in values if value > 0), default=1.0) * 1.04
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_axes((0.005, 0.46 / height, 0.97, (height - 0.48) / height))
-        _style(axes)
-        axes.set(xlim=(0, limit), ylim=(len(bars) - 0.12, -0.25), yticks=[])
-        axes.spines["left"].set_visible(False)
+    def draw(figure: Figure) -> Axes:
+        axes = _row_axes(figure, height, (0, limit), (len(bars) - 0.12, -0.25))
         for row, bar in enumerate(bars):
             _draw_bar(axes, row, bar, limit)
         axes.xaxis.set_major_formatter(lambda value, _: tick(value, axes.get_xlim()[1]))
-        axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
+        return axes
 
-    return _draw(title, height, draw)
+    return _draw(title, height, draw, x_label)
 
 
 def draw_histograms(title: str, histograms: Sequence[Histogram], x_label: str) -> str:
@@ -166,13 +164,10 @@ def draw_histograms(title: str, histograms: Sequence[Histogram], x_label: str) -
     tallest = max(max(heights.values()) for heights in columns)
     limit = max(max(heights) for heights in columns) + width
 
-    def draw(figure: Figure) -> None:
+    def draw(figure: Figure) -> Axes:
         from matplotlib.ticker import MaxNLocator
 
-        axes = figure.add_axes((0.005, 0.44 / height, 0.97, (height - 0.46) / height))
-        _style(axes)
-        axes.set(xlim=(-0.5, limit - 0.5), ylim=(len(histograms) - 0.04, 0), yticks=[])
-        axes.spines["left"].set_visible(False)
+        axes = _row_axes(figure, height, (-0.5, limit - 0.5), (len(histograms) - 0.04, 0))
         axes.grid(False, axis="y")
         for row, (each, heights) in enumerate(zip(histograms, columns, strict=True)):
             axes.text(-0.5, row + 0.3, _cut(each.label), va="bottom", ha="left", parse_math=False)
@@ -183,9 +178,9 @@ def draw_histograms(title: str, histograms: Sequence[Histogram], x_label: str) -
             axes.plot([-0.5, limit - 0.5], [row + 0.96] * 2, color=QUIET, linewidth=0.6)
             axes.plot([each.mean] * 2, [row + 0.36, row + 0.96], color=INK, linewidth=1.4, zorder=4)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
+        return axes
 
-    return _draw(title, height, draw)
+    return _draw(title, height, draw, x_label)
 
 
 def draw_lanes(title: str, groups: Sequence[tuple[str, Sequence[Lane]]], x_label: str, factor: float) -> str:
@@ -197,11 +192,8 @@ def draw_lanes(title: str, groups: Sequence[tuple[str, Sequence[Lane]]], x_label
     height = 0.5 + _LANE_IN * rows
     limit = factor * max((at + length for _, lanes in groups for lane in lanes for at, length, _, _ in lane.pieces))
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_axes((0.115, 0.44 / height, 0.865, (height - 0.46) / height))
-        _style(axes)
-        axes.set(xlim=(0, limit), ylim=(rows, 0), yticks=[])
-        axes.spines["left"].set_visible(False)
+    def draw(figure: Figure) -> Axes:
+        axes = _row_axes(figure, height, (0, limit), (rows, 0), left=0.115, width=0.865)
         row = -1
         for words, lanes in groups:
             row += 1
@@ -218,18 +210,17 @@ def draw_lanes(title: str, groups: Sequence[tuple[str, Sequence[Lane]]], x_label
                         place = (left + wide / 2, row + 0.51)
                         axes.text(*place, clean(text), color=PAPER, ha="center", va="center", fontsize=7.5)
         axes.xaxis.set_major_formatter(lambda value, _: tick(value, limit))
-        axes.set_xlabel(clean(x_label), parse_math=False, labelpad=4)
+        return axes
 
-    return _draw(title, height, draw)
+    return _draw(title, height, draw, x_label)
 
 
 def _columns(histogram: Histogram, width: int) -> dict[int, float]:
     """Returns the parts of the counts that fall into columns of a width, by the first number in each."""
     total = sum(histogram.counts.values())
-    parts: dict[int, float] = {}
+    parts: dict[int, float] = defaultdict(float)
     for number, count in histogram.counts.items():
-        first = number // width * width
-        parts[first] = parts.get(first, 0.0) + count / total
+        parts[number // width * width] += count / total
     return parts
 
 
@@ -254,12 +245,20 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, limit: float) -> None:
 
 def _cut(label: str) -> str:
     """Shortens a name so that the note has room."""
-    label = clean(label)
-    return (
-        label
-        if len(label) <= _LABEL_LETTERS
-        else label[: _LABEL_LETTERS // 2 - 1] + "…" + label[-_LABEL_LETTERS // 2 :]
-    )
+    label, half = clean(label), _LABEL_LETTERS // 2
+    return label if len(label) <= _LABEL_LETTERS else f"{label[: half - 1]}…{label[-half:]}"
+
+
+_Range = tuple[float, float]
+
+
+def _row_axes(figure: Figure, height: float, x: _Range, y: _Range, left: float = 0.005, width: float = 0.97) -> Axes:
+    """Returns axes for rows one above the other, without a vertical axis."""
+    axes = figure.add_axes((left, 0.44 / height, width, (height - 0.46) / height))
+    _style(axes)
+    axes.set(xlim=x, ylim=y, yticks=[])
+    axes.spines["left"].set_visible(False)
+    return axes
 
 
 def _style(axes: Axes) -> None:
@@ -283,7 +282,7 @@ def _scale(axes: Axes, log: bool, whole_x: bool) -> None:
     axes.set_xlim(left=0)
 
 
-def _draw(title: str, height_in: float, draw: Callable[[Figure], None]) -> str:
+def _draw(title: str, height_in: float, draw: Callable[[Figure], Axes], x_label: str) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -293,7 +292,7 @@ def _draw(title: str, height_in: float, draw: Callable[[Figure], None]) -> str:
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(figsize=(_WIDTH_IN, height_in))
         figure.patch.set_alpha(0)
-        draw(figure)
+        draw(figure).set_xlabel(clean(x_label), parse_math=False, labelpad=4)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=nothing, transparent=True)
     return _as_element(buffer.getvalue(), title, height_in)

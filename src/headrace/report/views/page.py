@@ -16,32 +16,27 @@ from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run
 from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, SERVERS
 from headrace.report.views.table import COLUMNS, ComparedRun, ending, first_metric, run_rows
 
-_HOW = (
-    (
-        "Examples a second",
+_HOW = {
+    "Examples a second": (
         f"Steady state: the first {WARM_UP_STEPS} steps of each worker (half of its steps, in a short run) and all "
-        "evaluations are left out; then the examples of all workers over the time that passed.",
+        "evaluations are left out; then the examples of all workers over the time that passed."
     ),
-    (
-        "× one",
+    "× one": (
         "Over one process with all threads of the machine: what one has without any distribution. Below 1, "
-        "distribution costs speed.",
+        "distribution costs speed."
     ),
-    (
-        "× ceiling",
+    "× ceiling": (
         "Over as many workers that train at the same time and exchange nothing, with the same memory allocator "
-        "settings: what is left to lose to the exchange.",
+        "settings: what is left to lose to the exchange."
     ),
-    (
-        "Moved a step",
-        "Bytes that workers sent, or wrote for others to read, and received, in one step of all workers together.",
+    "Moved a step": (
+        "Bytes that workers sent, or wrote for others to read, and received, in one step of all workers together."
     ),
-    (
-        "Time in a step",
+    "Time in a step": (
         "Means over the workers, from clocks around each part. On a GPU, kernels run on while the clock already "
-        "counts the next part.",
+        "counts the next part."
     ),
-)
+}
 
 
 def write_page(path: Path | str, summaries: Sequence[Summary], references: References | None = None) -> Path:
@@ -206,9 +201,8 @@ def _swatch(style: RunStyle) -> str:
 
 def _figures(drawn: Sequence[Picture], summaries: Sequence[Summary]) -> str:
     if not drawn:
-        return (
-            '<section><h2>Pictures</h2><p class="quiet">No step was finished: there is nothing to draw.</p></section>'
-        )
+        nothing = '<p class="quiet">No step was finished: there is nothing to draw.</p>'
+        return f"<section><h2>Pictures</h2>{nothing}</section>"
     keys = {"runs": _runs_key(summaries), "parts": _parts_key(), "": ""}
     figures = "\n".join(
         f"<figure>\n<h3>{_text(each.title)}</h3>\n{keys[each.key]}{each.svg}\n"
@@ -221,19 +215,19 @@ def _figures(drawn: Sequence[Picture], summaries: Sequence[Summary]) -> str:
 def _runs_key(summaries: Sequence[Summary]) -> str:
     if len(summaries) == 1:
         return ""
-    items = "".join(
-        f"<li>{_swatch(style)}{_text(each.name)}</li>"
-        for each, style in zip(summaries, run_styles(summaries), strict=True)
-    )
-    return f'<ul class="key">{items}</ul>\n'
+    styled = zip(summaries, run_styles(summaries), strict=True)
+    return _key(f"{_swatch(style)}{_text(each.name)}" for each, style in styled)
 
 
 def _parts_key() -> str:
-    items = "".join(
-        f'<li><span class="box" style="background: var(--{STAND_INS[colour]})"></span>{STEP_PARTS[part]}</li>'
+    return _key(
+        f'<span class="box" style="background: var(--{STAND_INS[colour]})"></span>{STEP_PARTS[part]}'
         for part, colour in PARTS.items()
     )
-    return f'<ul class="key">{items}</ul>\n'
+
+
+def _key(items: Iterable[str]) -> str:
+    return f'<ul class="key">{"".join(f"<li>{item}</li>" for item in items)}</ul>\n'
 
 
 def _notices(summaries: Sequence[Summary]) -> str:
@@ -254,5 +248,5 @@ def _notices(summaries: Sequence[Summary]) -> str:
 
 
 def _how() -> str:
-    items = "".join(f"<dt>{_text(name)}</dt><dd>{_text(words)}</dd>" for name, words in _HOW)
+    items = "".join(f"<dt>{_text(name)}</dt><dd>{_text(words)}</dd>" for name, words in _HOW.items())
     return f'<section>\n<h2>How the numbers are made</h2>\n<dl class="how">{items}</dl>\n</section>'

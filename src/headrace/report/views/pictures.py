@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
-from headrace.report.format import byte_count, fixed, percent, ratio, short
+from headrace.report.format import byte_count, fixed, percent, plural, ratio, short
 from headrace.report.model.pipeline_steps import PipelineStep
 from headrace.report.model.summary import References, Summary
 from headrace.report.model.training import LossPoint, StepTimes
@@ -70,7 +71,9 @@ def averaging_pictures(summaries: Sequence[Summary]) -> list[Picture]:
     return [drift, period]
 
 
-_FORWARD, _BACKWARD, _WAIT = PARTS["compute_s"], PARTS["update_s"], PARTS["other_s"]
+_COLOURS = {False: PARTS["compute_s"], True: PARTS["update_s"]}
+"""Of forward and backward."""
+_WAIT = PARTS["other_s"]
 
 
 def passed_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
@@ -88,14 +91,14 @@ def _step_picture(title: str, passed: PipelineStep) -> Picture:
         pieces = []
         for each in passes:
             start, ready = each.began_s - passed.began_s, each.began_s + each.waited_s - passed.began_s
-            colour = _BACKWARD if each.backward else _FORWARD
             pieces.append((start, each.waited_s, _WAIT, ""))
-            pieces.append((ready, each.ended_s - each.began_s - each.waited_s, colour, str(each.micro_batch)))
+            worked_s = each.ended_s - each.began_s - each.waited_s
+            pieces.append((ready, worked_s, _COLOURS[each.backward], str(each.micro_batch)))
         measured.append(Lane(f"rank {rank}", pieces))
-        spans = [(span, span.action) for span in passed.scheduled if span.rank == place]
         boxes = [
-            (each.start, each.stop - each.start, _BACKWARD if action.backward else _FORWARD, str(action.micro_batch))
-            for each, action in spans
+            (span.start, span.stop - span.start, _COLOURS[span.action.backward], str(span.action.micro_batch))
+            for span in passed.scheduled
+            if span.rank == place
         ]
         scheduled.append(Lane(f"rank {rank}", boxes))
     groups = (
@@ -130,35 +133,21 @@ def _losses(summaries: Sequence[Summary]) -> list[Picture]:
     if not values:
         return []
     log = min(values) > 0 and max(values) > 8 * min(values)
-    kinds: tuple[tuple[str, str, Callable[[LossPoint], float], str], ...] = (
-        (
-            "Loss by examples",
-            "examples seen by all workers",
-            lambda point: point.examples,
+    by_examples, by_time = "Against the work done, whatever the machine.", "The same over time."
+    if len(summaries) > 1:
+        by_examples = (
             "The same work on every point of the axis: synchronous strategies on the same global batch lie on each "
             "other, and should."
-            if len(summaries) > 1
-            else "Against the work done, whatever the machine.",
-        ),
-        (
-            "Loss by time",
-            "seconds of training, without evaluations",
-            lambda point: point.seconds,
-            "The same curves over time: the one that falls first learns fastest on this machine."
-            if len(summaries) > 1
-            else "The same over time.",
-        ),
+        )
+        by_time = "The same curves over time: the one that falls first learns fastest on this machine."
+    kinds: tuple[tuple[str, str, Callable[[LossPoint], float], str], ...] = (
+        ("Loss by examples", "examples seen by all workers", attrgetter("examples"), by_examples),
+        ("Loss by time", "seconds of training, without evaluations", attrgetter("seconds"), by_time),
     )
     smooth = f"Drawn: the mean over 1/{_SMOOTH} of the run around each point; faint: before that."
-    return [
-        Picture(
-            title,
-            draw_curves(title, _loss_curves(summaries, place), axis, "training loss" + " (log)" * log, log),
-            f"{reading} {smooth}",
-            "runs",
-        )
-        for title, axis, place, reading in kinds
-    ]
+    label = "training loss" + " (log)" * log
+    drawn = [draw_curves(title, _loss_curves(summaries, place), axis, label, log) for title, axis, place, _ in kinds]
+    return [Picture(kind[0], svg, f"{kind[3]} {smooth}", "runs") for kind, svg in zip(kinds, drawn, strict=True)]
 
 
 def _loss_curves(summaries: Sequence[Summary], place: Callable[[LossPoint], float]) -> list[Curve]:
@@ -198,7 +187,7 @@ def _throughput(summaries: Sequence[Summary], references: References) -> Picture
             marks.append(Mark(one_thread * each.workers, _DASHED))
         against = references.to_one_device(each)
         note = f"{short(each.examples_per_s)}/s" + (f"  =  {ratio(against)} × one" if against else "")
-        label = f"{each.name}, {each.workers} worker{'s' * (each.workers != 1)}"
+        label = f"{each.name}, {plural(each.workers, 'worker')}"
         bars.append(Bar(label, note, [(each.examples_per_s or 0.0, style.colour)], marks))
     reading = ["Examples a second of all workers together, in steady state (warm-up and evaluations left out)."]
     if one:
@@ -212,10 +201,11 @@ def _throughput(summaries: Sequence[Summary], references: References) -> Picture
 
 
 def _steps(summaries: Sequence[Summary]) -> Picture | None:
-    bars = []
-    for each in summaries:
-        for rank, times in list(each.times_by_rank.items())[:_MOST_RANKS]:
-            bars.append(_step_bar(f"{each.name}, rank {rank}", times))
+    bars = [
+        _step_bar(f"{each.name}, rank {rank}", times)
+        for each in summaries
+        for rank, times in list(each.times_by_rank.items())[:_MOST_RANKS]
+    ]
     if not bars:
         return None
     title = "Where each worker's step goes"
@@ -250,13 +240,9 @@ def _metric(summaries: Sequence[Summary], name: str) -> Picture:
     curves = [replace(each, dots=True) for each in _curves_of(summaries, points)]
     title = f"Evaluation: {name}"
     drawn = draw_curves(title, curves, "epochs", f"evaluation {name}", whole_x=True)
-    reading = "Over the whole evaluation set, each example counted once. " + _reached(summaries, name)
-    return Picture(title, drawn, reading, "runs")
-
-
-def _reached(summaries: Sequence[Summary], name: str) -> str:
     last = [f"{each.name} {short(each.metrics[name])}" for each in summaries if name in each.metrics]
-    return f"Last: {', '.join(last)}." if last else ""
+    reading = "Over the whole evaluation set, each example counted once."
+    return Picture(title, drawn, f"{reading} Last: {', '.join(last)}." if last else reading, "runs")
 
 
 def _memory(summaries: Sequence[Summary]) -> list[Picture]:
@@ -271,19 +257,13 @@ def _memory(summaries: Sequence[Summary]) -> list[Picture]:
             parts = [(parameters * 1e-6, style.colour), (state * 1e-6, PARTS["wait_s"])]
             held.append(Bar(each.name, f"{byte_count(parameters)} + {byte_count(state)}", parts))
     everyone = "all workers and servers" if any(each.servers for each in summaries) else "all workers"
+    peak_reading = "The most that one process had in memory at any time, libraries included."
+    held_reading = (
+        f"What {everyone} together hold: parameters in the run's colour, optimizer state in grey. A copy that all "
+        "share is counted once."
+    )
     kinds = (
-        (
-            "Peak memory of the largest process",
-            peaks,
-            "MB",
-            "The most that one process had in memory at any time, libraries included.",
-        ),
-        (
-            "Parameters and optimizer state",
-            held,
-            f"MB in {everyone} together",
-            f"What {everyone} together hold: parameters in the run's colour, optimizer state in grey. A copy that "
-            "all share is counted once.",
-        ),
+        ("Peak memory of the largest process", peaks, "MB", peak_reading),
+        ("Parameters and optimizer state", held, f"MB in {everyone} together", held_reading),
     )
     return [Picture(title, draw_bars(title, bars, axis), reading) for title, bars, axis, reading in kinds if bars]

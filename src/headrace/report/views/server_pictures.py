@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.report.format import byte_count, duration, fixed, percent, short
-from headrace.report.model.servers import UNEVEN, ServerSummary, Staleness, Waiting
+from headrace.report.model.servers import UNEVEN, ServerSummary, Staleness, Waiting, moved_bytes
 from headrace.report.model.summary import Summary
 from headrace.report.views.drawing import Bar, Curve, Histogram, Mark, draw_bars, draw_curves, draw_histograms
 from headrace.report.views.style import DASHES, PARTS, Picture, RunStyle, run_styles
@@ -32,7 +32,6 @@ class _Shown:
 
     @property
     def alone(self) -> bool:
-        """Whether there is room for longer notes."""
         return not self.prefix
 
 
@@ -51,8 +50,22 @@ def server_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
         _waiting(shown),
         _work(shown),
         _traffic_of_servers(shown),
-        _traffic_of_shards(shown),
-        _apply_time(shown),
+        _of_shards(
+            shown,
+            "Traffic of shards",
+            "MB",
+            "The same for each shard; behind its name the rank of its server, and the line at the shards' mean.",
+            lambda shard: moved_bytes(shard) * 1e-6,
+            lambda shard, style: _traffic([shard], style),
+        ),
+        _of_shards(
+            shown,
+            "Apply time of shards",
+            "seconds",
+            "Seconds that the updates of each shard took; on the right, how many there were and how long one took.",
+            lambda shard: shard.apply_s,
+            _apply_time,
+        ),
     )
     return tuple(picture for picture in drawn if picture is not None)
 
@@ -167,32 +180,6 @@ def _traffic_of_servers(shown: Sequence[_Shown]) -> Picture:
     return Picture(title, draw_bars(title, bars, "MB"), reading)
 
 
-def _traffic_of_shards(shown: Sequence[_Shown]) -> Picture:
-    return _of_shards(
-        shown,
-        "Traffic of shards",
-        "MB",
-        "The same for each shard; behind its name the rank of its server, and the line at the shards' mean.",
-        lambda shard: (shard.pushed_bytes + shard.pulled_bytes) * 1e-6,
-        lambda shard, style: _traffic([shard], style),
-    )
-
-
-def _apply_time(shown: Sequence[_Shown]) -> Picture:
-    def bar(shard: ShardStats, style: RunStyle) -> tuple[str, list[tuple[float, str]]]:
-        note = f"{short(shard.steps)} × {duration(shard.apply_s / shard.steps)}" if shard.steps else "no update"
-        return note, [(shard.apply_s, style.colour)]
-
-    return _of_shards(
-        shown,
-        "Apply time of shards",
-        "seconds",
-        "Seconds that the updates of each shard took; on the right, how many there were and how long one took.",
-        lambda shard: shard.apply_s,
-        bar,
-    )
-
-
 def _of_shards(
     shown: Sequence[_Shown],
     title: str,
@@ -213,6 +200,11 @@ def _of_shards(
     if most > count:
         reading += f" The {count} largest of each run are shown, of up to {most}."
     return Picture(title, draw_bars(title, bars, unit), reading)
+
+
+def _apply_time(shard: ShardStats, style: RunStyle) -> tuple[str, list[tuple[float, str]]]:
+    note = f"{short(shard.steps)} × {duration(shard.apply_s / shard.steps)}" if shard.steps else "no update"
+    return note, [(shard.apply_s, style.colour)]
 
 
 def _traffic(shards: Sequence[ShardStats], style: RunStyle) -> tuple[str, list[tuple[float, str]]]:

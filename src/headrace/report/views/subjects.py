@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 from headrace.report.format import (
     MISSING,
@@ -23,7 +24,7 @@ from headrace.report.format import (
 )
 from headrace.report.model.inputs import Bottleneck, InputSummary, blocked_s, busy_s, occupancy
 from headrace.report.model.pipeline_steps import PipelineStep
-from headrace.report.model.servers import ROUNDS, ServerSummary, ServerWork, Staleness, to_mean
+from headrace.report.model.servers import ROUNDS, ServerSummary, ServerWork, Staleness, moved_bytes, to_mean
 from headrace.report.model.training import STEP_PARTS, AveragingSummary, StepTimes
 from headrace.spec.events import InputStageStats, InputStats, ShardStats
 
@@ -70,12 +71,8 @@ def _staleness_cell(field: Field[Staleness], servers: ServerSummary) -> str:
     return MISSING if staleness is None else field.format(field.get(staleness))
 
 
-def _pushed(servers: ServerSummary) -> int:
-    return sum(shard.pushed_bytes for _, shard in servers.shards)
-
-
-def _pulled(servers: ServerSummary) -> int:
-    return sum(shard.pulled_bytes for _, shard in servers.shards)
+def _total(name: str, servers: ServerSummary) -> Any:
+    return sum(getattr(shard, name) for _, shard in servers.shards)
 
 
 def _servers_text(servers: ServerSummary) -> str:
@@ -88,13 +85,13 @@ def _servers_text(servers: ServerSummary) -> str:
 
 
 def _traffic_text(servers: ServerSummary) -> str:
-    most = _most_text(servers, lambda shard: shard.pushed_bytes + shard.pulled_bytes)
-    return f"{byte_count(_pushed(servers))} pushed, {byte_count(_pulled(servers))} pulled{most}"
+    pushed, pulled = (byte_count(_total(name, servers)) for name in ("pushed_bytes", "pulled_bytes"))
+    return f"{pushed} pushed, {pulled} pulled{_most_text(servers, moved_bytes)}"
 
 
 def _updates_text(servers: ServerSummary) -> str:
-    updates, seconds = (sum(getattr(shard, name) for _, shard in servers.shards) for name in ("steps", "apply_s"))
-    return f"{updates} of shards, {duration(seconds)} in all{_most_text(servers, lambda shard: shard.apply_s)}"
+    most = _most_text(servers, attrgetter("apply_s"))
+    return f"{_total('steps', servers)} of shards, {duration(_total('apply_s', servers))} in all{most}"
 
 
 def _most_text(servers: ServerSummary, load: Callable[[ShardStats], float]) -> str:
@@ -141,8 +138,7 @@ SERVERS: tuple[Field[ServerSummary], ...] = (
     Field(attrgetter("queue_longest"), key="queue_longest", head="longest\nqueue"),
     json_mapping(SERVER, "by_rank", key="by_rank"),
     *json_fields("waiting"),
-    Field(_pushed, byte_count, head="pushed"),
-    Field(_pulled, byte_count, head="pulled"),
+    *(Field(partial(_total, f"{name}_bytes"), byte_count, head=name) for name in ("pushed", "pulled")),
 )
 
 

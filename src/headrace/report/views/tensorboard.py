@@ -6,7 +6,6 @@ from collections import defaultdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from headrace.errors import UnfitMachine
@@ -61,9 +60,7 @@ class TensorBoard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __call__(self, event: Event) -> None:
