@@ -264,7 +264,7 @@ def test_a_full_disk_is_told_and_stops_nobody(tmp_path: Path, monkeypatch: pytes
     server = written(tmp_path, 1)
     files = Snapshots(tmp_path, 0, 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.checkpoint.storage._LocalFile.sync", partial(_raise, Full("full")))
+        patch.setattr("headrace.checkpoint.storage.File.sync", partial(_raise, Full("full")))
         files.look(server.snapshot)
         files.close()
         assert isinstance(files.error, Full)

@@ -38,37 +38,31 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 Check = Callable[[Callable[[], bool]], None]
 
 
-class Outbox(ABC):
-    """The end of a mailbox that sends."""
-
+class _End(ABC):
     moved_bytes: int
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases memory and connections."""
+
+
+class Outbox(_End):
+    """The end of a mailbox that sends."""
 
     @abstractmethod
     def send(self, note: bytes, tensors: Sequence[Tensor]) -> None:
         """Copies a message of dense tensors, as soon as there is room for it; the note says what they are."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Releases memory and connections."""
 
-
-class Inbox(ABC):
+class Inbox(_End):
     """The end of a mailbox that receives."""
-
-    moved_bytes: int
 
     @abstractmethod
     def receive(self, read: Callable[[bytes, Tensor], T]) -> T:
         """Returns what `read(note, tensors)` makes of the next message, as soon as that is there.
 
-        Args:
-            read: takes the note, and the bytes of the tensors one after the other, each at the next multiple of 64.
-                It copies what it keeps.
+        It gets the bytes of the tensors one after the other, each at the next multiple of 64, and copies what it keeps.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Releases memory and connections."""
 
 
 def head_bytes(slots: int) -> int:
@@ -86,12 +80,7 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class _Head(Structure):
-    """What the two ends tell each other of a slot.
-
-    Attributes:
-        state: `_EMPTY` or `_FULL`.
-        note_bytes, nbytes: of the message in it.
-    """
+    """What the two ends tell each other of a slot, which is `_EMPTY` or `_FULL`, and of the message in it."""
 
     state: int
     offer: SegmentOffer
@@ -116,7 +105,6 @@ class _Slot:
 
     @property
     def memory(self) -> SharedSegment:
-        """What holds the message."""
         assert self.segment is not None
         return self.segment
 
@@ -176,12 +164,10 @@ class _Ring:
 
 
 class Sender(Outbox):
-    """The end that sends.
+    """The end that sends; `heads` is `(head_bytes(slots),)` uint8, zeroed, the same for both ends.
 
-    Args:
-        heads: `(head_bytes(slots),)` uint8, zeroed, the same for both ends.
-        check: called about every 50 ms of waiting, with what tells whether the other end has come after all; raises
-            where it never will.
+    `check` is called about every 50 ms of waiting, with what tells whether the other end has come after all; it raises
+    where it never will.
     """
 
     def __init__(self, heads: Tensor, check: Check) -> None:

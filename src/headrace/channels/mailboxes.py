@@ -18,11 +18,9 @@ from headrace.shared_memory.segment import SharedSegment
 
 @dataclass(frozen=True)
 class Route:
-    """One mailbox.
+    """A mailbox from rank `source` to `target`; of one and the same there is none.
 
-    Attributes:
-        source, target: the ranks that send and receive; of one and the same there is no mailbox.
-        slots: how many messages may be on their way; between hosts, at either end.
+    At most `slots` messages may be on their way; between hosts, at either end.
     """
 
     source: int
@@ -51,14 +49,11 @@ class Mailboxes:
 
     def close(self) -> None:
         """Releases memory and connections."""
-        for outbox in self.outboxes.values():
-            outbox.close()
-        for inbox in self.inboxes.values():
-            inbox.close()
+        ends: list[Outbox | Inbox] = [*self.outboxes.values(), *self.inboxes.values()]
+        for each in (*ends, *self._segments):
+            each.close()
         self.outboxes.clear()
         self.inboxes.clear()
-        for segment in self._segments:
-            segment.close()
         self._segments.clear()
         if self._context is not None:
             self._context.term()

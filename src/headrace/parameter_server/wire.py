@@ -32,13 +32,9 @@ _LONGER, _LONGER_BYTES = 4, 1 << 16
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A shard.
+    """A shard: a piece of the parameter `parameter` with its own shape, and `dtype` as in `torch.float32`.
 
-    Attributes:
-        parameter: name of the parameter that it is a piece of.
-        shape: of the piece.
-        dtype: as in `torch.float32`.
-        exact: whether it is never encoded, because it is optimizer state.
+    An `exact` one is never encoded, because it is optimizer state.
     """
 
     parameter: str
@@ -59,13 +55,9 @@ class ShardSpec:
 
 
 class ShardLayout:
-    """All shards of one server, in order, and how they are sent.
+    """All shards of one server, in order, and how they are sent; raises UnknownName if there is no such codec.
 
-    Attributes:
-        reply_slots: of encoded parameters; None if they are sent as they are.
-
-    Raises:
-        UnknownName: there is no such codec.
+    `reply_slots` are of encoded parameters; None if they are sent as they are.
     """
 
     def __init__(self, pieces: Sequence[ShardSpec], push_codec: str = "plain", pull_codec: str = "plain") -> None:

@@ -21,7 +21,8 @@ import socket
 import struct
 import termios
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -102,20 +103,15 @@ class AcceptLimiter:
             self._set(False)
 
     def _set(self, closed: bool) -> None:
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self._descriptor)
-        try:
+        with _socket_at(self._descriptor) as listening:
             if closed:
                 program = b"".join(struct.pack("HBBI", *each) for each in _DROP_SYN)
                 place = ctypes.create_string_buffer(program)
-                listening.setsockopt(
-                    socket.SOL_SOCKET, _ATTACH, struct.pack("HL", len(_DROP_SYN), ctypes.addressof(place))
-                )
+                filter_ = struct.pack("HL", len(_DROP_SYN), ctypes.addressof(place))
+                listening.setsockopt(socket.SOL_SOCKET, _ATTACH, filter_)
             else:
                 listening.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
             self.closed = closed
-        finally:
-            # The descriptor stays open, because it is ZeroMQ's.
-            listening.detach()
 
 
 @dataclass(eq=False)
@@ -277,16 +273,21 @@ def wire_bytes(length: int) -> int:
 def _sent_bytes(descriptor: int) -> int:
     """Returns the bytes that a client has sent and that were read from the connection."""
     try:
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
-    except OSError:
-        return 0
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
-        unread = array.array("i", [0])
-        fcntl.ioctl(descriptor, termios.FIONREAD, unread)
-        return int(_RECEIVED.unpack_from(info, _RECEIVED_AT)[0]) - unread[0]
+        with _socket_at(descriptor) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
+            unread = array.array("i", [0])
+            fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+            return int(_RECEIVED.unpack_from(info, _RECEIVED_AT)[0]) - unread[0]
     except (OSError, struct.error):
         # The connection has ended, which is about to be reported.
         return 0
+
+
+@contextmanager
+def _socket_at(descriptor: int) -> Iterator[socket.socket]:
+    """Gives the socket of a descriptor, which stays open, because it is ZeroMQ's."""
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    try:
+        yield found
     finally:
-        connection.detach()
+        found.detach()

@@ -36,10 +36,8 @@ class Client:
         rested: whether no other worker waited for this one while it waited for its last lease.
         apart: distance of the last push from the mean of its round, if servers measure it.
 
-    Raises:
-        PeerLost: a server has ended, or does not answer; by any method.
-        Replaced: another process has replaced this worker; by any method.
-        ServerRefused: a server refuses this worker; by any method.
+    Every method raises PeerLost if a server has ended or does not answer, Replaced if another process has replaced this
+    worker, and ServerRefused if a server refuses it.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Client:
         versions: Sequence[Sequence[int]] | None = None,
         patience_s: float = math.inf,
     ) -> Reason | None:
-        """Sends gradients to all servers, and waits until they are applied.
+        """Sends gradients to all servers, and waits until they are applied; returns why they do not count, or None.
 
         Args:
             gradients: by server and shard; None if the loss does not depend on the parameter.
@@ -101,9 +99,6 @@ class Client:
             versions: by server and shard, of the parameters that they were computed with; None for those pulled last.
             patience_s: how long to wait for other workers before the round ends without them; with `together`, and one
                 server or `in_turn`.
-
-        Returns:
-            None if the gradients count, otherwise why not.
         """
         if finite is None:
             finite = all_finite([gradient for own in gradients for gradient in own if gradient is not None])
@@ -117,7 +112,7 @@ class Client:
                     # All workers push in the same order, so that no two wait for each other.
                     server.make_room(pull)
                     server.push(server.buckets[index], gradients[number], head, own)
-        reason = self._finish(self._servers, None, pull, patience_s)
+        reason = self._finish(self._servers, pull, patience_s)
         if pull:
             self.pulled()
         return reason
@@ -140,11 +135,10 @@ class Client:
                 server.push(server.buckets[0], own, head)
             elif pull:
                 server.request(server.buckets[0])
-        return self._finish(others, reason, pull, math.inf)
+        return _graver(reason, self._finish(others, pull, math.inf))
 
-    def _finish(
-        self, servers: Sequence[_Server], reason: Reason | None, pull: bool, patience_s: float
-    ) -> Reason | None:
+    def _finish(self, servers: Sequence[_Server], pull: bool, patience_s: float) -> Reason | None:
+        reason: Reason | None = None
         for server in servers:
             reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
         self.apart = math.sqrt(sum(server.apart for server in self._servers))
@@ -194,7 +188,7 @@ class Client:
         self.rested = True
 
     def close(self) -> None:
-        """Ends all links."""
+        """Ends all connections."""
         for server in self._servers:
             server.session.close()
 
@@ -207,11 +201,9 @@ class _Server:
         self.buckets = [range(len(self.layout))] if together else _buckets(self.layout)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
         self.versions = [-1] * len(self.layout)
-        self._connection = connection
-        self._timeout_s = timeout_s
+        self._connection, self._timeout_s = connection, timeout_s
         self.apart = 0.0
-        self._told = 0
-        self._pending = 0
+        self._told, self._pending = 0, 0
         self._reason: Reason | None = None
         self._leases: deque[Message] = deque()
 
@@ -248,8 +240,7 @@ class _Server:
 
     def make_room(self, pulls: bool) -> None:
         """Waits until another push may be sent."""
-        window = self.session.transport.window
-        while window is not None and self._pending >= window:
+        while self._pending >= (self.session.transport.window or math.inf):
             self._await_answer(pulls)
 
     def _await_answer(self, pulls: bool, until: float = math.inf) -> None:

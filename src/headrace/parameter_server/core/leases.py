@@ -103,10 +103,9 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class MeetAtSyncPoint:
-    """A worker meets the others.
+    """A worker meets the others after `round` rounds; `meeting` counts the sync points of the run.
 
-    `round` rounds are done, `meeting` counts the sync points of the run, and `members` are all who meet, the one that
-    joined first in front.
+    `members` are all who meet, the one that joined first in front.
     """
 
     worker: int

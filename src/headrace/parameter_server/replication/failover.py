@@ -1,7 +1,4 @@
-"""Which process is the primary of each server, and which its backup: the launcher decides, workers look it up.
-
-The launcher publishes it in the control page.
-"""
+"""Which process is the primary of each server: the launcher decides it, and workers find it in the control page."""
 
 from __future__ import annotations
 
@@ -76,14 +73,9 @@ class FailoverController:
     """Decides, in the launcher, which process is the primary of each server."""
 
     def __init__(self, plan: Plan, page: ControlPage) -> None:
-        self._plan = plan
-        self._page = page
+        self._plan, self._page = plan, page
+        self.servers = plan.servers
         self._authorities = {server: Authority() for server in plan.servers} if plan.backups else {}
-
-    @property
-    def servers(self) -> tuple[int, ...]:
-        """Ranks of the run's servers."""
-        return self._plan.servers
 
     def server_of(self, rank: int) -> int:
         """Returns the server whose shards the process at a rank holds."""
@@ -98,10 +90,7 @@ class FailoverController:
         self._tell(rank, Up(process_number(self._page, rank)))
 
     def down(self, rank: int, cause: str) -> None:
-        """Handles the loss of the process at a rank, before another one is started there.
-
-        Raises PeerLost if no process holds its state.
-        """
+        """Handles the loss of a process before another is started; raises PeerLost if no process holds its state."""
         try:
             self._tell(rank, Down(process_number(self._page, rank)))
         except PrimaryLost as error:

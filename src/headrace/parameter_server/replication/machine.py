@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The roles from now on.
+    """The roles from now on; `epoch` counts views from 1.
 
-    `epoch` counts views from 1. Primary and backup are numbers of processes, which no other process ever has; backup is
-    None if there is none.
+    Primary and backup are numbers of processes, which no other process ever has; backup is None if there is none.
     """
 
     epoch: int
@@ -138,18 +137,12 @@ Action = Forward | Deal | Fill | Ready | Follow | Hold | Lead | Stop | RefuseOld
 
 
 class Replication:
-    """One process: a primary, a backup, or neither.
-
-    Attributes:
-        epoch: of `view`; 0 before the first.
-        dealt: number of the last entry that is handled here, or is about to be.
-    """
+    """One process: a primary, a backup, or neither; `dealt` is the last entry that is handled or is about to be."""
 
     def __init__(self, process: int) -> None:
-        self.epoch = 0
+        self.view, self.epoch = View(0, -1), 0
         self.last = self.dealt = 0
         self._process = process
-        self.view = View(0, -1)
         self._stage = _IDLE
         self._callers: set[Called] = set()
 
@@ -275,10 +268,7 @@ class Authority:
         self._spare: list[int] = []
 
     def handle(self, news: News) -> View | None:
-        """Returns the next view, if there is a new one.
-
-        Raises PrimaryLost if the primary is down and no backup holds its state.
-        """
+        """Returns the next view, if there is one; raises PrimaryLost if the primary is down without a ready backup."""
         view = self.view
         if isinstance(news, Ready):
             self.ready = self.ready or (view is not None and news.epoch == view.epoch)

@@ -42,13 +42,9 @@ _POLL_S = 0.005
 class ReplicatedTransport:
     """Replicates the messages of one server.
 
-    Args:
-        connect: opens a connection without pushes to a primary at an address.
-        grace_s: how long a worker whose connection has ended may take to reconnect, before it counts as lost.
-
-    Attributes:
-        ready: the epoch whose backup can be promoted; 0 before.
-        severed: whether the connection to the other process of the view has ended.
+    `connect` opens a connection without pushes to a primary at an address. A worker whose connection has ended counts
+    as lost if it has not reconnected after `grace_s`. `ready` is the epoch whose backup can be promoted, 0 before.
+    `severed` says whether the connection to the other process of the view has ended.
     """
 
     def __init__(

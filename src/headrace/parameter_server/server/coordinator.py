@@ -31,7 +31,7 @@ class Member:
 
     Attributes:
         observes: whether it only pulls, and is no member of the shards.
-        away: whether that has ended, and the client may come back over another.
+        away: whether its connection has ended, and it may come back over another.
         heard: number of the last message on this connection; a repeated message has no greater one.
         done: number of the last request that was carried out and must not be carried out twice.
     """
@@ -88,12 +88,9 @@ class Membership:
 
     def superseded(self, member: Member) -> list[Member]:
         """Returns the clients that this one replaces: earlier incarnations, and other pushing clients of its worker."""
-        return [
-            each
-            for each in self._at.values()
-            if each.worker == member.worker
-            and (each.incarnation < member.incarnation or (each is not member and not each.observes | member.observes))
-        ]
+        others = [each for each in self.clients(member.worker) if each is not member]
+        older = member.incarnation
+        return [each for each in others if each.incarnation < older or not each.observes | member.observes]
 
     def clients(self, worker: int) -> list[Member]:
         """Returns all connected clients of a worker."""
@@ -104,10 +101,7 @@ class Membership:
         return MembershipState(tuple(self._known.values()), tuple(self._at.values()), tuple(self._newest.items()))
 
     def load(self, state: MembershipState) -> dict[int, Member]:
-        """Takes over a saved state; returns the members by session.
-
-        Raises ValueError if the state is not consistent.
-        """
+        """Takes over a saved state; returns the members by session; raises ValueError if it is not consistent."""
         self._newest = {worker: incarnation for worker, incarnation in state.newest}
         self._known = {member.session: member for member in state.known}
         every = {member.session: member for member in state.linked} | self._known
@@ -198,17 +192,14 @@ class Coordinator:
         if message.kind == Kind.HALT:
             self._tell(self._leases.handle(Halt()))
         elif message.kind == Kind.ADVANCE:
-            self._advance(message.lease, message.numbers)
+            if len(message.numbers) != 5:
+                raise ValueError(f"an advance has 5 numbers, not {len(message.numbers)}")
+            fence, (ahead, alone, done, until, span) = message.lease, message.numbers
+            if fence == self._leases.until:
+                self._stretch = (done, fence, until, span)
+            self._tell(self._leases.handle(Advance(fence, ahead, alone)))
         elif message.lease >= 0:
             self._tell(self._leases.handle((Return if message.flag else Commit)(message.lease, worker)))
-
-    def _advance(self, fence: int, numbers: tuple[int, ...]) -> None:
-        if len(numbers) != 5:
-            raise ValueError(f"an advance has 5 numbers, not {len(numbers)}")
-        ahead, alone, done, until, span = numbers
-        if fence == self._leases.until:
-            self._stretch = (done, fence, until, span)
-        self._tell(self._leases.handle(Advance(fence, ahead, alone)))
 
     def ask(self, member: Member, message: Message) -> None:
         """Handles a request for data, which also says what became of the lease before."""
@@ -234,10 +225,8 @@ class Coordinator:
 
     def state(self) -> CoordinatorState:
         """Returns the state."""
-        asked = (
-            AskedState(worker, each.member.session, each.number, each.answer.hex())
-            for worker, each in self._asked.items()
-        )
+        every = self._asked.items()
+        asked = (AskedState(worker, each.member.session, each.number, each.answer.hex()) for worker, each in every)
         return CoordinatorState(self._stretch, self._leases.state(), tuple(asked))
 
     def load(self, state: CoordinatorState, members: Mapping[int, Member]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from operator import mul
 
@@ -23,12 +23,10 @@ class ServerCounters:
         self._pulls = [0] * len(layout)
         self._steps = [0] * len(layout)
         self._apply_s = [0.0] * len(layout)
-        self._staleness: dict[int, Counter[int]] = {}
+        self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self._refused: Counter[str] = Counter()
-        self._waited_s: dict[int, float] = {}
-        self._queued = 0
-        self._longest = 0
-        self._turns = 0
+        self._waited_s: dict[int, float] = defaultdict(float)
+        self._turns, self._queued, self._longest = 0, 0, 0
 
     def queued(self, count: int) -> None:
         """Counts the messages that were received together."""
@@ -39,13 +37,12 @@ class ServerCounters:
 
     def stepped(self, shards: Sequence[int], worker: int, staleness: int, seconds: float) -> None:
         """Counts an update of some shards, and divides its time among them by size."""
-        lengths, per_byte = self._lengths, seconds
-        if len(shards) > 1:
-            per_byte /= sum([lengths[shard] for shard in shards]) or 1
+        lengths = self._lengths
+        per_byte = seconds / (sum([lengths[shard] for shard in shards]) or 1)
         for shard in shards:
             self._steps[shard] += 1
             self._apply_s[shard] += per_byte * lengths[shard] if len(shards) > 1 else seconds
-        self._staleness.setdefault(worker, Counter())[staleness] += len(shards)
+        self._staleness[worker][staleness] += len(shards)
 
     def refused(self, reason: str) -> None:
         """Counts a shard that refused a gradient."""
@@ -57,7 +54,7 @@ class ServerCounters:
             self._pushes[shard] += 1
         for shard in pulled:
             self._pulls[shard] += 1
-        self._waited_s[worker] = self._waited_s.get(worker, 0.0) + seconds
+        self._waited_s[worker] += seconds
 
     @property
     def moved_bytes(self) -> int:

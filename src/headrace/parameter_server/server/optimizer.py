@@ -66,13 +66,8 @@ class ShardOptimizerState:
 class ShardOptimizer:
     """Updates the parameters of one server's shards, which are numbered from 0.
 
-    Args:
-        layout: of the shards.
-        factory: makes the job's optimizer from named parameters.
-        parameters: of the whole model, in order.
-        clock: of rounds.
-        full: apply every step with the whole learning rate, as in papers, not with its share of it.
-        remedies: for stale gradients.
+    `factory` makes the job's optimizer from named parameters, `parameters` are those of the whole model, in order. If
+    `full`, every step is applied with the whole learning rate, as in papers, not with its share of it.
     """
 
     def __init__(
@@ -114,15 +109,10 @@ class ShardOptimizer:
         staleness: int,
         steps: int = 1,
     ) -> None:
-        """Applies one step to some shards.
+        """Applies one step to `shards`, also those without a gradient; `gradients` may be overwritten.
 
-        Args:
-            gradients: shard and gradient, which may be overwritten.
-            shards: all that make the step, also those without a gradient.
-            worker: whose gradient it is; -1 for a round's mean.
-            share: of a round that it stands for.
-            staleness: updates that it is behind.
-            steps: how many gradients it is the sum of, each with that share.
+        The step is `worker`'s, or for -1 the mean of a round. It is the sum of as many gradients as `steps` says, each
+        of which stands for `share` of a round, and is `staleness` updates behind.
         """
         if self._sent:
             gradients = [(shard, self._compensated(shard, gradient, worker)) for shard, gradient in gradients]
@@ -186,15 +176,11 @@ class ShardOptimizer:
             tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
         # For optimizers that draw random numbers.
         tensors["random"] = torch.get_rng_state()
-        return ShardOptimizerState(
-            self._round, tuple(self._done), self.state().decode(), self._updater.swapped
-        ), tensors
+        state = ShardOptimizerState(self._round, tuple(self._done), self.state().decode(), self._updater.swapped)
+        return state, tensors
 
     def load_all(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over the whole state of an optimizer of the same shards.
-
-        Raises ValueError if it is of other shards, or not consistent.
-        """
+        """Takes over an optimizer's whole state; raises ValueError if it is of other shards, or not consistent."""
         if len(state.done) != len(self._layout):
             raise ValueError(f"the state is of {len(state.done)} shards, and {len(self._layout)} are here")
         self.load(state.settings.encode())
@@ -243,9 +229,7 @@ class ShardOptimizer:
             return
         implicit = 1 - 1 / workers
         groups = self._updater.optimizer.param_groups
-        kept: list[dict[str, Any]] = [
-            {key: group[key] for key in ("momentum", "betas") if key in group} for group in groups
-        ]
+        kept = [{str(key): group[key] for key in ("momentum", "betas") if key in group} for group in groups]
         for group in groups:
             if "momentum" in group:
                 group["momentum"] = max(0.0, group["momentum"] - implicit)

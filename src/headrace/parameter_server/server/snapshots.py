@@ -17,7 +17,8 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -107,10 +108,7 @@ def pack(state: ServerState, tensors: Mapping[str, Tensor], allocate: Callable[[
 
 
 def unpack(packed: memoryview) -> tuple[ServerState, dict[str, Tensor]]:
-    """Returns a server's state and its tensors, which are views of `packed`.
-
-    Raises ValueError if this is no snapshot.
-    """
+    """Returns a server's state, and its tensors as views of `packed`; raises ValueError if this is no snapshot."""
     try:
         begin = PREFIX + length(bytes(packed[:PREFIX]), len(packed))
         entries = parse(bytes(packed[PREFIX:begin]), len(packed) - begin)
@@ -132,31 +130,25 @@ _NAME = re.compile(r"server-([0-9]{1,5})-([0-9]{8,18})(\.part)?")
 _DIGEST = 32
 _CHUNK = 4 << 20
 _MOST_ENTRIES = 100_000
+_KEPT = 3
+_PART = ".part"
 
 
 class Snapshots:
     """Writes one server's snapshots; if the disk fails, `error` says why, and the older snapshots stay.
 
-    Args:
-        every_s: seconds between snapshots.
-
-    Attributes:
-        bytes: of the last one.
-        pause_s: how long the server paused for it.
+    `bytes` are those of the last one, for which the server paused for `pause_s`.
     """
 
-    def __init__(
-        self, folder: Path, server: int, every_s: float, keep: int = 3, storage: Storage | None = None
-    ) -> None:
+    def __init__(self, folder: Path, server: int, every_s: float) -> None:
         self.folder = folder
         self.taken = 0
         self.bytes = 0
         self.pause_s = 0.0
         self.error: OSError | None = None
-        self._storage = storage or Storage(folder)
+        self._storage = Storage(folder)
         self._server = server
         self._every_s = every_s
-        self._keep = keep
         self._last = monotonic()
         self._thread: threading.Thread | None = None
 
@@ -188,30 +180,23 @@ class Snapshots:
             self.taken += 1
 
     def write(self, content: memoryview) -> None:
-        """Writes a snapshot to a temporary file, renames it, and deletes those that are older than `keep`.
-
-        Raises OSError if the disk has failed.
-        """
+        """Writes a snapshot to a temporary file, renames it, and deletes old ones; raises OSError if the disk fails."""
         self._storage.prepare()
-        found = [(int(match[2]), name) for match, name in _files(self._storage) if int(match[1]) == self._server]
-        number = max((number for number, _ in found), default=-1) + 1
+        found = _files(self._storage, self._server)
+        number = found[0][0] + 1 if found else 0
         name = f"server-{self._server}-{number:08}"
         digest = hashlib.blake2b(digest_size=_DIGEST)
         with self._storage.create(f"{name}.part") as file:
             for start in range(0, len(content), _CHUNK):
                 piece = content[start : start + _CHUNK]
                 digest.update(piece)
-                while piece:
-                    piece = piece[file.write(piece) :]
-            last = memoryview(digest.digest())
-            while last:
-                last = last[file.write(last) :]
+                file.write_all(piece)
+            file.write_all(memoryview(digest.digest()))
             file.sync()
         self._storage.rename(f"{name}.part", name)
         self._storage.sync("")
-        whole = sorted((other for other in found if not other[1].endswith(".part")), reverse=True)
-        doomed = [old for _, old in whole[self._keep - 1 :]] + [old for _, old in found if old.endswith(".part")]
-        for old in doomed:
+        whole = [old for _, old in found if not old.endswith(_PART)]
+        for old in [*whole[_KEPT - 1 :], *(old for _, old in found if old.endswith(_PART))]:
             self._storage.delete_file(old)
 
 
@@ -234,15 +219,12 @@ class SnapshotSet:
     applied: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
 
 
-def forget(folder: Path, but: Container[str] = (), storage: Storage | None = None) -> None:
-    """Deletes the snapshots of a history that is left.
-
-    Args:
-        folder: as of `Snapshots`.
-    """
-    storage = storage or Storage(folder)
-    for name in [name for _, name in _files(storage) if name not in but]:
-        storage.delete_file(name)
+def forget(folder: Path, but: Container[str] = ()) -> None:
+    """Deletes the snapshots of a history that is left."""
+    storage = Storage(folder)
+    for _, name in _files(storage):
+        if name not in but:
+            storage.delete_file(name)
 
 
 def newest_of(plan: Plan, folder: Path) -> tuple[SnapshotSet | None, tuple[CorruptCheckpoint, ...]]:
@@ -250,25 +232,16 @@ def newest_of(plan: Plan, folder: Path) -> tuple[SnapshotSet | None, tuple[Corru
     return newest(folder, len(plan.servers))
 
 
-def newest(
-    folder: Path, servers: int, storage: Storage | None = None
-) -> tuple[SnapshotSet | None, tuple[CorruptCheckpoint, ...]]:
-    """Returns the newest set that is sound and consistent, and what is wrong with files that were looked at for it.
-
-    Args:
-        folder: as of `Snapshots`.
-    """
-    storage = storage or Storage(folder)
+def newest(folder: Path, servers: int) -> tuple[SnapshotSet | None, tuple[CorruptCheckpoint, ...]]:
+    """Returns the newest set that is sound and consistent, and what is wrong with files that were looked at for it."""
+    storage = Storage(folder)
     wrong: list[CorruptCheckpoint] = []
     every: list[list[tuple[str, ServerState]]] = []
     for server in range(servers):
-        found = sorted(
-            ((int(match[2]), name) for match, name in _files(storage) if int(match[1]) == server), reverse=True
-        )
         states = []
-        for name in [name for _, name in found if not name.endswith(".part")]:
+        for name in [name for _, name in _files(storage, server) if not name.endswith(_PART)]:
             try:
-                states.append((name, unpack(read(folder, name, storage))[0]))
+                states.append((name, unpack(read(folder, name))[0]))
             except CorruptCheckpoint as error:
                 wrong.append(error)
             except ValueError as error:
@@ -281,10 +254,10 @@ def newest(
     return None, tuple(wrong)
 
 
-def read(folder: Path, name: str, storage: Storage | None = None) -> memoryview:
+def read(folder: Path, name: str) -> memoryview:
     """Returns a snapshot, for `Server.restore`; raises CorruptCheckpoint if it is not what was written."""
     try:
-        with (storage or Storage(folder)).open(name) as file:
+        with Storage(folder).open(name) as file:
             size = file.size()
             content = torch.empty(max(size, _DIGEST), dtype=torch.uint8).numpy().data
             filled = 0
@@ -306,7 +279,8 @@ def _around(book: tuple[str, ServerState], others: list[list[tuple[str, ServerSt
     committed = coordinator.leases.committed()
     chosen = []
     for candidates in ([book], *others):
-        fitting = [each for each in candidates if _fits(each[1], book[1].settled, committed)]
+        settled = [each for each in candidates if each[1].settled == book[1].settled]
+        fitting = [each for each in settled if all(committed <= numbers_in(shard.done) for shard in each[1].shards)]
         if not fitting:
             return None
         chosen.append(fitting[0])
@@ -320,18 +294,14 @@ def _around(book: tuple[str, ServerState], others: list[list[tuple[str, ServerSt
     )
 
 
-def _fits(state: ServerState, settled: int, committed: set[int]) -> bool:
-    return state.settled == settled and all(committed <= numbers_in(shard.done) for shard in state.shards)
-
-
-def _files(storage: Storage) -> Iterator[tuple[re.Match[str], str]]:
-    """Yields the files of all servers, whole or not."""
-    try:
+def _files(storage: Storage, server: int | None = None) -> list[tuple[int, str]]:
+    """Returns numbers and names of the files of one server, or of all, whole or not; the newest first."""
+    found = []
+    with suppress(FileNotFoundError):
         for count, name in enumerate(storage.entries("")):
             if count == _MOST_ENTRIES:
                 raise OSError(errno.E2BIG, f"the folder of snapshots holds more than {_MOST_ENTRIES:,} entries")
             match = _NAME.fullmatch(name)
-            if match:
-                yield match, name
-    except FileNotFoundError:
-        return
+            if match and server in (None, int(match[1])):
+                found.append((int(match[2]), name))
+    return sorted(found, reverse=True)
