@@ -211,7 +211,7 @@ def step(replica: Replica, share: Share, round_: int) -> StepDecision:
     else:
         replica.exchange.skip(round_)
     if sync and sync.coming(round_ + 1) == round_ + 1:
-        sync.meet(round_ + 1)
+        sync.synchronize(round_ + 1)
     return verdict
 
 

@@ -62,7 +62,7 @@ def test_data_that_every_host_lists_is_everybodys() -> None:
 
 def test_leased_portions_are_of_data_that_every_host_has() -> None:
     plan = replace(plan_on(("a", "b"), (1, 1), servers=1), strategy="parameter_server")
-    with pytest.raises(UsageError, match=r"parameter_server hands any portion to any worker.*of 2 hosts"):
+    with pytest.raises(UsageError, match=r"parameter_server leases any data to any worker.*of 2 hosts"):
         assign_data(local(from_arrays(torch.arange(9))), plan, plan.roles[0], ThreadCollective(ThreadGroup(2), 0))
 
 

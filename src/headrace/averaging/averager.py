@@ -116,7 +116,7 @@ class ParameterAverager(PeriodicSync):
         self._weight += weight
         self._rounds += 1
 
-    def meet(self, done: int) -> SyncResult:
+    def synchronize(self, done: int) -> SyncResult:
         began_s = perf_counter()
         if self._extra:
             self._extra.gather()
@@ -146,7 +146,7 @@ class ParameterAverager(PeriodicSync):
         return SyncResult(rounds, self.coming(done + 1) - done, self._period.why, drift, left_out)
 
     def end(self, done: int) -> SyncResult | None:
-        return self.meet(done) if self._rounds and self._config.outer.agrees else None
+        return self.synchronize(done) if self._rounds and self._config.outer.agrees else None
 
     def swap_weights(self, averaged: bool) -> None:
         if averaged == self._swapped:

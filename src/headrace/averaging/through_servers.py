@@ -298,7 +298,7 @@ class ServedAveragingExchange(ServedExchange):
             drift = self.client.apart / norm if norm else 0.0
             seen = Measured(len(shares), began_s - self._lease_s, ended_s - began_s, drift)
             left_out = (self._group.members[self._group.rank],) if broken else ()
-            leases.meeting = self._period.note(seen, leases.span, self.client.versions[0][0], left_out)
+            leases.sync_result = self._period.note(seen, leases.span, self.client.versions[0][0], left_out)
 
     def _give_up(self) -> None:
         """Returns the rest of a lease: the average has moved on, and a push against an old one would be dropped."""

@@ -149,14 +149,14 @@ class ParameterAveraging(ServedStrategy):
         ):
             if getattr(options, name) == value:
                 raise UsageError(
-                    f"{name}={value!r} needs all workers in every round, and those of {self.name} meet every "
+                    f"{name}={value!r} needs all workers in every round, and those of {self.name} synchronize every "
                     f"{self.period} rounds (period); {remedy}"
                 )
         # Servers have one average, and keep a moving average of it.
         if options.ema_decay is not None and self.via == "all_reduce":
             raise UsageError(
                 f"ema_decay={options.ema_decay:g} averages parameters over rounds, and under {self.name} each worker's "
-                "are others between two meetings; leave it out, or use mirrored"
+                "are others between two synchronizations; leave it out, or use mirrored"
             )
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:

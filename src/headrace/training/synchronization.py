@@ -77,7 +77,7 @@ class PeriodicSync(SwappableWeights):
         """Notes the weight of this worker's part of a round: its examples, or what else its loss counts by."""
 
     @abstractmethod
-    def meet(self, done: int) -> SyncResult:
+    def synchronize(self, done: int) -> SyncResult:
         """Synchronizes the workers after so many rounds.
 
         Raises:
@@ -113,11 +113,11 @@ class SyncPoint:
     """A round before which all workers wait for each other: everything before it is done.
 
     Attributes:
-        meeting: how many sync points there were in the run, this one counted.
+        number: how many sync points there were in the run, this one counted.
     """
 
     round: int
-    meeting: int
+    number: int
     members: tuple[tuple[int, int], ...]
 
 
@@ -127,12 +127,12 @@ class DataLeases(ABC):
     Attributes:
         moved_bytes: payload sent to and received from the servers.
         late: whether the gradient of the last lease came too late to count; its data is leased again.
-        meeting: result of the average at the end of the last lease, if there was one; its reader clears it.
+        sync_result: result of the average at the end of the last lease, if there was one; its reader clears it.
     """
 
     moved_bytes: int
     late: bool
-    meeting: SyncResult | None = None
+    sync_result: SyncResult | None = None
 
     @abstractmethod
     def begin(self) -> None:

@@ -36,17 +36,17 @@ class RunControl:
         in_place = run.resume is not None and run.resume.folder == self._saver.folder.path
         self._was_over = in_place and session.progress.done >= session.progress.rounds
 
-    def ask(self, meeting: int) -> None:
-        """Lets rank 0 decide whether to save or to end at the next meeting, which is after so many rounds.
+    def ask(self, next_synchronization: int) -> None:
+        """Lets rank 0 decide whether to save or to end at the next synchronization, which is after so many rounds.
 
-        It decides before the meeting's first barrier, so that every worker knows after it.
+        It decides before its first barrier, so that every worker knows after it.
         """
         page = self._page
         if self._group.rank == 0 and (page.stop or monotonic() > self._deadline) and not page.stop_after:
-            page.stop_after = meeting
-        self._saver.ask(self._progress.done, meeting)
+            page.stop_after = next_synchronization
+        self._saver.ask(self._progress.done, next_synchronization)
 
-    def wants_meeting(self) -> bool:
+    def wants_sync_point(self) -> bool:
         """Whether the run is to end soon, or a checkpoint is due by the clock."""
         return bool(self._page.stop) or monotonic() > self._deadline or self._saver.overdue
 

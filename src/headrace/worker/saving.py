@@ -96,15 +96,15 @@ class Saver:
             return False
         return monotonic() - self._last_s >= wish.every_s
 
-    def ask(self, done: int, meeting: int) -> None:
-        """Lets rank 0 decide whether to save at the next synchronization, which is after `meeting` rounds."""
+    def ask(self, done: int, next_synchronization: int) -> None:
+        """Lets rank 0 decide whether to save at the next synchronization, which is after so many rounds."""
         self._tell()
         wish = self._wish
         if self._group.rank or wish is None:
             return
         by_steps = wish.every_steps is not None and done % wish.every_steps == 0
         if by_steps or self.overdue:
-            self._page.save_after = meeting
+            self._page.save_after = next_synchronization
 
     def wanted(self, done: int) -> bool:
         """Whether rank 0 has decided so."""

@@ -231,7 +231,7 @@ def assign_data(pipeline: InputPipeline, plan: Plan, role: Role, group: ProcessG
     """Finds a worker's; where hosts list examples of their own, all workers call it together.
 
     Raises:
-        UsageError: each worker may get any portion, and hosts list examples of their own.
+        UsageError: each worker may get any data, and hosts list examples of their own.
     """
     shares, workers = plan.data_shares, plan.roles[: plan.workers]
     names = list(dict.fromkeys(worker.host for worker in workers))
@@ -239,7 +239,7 @@ def assign_data(pipeline: InputPipeline, plan: Plan, role: Role, group: ProcessG
         return DataAssignment(pipeline, shares, role.data_rank)
     if not plan.assigns_data:
         raise UsageError(
-            f"{plan.strategy} hands any portion to any worker, and hr.data.local says that each of {len(names)} hosts "
+            f"{plan.strategy} leases any data to any worker, and hr.data.local says that each of {len(names)} hosts "
             "stores another part; give every host all data, or train without servers: mirrored"
         )
     near = [worker for worker in workers if worker.host == role.host]

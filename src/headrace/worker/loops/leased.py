@@ -79,7 +79,7 @@ class LeasedLoop(Loop):
         if self._open and self._point < 0:
             raise UsageError(
                 f"the loop on rank {self._session.rank} {what} after {self._session.progress.done} rounds, where its "
-                "portions of the data are not done; workers that do not go in step meet where worker.evaluation_due "
+                "leases of the data are not done; workers that do not go in step meet where worker.evaluation_due "
                 "or worker.epoch_ended: evaluate and break there, on every worker; steps=... makes a job shorter"
             )
 
@@ -97,7 +97,7 @@ class LeasedLoop(Loop):
     def advance(self) -> None:
         self._holds = False
         self._control.statistics_weight = float(self._session.progress.examples)
-        result, self._leases.meeting = self._leases.meeting, None
+        result, self._leases.sync_result = self._leases.sync_result, None
         if result is not None:
             events = self._session.events
             events.write(averaged_event(events.rank, events.now(), self._session.progress.done, result))
@@ -134,7 +134,7 @@ class LeasedLoop(Loop):
         progress, loader = self._session.progress, self._session.loader
         if self._holds:
             raise UsageError(
-                "the loop went on without worker.step() or worker.update(); a portion of the data that is not trained "
+                "the loop went on without worker.step() or worker.update(); a lease of data that is not trained "
                 "on would be missing from its epoch"
             )
         if not self._rest:
@@ -179,12 +179,12 @@ class LeasedLoop(Loop):
         if isinstance(answer, Lease):
             self._lease = answer
         else:
-            self._meet(answer)
+            self._begin_sync_point(answer)
 
-    def _meet(self, point: SyncPoint) -> None:
+    def _begin_sync_point(self, point: SyncPoint) -> None:
         group = self._session.group
         self._point = point.round
-        group.regroup(point.members, point.meeting)
+        group.regroup(point.members, point.number)
 
         def fetch() -> None:
             group.barrier()
@@ -195,7 +195,7 @@ class LeasedLoop(Loop):
 
     def _ask_for_sync_point(self) -> None:
         # Every worker does, because none knows which of them lives long enough.
-        if self._point < 0 and not self._halted and self._control.wants_meeting():
+        if self._point < 0 and not self._halted and self._control.wants_sync_point():
             self._halted = True
             self._leases.halt()
 

@@ -33,7 +33,7 @@ class RoundLoop(Loop):
         self._control = control
 
     @abstractmethod
-    def next_meeting(self) -> int:
+    def next_synchronization(self) -> int:
         """Returns after how many rounds the workers synchronize next, at the current round's end or later."""
 
     def count(self, share: Share) -> Share:
@@ -42,7 +42,7 @@ class RoundLoop(Loop):
 
     @property
     @abstractmethod
-    def meets(self) -> bool:
+    def needs_every_step(self) -> bool:
         """Whether the workers synchronize, so that none may leave out a step."""
 
     def shares(self) -> Generator[Share, None, None]:
@@ -55,7 +55,7 @@ class RoundLoop(Loop):
                 if control.stopper.over:
                     return
                 progress.round = round_
-                control.ask(self.next_meeting())
+                control.ask(self.next_synchronization())
                 began = perf_counter()
                 progress.share = self.count(next(shares))
                 progress.waited_s = perf_counter() - began
@@ -77,7 +77,7 @@ class RoundLoop(Loop):
 
     def _require_step(self) -> None:
         # A worker that leaves out a round would be a synchronization behind the others.
-        if self._session.group.world > 1 and self.meets and not self._has_stepped():
+        if self._session.group.world > 1 and self.needs_every_step and not self._has_stepped():
             raise UsageError(
                 f"the loop on rank {self._session.rank} went on without worker.step() or worker.update() in round "
                 f"{self._session.progress.round}; every worker steps every batch, so that all meet in every round"
@@ -88,10 +88,10 @@ class LockstepLoop(RoundLoop):
     """The loop of synchronous strategies, and of workers that never synchronize."""
 
     @property
-    def meets(self) -> bool:
+    def needs_every_step(self) -> bool:
         return self._session.run.strategy.synchronous
 
-    def next_meeting(self) -> int:
+    def next_synchronization(self) -> int:
         return self._session.progress.done
 
     def count(self, share: Share) -> Share:
@@ -103,7 +103,7 @@ class LockstepLoop(RoundLoop):
         return Share(batch, share.examples, share.of, share.epoch)
 
     def synchronize(self) -> float:
-        if self.meets and self._session.progress.share.of < self._session.mates.world:
+        if self.needs_every_step and self._session.progress.share.of < self._session.mates.world:
             _broadcast_buffers(self._session.replica.compute.module, self._session.mates)
         return 0.0
 
@@ -134,13 +134,13 @@ def count_examples(share: Share, drops: bool, group: ProcessGroup, counts: bool 
 class PeriodicLoop(RoundLoop):
     """The loop of parameter averaging by all-reduce."""
 
-    meets = True
+    needs_every_step = True
 
     def __init__(self, session: WorkerSession, control: RunControl, sync: PeriodicSync) -> None:
         super().__init__(session, control, replica_leader(session.run.plan, session.rank))
         self._sync = sync
 
-    def next_meeting(self) -> int:
+    def next_synchronization(self) -> int:
         return self._sync.coming(self._session.progress.done)
 
     def part(self, batch: Any) -> Share:
@@ -154,15 +154,15 @@ class PeriodicLoop(RoundLoop):
         done = self._session.progress.done
         if self._sync.coming(done) > done:
             return 0.0
-        return self._meet(self._sync.meet)
+        return self._run(self._sync.synchronize)
 
     def finish(self) -> None:
-        self._meet(self._sync.end)
+        self._run(self._sync.end)
 
-    def _meet(self, meet: Callable[[int], SyncResult | None]) -> float:
+    def _run(self, synchronize: Callable[[int], SyncResult | None]) -> float:
         began = perf_counter()
         done = self._session.progress.done
-        result = meet(done)
+        result = synchronize(done)
         took_s = perf_counter() - began
         if result is not None and self._session.rank == 0:
             events = self._session.events
