@@ -72,6 +72,14 @@ def python(tree: Path, *arguments: str) -> str:
     return run(tree, PYTHON, *arguments)
 
 
+def test_little_is_to_be_read_before() -> None:
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition("To read before you begin, besides this page:")
+    named = re.findall(r"`(\w+/\w+\.py)`", rest.partition("The `WorkerContext`")[0])
+    assert len(named) == 4
+    read = [PAGE, *(ROOT / "src" / "headrace" / name for name in named)]
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in read) <= 700
+
+
 def test_the_copy_is_what_runs(tree: Path) -> None:
     assert python(tree, "-c", "import headrace; print(headrace.__file__)").startswith(str(tree))
 

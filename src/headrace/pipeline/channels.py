@@ -114,10 +114,8 @@ class Channels:
 def pack(values: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> tuple[bytes, list[Tensor]]:
     """Returns a note about tensors, numbers, shapes and None, and the tensors, detached.
 
-    `tracked` tells whether a tensor's receiver is to send a gradient back.
-
-    Raises:
-        UsageError: a value is of another kind.
+    `tracked` tells whether a tensor's receiver is to send a gradient back. Raises a `UsageError` if a value is of
+    another kind.
     """
     form = {name: _form(name, value, tracked) for name, value in values.items()}
     tensors = [value.detach() for value in values.values() if isinstance(value, Tensor)]
@@ -127,10 +125,8 @@ def pack(values: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> tuple[
 def unpack(note: bytes, data: Tensor, receive: Callable[[Tensor, bool], Tensor]) -> dict[str, Any]:
     """Returns the values of a message, by name; `data` is `(nbytes,)` uint8, the tensors' bytes by `places`.
 
-    `receive` takes a tensor that lies in `data`, and whether it is tracked, and returns what is to stand for it.
-
-    Raises:
-        ValueError: the note is none.
+    `receive` takes a tensor that lies in `data`, and whether it is tracked, and returns what is to stand for it. Raises
+    a `ValueError` if the note is none.
     """
     form: dict[str, Any] = json.loads(note)
     forms = [each for each in form.values() if isinstance(each, list) and len(each) == 3]

@@ -215,9 +215,7 @@ class ActionSpan:
 
 
 def timed(
-    orders: Sequence[Iterable[Action]],
-    cost: Callable[[Action], float] = lambda action: 1.0,
-    transfer: float = 0.0,
+    orders: Sequence[Iterable[Action]], cost: Callable[[Action], float] = lambda action: 1.0, transfer: float = 0.0
 ) -> tuple[ActionSpan, ...]:
     """Returns when each action runs, each as soon as it can, by rank and time.
 

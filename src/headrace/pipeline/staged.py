@@ -27,14 +27,7 @@ from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
-from headrace.training.whole_model import (
-    ModelParallelGroup,
-    Objective,
-    WholeModel,
-    cut,
-    select_target,
-    widened,
-)
+from headrace.training.whole_model import ModelParallelGroup, Objective, WholeModel, cut, select_target, widened
 
 _FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, momentum one copy, Adam two"
 
@@ -133,13 +126,7 @@ class StagedModel(Compute):
                 yield name, tensor
 
     def _finish(
-        self,
-        piece: Any,
-        examples: int,
-        share: Share,
-        losses: dict[int, tuple[Tensor, float]],
-        index: int,
-        output: Any,
+        self, piece: Any, examples: int, share: Share, losses: dict[int, tuple[Tensor, float]], index: int, output: Any
     ) -> Tensor:
         """Returns what is differentiated of a micro-batch's loss, and notes its loss."""
         loss = self._objective.loss(output, select_target(piece, self._objective.target))

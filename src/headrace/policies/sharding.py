@@ -135,10 +135,8 @@ def parse_sharding(text: str) -> Sharding:
 
     "fixed_shards:4" is `fixed_shards` with 4 pieces a parameter, "max_size:4MB" is `max_size` with 4,000,000 bytes,
     "min_size:256kB/8" is `min_size` with 256,000 bytes and at most 8 pieces a parameter, "whole" is `unsharded`. Units
-    are B, kB, MB and GB, by thousands, or KiB, MiB and GiB, by 1,024.
-
-    Raises:
-        UsageError: it names none, or without what the sharding needs.
+    are B, kB, MB and GB, by thousands, or KiB, MiB and GiB, by 1,024. Raises a `UsageError` if it names none, or
+    without what the sharding needs.
     """
     if not isinstance(text, str):
         raise UsageError(f"a sharding is a text as {_EXAMPLES['max_size']!r}, got {text!r}")

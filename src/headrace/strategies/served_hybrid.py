@@ -41,11 +41,7 @@ Served = ParameterServer | Downpour
 
 
 def check_outer(outer: Served, inner: Strategy) -> None:
-    """Refuses what replicas that several ranks hold cannot have.
-
-    Raises:
-        UsageError: with the remedy.
-    """
+    """Refuses what replicas that several ranks hold cannot have. Raises a `UsageError` with the remedy."""
     if not isinstance(inner, Pipeline) and outer.sharding not in (None, "whole"):
         raise UsageError(
             f"sharding={outer.sharding!r} cuts parameters, of which each device has a slice, and checkpoints join "
@@ -68,10 +64,8 @@ def served_plan(
 ) -> Plan:
     """Returns which rank holds which part of which replica, and which server holds which shards.
 
-    `inner` is the plan of one replica, `model` the whole one, `counts` those of replicas and of devices in each.
-
-    Raises:
-        InfeasiblePlan: the cluster cannot hold it, or a stage would be without servers, or a server without shards.
+    `inner` is the plan of one replica, `model` the whole one, `counts` those of replicas and of devices in each. Raises
+    an `InfeasiblePlan` if the cluster cannot hold it, or a stage would be without servers, or a server without shards.
     """
     replicas, devices = counts
     held = [_owned(inner, model, stage, devices) for stage in range(devices)]

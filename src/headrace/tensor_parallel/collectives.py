@@ -119,10 +119,6 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if len(gradients) == 1:
-            total = gradients[0].contiguous().clone()
-            ctx.group.all_reduce(total)
-            return None, total
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         ctx.group.all_reduce(flat)
         parts = flat.split([gradient.numel() for gradient in gradients])

@@ -71,17 +71,22 @@ class SharedInput:
 
 
 class ColumnParallel:
-    """A linear layer or convolution of which each rank has some of the outputs."""
+    """A linear layer or convolution of which each rank has some of the outputs.
 
-    def __init__(self, layer: nn.Module, group: Collective, shared: SharedInput, gathers: bool) -> None:
+    Of a convolution in groups each rank has some groups: AlexNet's two towers (Krizhevsky et al., 2012, 3.2). `enter`
+    makes of the input what this rank's part needs of it.
+    """
+
+    def __init__(self, layer: nn.Module, group: Collective, enter: Callable[[Tensor], Tensor], gathers: bool) -> None:
         self._layer = layer
-        self._weighted = _weighted(layer)
+        groups = layer.groups // group.world if isinstance(layer, _ConvNd) and layer.groups > 1 else None
+        self._weighted = _weighted(layer, groups)
         self._group = group
-        self._shared = shared
+        self._enter = enter
         self._gathered = feature_dim(layer) if gathers else None
 
     def __call__(self, input: Tensor) -> Tensor:
-        own = self._weighted(self._shared.enter(input), self._layer.weight, self._layer.bias)
+        own = self._weighted(self._enter(input), self._layer.weight, self._layer.bias)
         return own if self._gathered is None else gather_from(own, self._gathered, self._group)
 
 
@@ -103,22 +108,6 @@ class RowParallel:
             return total
         # Of the type that autocast computes in.
         return total + bias.to(total.dtype).view(-1, *[1] * (-1 - self._features))
-
-
-class GroupedConv:
-    """A convolution in groups, of which each rank has some: AlexNet's two towers (Krizhevsky et al., 2012, 3.2)."""
-
-    def __init__(self, layer: _ConvNd, group: Collective, scatters: bool, gathers: bool) -> None:
-        self._layer = layer
-        self._weighted = _weighted(layer, layer.groups // group.world)
-        self._group = group
-        self._features = feature_dim(layer)
-        self._scatters, self._gathers = scatters, gathers
-
-    def __call__(self, input: Tensor) -> Tensor:
-        own = scatter_to(input, self._features, self._group) if self._scatters else input
-        own = self._weighted(own, self._layer.weight, self._layer.bias)
-        return gather_from(own, self._features, self._group) if self._gathers else own
 
 
 class ParallelEmbedding:
@@ -193,9 +182,7 @@ class BatchParallel:
 
     Gradients of its parameters are summed over ranks in one piece (Krizhevsky, "One weird trick for parallelizing
     convolutional neural networks", 2014, section 4: so are convolutions parallel, and dense layers by their features).
-
-    Raises:
-        UsageError: a layer of it draws random numbers in a way of its own.
+    Raises a `UsageError` if a layer of it draws random numbers in a way of its own.
     """
 
     def __init__(self, module: nn.Module, group: Collective, gathers: bool, name: str) -> None:

@@ -104,10 +104,8 @@ class RewrittenModel:
     def everywhere(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
         """Returns pieces of whole parameters, of all ranks' pieces of their parts.
 
-        All ranks have pieces of the same names and lengths, in the same order.
-
-        Raises:
-            UsageError: a piece is of a part of a part.
+        All ranks have pieces of the same names and lengths, in the same order. Raises a `UsageError` if a piece is of a
+        part of a part.
         """
         joined = []
         for piece in pieces:
@@ -164,12 +162,7 @@ class SlicedReplica(ModelParallelGroup):
     """One rank's slices of the layers of a replica."""
 
     def __init__(
-        self,
-        split: RewrittenModel,
-        group: ProcessGroup,
-        everyone: ProcessGroup,
-        mates: ProcessGroup,
-        model: ModelSpec,
+        self, split: RewrittenModel, group: ProcessGroup, everyone: ProcessGroup, mates: ProcessGroup, model: ModelSpec
     ) -> None:
         self.group = group
         self.everyone = everyone

@@ -14,10 +14,10 @@ from headrace.collectives.base import Collective
 from headrace.errors import UnknownName, UsageError
 from headrace.tensor_parallel.analysis import analyze_graph, splittable
 from headrace.tensor_parallel.attention import ParallelAttention
+from headrace.tensor_parallel.collectives import scatter_to
 from headrace.tensor_parallel.layers import (
     BatchParallel,
     ColumnParallel,
-    GroupedConv,
     Length,
     ParallelDropout,
     ParallelEmbedding,
@@ -207,9 +207,10 @@ class _Rewriter:
             self._cut(layer, weight=ShardDim(1))
             return RowParallel(layer, group, scatters=not takes)
         self._cut(layer, weight=ShardDim(0), bias=ShardDim(0))
-        if isinstance(layer, _ConvNd) and layer.groups > 1:
-            return GroupedConv(layer, group, scatters=not takes, gathers=gathers)
-        return ColumnParallel(layer, group, self._shared_input(name, layer, takes), gathers)
+        if not isinstance(layer, _ConvNd) or layer.groups == 1:
+            return ColumnParallel(layer, group, self._shared_input(name, layer, takes).enter, gathers)
+        dim = feature_dim(layer)
+        return ColumnParallel(layer, group, lambda x: x if takes else scatter_to(x, dim, group), gathers)
 
     def _shared_input(self, name: str, layer: nn.Module, takes: str) -> SharedInput:
         """Returns one for all layers that take the same value."""

@@ -6,14 +6,14 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.compute import Compute
 from headrace.training.gradients import UsedParameters, assign
-from headrace.training.optimizer import StatePiece
+from headrace.training.optimizer import StatePiece, StateSlices
 from headrace.training.synchronization import DataLeases, PeriodicSync, SwappableWeights
 from headrace.training.update import Updater
 
@@ -160,19 +160,6 @@ class ReducingExchange(UpdatingExchange):
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         super().load(pieces, settings)
         self.publish()
-
-
-class StateSlices(Protocol):
-    """How the optimizer state of a replica's ranks, of which each holds slices of parameters, becomes whole."""
-
-    def join(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
-        """Returns pieces of whole parameters, on the first rank alone; all ranks of a replica call it."""
-
-    def divide(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
-        """Returns this rank's part of pieces of whole parameters."""
-
-    def mark(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
-        """Returns pieces that `divide` gives back to this rank as they are."""
 
 
 @dataclass(frozen=True)

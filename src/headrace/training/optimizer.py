@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -198,11 +198,7 @@ class StatePiece:
 
     @classmethod
     def parse(cls, name: str, value: Tensor) -> StatePiece:
-        """Returns the piece of that name.
-
-        Raises:
-            ValueError: no piece has such a name.
-        """
+        """Returns the piece of that name. Raises a `ValueError` if no piece has such a name."""
         head, _, tail = name.rpartition("@")
         start, _, kind = tail.partition("#")
         parameter, _, key = head.rpartition("/")
@@ -215,6 +211,19 @@ class StatePiece:
         low, high = max(start, self.start), min(start + target.numel(), self.start + self.value.numel())
         if low < high:
             target.view(-1)[low - start : high - start].copy_(self.value[low - self.start : high - self.start])
+
+
+class StateSlices(Protocol):
+    """How the optimizer state of a replica's ranks, of which each holds slices of parameters, becomes whole."""
+
+    def join(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
+        """Returns pieces of whole parameters, on the first rank alone; all ranks of a replica call it."""
+
+    def divide(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
+        """Returns this rank's part of pieces of whole parameters."""
+
+    def mark(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
+        """Returns pieces that `divide` gives back to this rank as they are."""
 
 
 def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> tuple[StatePiece, ...]:

@@ -78,11 +78,7 @@ class PeriodicSync(SwappableWeights):
 
     @abstractmethod
     def synchronize(self, done: int) -> SyncResult:
-        """Synchronizes the workers after so many rounds.
-
-        Raises:
-            RunFailed: no worker has finite parameters.
-        """
+        """Synchronizes the workers after so many rounds. Raises a `RunFailed` if no worker has finite parameters."""
 
     @abstractmethod
     def end(self, done: int) -> SyncResult | None:

@@ -17,14 +17,7 @@ from headrace.errors import UsageError
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 from headrace.training.clipping import LossScale
-from headrace.training.optimizer import (
-    StatePiece,
-    by_parameter,
-    is_plain_sgd,
-    load_state,
-    state_bytes,
-    state_pieces,
-)
+from headrace.training.optimizer import StatePiece, by_parameter, is_plain_sgd, load_state, state_bytes, state_pieces
 
 
 class Schedule:
@@ -41,11 +34,7 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        options: Options,
-        template: torch.optim.Optimizer,
-        optimizer: torch.optim.Optimizer,
-        rounds_per_epoch: int,
+        self, options: Options, template: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, rounds_per_epoch: int
     ) -> None:
         self._template = template
         self._optimizer = optimizer

@@ -23,8 +23,8 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import LossScale
 from headrace.training.compute import Compute, Computed
-from headrace.training.exchange import StateSlices
 from headrace.training.gradients import GradientSink, assign, divide
+from headrace.training.optimizer import StateSlices
 from headrace.trees import map_leaves, map_tensors
 
 

@@ -46,10 +46,8 @@ def record(
 ) -> Recording:
     """Records `module(*args, **kwargs)`.
 
-    Buffers and random numbers change as in any forward. Modules of the types `whole` are not looked into.
-
-    Raises:
-        Untraceable: with the module to keep whole.
+    Buffers and random numbers change as in any forward. Modules of the types `whole` are not looked into. Raises an
+    `Untraceable` with the module to keep whole.
     """
     if module._forward_hooks or module._forward_pre_hooks:
         raise Untraceable(module, "it has forward hooks, which would see no forward; register them on its layers")

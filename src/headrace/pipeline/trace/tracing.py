@@ -60,10 +60,7 @@ def trace(module: nn.Module, batch: Any, inputs: Any = None) -> Traced:
     """Records what a model does, on two examples or more. Neither it nor the random numbers are changed.
 
     What cannot be recorded of a submodule keeps it whole, as one layer. Where evaluation is something else than
-    training, both are recorded.
-
-    Raises:
-        JobError: the model itself cannot be recorded, with the remedy.
+    training, both are recorded. Raises a `JobError` if the model itself cannot be recorded, with the remedy.
     """
     args, kwargs = arguments(batch, inputs)
     whole: dict[type[nn.Module], str] = {}
