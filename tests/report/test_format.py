@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.report.format import byte_count, clean, duration, fixed, percent, ratio, short, tick
+from headrace.report.format import byte_count, clean, duration, fixed, percent, short, tick
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_fixed_fits_its_column(value):
         (duration(11_520), "3 h 12 min"),
         (percent(0.0421), "4.2 %"),
         (percent(0.74), "74 %"),
-        (ratio(1.0351), "1.04"),
-        (ratio(123.4), "123"),
-        (ratio(None), "–"),
+        (fixed(1.0351), "1.04"),
+        (fixed(123.4), "123"),
+        (fixed(None), "–"),
         (tick(0, 10), "0"),
         (tick(0.5, 2), "0.5"),
         (tick(1750, 2000), "1750"),

@@ -11,8 +11,6 @@
 A checkpoint is written aside, synced and renamed, and the folder synced, before old ones are deleted:
 
     begin ─► write (every rank) ─► commit: manifest ─► rename .part ─► sync ─► rename to .old ─► sync ─► delete
-
-Nothing here imports torch before a tensor is written or read.
 """
 
 from headrace.checkpoint.folder import Checkpoint, CheckpointFolder

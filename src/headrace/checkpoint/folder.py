@@ -140,10 +140,7 @@ def _fill(file: File, buffer: memoryview) -> None:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run, `<run>/checkpoints/`; need not exist.
-
-    One process calls `begin`, `commit` and `abandon`; in between, every rank writes its own file.
-    """
+    """The checkpoints of one run. One process begins, commits and abandons; in between, every rank writes its file."""
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
         self.path = path

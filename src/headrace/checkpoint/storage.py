@@ -157,10 +157,7 @@ _WORTH_A_THREAD = 1 << 18
 
 
 class Digest:
-    """The SHA-256 of the data fed to it, computed by a thread while the disk works; a context, which ends the thread.
-
-    It may be `behind_bytes` behind, as long as the data stays unchanged.
-    """
+    """The SHA-256 of the data fed to it, computed by a thread, at most `behind_bytes` behind; a context."""
 
     def __init__(self, behind_bytes: int = 0) -> None:
         self._state = hashlib.sha256()
@@ -176,10 +173,7 @@ class Digest:
         self._thread.shutdown()
 
     def feed(self, data: memoryview, behind_bytes: int | None = None) -> None:
-        """Adds data, which must not change before it is digested.
-
-        Waits until all but the last `behind_bytes` of the data fed before have been digested.
-        """
+        """Adds data that stays unchanged until it is digested; waits for all but the last `behind_bytes` fed before."""
         if len(data) < _WORTH_A_THREAD:
             self._wait(0)
             self._state.update(data)

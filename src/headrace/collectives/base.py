@@ -78,7 +78,7 @@ class Collective(ABC):
 
 
 class ProcessGroup(Collective):
-    """The processes of a run; `groups` are those that `subgroup` has returned.
+    """The processes of a run; `groups` are those that `subgroup` has returned, and are closed with it.
 
     `one_memory` tells whether they share memory: where not, `share` raises, and `home` has their hosts.
     """
@@ -89,10 +89,7 @@ class ProcessGroup(Collective):
     groups: Sequence[ProcessGroup] = ()
 
     def subgroup(self, members: Sequence[int]) -> ProcessGroup:
-        """Returns a group of some of the ranks, in order, the caller's among them; it is closed with this one.
-
-        Every rank calls it at the same time, and belongs to one of the groups.
-        """
+        """Returns a group of some of the ranks; every rank calls it at the same time, for the one it belongs to."""
         raise NotImplementedError("this group has no groups in it")
 
     @property

@@ -26,10 +26,8 @@ from headrace.shared_memory.segment import SharedSegment
 
 _SLOT_BYTES_OF_TWO = 384 * 1024
 """Two slots of each of two ranks stay in the cache of a core."""
-
 _SLOT_BYTES_OF_MORE = 2 * 1024 * 1024
 """More ranks than cores are switched at every barrier, which costs more than a cache miss: fewer barriers."""
-
 _DIRECT_BYTES = 16 * 1024
 
 

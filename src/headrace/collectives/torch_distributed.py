@@ -60,7 +60,11 @@ class TorchDistributed(Collective):
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         work = dist.all_reduce(tensor, async_op=True)
         self._count_ring(tensor)
-        return lambda: _wait(work)
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
 
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, 0)
@@ -90,17 +94,10 @@ class TorchDistributed(Collective):
         dist.destroy_process_group()
 
 
-def _wait(work: Any) -> None:
-    work.wait()
-
-
 _SLICE = timedelta(milliseconds=50)
-
 _ON_THE_WAY_S = 5.0
-
 Grow = Callable[[str, int, int], ProcessGroupGloo]
 Accuse = Callable[[Exception, int | None], NoReturn]
-
 _FOREVER = timedelta(days=365)
 """gloo's own limit would take a long step for a loss; heartbeats are checked instead."""
 

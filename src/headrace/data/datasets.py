@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from headrace.data.pipeline.order import permutation
+from headrace.data.pipeline.source import import_package
 from headrace.errors import DataError, UnfitMachine
 
 Fetcher = Callable[[Path, Sequence[str]], None]
@@ -266,13 +267,8 @@ def digits() -> ImageData:
     Raises:
         UnfitMachine: scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits  # slow to import, and an optional extra
-    except ImportError as error:
-        raise UnfitMachine(
-            f'the digits come with scikit-learn, which is not installed ({error}); pip install "headrace[data]"'
-        ) from error
-    bunch = load_digits()
+    needs = "the digits come with scikit-learn, which is not installed"
+    bunch = import_package("sklearn.datasets", needs).load_digits()
     order = torch.from_numpy(permutation(len(bunch.target), seed=0, epoch=0))
     images = torch.from_numpy(bunch.images).float().div_(16).unsqueeze(1)[order]
     labels = torch.from_numpy(bunch.target).long()[order]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.data.pipeline.source import require_whole
-from headrace.errors import DataError, UnfitMachine, UsageError
+from headrace.data.pipeline.source import import_package, require_whole
+from headrace.errors import DataError, UsageError
 
 _JPEG = b"\xff\xd8\xff"
 _own = threading.local()
@@ -92,11 +92,7 @@ def _scratch(nbytes: int) -> NDArray[np.uint8]:
 
 
 def _libraries() -> tuple[Any, Any]:
-    try:
-        import cv2
-        import simplejpeg
-    except ImportError as error:
-        raise UnfitMachine(f'images need simplejpeg and OpenCV ({error}); pip install "headrace[data]"') from error
+    simplejpeg, cv2 = (import_package(name, "images need simplejpeg and OpenCV") for name in ("simplejpeg", "cv2"))
     return simplejpeg, cv2
 
 

@@ -60,11 +60,6 @@ def _digits(value: float) -> str:
     return f"{value:.3f}" if size >= 0.0995 else f"{value:.3g}"
 
 
-def ratio(value: float | None) -> str:
-    """Returns a ratio with two decimals where it is below 10, "1.04"."""
-    return fixed(value)
-
-
 def percent(value: float) -> str:
     """Returns a part of 1 as "4.2 %"."""
     return f"{value * 100:.1f} %" if value < 0.0995 else f"{value * 100:.0f} %"
@@ -146,8 +141,8 @@ def to_cells(fields: Iterable[Field[S]], subject: S | None) -> list[str]:
 
 
 def json_fields(*names: str) -> tuple[Field[Any], ...]:
-    """Returns fields for attributes that are in JSON under their own name."""
-    return tuple(Field(attrgetter(name), key=name) for name in names)
+    """Returns fields for attributes ("outcome.attempts") that are in JSON under the last part of their name."""
+    return tuple(Field(attrgetter(name), key=name.rpartition(".")[2]) for name in names)
 
 
 def json_mapping(fields: Sequence[Field[S]], name: str, key: str) -> Field[Any]:

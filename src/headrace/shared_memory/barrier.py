@@ -1,7 +1,4 @@
-"""A barrier of the ranks of a host, and which of them have ended.
-
-Each rank has one counter in shared memory; ranks that come early wait on a futex.
-"""
+"""A barrier of the ranks of a host: one counter a rank in shared memory; and which ranks' loops have ended."""
 
 from __future__ import annotations
 
@@ -101,6 +98,5 @@ class Barrier:
 
 
 def reached(seen: int, target: int) -> bool:
-    """Tells whether a counter has reached a number."""
-    # Counters wrap at 2**31; a peer is at most a few barriers ahead or behind.
+    """Tells whether a counter, which wraps at 2**31, has reached a number that is at most a few barriers away."""
     return ((seen - target) & 0x7FFFFFFF) < 0x40000000

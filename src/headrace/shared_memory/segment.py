@@ -20,10 +20,7 @@ from headrace.machine import spare_memory_bytes
 
 
 def memory_file(label: str) -> int:
-    """Returns the descriptor of a new file in memory; `label` shows in /proc/<pid>/maps and /proc/<pid>/fd.
-
-    Only its owner may open it, also through /proc/<pid>/fd.
-    """
+    """Returns the descriptor of a new file in memory that only its owner may open; `label` is in /proc/<pid>/maps."""
     descriptor = os.memfd_create(f"headrace-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(descriptor, 0o600)
     return descriptor

@@ -236,10 +236,7 @@ class FileShards(Shards):
 
 
 def repair(folder: Path) -> None:
-    """Rewrites entries that a killed process has left unfinished; deletes files without a record.
-
-    No other process may use the folder meanwhile.
-    """
+    """Rewrites entries that a killed process left unfinished; deletes files without a record. For one process."""
     for path in folder.glob(f"*{RECORDS}"):
         shard = _Shard(path)
         entries = shard.new_entries()

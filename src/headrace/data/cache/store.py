@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,13 @@ from headrace.errors import UnfitMachine, UsageError
 FORMAT = 1
 """The version of records, entries and manifest; a folder of another version is made anew."""
 _MANIFEST, _LOCK_FILE, _PART = "manifest.json", "lock", ".part"
-_PATIENCE_S = 10.0
-_PAUSE_S = 0.02
+_PATIENCE_S, _PAUSE_S = 10.0, 0.02
 
 
 class CacheFolderLock:
-    """This process's lock of a cache folder, held until the object or the process ends.
+    """This process's lock of a cache folder, held until the object or the process ends; a fork does not inherit it.
 
-    A lock of fcntl is not inherited by a fork. It is lost when the process closes the file by any descriptor, so that a
-    process may lock a folder only once.
+    It is lost when the process closes the file by any descriptor, so that a process may lock a folder only once.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,11 +51,10 @@ class CacheFolderLock:
 
     def lock(self, exclusive: bool) -> bool:
         """Tries to take the lock, exclusive or shared; returns whether it did."""
-        try:
+        with suppress(BlockingIOError, PermissionError):  # POSIX allows both
             fcntl.lockf(self._descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # POSIX allows both
-            return False
-        return True
+            return True
+        return False
 
 
 _CLAIMS: weakref.WeakValueDictionary[Path, CacheFolderLock] = weakref.WeakValueDictionary()
@@ -116,14 +114,12 @@ def _differs(folder: Path, key: str) -> str | None:
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version != FORMAT:
         return f"it is of version {version!r}, and this is {FORMAT}"
-    if manifest.get("key") != key:
-        return f"it is of other data or other code ({manifest.get('about')})"
-    return None
+    return None if manifest.get("key") == key else f"it is of other data or other code ({manifest.get('about')})"
 
 
 _UNSEEN, _STRANGE, _LEFT_OUT = 0, -1, -2
 _MOST_LAYOUTS = 4096
-"""Most record layouts that are remembered: examples of different lengths have different layouts."""
+"""Examples of different lengths have different layouts; so many are remembered."""
 
 
 class Store:
@@ -160,19 +156,14 @@ class Store:
 
     def example(self, index: int) -> Any:
         """Returns a copy of an example that was found."""
-        number, offset = int(self._layout[index]), int(self._offset[index])
-        shard = int(self._shard[index]) - 1
-        front = front_at(self._shards.buffer(shard, offset + FRONT_BYTES), offset)
-        assert front is not None, "it was found"
-        record = self._shards.buffer(shard, offset + front.record_bytes)[offset:]
+        number = int(self._layout[index])
+        record = self._record(int(self._shard[index]) - 1, int(self._offset[index]))
+        assert record is not None, "it was found"
         form = self._layouts[number - 1] if number > 0 else layout_of(front_of(record).header(record))
         return form.build(record[form.data :])
 
     def gather(self, indices: NDArray[np.int64]) -> tuple[Any, int] | None:
-        """Returns the batch of examples, without those that are left out, and how many it has.
-
-        None if an example is missing, none is left, or they cannot be stacked.
-        """
+        """Returns the batch of examples and how many are not left out; None if one is missing or they do not stack."""
         self._find_records(indices)
         forms = self._layout[indices]
         if not forms.all():
@@ -192,16 +183,14 @@ class Store:
         """Adds examples, each with its index, while there is room; a DataError for a type that cannot be cached."""
         if self._full:
             return
-        packed = [
-            (index, generation, pack(index, value, generation))
-            for index, value in examples
-            if not self._shard[index]
-            for generation in (self._generations.get(index, 0),)
-        ]
+        packed = {}
+        for index, value in examples:
+            if not self._shard[index]:
+                generation = self._generations.get(index, 0)
+                packed[index] = generation, pack(index, value, generation)
         with self._lock:
             # Another thread may have been faster.
-            fresh = {index: (generation, record) for index, generation, record in packed if not self._shard[index]}
-            self._append([(index, *fresh[index]) for index in fresh])
+            self._append([(index, *packed[index]) for index in packed if not self._shard[index]])
 
     def take_notices(self) -> tuple[str, ...]:
         """Returns lines for the user, each once."""
@@ -333,11 +322,9 @@ def store_of(cache: Cache, examples: int) -> Store:
 
 def _open(cache: Cache, examples: int) -> Store:
     if cache.folder is None:
-        limit = cache.limit or 0
-        return Store(MemoryShards(limit), examples, limit, "the cache in memory")
+        return Store(MemoryShards(cache.limit or 0), examples, cache.limit or 0, "the cache in memory")
     folder = Path(cache.folder)
     lock, notices = claim(folder, cache.key, cache.about)
     for other in [other for other in _OPEN if other.folder == cache.folder and other.key != cache.key]:
-        # Its files are gone.
-        del _OPEN[other]
+        del _OPEN[other]  # its files are gone
     return Store(FileShards(folder, lock=lock), examples, cache.limit, f"the cache in {folder}", notices)

@@ -246,10 +246,7 @@ def _close(processes: list[ReaderProcesses]) -> None:
 
 
 class _Sizes:
-    """Estimates the bytes that reading a part takes, from the batches read so far; for any number of threads.
-
-    `examples` is the number of examples in a batch.
-    """
+    """Estimates the bytes that reading a part takes, from the batches read so far; for any number of threads."""
 
     def __init__(self, pipeline: InputPipeline) -> None:
         self._source = pipeline.source

@@ -81,25 +81,36 @@ class Loader:
         self.drops = self._reader.drops
 
     def rounds(self, start_round: int = 0, stop_round: int | None = None) -> Generator[Share, None, None]:
-        """Yields this worker's share of every round from `start_round` to before `stop_round`, None for no end.
+        """Yields this worker's share of every round.
 
-        Rounds are counted over the whole run. A DataError if an example cannot be read.
+        Args:
+            start_round: the first, counted over the whole run; starting there costs one epoch's order.
+            stop_round: the round before which it ends; None for no end.
+
+        Raises:
+            DataError: an example cannot be read.
         """
         if start_round < 0:
             raise UsageError(f"start_round must not be negative, got {start_round}")
         self.counters.begin()
-        parts = self._parts(start_round)
-        if stop_round is not None:
-            parts = islice(parts, max(0, stop_round - start_round))
-        return self._shares(parts, start_round)
+        count = None if stop_round is None else max(0, stop_round - start_round)
+        return self._shares(islice(self._parts(start_round), count), start_round)
 
     def sweep(self, alone: bool = False) -> Generator[Share, None, None]:
-        """Yields this worker's share of every round of one epoch, from its beginning."""
+        """Yields this worker's share of every round of one epoch, from its beginning.
+
+        Raises:
+            DataError: an example cannot be read.
+        """
         self.counters.begin()
         return self._shares(islice(self._parts(0), self.rounds_per_epoch), 0, alone)
 
     def portion(self, round_: int, part: int, parts: int) -> Share:
-        """Reads one part of one round's batch, independent of what was read before."""
+        """Reads one part of one round's batch, independent of what was read before.
+
+        Raises:
+            DataError: an example cannot be read.
+        """
         epoch, index = divmod(round_, self.rounds_per_epoch)
         begin, end, of = self._rounds.span(index)
         start, stop = bounds(end - begin, (1,) * parts)[part]

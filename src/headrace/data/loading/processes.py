@@ -49,11 +49,7 @@ class ReaderStalled(Exception):
 
 
 class ReaderProcesses:
-    """Reading processes, for any number of threads that read by them.
-
-    `read` takes an epoch and the places of the examples, `(examples,)` int64. A process may make no progress for
-    `patience_s` at most.
-    """
+    """Reading processes, for any number of threads that read by them; each must make progress within `patience_s`."""
 
     def __init__(self, read: Callable[[int, Tensor], ReadResult], count: int, patience_s: float) -> None:
         self._patience_s = patience_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from headrace.data.cache.fingerprint import fingerprint
-from headrace.errors import DataError, UsageError
+from headrace.errors import DataError, UnfitMachine, UsageError
 from headrace.trees import map_tensors, nbytes
 
 _MOST_HASHED = 1 << 30
@@ -27,7 +28,12 @@ _SMALL = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One pass over the data; `seed` is of its order and its random numbers, `number` counts from 0."""
+    """One pass over the data.
+
+    Attributes:
+        seed: of its order and its random numbers.
+        number: counted from 0.
+    """
 
     seed: int
     number: int
@@ -160,6 +166,14 @@ class DatasetSource(Source):
     @property
     def stacks(self) -> bool:
         return self._collate is collate
+
+
+def import_package(name: str, need: str, install: str = '"headrace[data]"') -> Any:
+    """Imports an optional module; an UnfitMachine says what `need`s it, and how to install it, if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnfitMachine(f"{need} ({error}); pip install {install}") from error
 
 
 def require_whole(what: str, value: Any, least: int = 1, remedy: str = "") -> None:

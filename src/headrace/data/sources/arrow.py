@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headrace.data.loading.torch_data import read_all
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate
-from headrace.errors import DataError, UnfitMachine
+from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate, import_package
+from headrace.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,7 @@ def select_columns(names: Sequence[str], columns: Sequence[str] | None, where: s
 
 
 def import_pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UnfitMachine(f'tables are read by pyarrow ({error}); pip install "headrace[data]"') from error
-    return pyarrow
+    return import_package("pyarrow", "tables are read by pyarrow")
 
 
 def width(kind: Any) -> int | None:
@@ -210,10 +206,7 @@ def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, lim
         DataError: it is none of these, has more than `limit` examples, or no such column.
         UnfitMachine: `datasets` is not installed.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise UnfitMachine(f"data sets of Hugging Face need their package ({error}); pip install datasets") from error
+    datasets = import_package("datasets", "data sets of Hugging Face need their package", install="datasets")
     if isinstance(dataset, datasets.IterableDataset):
         dataset = datasets.Dataset.from_list(read_all(dataset, limit), features=dataset.features)
     if isinstance(dataset, dict):

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch
+from headrace.data.pipeline.source import Epoch, import_package
 from headrace.data.sources.storage import OPEN, BoundedCache, FileSource, SourceFile, Window, find_files, map_files
-from headrace.errors import DataError, UnfitMachine, UsageError
+from headrace.errors import DataError, UsageError
 
 _CHUNK = 1 << 24
 _NEWLINE = ord("\n")
@@ -207,11 +207,7 @@ def _truncated(file: SourceFile, record: int, place: int, wanted: int) -> DataEr
 
 
 def _checksum(content: bytes) -> int:
-    try:
-        from google_crc32c import value
-    except ImportError as error:
-        raise UnfitMachine(f'TFRecord needs google-crc32c ({error}); pip install "headrace[data]"') from error
-    plain: int = value(content)
+    plain: int = import_package("google_crc32c", "TFRecord needs google-crc32c").value(content)
     return ((plain >> 15 | plain << 17) + _MASK) & 0xFFFFFFFF
 
 
@@ -296,12 +292,9 @@ class _ArrayRecords(FileSource):
         return self._readers.get((os.getpid(), at), lambda: self._opened(self._files[at]))
 
     def _opened(self, file: SourceFile) -> Any:
+        package = import_package("array_record.python.array_record_module", "ArrayRecord needs array-record")
         try:
-            from array_record.python.array_record_module import ArrayRecordReader
-        except ImportError as error:
-            raise UnfitMachine(f'ArrayRecord needs array-record ({error}); pip install "headrace[data]"') from error
-        try:
-            reader = ArrayRecordReader(file.name, _OPTIONS)
+            reader = package.ArrayRecordReader(file.name, _OPTIONS)
         except RuntimeError as error:
             raise DataError(f"{file.name} cannot be opened as ArrayRecord: {error}") from error
         if not reader.ok():

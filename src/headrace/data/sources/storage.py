@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
-from headrace.data.pipeline.source import Source
+from headrace.data.pipeline.source import Source, import_package
 from headrace.errors import DataError, HeadraceError, UnfitMachine, UsageError
 
 T = TypeVar("T")
@@ -137,10 +137,7 @@ class Remote:
 
     def open(self) -> tuple[Any, str]:
         """Returns the file system, which fsspec caches in each process, and the path on it."""
-        try:
-            import fsspec
-        except ImportError as error:
-            raise UnfitMachine(f'files elsewhere need fsspec ({error}); pip install "headrace[data]"') from error
+        fsspec = import_package("fsspec", "files elsewhere need fsspec")
         try:
             found: tuple[Any, str] = fsspec.core.url_to_fs(self.address, **self.options)
         except (ImportError, ValueError) as error:

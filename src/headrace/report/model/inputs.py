@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from headrace.report.format import percent, ratio
+from headrace.report.format import fixed, percent
 from headrace.report.model.events import Attempt, of_kind
 from headrace.report.model.training import StepTimes
 from headrace.spec.events import InputStageStats, InputStats
@@ -167,7 +167,7 @@ def bottleneck_of(times: Mapping[int, StepTimes], inputs: InputSummary) -> Bottl
         return _input(starved, waits[starved], inputs)
     if lag >= WORTH:
         own = times[slow].compute_s / median(each.compute_s for rank, each in times.items() if rank != slow)
-        because = f"rank {slow} computes {ratio(own)} × as long as the others, who wait for it"
+        because = f"rank {slow} computes {fixed(own)} × as long as the others, who wait for it"
         remedy = "look at what else runs on its machine, or give it a smaller share of each batch"
         return Bottleneck("STRAGGLER", None, slow, lag, because, remedy)
     exchange, total = (sum(getattr(each, part) for each in times.values()) for part in ("exchange_s", "total_s"))
@@ -198,7 +198,7 @@ def _input(rank: int, share: float, inputs: InputSummary) -> Bottleneck:
         stage = max(own.stages, key=lambda each: each.busy_s)
         times = cost_s(own) / median(others) if median(others) > 0 else 0.0
         because = (
-            f"rank {rank} waits for data {percent(share)} of its time; its input costs {ratio(times)} × the others', "
+            f"rank {rank} waits for data {percent(share)} of its time; its input costs {fixed(times)} × the others', "
             f"most of it {stage.name}"
         )
         remedy = "look at its disk and at what else runs on its machine; else as for a slow input: "

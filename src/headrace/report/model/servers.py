@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from headrace.report.format import byte_count, duration, ratio
+from headrace.report.format import byte_count, duration, fixed
 from headrace.report.model.events import Attempt, of_kind
 from headrace.report.model.training import STEPPED_PARTS, TrainingClock, step_began_s
 from headrace.spec.events import ServerStarted, ServerStats, ShardStats, Stepped
@@ -243,7 +243,7 @@ def imbalance(served: Iterable[ServerStats]) -> str | None:
     factor, which = to_mean([work.queue_mean for work in works.values()])
     rank = list(works)[which]
     if factor > UNEVEN and works[rank].queue_mean >= _LEAST_QUEUE:
-        parts.append(f"server {rank} has {ratio(factor)} × the mean queue ({works[rank].queue_mean:.1f} messages)")
+        parts.append(f"server {rank} has {fixed(factor)} × the mean queue ({works[rank].queue_mean:.1f} messages)")
     if not parts:
         return None
     return f"uneven servers: {'; '.join(parts)}; remedy: smaller shards (max_size), or placement by bytes (greedy)"
@@ -268,8 +268,8 @@ def _uneven(
     home, shard = shards[heaviest]
     own = home == rank and share > UNEVEN
     if factor > UNEVEN or own:
-        because = f", its shard {shard.name} {ratio(share)} × the shards' mean" if own else ""
-        yield f"server {rank} {verb} {ratio(factor)} × the mean {what} ({words(loads[rank])}){because}"
+        because = f", its shard {shard.name} {fixed(share)} × the shards' mean" if own else ""
+        yield f"server {rank} {verb} {fixed(factor)} × the mean {what} ({words(loads[rank])}){because}"
 
 
 def moved_bytes(shard: ShardStats) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import DataError
-from headrace.report.format import ratio, short
+from headrace.report.format import fixed, short
 from headrace.report.model.events import Attempt, attempts, of_kind, read_log
 from headrace.report.model.inputs import Bottleneck, InputSummary, bottleneck_of, inputs_of
 from headrace.report.model.pipeline_steps import PipelineStep, passed_of
@@ -297,7 +297,7 @@ def verdict(summaries: Sequence[Summary], references: References) -> str:
         return f"Whether distribution pays is not known: no rate to set against one process with all threads{tail}."
     rated.sort(key=lambda pair: -pair[0])
     best, winner = rated[0]
-    shown = ", ".join(f"{each.name} {ratio(rate)} ×" for rate, each in rated)
+    shown = ", ".join(f"{each.name} {fixed(rate)} ×" for rate, each in rated)
     return f"{shown} the examples/s of one process with all threads: {_advice(best, winner, summaries)}{tail}."
 
 

@@ -73,10 +73,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Bar:
-    """A horizontal bar of (length, colour) parts, with a label above it on the left and a note on the right.
-
-    `inside` writes the length into long parts.
-    """
+    """A horizontal bar of (length, colour) parts, a label and a note; `inside` writes the lengths into long parts."""
 
     label: str
     note: str
@@ -154,10 +151,7 @@ def draw_bars(title: str, bars: Sequence[Bar], x_label: str) -> str:
 
 
 def draw_histograms(title: str, histograms: Sequence[Histogram], x_label: str) -> str:
-    """Returns histograms, one above the other on the same axes, as one SVG element.
-
-    The height of a column is its part of the row's counts, on one scale for all rows.
-    """
+    """Returns histograms, one above the other, as one SVG element; a column's height is its part of the row."""
     height = 0.5 + _HISTOGRAM_IN * len(histograms)
     width = -(-(max(max(each.counts) for each in histograms) + 1) // _MOST_COLUMNS)
     columns = [_columns(each, width) for each in histograms]
@@ -184,10 +178,7 @@ def draw_histograms(title: str, histograms: Sequence[Histogram], x_label: str) -
 
 
 def draw_lanes(title: str, groups: Sequence[tuple[str, Sequence[Lane]]], x_label: str, factor: float) -> str:
-    """Returns groups of lanes under a heading, on the same time axis, as one SVG element.
-
-    `factor` scales the lanes' numbers to those of the axis.
-    """
+    """Returns groups of lanes under a heading as one SVG element; `factor` scales their numbers to the time axis."""
     rows = sum(1 + len(lanes) for _, lanes in groups)
     height = 0.5 + _LANE_IN * rows
     limit = factor * max((at + length for _, lanes in groups for lane in lanes for at, length, _, _ in lane.pieces))

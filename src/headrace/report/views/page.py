@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from headrace.errors import UsageError
-from headrace.report.format import MISSING, clean, duration, ratio, short, to_cells, to_heads
+from headrace.report.format import MISSING, clean, duration, fixed, short, to_cells, to_heads
 from headrace.report.model.summary import References, Summary, verdict
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.views.pictures import pictures
@@ -120,7 +120,7 @@ def _runs(summaries: Sequence[Summary], references: References) -> str:
     rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice")]
     against = references.to_one_device(summaries[0])
     if against is not None:
-        rows.append(("× one process", f"{ratio(against)} of one process with all threads"))
+        rows.append(("× one process", f"{fixed(against)} of one process with all threads"))
     pairs = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in rows)
     return f'<section>\n<h2>The run</h2>\n<dl class="run">{pairs}</dl>\n</section>{_stages(summaries[0])}'
 

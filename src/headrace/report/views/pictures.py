@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from headrace.report.format import byte_count, fixed, percent, plural, ratio, short
+from headrace.report.format import byte_count, fixed, percent, plural, short
 from headrace.report.model.pipeline_steps import PipelineStep
 from headrace.report.model.summary import References, Summary
 from headrace.report.model.training import LossPoint, StepTimes
@@ -186,7 +186,7 @@ def _throughput(summaries: Sequence[Summary], references: References) -> Picture
         if one_thread and each.workers > 1:
             marks.append(Mark(one_thread * each.workers, _DASHED))
         against = references.to_one_device(each)
-        note = f"{short(each.examples_per_s)}/s" + (f"  =  {ratio(against)} × one" if against else "")
+        note = f"{short(each.examples_per_s)}/s" + (f"  =  {fixed(against)} × one" if against else "")
         label = f"{each.name}, {plural(each.workers, 'worker')}"
         bars.append(Bar(label, note, [(each.examples_per_s or 0.0, style.colour)], marks))
     reading = ["Examples a second of all workers together, in steady state (warm-up and evaluations left out)."]

@@ -90,10 +90,7 @@ class RunStyle:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the page: an SVG element and the sentences below it.
-
-    `key` is "runs" if the runs' colours explain it, "parts" if those of a step's parts do.
-    """
+    """A figure of the page, and the sentences below it; its colours are of `key`, "runs" or "parts" of a step."""
 
     title: str
     svg: str

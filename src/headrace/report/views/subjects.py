@@ -17,7 +17,6 @@ from headrace.report.format import (
     json_mapping,
     percent,
     plural,
-    ratio,
     short,
     to_cells,
     to_json,
@@ -99,11 +98,11 @@ def _most_text(servers: ServerSummary, load: Callable[[ShardStats], float]) -> s
     parts = []
     if len(servers.by_rank) > 1:
         factor, which = to_mean([sum(map(load, work.shards)) for work in servers.by_rank.values()])
-        parts.append(f"rank {list(servers.by_rank)[which]} {ratio(factor)}")
+        parts.append(f"rank {list(servers.by_rank)[which]} {fixed(factor)}")
     shards = servers.shards
     if len(shards) > 1:
         factor, which = to_mean([load(shard) for _, shard in shards])
-        parts.append(f"shard {shards[which][1].name} {ratio(factor)}")
+        parts.append(f"shard {shards[which][1].name} {fixed(factor)}")
     return f"; most: {', '.join(parts)} × the mean" if parts else ""
 
 

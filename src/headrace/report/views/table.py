@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,6 @@ from headrace.report.format import (
     json_mapping,
     percent,
     plural,
-    ratio,
     short,
     to_json,
     to_rows,
@@ -55,17 +55,11 @@ class ComparedRun(NamedTuple):
     metric: str | None
 
 
-def _cost(name: str) -> Callable[[ComparedRun], float | None]:
-    return attrgetter(f"summary.cost.{name}")
-
-
 def _step_ms(part: str) -> Callable[[ComparedRun], float | None]:
     return lambda run: None if run.summary.times is None else 1e3 * getattr(run.summary.times, part)
 
 
-def _megabytes(value: float | None) -> str:
-    return fixed(value, 1e-6)
-
+_megabytes = partial(fixed, factor=1e-6)
 
 COLUMNS: tuple[Field[ComparedRun], ...] = (
     Field(lambda run: run.summary.workers, label="N"),
@@ -74,16 +68,16 @@ COLUMNS: tuple[Field[ComparedRun], ...] = (
         lambda run: run.summary.metrics.get(run.metric) if run.metric else None, short, label="metric", head="metric"
     ),
     Field(attrgetter("summary.examples_per_s"), short, label="ex/s", head="examples/s"),
-    Field(lambda run: run.references.to_one_device(run.summary), ratio, label="×\none", head="× one"),
-    Field(lambda run: run.references.to_ceiling(run.summary), ratio, label="×\nceil", head="× ceiling"),
-    Field(_cost("moved_bytes_per_step"), _megabytes, label="MB/\nstep"),
-    Field(_cost("moved_bytes_per_step"), byte_count, head="moved\na step"),
+    Field(lambda run: run.references.to_one_device(run.summary), fixed, label="×\none", head="× one"),
+    Field(lambda run: run.references.to_ceiling(run.summary), fixed, label="×\nceil", head="× ceiling"),
+    Field(attrgetter("summary.cost.moved_bytes_per_step"), _megabytes, label="MB/\nstep"),
+    Field(attrgetter("summary.cost.moved_bytes_per_step"), byte_count, head="moved\na step"),
     Field(_step_ms("compute_s"), fixed, label="comp\nms", head="compute\nms"),
     Field(_step_ms("exchange_s"), fixed, label="exch\nms", head="exchange\nms"),
     Field(_step_ms("update_s"), fixed, label="upd\nms", head="update\nms"),
     Field(_step_ms("wait_s"), fixed, label="wait\nms", head="wait\nms"),
-    Field(_cost("peak_memory_bytes"), _megabytes, label="peak\nMB"),
-    Field(_cost("peak_memory_bytes"), byte_count, head="peak\nmemory"),
+    Field(attrgetter("summary.cost.peak_memory_bytes"), _megabytes, label="peak\nMB"),
+    Field(attrgetter("summary.cost.peak_memory_bytes"), byte_count, head="peak\nmemory"),
 )
 """A comparison's columns: those with a label on a terminal, those with a head on the page."""
 
@@ -212,13 +206,10 @@ def _steps_text(summary: Summary) -> str:
     return f"{summary.steps} of {batch} examples, {epochs:.4g} epochs"
 
 
-def _held_text(name: str) -> Callable[[Summary], str | None]:
-    def text(summary: Summary) -> str | None:
-        value = getattr(summary.cost, name)
-        where = "in all workers and servers" if summary.servers is not None else "in all workers"
-        return None if value is None else f"{byte_count(value)} {where} together"
-
-    return text
+def _held_text(name: str, summary: Summary) -> str | None:
+    value = getattr(summary.cost, name)
+    where = "in all workers and servers" if summary.servers is not None else "in all workers"
+    return None if value is None else f"{byte_count(value)} {where} together"
 
 
 def _saves_text(saves: Saves) -> str:
@@ -238,23 +229,17 @@ def _non_finite_text(summary: Summary) -> str | None:
 
 
 _RUN: tuple[Field[Summary], ...] = (
-    *json_fields("label", "strategy", "workers"),
-    Field(attrgetter("started.device"), key="device"),
-    Field(attrgetter("started.threads"), key="threads"),
-    Field(attrgetter("status"), key="status"),
+    *json_fields("label", "strategy", "workers", "started.device", "started.threads", "status"),
+    *json_fields("outcome.attempts", "started.resumed_step"),
+    *json_fields("training.steps", "training.epochs", "training.examples"),
     Field(attrgetter("name"), label="run"),
     Field(lambda summary: ending(summary) or "ok", label="status"),
-    Field(attrgetter("outcome.attempts"), key="attempts"),
-    Field(attrgetter("started.resumed_step"), key="resumed_step"),
     Field(_attempts_text, label="attempts"),
     Field(_resumed_text, label="resumed"),
     Field(_processes_text, label="processes"),
-    Field(attrgetter("training.steps"), key="steps"),
     Field(_steps_text, label="steps"),
-    Field(attrgetter("training.epochs"), key="epochs"),
-    Field(attrgetter("training.examples"), key="examples"),
     Field(attrgetter("training.seconds"), duration, key="seconds", label="training time"),
-    Field(attrgetter("training.examples_per_s"), key="examples_per_s"),
+    *json_fields("training.examples_per_s"),
     Field(lambda summary: f"{short(summary.examples_per_s)} in steady state", label="examples/s"),
     Field(
         lambda summary: {k: value if math.isfinite(value) else None for k, value in summary.metrics.items()},
@@ -281,12 +266,11 @@ _COST: tuple[Field[Summary], ...] = (
         key="peak_memory_bytes",
         label="peak memory",
     ),
-    Field(attrgetter("cost.parameter_bytes"), key="parameter_bytes"),
-    Field(attrgetter("cost.optimizer_bytes"), key="optimizer_bytes"),
-    Field(_held_text("parameter_bytes"), label="parameters"),
-    Field(_held_text("optimizer_bytes"), label="optimizer state"),
+    *json_fields("cost.parameter_bytes", "cost.optimizer_bytes"),
+    Field(partial(_held_text, "parameter_bytes"), label="parameters"),
+    Field(partial(_held_text, "optimizer_bytes"), label="optimizer state"),
     Field(attrgetter("saves"), _saves_text, key="saves", label="checkpoints"),
-    Field(attrgetter("non_finite"), key="non_finite"),
+    *json_fields("non_finite"),
     Field(_non_finite_text, label="not finite"),
     Field(
         lambda summary: summary.outcome.torn_lines or None,
@@ -298,7 +282,7 @@ _COST: tuple[Field[Summary], ...] = (
     Field(lambda summary: to_json(PIPELINE_STEP, summary.passed), key="passed"),
     Field(lambda summary: to_json(INPUT, summary.inputs), key="input"),
     Field(lambda summary: to_json(BOTTLENECK, summary.bottleneck), key="bottleneck"),
-    Field(attrgetter("outcome.notices"), key="notices"),
+    *json_fields("outcome.notices"),
     Field(lambda summary: to_json(_FAILURE, summary.outcome.failure), key="failure"),
 )
 
