@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ PROTOCOL = 1
 
 Blob = bytes | bytearray | memoryview | SharedSegment
 """What is sent with a message. On one host a segment is shared, not copied, and must not change."""
+
+Region = TypeVar("Region", Tensor, memoryview)
 
 LARGEST_MESSAGE = 60_000
 """Bytes; anything longer is sent as a blob."""
@@ -64,13 +67,17 @@ class Slots:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def of(self, region: Tensor, slot: int) -> Tensor:
+    def of(self, region: Region, slot: int) -> Region:
         """Returns a slot of a `(nbytes,)` uint8 region."""
         return region[self.starts[slot] : self.starts[slot] + self.lengths[slot]]
 
     def views(self, region: Tensor) -> list[Tensor]:
         """Returns all slots of a region."""
         return [self.of(region, slot) for slot in range(len(self))]
+
+    def sum(self, slots: Sequence[int]) -> int:
+        """Returns the length of some slots together."""
+        return sum(self.lengths[slot] for slot in slots)
 
 
 @dataclass(frozen=True)

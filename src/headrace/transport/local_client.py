@@ -156,7 +156,7 @@ class LocalClientTransport(ClientTransport):
         return self._layout.pushes.of(self._regions[0], slot)
 
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in slots)
+        self.moved_bytes += self._layout.pushes.sum(slots)
         deadline = monotonic() + _STALL_S
         while True:
             try:

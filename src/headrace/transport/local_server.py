@@ -140,8 +140,7 @@ class LocalServerTransport(ServerTransport):
         to = self._peers.get(peer)
         if to is None:
             return
-        lengths = self._layout.pulled.lengths
-        self.moved_bytes += sum(lengths[slot] for slot in slots)
+        self.moved_bytes += self._layout.pulled.sum(slots)
         # Duplicated, because the owner of a segment may close it before it is sent.
         to.unsent.append((message, os.dup(blob.descriptor) if isinstance(blob, SharedSegment) else blob))
         to.unread += _length(*to.unsent[-1])

@@ -82,10 +82,11 @@ class RemoteClientTransport(ClientTransport):
         return self._layout.pushes.of(self._region, slot)
 
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        lengths = self._layout.pushes.lengths
-        for parts in frames.to_frames(message, [(slot, lengths[slot]) for slot in slots], self._take, blob):
+        pushes = self._layout.pushes
+        lengths = [(slot, pushes.lengths[slot]) for slot in slots]
+        for parts in frames.to_frames(message, lengths, lambda slot: (0, pushes.of(self._content, slot)), blob):
             self._put(parts)
-        self.moved_bytes += sum(lengths[slot] for slot in slots)
+        self.moved_bytes += pushes.sum(slots)
 
     def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
         deadline = monotonic() + timeout_s
@@ -121,10 +122,6 @@ class RemoteClientTransport(ClientTransport):
             self._socket.close(linger_ms)
             self._monitor.close(0)
             self._context.term()
-
-    def _take(self, slot: int) -> tuple[int, memoryview]:
-        start = self._layout.pushes.starts[slot]
-        return 0, self._content[start : start + self._layout.pushes.lengths[slot]]
 
     def _await_welcome(self, hello_s: float) -> None:
         deadline = monotonic() + hello_s
@@ -185,4 +182,4 @@ class RemoteClientTransport(ClientTransport):
             payload = self._reassembler.add(parts)
             if payload is not None:
                 self._arrived.append(payload)
-                self.moved_bytes += sum(self._layout.pulled.lengths[slot] for slot in payload.slots)
+                self.moved_bytes += self._layout.pulled.sum([*payload.slots])

@@ -174,7 +174,7 @@ class RemoteServerTransport(ServerTransport):
                 return self._versions[slot], replies[slot].numpy().data
             return self._parameters_now(slot)
 
-        self.moved_bytes += sum(lengths[slot] for slot in slots)
+        self.moved_bytes += self._layout.pulled.sum(slots)
         parts = frames.to_frames(message, [(slot, lengths[slot]) for slot in slots], take, blob)
         self._write(to, parts, len(message) + len(blob))
         if limited and len(to.waiting) > 1 and to.owed > _UNREAD_BYTES:
@@ -262,7 +262,7 @@ class RemoteServerTransport(ServerTransport):
             self.drop(peer.number)
             return [ReceivedMessage(peer.number, b"")]
         peer.pushed.update({slot: content for slot, (_, content) in payload.slots.items()})
-        self.moved_bytes += sum(self._layout.pushes.lengths[slot] for slot in payload.slots)
+        self.moved_bytes += self._layout.pushes.sum([*payload.slots])
         return [ReceivedMessage(peer.number, payload.message, payload.blob)]
 
     def _greet(self, routing: zmq.Frame, parts: Sequence[memoryview]) -> None:
@@ -289,11 +289,9 @@ class RemoteServerTransport(ServerTransport):
             self._write(peer, iter([control_frame(FrameKind.WELCOME)]), 0)
 
     def _parameters_now(self, slot: int) -> tuple[int, memoryview]:
-        slots = self._layout.parameters
-        start, length = slots.starts[slot], slots.lengths[slot]
-        content = self._content[start : start + length]
+        content = self._layout.parameters.of(self._content, slot)
         # Several frames must be of one version.
-        return self._versions[slot], content if length <= frames.PIECE_BYTES else memoryview(bytes(content))
+        return self._versions[slot], content if len(content) <= frames.PIECE_BYTES else memoryview(bytes(content))
 
     def _write(self, peer: _Peer, parts: Iterator[Frame], owed: int) -> None:
         peer.waiting.append((owed, parts))

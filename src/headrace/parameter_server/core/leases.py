@@ -283,7 +283,8 @@ class LeaseTable:
 
     def _meet(self) -> list[Answer]:
         """Lets all present workers meet when no lease is left in front of the sync point."""
-        if self._met or not self._present or self._held or self._left() or len(self._asking) < len(self._present):
+        left = self._free or any(lease < self._stop() for lease in self._next)
+        if self._met or not self._present or self._held or left or len(self._asking) < len(self._present):
             return []
         members = tuple(self._present)
         self._met.update(members)
@@ -302,9 +303,6 @@ class LeaseTable:
         elif lease is not None:
             self._next[lease % self._stride] += self._stride
         return lease
-
-    def _left(self) -> bool:
-        return bool(self._free) or any(lease < self._stop() for lease in self._next)
 
     def _stop(self) -> int:
         """Returns the first lease behind the sync point."""
