@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from headrace.averaging.outer_steps import OuterStep
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.training.batch_norm import averaged_buffers
-from headrace.training.gradients import FlatLayout
+from headrace.training.gradients import ByteRange, FlatLayout
 from headrace.training.synchronization import MeanState, describe_tensor, mean_state
+from headrace.transport.codec import CODECS, codec_for
 
 _CHUNK = 65_536
 """Elements that are averaged at a time, so that they stay in a core's cache."""
@@ -118,26 +119,45 @@ class SharedMemoryAverage(WorkerAverage):
 
 
 class CollectiveAverage(WorkerAverage):
-    """Averages by a collective that carries tensors; each rank holds all that is kept."""
+    """Averages by a collective; each rank holds all that is kept.
 
-    def __init__(self, layout: FlatLayout, collective: Collective, device: torch.device, outer: OuterStep) -> None:
+    With a `codec` that loses something, "bf16" or "int8", each rank sends how far its copy has moved from the anchor:
+    what all have had in common since the last synchronization.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, collective: Collective, device: torch.device, outer: OuterStep, codec: str = "plain"
+    ) -> None:
         self.layout = layout
-        self.own, *kept = (
-            torch.zeros(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(1 + outer.copies_kept)
-        )
-        self.kept = tuple(kept)
-        self.nbytes = layout.nbytes * (1 + outer.copies_kept)
+        coded = codec != "plain"
+        # What the codec has lost of all that this worker sent, and of the piece that it answered with.
+        losses = 2 if CODECS[codec].feedback else 0
+        count = 1 + coded + losses + outer.copies_kept
+        self.own, *more = (torch.zeros(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(count))
+        self._anchor = more.pop() if coded else None
+        self.lost, self.kept = tuple(more[:losses]), tuple(more[losses:])
+        self.nbytes = layout.nbytes * count
+        self._coded = [_CodedMean(span, collective, codec, device) for span in layout.spans] if coded else []
         self._collective = collective
         self._outer = outer
 
+    def begin(self) -> None:
+        super().begin()
+        if self._anchor is not None:
+            self._anchor.copy_(self.kept[0] if self.kept else self.own)
+
     def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
-        total = AverageSums([0.0] * len(weights), 0.0)
-        rank = self._collective.rank
+        total, rank = AverageSums([0.0] * len(weights), 0.0), self._collective.rank
         workers = sum(weight >= 0 for weight in weights)
-        for span in self.layout.spans:
+        for index, span in enumerate(self.layout.spans):
             copy, kept = span.of(self.own), [span.of(region) for region in self.kept]
-            mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
-            self._collective.all_reduce(mean)
+            if self._anchor is None:
+                mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
+                self._collective.all_reduce(mean)
+            else:
+                anchor, lost = span.of(self._anchor), [span.of(region) for region in self.lost]
+                apart = torch.zeros_like(copy) if weights[rank] < 0 else anchor - copy
+                mean = anchor - self._coded[index].mean(apart, weights, [e.clone() for e in lost] if preview else lost)
             # The mean is the same on all ranks, and its norm is counted once.
             total.norm += 0.0 if rank else squared(mean)
             if weights[rank] < 0:
@@ -145,7 +165,59 @@ class CollectiveAverage(WorkerAverage):
             else:
                 total.squares[rank] += squared(copy - mean)
             apply_outer(self._outer, kept, preview, mean, [copy], workers)
+            if self._anchor is not None and not preview:
+                span.of(self._anchor).copy_(kept[0] if kept else copy)
         return total
+
+
+class _CodedMean:
+    """The mean of the elements of one type in fewer bits; these are cut into a piece for each rank, which owns it.
+
+        worker i   d_i                             every piece of enc(d_i + what was lost before) to the piece's owner
+        owner      d = sum of weight_i dec(d_i)    enc(d + what was lost before) to all
+        all        dec(d)                          the same bits everywhere
+
+    Each worker sends 2 (N - 1)/N of the encoded elements, and receives as many, as in a ring.
+    """
+
+    def __init__(self, span: ByteRange, collective: Collective, codec: str, device: torch.device) -> None:
+        self._collective = collective
+        self._device = device
+        self._codec = codec_for(codec, span.dtype)
+        parts, size = [span.part(rank, collective.world) for rank in range(collective.world)], span.dtype.itemsize
+        bounds = [((part.start - span.start) // size, (part.stop - span.start) // size) for part in parts]
+        self._pieces = [slice(*bound) for bound in bounds]
+        self._lengths = [self._codec.nbytes(stop - start, span.dtype) for start, stop in bounds]
+
+    def mean(self, apart: Tensor, weights: Sequence[float], lost: Sequence[Tensor]) -> Tensor:
+        """Returns the weighted mean of every rank's `apart`, as decoded: the same on all ranks.
+
+        `weights` are those of `WorkerAverage.combine`; `lost` is what this rank has lost, changed by this, and empty
+        where the codec loses next to nothing.
+        """
+        rank = self._collective.rank
+        sent = self._rows(self._collective.world)
+        for row, piece, length in zip(sent, self._pieces, self._lengths, strict=True):
+            # What has no weight must not take with it what was lost before.
+            counts = lost and weights[rank] > 0
+            self._codec.encode(apart[piece], row[:length], lost[0][piece] if counts else None)
+        own, length = self._pieces[rank], self._lengths[rank]
+        total = torch.zeros_like(apart[own])
+        one = torch.empty_like(total)
+        for weight, row in zip(weights, self._collective.all_to_all(sent), strict=True):
+            if weight > 0:
+                self._codec.decode(row[:length], one)
+                total.add_(one, alpha=weight)
+        (answer,) = self._rows(1)
+        self._codec.encode(total, answer[:length], lost[1][own] if lost else None)
+        mean = torch.empty_like(apart)
+        for row, piece, length in zip(self._collective.gather(answer), self._pieces, self._lengths, strict=True):
+            self._codec.decode(row[:length], mean[piece])
+        return mean
+
+    def _rows(self, count: int) -> Tensor:
+        # Rows begin at multiples of 8 bytes, as codecs need it.
+        return torch.zeros(count, -(-max(self._lengths) // 8) * 8, dtype=torch.uint8, device=self._device)
 
 
 def _combine(

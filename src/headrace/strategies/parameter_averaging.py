@@ -27,7 +27,6 @@ from headrace.averaging.averager import (
     place_in_average,
     require_alike,
 )
-from headrace.averaging.coded_average import CodedAverage
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
 from headrace.averaging.period import AutoPeriod, first_stretch
 from headrace.averaging.through_servers import (
@@ -252,9 +251,7 @@ class ParameterAveraging(ServedStrategy):
         devices = context.device_group()
         if devices is None:
             return SharedMemoryAverage(layout, context.group, outer, apart)
-        if self.codec == "plain":
-            return CollectiveAverage(layout, devices, context.device, outer)
-        return CodedAverage(layout, devices, context.device, outer, self.codec)
+        return CollectiveAverage(layout, devices, context.device, outer, self.codec)
 
 
 LocalSGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from collectives.seats import together
-from headrace.averaging.coded_average import CodedAverage
 from headrace.averaging.outer_steps import MeanStep
+from headrace.averaging.worker_average import CollectiveAverage
 from headrace.collectives.threads import ThreadCollective
 from headrace.spec.model import ParameterSpec
 from headrace.training.gradients import FlatLayout
@@ -28,8 +28,8 @@ def parts(region: Tensor) -> list[Tensor]:
     return [span.of(region) for span in LAYOUT.spans]
 
 
-def meet(codec: str, weights: list[float], host: ThreadCollective) -> CodedAverage:
-    average = CodedAverage(LAYOUT, host, torch.device("cpu"), MeanStep(), codec)
+def meet(codec: str, weights: list[float], host: ThreadCollective) -> CollectiveAverage:
+    average = CollectiveAverage(LAYOUT, host, torch.device("cpu"), MeanStep(), codec)
     average.begin()
     for move in moves(host.rank):
         for own, by in zip(average.elements, move, strict=True):
@@ -66,7 +66,7 @@ def test_bf16_is_near_without_owing_anything(weights: list[float]) -> None:
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_a_worker_that_is_left_out_gets_the_mean_and_owes_nothing(codec: str) -> None:
     def act(host: ThreadCollective) -> Tensor:
-        average = CodedAverage(LAYOUT, host, torch.device("cpu"), MeanStep(), codec)
+        average = CollectiveAverage(LAYOUT, host, torch.device("cpu"), MeanStep(), codec)
         average.begin()
         average.elements[0].fill_(float("nan") if host.rank == 1 else 1.0)
         combined = average.combine([0.5, -1.0, 0.5])
