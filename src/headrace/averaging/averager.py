@@ -226,10 +226,7 @@ class ParameterAverager(PeriodicSync):
 
 
 class AveragingExchange(Exchange):
-    """The worker's own step, and the state of its averager.
-
-    `first` is the first of the ranks of this worker's replica.
-    """
+    """The worker's own step, and the state of its averager; `first` is the first rank of this worker's replica."""
 
     def __init__(self, first: int, local: UpdatingExchange, averager: ParameterAverager) -> None:
         self._first = first

@@ -34,10 +34,7 @@ class OuterStep(ABC):
 
     @abstractmethod
     def model(self, kept: Sequence[Tensor], mean: Tensor) -> Tensor:
-        """Returns the trained model's elements for a mean of the copies; changes nothing.
-
-        `kept` has `copies_kept` tensors in the form of `mean`.
-        """
+        """Returns the trained model's elements for a mean of the copies; `kept` are `copies_kept` tensors like it."""
 
     @abstractmethod
     def step(self, kept: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:

@@ -207,7 +207,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _assemble(frames: Sequence[memoryview]) -> tuple[bytes, Tensor, int]:
     """Returns a message's note, its tensors' bytes, each at the next multiple of 64, and how many bytes it has.
 
-    Raises ValueError, struct.error if the frames are no message.
+    Raises ValueError or struct.error if the frames are no message.
     """
     (count,) = _COUNT.unpack_from(frames[0])
     sizes = struct.unpack_from(f"<{count}q", frames[0], _COUNT.size)

@@ -59,10 +59,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, data: Tensor, into: Tensor) -> None:
-        """Reads a tensor from its bytes into a contiguous tensor of any shape.
-
-        Raises ValueError if `data` is not the encoding of such a tensor.
-        """
+        """Reads a tensor from its bytes into a contiguous one; raises ValueError if they do not encode such a one."""
 
 
 class Plain(Codec):

@@ -138,10 +138,7 @@ class Reassembler:
         self._begin()
 
     def add(self, parts: Sequence[memoryview]) -> Payload | None:
-        """Takes a frame, `PART` or `LAST`; returns the payload if the frame completes one.
-
-        Raises ValueError if it is another kind of frame, or does not follow the one before.
-        """
+        """Takes the next `PART` or `LAST`; returns the payload if it completes one; raises ValueError for another."""
         kind = kind_of(parts)
         if kind not in (FrameKind.PART, FrameKind.LAST):
             raise ValueError(

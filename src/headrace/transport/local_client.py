@@ -1,7 +1,4 @@
-"""A worker's transport to a server on the same host, see `local_server`, and the socket messages that both ends use.
-
-A message can carry a descriptor of memory.
-"""
+"""A worker's transport to a server on the same host, see `local_server`, and the socket messages that both ends use."""
 
 from __future__ import annotations
 

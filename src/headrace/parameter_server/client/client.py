@@ -16,6 +16,9 @@ from headrace.parameter_server.core.events import Reason, RoundMembers
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode
 from headrace.training.clipping import all_finite
 
+_ANSWER_S = 60.0
+"""How long a server may take for an answer that depends on no other worker."""
+
 _BUCKET_BYTES = 1 << 20
 """A server updates one bucket while the worker copies the next."""
 _BUCKET_SHARDS = 4096
@@ -28,7 +31,6 @@ class Client:
     Args:
         incarnation: greater than that of any process that had this number before.
         check: called about every 50 ms while waiting; raises to end the wait.
-        timeout_s: how long a server may take for an answer that depends on no other worker.
         in_turn: push to the first server, which decides whose pushes a round has, and then to the others; needs
             `together`.
 
@@ -46,7 +48,6 @@ class Client:
         worker: int,
         incarnation: int = 0,
         check: Callable[[], None] = lambda: None,
-        timeout_s: float = 60.0,
         together: bool = False,
         observes: bool = False,
         in_turn: bool = False,
@@ -59,7 +60,7 @@ class Client:
         try:
             for connection in connections:
                 session = Session(connection, worker, incarnation, check, observes)
-                self._servers.append(_Server(connection, session, timeout_s, together))
+                self._servers.append(_Server(connection, session, together))
         except BaseException:
             self.close()
             raise
@@ -196,12 +197,12 @@ class Client:
 class _Server:
     """One server, as a client sees it; `versions` are of this worker's copy, -1 for an unknown one."""
 
-    def __init__(self, connection: ServerConnection, session: Session, timeout_s: float, together: bool) -> None:
+    def __init__(self, connection: ServerConnection, session: Session, together: bool) -> None:
         self.session, self.layout = session, connection.layout
         self.buckets = [range(len(self.layout))] if together else _buckets(self.layout)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
         self.versions = [-1] * len(self.layout)
-        self._connection, self._timeout_s = connection, timeout_s
+        self._connection = connection
         self.apart = 0.0
         self._told, self._pending = 0, 0
         self._reason: Reason | None = None
@@ -258,7 +259,7 @@ class _Server:
     def ask(self, message: Message, blob: bytes = b"") -> memoryview:
         """Sends a message other than push or pull, waits for its answer, and returns the blob."""
         self.tell(message, blob)
-        answer, returned = self._next(self._told, monotonic() + self._timeout_s)
+        answer, returned = self._next(self._told, monotonic() + _ANSWER_S)
         if answer.kind != Kind.DONE:
             raise ServerRefused(f"the server answered {answer.kind.name} to {message.kind.name}")
         return returned
@@ -270,7 +271,7 @@ class _Server:
             return
         if self.session.waits_for(self._told):
             # The server recognizes only the last repeated message.
-            self._next(self._told, monotonic() + self._timeout_s)
+            self._next(self._told, monotonic() + _ANSWER_S)
         self._told = self.session.ask(message, (), blob)
 
     def lease(self, rest: Callable[[], None] | None = None) -> Message:
@@ -303,8 +304,7 @@ class _Server:
                 until = math.inf
                 self.session.ask(Message(Kind.CLOSE))
             elif monotonic() > deadline:
-                cause = f"has not answered for {self._timeout_s:.0f} s"
-                raise PeerLost(self._connection.rank, self._connection.host, cause)
+                raise PeerLost(self._connection.rank, self._connection.host, f"has not answered for {_ANSWER_S:.0f} s")
 
     def _fetch(self, message: Message) -> None:
         for shard, version in enumerate(message.numbers, message.first):

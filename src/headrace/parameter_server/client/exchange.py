@@ -146,10 +146,7 @@ def _times(gradient: Tensor, factor: float) -> Tensor:
 
 
 class ReplicaGroup:
-    """The ranks of one replica, which act as one worker of the servers.
-
-    `leads` says whether this rank asks for the replica's data.
-    """
+    """The ranks of one replica, which act as one worker of the servers; the one that `leads` asks for the data."""
 
     def __init__(self, group: ProcessGroup, options: Options, scale: LossScale | None, device: torch.device) -> None:
         self.group = group
@@ -165,10 +162,7 @@ class ReplicaGroup:
         return self._clipper.checks
 
     def judge(self, buffer: GradientBuffer, finite: bool, replica: int) -> StepDecision:
-        """Checks the replica's gradient, and clips it; all ranks call it.
-
-        `finite` says whether this rank's loss is, `replica` is the replica's number.
-        """
+        """Checks and clips the gradient of replica `replica`; all ranks call it, and say if their loss is finite."""
         world = self.group.world
         present = buffer.present
         decision = self._clipper.clip(present, present, finite)
@@ -251,10 +245,7 @@ class ServedExchange(Exchange):
                 self.client.ask(server, Message(Kind.LOAD, shard, 1), blob)
 
     def load_values(self, places: Sequence[Sequence[Tensor]], only_state: bool = False) -> None:
-        """Loads this worker's values into the servers, by server and shard, if it leads.
-
-        `only_state` leaves out the parameters, and loads what is stored beside them.
-        """
+        """If this worker leads, loads values by server and shard into the servers; `only_state` omits parameters."""
         for server, (layout, own) in enumerate(zip(self._layouts, places, strict=True) if self.leases.leads else ()):
             for shard, (spec, value) in enumerate(zip(layout.pieces, own, strict=True)):
                 if spec.exact or not only_state:

@@ -90,10 +90,7 @@ class Session:
         return self._moved_bytes + (self.transport.moved_bytes if self._usable else 0)
 
     def ask(self, message: Message, slots: Sequence[int] = (), blob: bytes = b"") -> int:
-        """Sends a message with the content of some push slots, which must not change until it is answered.
-
-        Returns its number.
-        """
+        """Sends a message with push slots, which must not change until it is answered; returns the message's number."""
         self._number = number = self._number + 1
         data = encode(message._replace(number=number))
         self._unanswered[number] = (data, slots, blob)

@@ -90,10 +90,7 @@ def encode_entry(epoch: int, number: int, entry: LogEntry, payload: LogPayload) 
 
 
 def parse_entry(data: bytes) -> tuple[Message, bytes]:
-    """Returns the head of a primary's message, and the client's message in it; raises ValueError if it is neither.
-
-    Only log entries have a client's message.
-    """
+    """Returns the head of a primary's message, and a log entry's client message; raises ValueError if it is none."""
     entry = len(data) >= _HEAD and data[1] == Kind.ENTRY
     head = decode(data[:_HEAD] if entry else data)
     least = {Kind.FILL: 2, Kind.MEMORY: 1, Kind.ENTRY: 1}.get(head.kind, math.inf)

@@ -238,10 +238,7 @@ class ReplicatedTransport:
         snapshot.close()
 
     def _forward(self, number: int, at_once: bool) -> None:
-        """Sends a log entry to the backup.
-
-        If it is handled `at_once`, before it is held, the pushed gradients do not stay in the client's memory.
-        """
+        """Sends a log entry to the backup; handled `at_once`, its gradients do not stay in the client's memory."""
         entry, epoch = self._entries[number], self._machine.epoch
         peer, memory = entry.mail.peer, entry.mail.memory
         payload = LogPayload.NONE
