@@ -16,13 +16,12 @@ from headrace.parameter_server.core.events import Reason, RoundMembers
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode
 from headrace.training.clipping import all_finite
 
+_Gradients = Sequence[Sequence[Tensor | None]]
+
 _ANSWER_S = 60.0
 """How long a server may take for an answer that depends on no other worker."""
-
-_BUCKET_BYTES = 1 << 20
-"""A server updates one bucket while the worker copies the next."""
-_BUCKET_SHARDS = 4096
-"""At most as many versions as one message has room for."""
+_BUCKET_BYTES, _BUCKET_SHARDS = 1 << 20, 4096
+"""A server updates one bucket while the worker copies the next. One message has room for that many versions."""
 
 
 class Client:
@@ -31,15 +30,12 @@ class Client:
     Args:
         incarnation: greater than that of any process that had this number before.
         check: called about every 50 ms while waiting; raises to end the wait.
-        in_turn: push to the first server, which decides whose pushes a round has, and then to the others; needs
-            `together`.
+        in_turn: push to the first server, which decides whose pushes a round has, then to the others; needs `together`.
 
-    Attributes:
-        rested: whether no other worker waited for this one while it waited for its last lease.
-        apart: distance of the last push from the mean of its round, if servers measure it.
-
-    Every method raises PeerLost if a server has ended or does not answer, Replaced if another process has replaced this
-    worker, and ServerRefused if a server refuses it.
+    `rested` says whether no other worker waited for this one while it waited for its last lease, `apart` is the
+    distance of the last push from the mean of its round, if servers measure it. Every method raises PeerLost if a
+    server has ended or does not answer, Replaced if another process has replaced this worker, and ServerRefused if a
+    server refuses it.
     """
 
     def __init__(
@@ -53,8 +49,7 @@ class Client:
         in_turn: bool = False,
     ) -> None:
         self._worker, self._in_turn = (worker, incarnation), in_turn
-        self.rested = False
-        self.apart = 0.0
+        self.rested, self.apart = False, 0.0
         self.pulled: Callable[[], None] = lambda: None
         self._servers: list[_Server] = []
         try:
@@ -81,7 +76,7 @@ class Client:
 
     def push(
         self,
-        gradients: Sequence[Sequence[Tensor | None]],
+        gradients: _Gradients,
         lease: int,
         weight: float = 1.0,
         share: float = 1.0,
@@ -118,9 +113,7 @@ class Client:
             self.pulled()
         return reason
 
-    def _push_in_turn(
-        self, gradients: Sequence[Sequence[Tensor | None]], head: Message, pull: bool, patience_s: float
-    ) -> Reason | None:
+    def _push_in_turn(self, gradients: _Gradients, head: Message, pull: bool, patience_s: float) -> Reason | None:
         """Pushes to the first server, and if the push counts there, to all others."""
         first, *others = self._servers
         first.push(first.buckets[0], gradients[0], head)
@@ -153,9 +146,8 @@ class Client:
     @property
     def is_behind(self) -> bool:
         """Whether the first server is known to have newer parameters in all shards, and so would refuse a push."""
-        first = self._servers[0]
-        current_version = first.session.transport.current_version
-        return all((current_version(shard) or 0) > version for shard, version in enumerate(first.versions))
+        known, current_version = self._servers[0].versions, self._servers[0].session.transport.current_version
+        return all((current_version(shard) or 0) > version for shard, version in enumerate(known))
 
     def forget(self) -> None:
         """Makes the next pull fetch all parameters, because the local copy was changed."""
@@ -203,8 +195,7 @@ class _Server:
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
         self.versions = [-1] * len(self.layout)
         self._connection = connection
-        self.apart = 0.0
-        self._told, self._pending = 0, 0
+        self.apart, self._told, self._pending = 0.0, 0, 0
         self._reason: Reason | None = None
         self._leases: deque[Message] = deque()
 
@@ -229,7 +220,7 @@ class _Server:
         self._pending += 1
 
     def finish(self, pulls: bool = True, until: float = math.inf) -> Reason | None:
-        """Waits for all answers, and fetches the parameters if they were asked for; returns the reason of a refusal.
+        """Waits for all answers, and fetches parameters if asked for; returns the reason of a refusal.
 
         After `until`, the server is asked to end the round without the workers that are still missing.
         """
