@@ -165,7 +165,9 @@ class Autotuner:
             if self._untried:
                 self._change(self._untried.pop(0))
             else:
-                self._rest(now)
+                self._rests_until, self._untried = now + self._rest_s, None
+                self._rest_s *= 2
+                self._window_s = min(_LONGEST_WINDOW_S, 2 * self._window_s)
 
     def _judge(self, rate: float) -> None:
         """Keeps the tried mode or goes back to the current one."""
@@ -187,11 +189,6 @@ class Autotuner:
     def _candidates(self) -> list[ReadMode]:
         found = self._modes.neighbors(self.current, self._rate, self._read_s, self._computing_s)
         return [mode for mode in found if self._known.get(mode, math.inf) > _HOPELESS * self._rate]
-
-    def _rest(self, now: float) -> None:
-        self._rests_until, self._untried = now + self._rest_s, None
-        self._rest_s *= 2
-        self._window_s = min(_LONGEST_WINDOW_S, 2 * self._window_s)
 
     def _change(self, mode: ReadMode) -> None:
         # Batches of the mode before are still to come.

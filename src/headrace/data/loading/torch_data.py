@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -185,7 +184,8 @@ def read_by_torch(
     loader = DataLoader(
         _Reading(reader),
         batch_size=None,
-        sampler=_wanted(theirs),
+        # As arrays, since each tensor would be sent through a file of its own.
+        sampler=((epoch, indices.numpy()) for epoch, indices, _ in theirs if len(indices)),
         collate_fn=_identity,
         num_workers=processes.count,
         **processes.options,
@@ -227,13 +227,6 @@ class _Reading(Dataset[Any]):
             return self._reader.read(epoch, torch.from_numpy(indices))
         except DataError as error:
             return _Broken(str(error), traceback.format_exc())
-
-
-def _wanted(parts: Iterator[Part]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    for epoch, indices, _ in parts:
-        if len(indices):
-            # As an array, since each tensor would be sent through a file of its own.
-            yield epoch, indices.numpy()
 
 
 def _identity(batch: Any) -> Any:

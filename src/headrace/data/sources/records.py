@@ -255,7 +255,7 @@ def from_array_record(where: str | Sequence[str]) -> InputPipeline:
 class _ArrayRecords(FileSource):
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = tuple(files)
-        self._readers: BoundedCache[Any] = BoundedCache(OPEN, _one)
+        self._readers: BoundedCache[Any] = BoundedCache(OPEN)
         super().__init__("array_record", files, [self._reader(at).num_records() for at in range(len(files))])
 
     def example(self, index: int, epoch: Epoch) -> Any:
@@ -303,7 +303,3 @@ class _ArrayRecords(FileSource):
                 "another format; write it again"
             )
         return reader
-
-
-def _one(reader: Any) -> int:
-    return 1

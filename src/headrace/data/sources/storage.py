@@ -35,13 +35,17 @@ class Spans:
         return which, index - self.begins[which]
 
 
+def _one(_: Any) -> int:
+    return 1
+
+
 class BoundedCache(Generic[T]):
     """An LRU cache for threads, bounded by the sum of `size(value)`; one value alone may exceed the bound.
 
     A pickled copy begins empty; a fork keeps the values.
     """
 
-    def __init__(self, most: int, size: Callable[[T], int]) -> None:
+    def __init__(self, most: int, size: Callable[[T], int] = _one) -> None:
         self._most = most
         self._size = size
         self._begin()
@@ -111,7 +115,7 @@ class _Descriptor:
         file.require(os.fstat(self.number).st_size)
 
 
-_DESCRIPTORS: BoundedCache[_Descriptor] = BoundedCache(OPEN, lambda _: 1)
+_DESCRIPTORS: BoundedCache[_Descriptor] = BoundedCache(OPEN)
 """Files are read at an offset, so that threads and forks may share what is open."""
 
 

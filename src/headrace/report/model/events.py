@@ -163,7 +163,9 @@ def attempts(events: Iterable[Event]) -> tuple[Attempt, ...]:
     early: list[Event] = []
     for event in events:
         if isinstance(event, RunStarted):
-            begun = [(started, _before(event, past)) for started, past in begun]
+            done = {lease for first, stop in event.resumed_leases for lease in range(first, stop)}
+            for _, past in begun:
+                past[:] = [each for each in past if not _is_done_again(each, event.resumed_step, done)]
             begun.append((event, early))
             early = []
         (begun[-1][1] if begun else early).append(event)
@@ -173,11 +175,6 @@ def attempts(events: Iterable[Event]) -> tuple[Attempt, ...]:
 def of_kind(kind: type[E], events: Iterable[Event]) -> Iterator[E]:
     """Returns the events of one kind."""
     return (event for event in events if isinstance(event, kind))
-
-
-def _before(started: RunStarted, events: Iterable[Event]) -> list[Event]:
-    done = {lease for first, stop in started.resumed_leases for lease in range(first, stop)}
-    return [event for event in events if not _is_done_again(event, started.resumed_step, done)]
 
 
 def _is_done_again(event: Event, step: int, done: Container[int]) -> bool:

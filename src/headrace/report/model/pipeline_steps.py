@@ -76,7 +76,8 @@ class PipelineStep:
 def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
     """Returns the step of median length among those that the last attempt's first replica has reported, or None."""
     last = attempts[-1]
-    ranks = _first_replica(last.started.plan)
+    roles = cast(Sequence[Mapping[str, Any]], last.started.plan.get("roles", ()))
+    ranks = {role["rank"] for role in roles if role["kind"] == "worker" and role["data_rank"] == 0}
     reported: dict[int, dict[int, PipelineStepTimed]] = defaultdict(dict)
     for event in of_kind(PipelineStepTimed, last.events):
         if event.rank in ranks and event.passes:
@@ -93,11 +94,6 @@ def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
         if by_rank.keys() == ranks
     ]
     return sorted(whole, key=lambda each: each.seconds)[len(whole) // 2] if whole else None
-
-
-def _first_replica(plan: Mapping[str, object]) -> set[int]:
-    roles = cast(Sequence[Mapping[str, Any]], plan.get("roles", ()))
-    return {role["rank"] for role in roles if role["kind"] == "worker" and role["data_rank"] == 0}
 
 
 def _kind(each: StagePass) -> PassKind:

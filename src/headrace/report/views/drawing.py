@@ -48,6 +48,9 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
+_VARIABLES = {stand_in: f"var(--{name})" for stand_in, name in STAND_INS.items()}
+
+
 @dataclass(frozen=True)
 class Curve:
     """A line through (x, y) points.
@@ -294,13 +297,9 @@ def _as_element(svg: str, title: str, height_in: float) -> str:
     body = svg[svg.index(">", svg.index("<svg")) + 1 :]
     prefix = f"p{zlib.crc32(title.encode()):08x}"
     body = re.sub(r'( id="|url\(#|href="#)', lambda found: f"{found[1]}{prefix}-", body)
-    body = re.sub(r"#0[0-9a-f]{5}\b", lambda found: _variable(found[0]), body)
+    body = re.sub(r"#0[0-9a-f]{5}\b", lambda found: _VARIABLES.get(found[0], found[0]), body)
     body = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", body)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
         f'aria-label="{escape(clean(title))}" viewBox="0 0 {_WIDTH_IN * _INCH:g} {height_in * _INCH:g}">{body}'
     )
-
-
-def _variable(colour: str) -> str:
-    return f"var(--{STAND_INS[colour]})" if colour in STAND_INS else colour

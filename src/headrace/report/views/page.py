@@ -97,14 +97,11 @@ def _header(title: str, summaries: Sequence[Summary], references: References) ->
         ("global batch", ", ".join(batches)),
         ("versions", ", ".join(f"{name} {version}" for name, version in first.versions.items())),
     )
+    pairs = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts)
     return (
         f'<header>\n<p class="eyebrow">headrace</p>\n<h1>{_text(title)}</h1>\n{lede}'
-        f'<dl class="facts">{_pairs(facts)}</dl>\n</header>'
+        f'<dl class="facts">{pairs}</dl>\n</header>'
     )
-
-
-def _pairs(rows: Iterable[tuple[str, str]]) -> str:
-    return "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in rows)
 
 
 def _alert(summary: Summary) -> str:
@@ -115,7 +112,8 @@ def _alert(summary: Summary) -> str:
 
 def _runs(summaries: Sequence[Summary], references: References) -> str:
     if len(summaries) > 1:
-        more = _servers(summaries) + _inputs(summaries)
+        more = _section("Servers", summaries, to_heads(SERVERS), lambda each: to_cells(SERVERS, each.servers))
+        more += _inputs(summaries)
         return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}\n</section>{more}"
     rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice")]
     against = references.to_one_device(summaries[0])
@@ -148,10 +146,6 @@ def _section(title: str, summaries: Sequence[Summary], heads: Sequence[str], cel
     found = [(each, style, cells(each)) for each, style in zip(summaries, run_styles(summaries), strict=True)]
     rows = [_cells(_swatch(style) + _text(each.name), list(map(_text, row))) for each, style, row in found if any(row)]
     return f"\n<section>\n<h2>{title}</h2>\n{_scrolled(heads, rows)}\n</section>" if rows else ""
-
-
-def _servers(summaries: Sequence[Summary]) -> str:
-    return _section("Servers", summaries, to_heads(SERVERS), lambda each: to_cells(SERVERS, each.servers))
 
 
 def _inputs(summaries: Sequence[Summary]) -> str:
