@@ -55,7 +55,7 @@ def allowed(event: dict[str, Any]) -> bool:
 
 @pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("way", [pytest.param("shared_memory", marks=pytest.mark.full), "tcp"])
 def test_nothing_that_came_as_bytes_is_run(way: str, tmp_path: Path) -> None:
     events = watched(way, tmp_path)
     assert [event for event in events if not allowed(event)] == []

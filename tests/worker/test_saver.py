@@ -241,7 +241,15 @@ def check(run: hr.Run, good: tuple[bytes, dict[str, list[Any]]], number: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, 0], ids=["ENOSPC", "EIO", "EROFS", "short"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(errno.ENOSPC, id="ENOSPC"),
+        pytest.param(errno.EIO, id="EIO", marks=pytest.mark.full),
+        pytest.param(errno.EROFS, id="EROFS", marks=pytest.mark.full),
+        pytest.param(0, id="short"),
+    ],
+)
 def test_a_fault_at_every_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound: Sound, strategy: hr.Strategy, number: int
 ) -> None:
