@@ -28,9 +28,7 @@ class RunControl:
         self.losses = LossReader(session)
         self._saves = run.checkpoints is not None
         self._saver = Saver(run, group, page, session.events)
-        self._state = WorkerState(
-            run, session.rank, session.replica, group, self.stopper, session.loader.rounds_per_epoch
-        )
+        self._state = WorkerState(session, self.stopper)
         self._is_replacement = session.is_replacement
         self._deadline = run.deadline(session.is_replacement)
         in_place = run.resume is not None and run.resume.folder == self._saver.folder.path
@@ -64,7 +62,7 @@ class RunControl:
         """Saves before the first round where a rollback or a server's snapshot needs it, or a history was left."""
         if not self._is_replacement and self._saver.must_begin(self._progress.done, rolls_back):
             self._save()
-            # Only then may training go on: a history that was left must not come back.
+            # Training goes on only when it is saved: no later resume may find the older history.
             self._saver.wait()
 
     def save_last(self) -> None:
@@ -89,7 +87,7 @@ class RunControl:
 
     def _save_once(self) -> None:
         began = monotonic()
-        # A loss that was not read yet may be NaN, and then this state is not worth keeping.
+        # A loss that was not read yet may be NaN, and then this state must not be saved.
         self.losses.read()
         done = self._progress.done
         tensors, description = self._state.take(done, self.statistics_weight)

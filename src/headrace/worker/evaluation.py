@@ -24,8 +24,7 @@ from headrace.training.whole_model import select_target
 class Evaluation:
     """Computes the loss and the metrics, with averaged weights and statistics if there are any.
 
-    Args:
-        loader: takes rank and number of ranks; returns the loader of that rank's part of the evaluation data.
+    `loader` takes rank and number of ranks, and returns the loader of that rank's part of the evaluation data.
     """
 
     def __init__(self, job: Job, replica: Replica, loader: Callable[[int, int], Loader], group: ProcessGroup) -> None:
@@ -38,10 +37,9 @@ class Evaluation:
     def run(self, weight: float) -> tuple[dict[str, float], int]:
         """Returns the metrics, the same on every worker, and how many examples were counted.
 
-        Args:
+        `weight` is that of this worker's running statistics in their mean.
         """
-        job = self._job
-        task = job.task
+        job, task = self._job, self._job.task
         measures = {"loss": task.loss if task else job.loss, **(task.metrics if task else {}), **(job.metrics or {})}
         sums = [0.0] * (2 * len(measures) + 1)
         module = self._replica.compute.module
@@ -98,14 +96,11 @@ def average(buffers: list[Tensor], group: ProcessGroup, weight: float = 1.0) -> 
 
 
 class EarlyStopper:
-    """Counts the evaluations that brought no improvement.
+    """Counts the evaluations without improvement; without the option it never stops the run."""
 
-    Args:
-        wish: the option; None to never stop.
-    """
-
-    def __init__(self, wish: EarlyStopping | None) -> None:
-        self._wish = wish
+    def __init__(self, option: EarlyStopping | None) -> None:
+        self._option = option
+        self._follows = f"{option.mode} {option.metric}" if option else ""
         self._best = math.inf
         self._best_step = 0
         self._waited = 0
@@ -113,53 +108,50 @@ class EarlyStopper:
     @property
     def over(self) -> bool:
         """Whether the run is to stop."""
-        return self._wish is not None and self._waited >= self._wish.patience
+        return self._option is not None and self._waited >= self._option.patience
 
     def see(self, metrics: Mapping[str, float], step: int) -> str | None:
-        """Takes an evaluation; returns a notice when the run is to stop because of it.
+        """Adds an evaluation; returns a notice if the run stops because of it.
 
         Raises:
             UsageError: the evaluation has no such metric.
         """
-        wish = self._wish
-        if wish is None:
+        option = self._option
+        if option is None:
             return None
-        if wish.metric not in metrics:
+        if option.metric not in metrics:
             raise UsageError(
-                f"early stopping follows {wish.metric!r}, and the evaluation has {', '.join(metrics)} alone"
+                f"early stopping follows {option.metric!r}, and the evaluation has {', '.join(metrics)} alone"
             )
-        value = metrics[wish.metric] if wish.mode == "min" else -metrics[wish.metric]
+        sign = 1 if option.mode == "min" else -1
+        value = sign * metrics[option.metric]
         # NaN is no improvement.
-        if value < self._best - wish.min_delta:
+        if value < self._best - option.min_delta:
             self._best, self._best_step, self._waited = value, step, 0
             return None
         self._waited += 1
         if not self.over:
             return None
-        best = self._best if wish.mode == "min" else -self._best
         return (
-            f"ends early: {wish.metric} has got no better for {wish.patience} evaluations; "
-            f"best {best:.4g} after {self._best_step} steps"
+            f"ends early: {option.metric} has got no better for {option.patience} evaluations; "
+            f"best {sign * self._best:.4g} after {self._best_step} steps"
         )
 
     def agree(self, group: ProcessGroup) -> None:
-        """Takes the state of the group's first worker, which has seen the most evaluations."""
+        """Copies the state of the group's first worker, which has seen the most evaluations."""
         own = (self._best if math.isfinite(self._best) else math.nan, self._best_step, self._waited)
         best, step, waited = group.sum(own if group.rank == 0 else [0.0] * len(own))
         self._best = math.inf if math.isnan(best) else best
         self._best_step, self._waited = int(step), int(waited)
 
-    def _follows(self) -> str:
-        return f"{self._wish.mode} {self._wish.metric}" if self._wish else ""
-
     def state(self) -> dict[str, float | str | None]:
         """Returns the state as JSON values."""
         best = self._best if math.isfinite(self._best) else None
-        return {"best": best, "best_step": self._best_step, "waited": self._waited, "follows": self._follows()}
+        return {"best": best, "best_step": self._best_step, "waited": self._waited, "follows": self._follows}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads what `state` returned, if the option is the same."""
-        if state["follows"] != self._follows():
+        if state["follows"] != self._follows:
             return
         self._best = math.inf if state["best"] is None else float(state["best"])
         self._best_step, self._waited = int(state["best_step"]), int(state["waited"])

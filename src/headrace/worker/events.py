@@ -21,10 +21,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class EventWriter:
-    """Appends events to one file, a few times a second; while the disk is full they are held back.
+    """Appends events to one file, a few times a second; while the disk is full they stay in memory.
 
-    Args:
-        started: the run's begin on the host's monotonic clock, seconds.
+    `started` is the run's begin on the host's monotonic clock, seconds.
     """
 
     def __init__(self, run_dir: Path, rank: int, started: float) -> None:
@@ -43,7 +42,7 @@ class EventWriter:
         return monotonic() - self._started
 
     def write(self, event: Event) -> None:
-        """Appends an event, after those that are held back."""
+        """Appends an event and flushes."""
         self._lines.append(encode(event))
         self.flush()
 
@@ -73,7 +72,7 @@ class EventWriter:
             self._lines.append(encode(PipelineStepTimed(self.rank, self.now(), step, in_flight, told)))
 
     def flush(self) -> None:
-        """Writes the held-back events to the file."""
+        """Writes the events in memory to the file."""
         self._flushed = monotonic()
         if self._lines:
             self._waiting += "\n".join([*self._lines, ""]).encode()
@@ -100,14 +99,14 @@ class InputReporter:
     def __init__(self, rank: int, events: EventWriter) -> None:
         self._rank = rank
         self._events = events
-        self._said = 0
-        self._passed_on = 0
+        self._reported_skips = 0
+        self._reported_notices = 0
 
     def tell(self, stages: InputCounters) -> None:
         """Writes an event; a loader calls this about once a second."""
         self._pass_on(stages)
-        if stages.skipped and not self._said:
-            self._say(stages, f"leaves out what cannot be had: {'; '.join(stages.shown)}")
+        if stages.skipped and not self._reported_skips:
+            self._note_skips(stages, f"leaves out what cannot be had: {'; '.join(stages.shown)}")
         self._events.write(stages.event(self._rank, self._events.now()))
 
     @contextmanager
@@ -116,22 +115,20 @@ class InputReporter:
         try:
             yield
         finally:
-            self._end(stages)
-
-    def _end(self, stages: InputCounters) -> None:
-        self._pass_on(stages)
-        if stages.skipped > self._said:
-            first = f"; the first: {'; '.join(stages.shown)}" if not self._said else ""
-            plural = "s" * (stages.skipped != 1)
-            self._say(stages, f"has left out {stages.skipped} example{plural} that could not be had{first}")
-        if stages.event(self._rank, 0.0).batches:
-            self._events.write(stages.event(self._rank, self._events.now()))
+            self._pass_on(stages)
+            if stages.skipped > self._reported_skips:
+                first = f"; the first: {'; '.join(stages.shown)}" if not self._reported_skips else ""
+                plural = "s" * (stages.skipped != 1)
+                self._note_skips(stages, f"has left out {stages.skipped} example{plural} that could not be had{first}")
+            last = stages.event(self._rank, self._events.now())
+            if last.batches:
+                self._events.write(last)
 
     def _pass_on(self, stages: InputCounters) -> None:
-        for line in stages.notices[self._passed_on :]:
+        for line in stages.notices[self._reported_notices :]:
             self._events.write(Notice(self._rank, self._events.now(), line))
-        self._passed_on = len(stages.notices)
+        self._reported_notices = len(stages.notices)
 
-    def _say(self, stages: InputCounters, what: str) -> None:
-        self._said = stages.skipped
+    def _note_skips(self, stages: InputCounters, what: str) -> None:
+        self._reported_skips = stages.skipped
         self._events.write(Notice(self._rank, self._events.now(), f"rank {self._rank} {what}"))

@@ -1,4 +1,4 @@
-"""Reads a worker's losses, at once or many at a time, and handles those that are not finite."""
+"""Reads a worker's losses, each or many at a time, and handles those that are not finite."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ class LossReader:
         return loss.item() if loss is not None and self._at_once else None
 
     def note(self, head: _Head, loss: Tensor | None, number: float | None, times_s: list[float]) -> None:
-        """Writes the event of a step, now or when its loss is read.
-
-        Raises:
-            NonFiniteLoss: a loss is NaN or infinite.
-        """
+        """Writes the event of a step, now or when its loss is read; raises NonFiniteLoss for NaN or infinity."""
         if loss is None or self._at_once:
             self._write(head, number, times_s)
             return
@@ -72,11 +68,7 @@ MOST_IN_A_ROW = {"skip": 10, "rollback": 3}
 
 
 class NonFiniteHandler:
-    """Skips, rolls back, or raises, after a round whose loss or gradient is not finite.
-
-    Args:
-        reporter: the rank that writes the event: rank 0, or the first of those that decide together.
-    """
+    """Skips, rolls back, or raises, after a round whose loss or gradient is not finite; rank `reporter` tells."""
 
     def __init__(self, session: WorkerSession, roll_back: Callable[[], None], reporter: int) -> None:
         self._action = session.run.job.options.on_nonfinite
@@ -92,9 +84,7 @@ class NonFiniteHandler:
 
     def before(self) -> None:
         """Copies the state that a forward pass may change besides the gradients."""
-        if not self._buffers:
-            return
-        if self._row == 0 or not self._kept:
+        if self._buffers and (self._row == 0 or not self._kept):
             with torch.no_grad():
                 self._kept = [buffer.clone() for buffer in self._buffers]
 
@@ -102,27 +92,23 @@ class NonFiniteHandler:
         """Resets the count of bad rounds after a round with an update."""
         self._row = 0
 
-    def bad(self, verdict: StepDecision, step: int) -> None:
-        """Skips, rolls back or raises, as the options say.
-
-        Raises:
-            NonFiniteLoss, NonFiniteGradient: the option is "raise", or there were too many bad rounds in a row.
-        """
-        if verdict.overflow:
+    def bad(self, decision: StepDecision, step: int) -> None:
+        """Skips or rolls back, or raises if the option is "raise" or there were too many bad rounds in a row."""
+        if decision.overflow:
             return
         self._row += 1
         gives_up = self._row > MOST_IN_A_ROW.get(self._action, 0)
         rank = self._group.rank
-        speaker = verdict.bad_losses[0] if gives_up and verdict.bad_losses else self._reporter
-        if rank == speaker:
+        reporter = decision.bad_losses[0] if gives_up and decision.bad_losses else self._reporter
+        if rank == reporter:
             action = "raise" if gives_up else self._action
-            self._events.write(NonFinite(rank, self._events.now(), step, verdict.bad_losses, action))
+            self._events.write(NonFinite(rank, self._events.now(), step, decision.bad_losses, action))
         if gives_up:
-            if rank != speaker:
+            if rank != reporter:
                 # One rank raises; the others end because of it.
                 self._group.barrier()
-            if verdict.bad_losses:
-                raise NonFiniteLoss(speaker, step, self._page.ranks[speaker].heartbeat.loss, self._row)
+            if decision.bad_losses:
+                raise NonFiniteLoss(reporter, step, self._page.ranks[reporter].heartbeat.loss, self._row)
             raise NonFiniteGradient(step, self._row)
         with torch.no_grad():
             for buffer, kept in zip(self._buffers, self._kept, strict=True):

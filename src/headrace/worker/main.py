@@ -1,4 +1,4 @@
-"""What one worker does from its run spec to its end, wherever it runs."""
+"""One worker from its run spec to its end, as a process or a thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.leased import LeasedLoop
 from headrace.worker.loops.rounds import LockstepLoop, PeriodicLoop
-from headrace.worker.run_spec import ResumePoint, RunSpec
+from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import (
     DeviceGroup,
     WorkerSession,
@@ -50,19 +50,17 @@ def work(
     page: ControlPage,
     building: AbstractContextManager[Any] | None = None,
 ) -> None:
-    """Builds the replica, runs the loop, and leaves the trained model in the run's directory (rank 0).
+    """Builds the replica, runs the loop, and writes the trained model to the run's directory (rank 0).
 
-    Any error is written down as a `Failed` event before it is raised.
-
-    Args:
-        building: held while the model is built from the seed, where workers share one generator.
+    Any error is written as a `Failed` event before it is raised. `building` is held while the model is built from the
+    seed, where workers share one random number generator.
     """
     events = EventWriter(run.run_dir, rank, run.started)
     session: WorkerSession | None = None
     closing = ExitStack()
     try:
         role, restarts = run.plan.role(rank), page.ranks[rank].restarts
-        stored = _stored(run.resume) if run.resume else None
+        stored = LoadedCheckpoint(CheckpointFolder(run.resume.folder).open(run.resume.step)) if run.resume else None
         with building or nullcontext():
             module = build_module(run.job)
         if stored:
@@ -70,7 +68,7 @@ def work(
                 stored.load_module(module)
         session, reporter = _build(run, role, group, page, module, events, closing)
         compute, control = session.replica.compute, RunControl(session)
-        loop = _make_loop(session, control)
+        loop = _loop_of(session, control)
         worker = Worker(session, control, loop)
         _seed(run, rank, restarts)
         if stored:
@@ -80,13 +78,13 @@ def work(
         events.write(WorkerStarted(rank, events.now(), role.host, os.getpid(), role.device, role.threads))
         with reporter.until_end(session.loader.counters):
             (run.train or train)(worker)
-        meets = loop.leave()
-        if meets:
+        stays = loop.leave()
+        if stays:
             _wait_for_all(session)
             _finish(session, control, loop)
             group.together(lambda: leave_model(run, rank, group, compute))
         events.write(_ended(session, loop.moved_bytes + session.devices.moved_bytes))
-        if meets:
+        if stays:
             group.together(loop.end)
     except PeerLost:
         raise
@@ -119,21 +117,14 @@ def _build(
     return WorkerSession(run, role.rank, replica, loader, evaluation, group, page, events, devices), reporter
 
 
-def _make_loop(session: WorkerSession, control: RunControl) -> Loop:
-    """Returns the loop that the session's replica brings."""
-    loop: Loop
+def _loop_of(session: WorkerSession, control: RunControl) -> Loop:
     match session.replica.sync:
         case DataLeases() as leases:
-            loop = LeasedLoop(session, control, leases)
+            return LeasedLoop(session, control, leases)
         case PeriodicSync() as sync:
-            loop = PeriodicLoop(session, control, sync)
+            return PeriodicLoop(session, control, sync)
         case None:
-            loop = LockstepLoop(session, control)
-    return loop
-
-
-def _stored(resume: ResumePoint) -> LoadedCheckpoint:
-    return LoadedCheckpoint(CheckpointFolder(resume.folder).open(resume.step))
+            return LockstepLoop(session, control)
 
 
 def _seed(run: RunSpec, rank: int, restarts: int) -> None:
@@ -141,13 +132,13 @@ def _seed(run: RunSpec, rank: int, restarts: int) -> None:
     if restarts == 0 and (resume is None or resume.same):
         seed_random((run.job.seed << 16) + 1 + rank)
     else:
-        # No rank's own state fits, and numbers were drawn already from that of the run's begin.
+        # No rank's saved state fits, and the run has drawn numbers from its first state already.
         step = resume.done if resume else 0
         seed_random(hash((run.job.seed, rank, step, restarts)) % 2**63)
 
 
 def _wait_for_all(session: WorkerSession) -> None:
-    """Blocks until every worker's loop has ended: from then on all of them only meet."""
+    """Blocks until every worker's loop has ended."""
     page, group = session.page, session.group
     page.ranks[session.rank].heartbeat.finished = session.progress.round + 2
     for member in group.members:
@@ -157,7 +148,7 @@ def _wait_for_all(session: WorkerSession) -> None:
 
 
 def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
-    """Saves a last time, and leaves the trained model in the module: averaged weights and statistics."""
+    """Saves a last time, and puts the trained model into the module: averaged weights and statistics."""
     group, replica = session.group, session.replica
     loop.finish()
     control.save_last()
@@ -177,7 +168,7 @@ def _ended(session: WorkerSession, moved_bytes: int) -> WorkerEnded:
 
 def _failed(rank: int, session: WorkerSession | None, events: EventWriter, error: BaseException) -> Failed:
     step = max(0, session.progress.round) if session else 0
-    # An error of headrace says it all; below it, what the user's code raised is worth showing.
+    # An error of headrace needs no traceback, but its cause in user code does.
     origin = error.__cause__ if isinstance(error, HeadraceError) else error
     shown = user_traceback(origin, fallback=True) if origin else ""
     code = error.exit_code if isinstance(error, HeadraceError) else 1
@@ -195,7 +186,7 @@ def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) 
         tensors = dict(_gathered(run.model, compute.module, tensors, group, first))
     if first:
         _save(compute.module, tensors, run, rank)
-    # Under a launcher every rank goes on with the saved model.
+    # Under a launcher every rank continues with the saved model.
     group.barrier()
 
 

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -32,30 +31,18 @@ from headrace.worker.run_spec import RunSpec
 _LOOK_EVERY_S = 0.002
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Of a checkpoint."""
-
-    done: int
-    rank: int
-    place: int
-
-
 class Saver:
-    """One rank's part in the run's checkpoints; every rank calls the same verbs in the same run.
+    """Saves one rank's part of the run's checkpoints; every rank calls the same methods in the same order.
 
     A disk that fails does not end a run: earlier checkpoints stay, and rank 0 writes a notice.
 
-    Args:
-        group: the workers of this host; the first of them leads.
-
     Attributes:
-        saved: rounds in the last one of this history; -1 if there is none.
+        saved: rounds in the last checkpoint of this history; -1 if there is none.
     """
 
     def __init__(self, run: RunSpec, group: ProcessGroup, page: ControlPage, events: EventWriter) -> None:
         self.folder = CheckpointFolder(run.run_dir / "checkpoints")
-        self._wish = run.checkpoints
+        self._when = run.checkpoints
         self._group = group
         self._page = page
         self._events = events
@@ -66,12 +53,12 @@ class Saver:
         resume = run.resume
         own = resume is not None and resume.folder == self.folder.path and not resume.reset_optimizer
         self.saved = resume.step if resume and own else -1
-        # What a server's snapshot does not hold is a checkpoint's.
+        # A server's snapshot needs a checkpoint for the rest.
         self._first = run.snapshots_every_s is not None and not (resume and resume.snapshots)
 
     def must_begin(self, done: int, rolls_back: bool) -> bool:
         """Whether a run saves before its first round: for a rollback, for snapshots, or after an older checkpoint."""
-        if self._wish is None or (self.saved == done and self.folder.steps()[-1:] == (done,)):
+        if self._when is None or (self.saved == done and self.folder.steps()[-1:] == (done,)):
             return False
         return rolls_back or self._first or self.saved == done
 
@@ -91,30 +78,29 @@ class Saver:
     @property
     def overdue(self) -> bool:
         """Whether it is time to save, by the clock."""
-        wish = self._wish
-        if wish is None or wish.every_s is None or self._writes():
+        when = self._when
+        if when is None or when.every_s is None or (self._thread is not None and self._thread.is_alive()):
             return False
-        return monotonic() - self._last_s >= wish.every_s
+        return monotonic() - self._last_s >= when.every_s
 
     def ask(self, done: int, next_synchronization: int) -> None:
         """Lets rank 0 decide whether to save at the next synchronization, which is after so many rounds."""
-        self._tell()
-        wish = self._wish
-        if self._group.rank or wish is None:
+        self._report()
+        when = self._when
+        if self._group.rank or when is None:
             return
-        by_steps = wish.every_steps is not None and done % wish.every_steps == 0
+        by_steps = when.every_steps is not None and done % when.every_steps == 0
         if by_steps or self.overdue:
             self._page.save_after = next_synchronization
 
     def wanted(self, done: int) -> bool:
-        """Whether rank 0 has decided so."""
+        """Whether rank 0 has decided to save after so many rounds."""
         return self._page.save_after == done
 
     def save(self, done: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any], began: float) -> None:
         """Starts a thread that writes this rank's part; waits for the previous one first.
 
-        Args:
-            description: of the whole; rank 0's counts.
+        Rank 0's `description` is that of the checkpoint; `began` is when the copying began.
         """
         self.wait()
         # The events of everything that a checkpoint holds are written before it, whichever process is killed next.
@@ -122,9 +108,9 @@ class Saver:
         self._last_s = began
         self.saved = done
         problem: OSError | None = None
-        members = self._group.members
-        part = _Part(done, self._group.rank, members[self._group.rank])
-        if part.rank == 0:
+        # The thread has its own, because the group may change while it writes.
+        rank, members = self._group.rank, self._group.members
+        if rank == 0:
             try:
                 self.folder.begin(done)
             except OSError as error:
@@ -136,7 +122,7 @@ class Saver:
             if problem:
                 self._news.append(self._warning(done, problem.strerror or str(problem)))
             return
-        arguments = (part, members, tensors, description, stall_s)
+        arguments = (done, rank, members, tensors, description, stall_s)
         self._thread = threading.Thread(target=self._write, args=arguments, name="headrace-saver", daemon=True)
         self._thread.start()
 
@@ -145,12 +131,9 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._tell()
+        self._report()
 
-    def _writes(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _tell(self) -> None:
+    def _report(self) -> None:
         # Only the worker's own thread writes events and raises errors.
         while self._news:
             self._events.write(self._news.popleft())
@@ -159,7 +142,8 @@ class Saver:
 
     def _write(
         self,
-        part: _Part,
+        done: int,
+        rank: int,
         members: Sequence[int],
         tensors: Mapping[str, Tensor],
         description: Mapping[str, Any],
@@ -167,43 +151,40 @@ class Saver:
     ) -> None:
         began = monotonic()
         try:
-            self._write_part(part, tensors)
-            if part.rank == 0:
-                self._commit(part.done, members, description, stall_s, began)
+            self._write_part(done, rank, members[rank], tensors)
+            if rank == 0:
+                self._commit(done, members, description, stall_s, began)
         except Exception as failure:  # raised again by the worker's own thread, which would wait for ever
             self._failure = failure
 
-    def _write_part(self, part: _Part, tensors: Mapping[str, Tensor]) -> None:
-        saved = self._page.ranks[part.place].saved
+    def _write_part(self, done: int, rank: int, member: int, tensors: Mapping[str, Tensor]) -> None:
+        saved = self._page.ranks[member].saved
         error = 0
         try:
-            record = self.folder.write(part.done, part.rank, tensors)
+            record = self.folder.write(done, rank, tensors)
             saved.digest[:] = list(bytes.fromhex(record.sha256))
             saved.nbytes = record.bytes
         except OSError as failure:
             error = failure.errno or -1
         saved.error = error
         # Last, because it says that the rest is complete.
-        saved.step_plus_1 = part.done + 1
+        saved.step_plus_1 = done + 1
 
     def _commit(
         self, done: int, members: Sequence[int], description: Mapping[str, Any], stall_s: float, began: float
     ) -> None:
         lost = self._await(done, members)
-        if lost is not None:
-            self.folder.abandon(done)
-            self._news.append(self._warning(done, f"rank {lost} was lost while it wrote its part"))
-            return
         parts = [self._page.ranks[member].saved for member in members]
-        errors = [part.error for part in parts if part.error]
-        if errors:
+        errors = [os.strerror(part.error) for part in parts if part.error]
+        if lost is not None or errors:
             self.folder.abandon(done)
-            self._news.append(self._warning(done, os.strerror(errors[0])))
+            problem = errors[0] if lost is None else f"rank {lost} was lost while it wrote its part"
+            self._news.append(self._warning(done, problem))
             return
         files = [FileRecord(file_name(rank), part.nbytes, bytes(part.digest).hex()) for rank, part in enumerate(parts)]
-        assert self._wish is not None
+        assert self._when is not None
         try:
-            self.folder.commit(done, files, description, self._wish.keep)
+            self.folder.commit(done, files, description, self._when.keep)
         except OSError as error:
             self.folder.abandon(done)
             if not self._is_there(done):

@@ -1,4 +1,4 @@
-"""What one server process does from its run spec to its end."""
+"""One server process from its run spec to its end."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ _TELL_EVERY_S = 1.0
 
 
 def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None]) -> None:
-    """Holds a rank's shards until the workers have done their work.
+    """Serves a rank's shards until the workers have ended; `check` raises if a process of the run was lost.
 
-    Any error is written down as a `Failed` event before it is raised.
-
-    `check` raises if a process of the run was lost.
+    Any error is written as a `Failed` event before it is raised.
     """
     events = EventWriter(run.run_dir, rank, run.started)
     server, snapshots = None, None

@@ -31,11 +31,7 @@ from headrace.worker.run_spec import RunSpec
 
 
 class DeviceGroup:
-    """Connects the collective for the devices' own tensors when it is first called; None where memory is shared.
-
-    Attributes:
-        moved_bytes: by that collective, so far.
-    """
+    """Connects the collective for the devices' own tensors when it is first called; None where memory is shared."""
 
     def __init__(self, run: RunSpec, role: Role, group: ProcessGroup) -> None:
         self.group = group
@@ -49,7 +45,7 @@ class DeviceGroup:
 
     @property
     def moved_bytes(self) -> int:
-        """The group's own traffic is counted by the group."""
+        """Bytes that this collective has moved; the group counts its own."""
         connected = self._connected
         return connected.moved_bytes if connected is not None and connected is not self.group else 0
 
@@ -72,9 +68,8 @@ class DeviceGroup:
 class Progress:
     """How far a worker is.
 
-    Attributes:
-        round: the one that is being done, from 0; the last one done in a run that goes on from a checkpoint.
-        waited_s: seconds that the worker waited for that data.
+    `round` is the current one, from 0; directly after a resume the last one done. `waited_s` are the seconds that the
+    worker waited for the data of its share.
     """
 
     rounds: int
@@ -91,11 +86,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class WorkerSession:
-    """One worker of a run.
-
-    Attributes:
-        evaluation: of the evaluation data; None where the job has none.
-    """
+    """One worker of a run; `evaluation` is None where the job has no evaluation data."""
 
     run: RunSpec
     rank: int
@@ -130,7 +121,7 @@ def build_module(job: Job) -> nn.Module:
 
 
 def objective_of(job: Job, weighed: bool = False) -> Objective:
-    """Returns what the job's model is trained on."""
+    """Returns the loss of the job's model, and what it takes."""
     loss = job.task.loss if job.task else job.loss
     assert loss is not None  # Job holds that it has one of them
     return Objective(loss, job.inputs, job.target, weighed)
@@ -181,7 +172,7 @@ def build_loader(run: RunSpec, role: Role, group: ProcessGroup, events: EventWri
 
 
 def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessGroup) -> Evaluation | None:
-    """Returns what evaluates; None where the job has no evaluation data."""
+    """Returns the evaluation; None where the job has no evaluation data."""
     job, plan = run.job, run.plan
     if job.eval_data is None:
         return None
@@ -191,7 +182,7 @@ def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessG
     def loader(rank: int, world: int) -> Loader:
         each = plan.workers // plan.replicas
         shares = (1,) * (world // each)
-        # Where workers may join and leave, those that are there evaluate.
+        # Where workers may join and leave, the present ones evaluate.
         fixed = plan.assigns_data
         data = assign_data(pipeline, plan, role, group) if fixed else DataAssignment(pipeline, shares, rank // each)
         batch = job.options.eval_batch_size
@@ -208,19 +199,14 @@ def _sample(job: Job) -> Any:
 
 
 def _cpu_budget(plan: Plan, role: Role) -> CpuBudget:
-    """Returns what a worker may read its data with: its part of the host's cores."""
+    """Returns a worker's part of the host's cores, for reading its data."""
     mates = sum(other.host == role.host for other in plan.roles[: plan.workers])
     return CpuBudget(threads_per_worker(cores(), mates), role.threads if role.device == "cpu" else 1)
 
 
 @dataclass(frozen=True)
 class DataAssignment:
-    """What a `Loader` is told.
-
-    Attributes:
-        pipeline: knows how many examples each host has, where hosts list their own.
-        shares: relative weights of those among whom it is split: all workers, or those of this host.
-    """
+    """The data of a worker: its pipeline, and which share of it, among all workers or those of this host."""
 
     pipeline: InputPipeline
     shares: tuple[int, ...]
@@ -228,7 +214,7 @@ class DataAssignment:
 
 
 def assign_data(pipeline: InputPipeline, plan: Plan, role: Role, group: ProcessGroup) -> DataAssignment:
-    """Finds a worker's; where hosts list examples of their own, all workers call it together.
+    """Returns a worker's data; where hosts list examples of their own, all workers call it together.
 
     Raises:
         UsageError: each worker may get any data, and hosts list examples of their own.
@@ -245,9 +231,9 @@ def assign_data(pipeline: InputPipeline, plan: Plan, role: Role, group: ProcessG
     near = [worker for worker in workers if worker.host == role.host]
     mates = sorted({worker.data_rank for worker in near})
     mine = names.index(role.host)
-    # One of each host says how much it has.
-    told = [0.0] * len(names)
-    told[mine] = float(len(pipeline)) if role.rank == min(worker.rank for worker in near) else 0.0
-    counts = tuple(map(int, group.sum(told)))
+    # One worker of each host tells its count.
+    own = [0.0] * len(names)
+    own[mine] = float(len(pipeline)) if role.rank == min(worker.rank for worker in near) else 0.0
+    counts = tuple(map(int, group.sum(own)))
     known = replace(pipeline, hosts=Hosts(counts, mine))
     return DataAssignment(known, tuple(shares[mate] for mate in mates), mates.index(role.data_rank))

@@ -14,52 +14,35 @@ import torch
 from torch import Tensor, nn
 
 from headrace.checkpoint import Checkpoint
-from headrace.collectives.base import ProcessGroup
 from headrace.errors import CorruptCheckpoint, HeadraceError
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute, parameters_and_buffers
-from headrace.training.exchange import Replica
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.evaluation import EarlyStopper, average
-from headrace.worker.run_spec import RunSpec
+from headrace.worker.session import WorkerSession
 
 
 class WorkerState:
-    """Args:
-    run: what to train.
-    rank: of this worker.
-    replica: of this worker.
-    group: the workers.
-    stopper: what evaluations have said so far.
-    rounds_per_epoch: of the training data.
-    """
+    """One worker's part of a checkpoint: its replica's state, and that of early stopping."""
 
-    def __init__(
-        self,
-        run: RunSpec,
-        rank: int,
-        replica: Replica,
-        group: ProcessGroup,
-        stopper: EarlyStopper,
-        rounds_per_epoch: int,
-    ) -> None:
-        self._run = run
-        self._rank = rank
-        self._replica = replica
-        self._group = group
+    def __init__(self, session: WorkerSession, stopper: EarlyStopper) -> None:
+        self._run = session.run
+        self._rank = session.rank
+        self._replica = session.replica
+        self._group = session.group
+        self._mates = session.mates
         self._stopper = stopper
-        self._rounds_per_epoch = rounds_per_epoch
-        self._model = replica.compute.module
-        self._mates = replica.compute.mates or group
-        self._device = torch.device(run.plan.role(rank).device)
+        self._rounds_per_epoch = session.loader.rounds_per_epoch
+        self._model = session.replica.compute.module
+        self._device = torch.device(session.run.plan.role(session.rank).device)
 
     def take(self, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns copies of this worker's part, and the description of the whole; all workers call it together."""
         rank = self._group.rank
         tensors = {**owned_pieces(self._replica.state(), self._run.plan, rank), **random_states(self._device)}
-        tensors |= own_pieces(self._replica.own_state())
+        tensors |= {f"own/{piece.name}": piece.value for piece in self._replica.own_state()}
         with self._replica.trained_weights():
             averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
             average(list(averaged.values()), self._mates, weight)
@@ -110,9 +93,8 @@ def local_buffers(module: nn.Module, world: int) -> Iterator[tuple[str, Tensor]]
 def model_tensors(compute: Compute, leads: bool, world: int, averaged: Mapping[int, Tensor]) -> dict[str, Tensor]:
     """Returns copies of what a rank saves of the model itself: training changes it while it is written.
 
-    Args:
-        leads: whether it is the first of those that hold the same part of the model.
-        averaged: copies of averaged running statistics, by the `id` of the buffer.
+    `leads` is True on the first of the ranks that hold the same part of the model; `averaged` are copies of averaged
+    running statistics, by the `id` of the buffer.
     """
     tensors = {
         name: averaged[id(each)] if id(each) in averaged else each.detach().clone()
@@ -126,11 +108,6 @@ def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[
     shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
     leads = plan.leads(rank)
     return {f"state/{piece.name}": piece.value for piece in pieces if leads or piece.parameter not in shared}
-
-
-def own_pieces(pieces: tuple[StatePiece, ...]) -> dict[str, Tensor]:
-    """Returns the pieces that belong to this rank alone."""
-    return {f"own/{piece.name}": piece.value for piece in pieces}
 
 
 def seed_random(seed: int) -> None:
@@ -172,10 +149,7 @@ def restore_random_states(states: Mapping[str, Tensor], device: torch.device) ->
 
 @contextmanager
 def making_sense(path: Path) -> Iterator[None]:
-    """Turns any error in the content of a checkpoint into a `CorruptCheckpoint`.
-
-    Its digests fit, so it is whole, but no run of headrace has made it.
-    """
+    """Turns any error in the content of a checkpoint, whose digests are right, into a `CorruptCheckpoint`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -223,11 +197,7 @@ class LoadedCheckpoint:
         return {name: tensor for name, tensor in self._by_rank[rank].items() if name.startswith("random/")}
 
     def pieces(self, rank: int | None = None) -> list[StatePiece]:
-        """Returns the optimizer's state and the averages, of all ranks.
-
-        Args:
-            rank: whose own pieces replace the shared ones; None for no rank.
-        """
+        """Returns the optimizer's state and the averages, of all ranks; a rank's own pieces replace shared ones."""
         found = {
             name.removeprefix("state/"): tensor
             for tensors in self._by_rank.values()

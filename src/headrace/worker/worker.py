@@ -1,4 +1,4 @@
-"""What a training loop holds in its hands, under every strategy."""
+"""The worker that a training loop is called with, under every strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace.worker.session import WorkerSession
 def train(worker: Worker) -> None:
     """The usual loop."""
     if worker.evaluation_due and worker.round + 1 >= worker.rounds:
-        # A run that was over before has nothing left to train; its caller wants its metrics all the same.
+        # A resumed run that had ended has nothing left to train, but its caller gets metrics.
         worker.evaluate()
     for batch in worker.batches():
         worker.step(batch)
@@ -60,7 +60,7 @@ class Worker:
 
     @property
     def world(self) -> int:
-        """How many workers there are; where workers may join and leave, how many met last."""
+        """Number of workers; where workers may join and leave, those at the last sync point."""
         return self._session.group.world
 
     @property
@@ -138,7 +138,7 @@ class Worker:
         self._loop.weigh(computed.weight)
         self._synchronize(finite, began)
         if self._loop.late:
-            # The data counts when it comes again.
+            # The data counts when it is leased again.
             computed, finite = Computed(None, 0.0), False
             self._progress.share = Share(None, 0, 0, self._progress.share.epoch)
         loss = loss if finite else None
@@ -187,7 +187,7 @@ class Worker:
         progress.examples += share.examples
         heartbeat = self._session.page.ranks[self.rank].heartbeat
         heartbeat.step = progress.done
-        # A worker that was replaced has counted, too.
+        # Added, because a worker that this one has replaced has counted, too.
         heartbeat.examples += share.examples * counts
         lease = self._loop.lease if share.examples else -1
         head = (progress.round, share.epoch, share.examples * counts, computed.weight, lease)

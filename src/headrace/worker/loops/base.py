@@ -44,21 +44,14 @@ class Loop(ABC):
 
     @property
     def at_sync_point(self) -> bool:
-        """Whether all workers have done the same rounds, and every one of them is here."""
+        """Whether all workers have done the same rounds, and every one is at this point."""
         return True
 
     def require_sync_point(self, what: str) -> None:  # noqa: B027  (workers in lockstep always are at one)
-        """Refuses what all workers must do together where they are not together.
-
-        Args:
-            what: "calls worker.evaluate()".
-
-        Raises:
-            UsageError: this worker is at no sync point.
-        """
+        """Raises UsageError where this worker is at no sync point; `what` needs one, "calls worker.evaluate()"."""
 
     def weigh(self, weight: float) -> None:  # noqa: B027  (lockstep weights are known from the share)
-        """Is told the weight of the current step's loss, before the exchange synchronizes."""
+        """Takes the weight of the current step's loss, before the exchange synchronizes."""
 
     def synchronize(self) -> float:
         """Synchronizes after the update where that is due; returns the seconds that it took."""
@@ -68,7 +61,7 @@ class Loop(ABC):
         """Ends a step: asks for the next data, and blocks until it or a sync point is there."""
 
     def leave(self) -> bool:
-        """Ends the loop; returns whether this worker meets the others now, and did not leave them earlier.
+        """Ends the loop; returns whether this worker stays to the end, and has not left the others earlier.
 
         Raises:
             UsageError: the loop ended where other workers wait for it.

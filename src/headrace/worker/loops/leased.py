@@ -1,4 +1,4 @@
-"""Workers that lease their data, one piece of a round at a time, and meet at sync points alone."""
+"""The loop of workers that lease their data, and synchronize only at sync points."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from headrace.worker.session import WorkerSession
 
 
 class LeasedLoop(Loop):
-    """The loop of workers that push to servers: elastic, each at its own speed.
+    """The loop of workers that push to servers, each at its own speed, and that may join and leave.
 
-    A sync point is a round before which all workers meet: to evaluate, to save, to end.
+    A sync point is a round before which all workers wait for each other: to evaluate, to save, to end.
     """
 
     def __init__(self, session: WorkerSession, control: RunControl, leases: DataLeases) -> None:
@@ -52,7 +52,7 @@ class LeasedLoop(Loop):
     def shares(self) -> Generator[Share, None, None]:
         progress, control = self._session.progress, self._control
         self._open = not control.stopper.over and progress.done < progress.rounds
-        # A worker's own lease may be of the last round while others still do theirs: the run ends at a sync point.
+        # A worker's lease may be of the last round while others still do theirs: the run ends at a sync point.
         while self._open:
             share = self._next()
             if self._leaving:
@@ -86,7 +86,7 @@ class LeasedLoop(Loop):
     def weigh(self, weight: float) -> None:
         share = self._session.progress.share
         if share.examples:
-            # Data of weight zero still is data: where all is such, one device makes a step with zeros, too.
+            # Where all weights are zero, one device also makes a step, with zero gradients.
             weight = max(weight, sys.float_info.min)
         self._leases.weigh(weight, share.examples / share.of if share.of else 0.0)
 
@@ -102,7 +102,7 @@ class LeasedLoop(Loop):
             events = self._session.events
             events.write(averaged_event(events.rank, events.now(), self._session.progress.done, result))
         if self.late:
-            # The rest of the lease comes again, together with what was late.
+            # The rest of the lease is leased again, together with the late part.
             self._rest, self._lease = range(0), None
         if not self._rest:
             self._ask()
@@ -117,19 +117,19 @@ class LeasedLoop(Loop):
 
     def end(self) -> None:
         group = self._session.group
-        # A worker that still asks must be answered.
+        # The servers must answer every worker that still asks.
         group.barrier()
         # Workers that hold the same part of the model have the same servers.
         if self._session.mates.rank == 0:
             self._leases.end()
-        # Not earlier: if the first is lost, another worker does it.
+        # The last, so that another worker can do it if the first is lost.
         group.barrier()
 
     def _next(self) -> Share | None:
         """Blocks until there is a lease; returns its next share, or None at a sync point.
 
-        A worker without a lease since the last sync point gets an empty share before the next one, so that the body
-        of every worker's loop reaches the sync point.
+        A worker without a lease since the last sync point gets an empty share, so that the body of its loop reaches the
+        next sync point.
         """
         progress, loader = self._session.progress, self._session.loader
         if self._holds:
@@ -170,7 +170,7 @@ class LeasedLoop(Loop):
         self._asked = True
 
     def _receive(self) -> None:
-        """Blocks until what was asked for is there: a lease, or a sync point, where the parameters are fetched."""
+        """Blocks until the answer is there: a lease, or a sync point, where the parameters are fetched."""
         if self._point >= 0 or self._lease is not None or not self._asked:
             return
         began = perf_counter()
@@ -200,7 +200,7 @@ class LeasedLoop(Loop):
             self._leases.halt()
 
     def _reach_sync_point(self) -> bool:
-        """Blocks until this worker has its next lease or is at a sync point, where all agree on what is done."""
+        """Blocks until this worker has its next lease or is at a sync point, where all agree on what to do."""
         if self._agreed or not self._open:
             return True
         self._receive()
@@ -211,7 +211,7 @@ class LeasedLoop(Loop):
         group = self._session.group
 
         def decide() -> None:
-            # A worker that joined later knows nothing of the evaluations before.
+            # A worker that joined later does not know the earlier evaluations.
             self._control.stopper.agree(group)
             self._control.ask(self._session.progress.done)
             group.barrier()
@@ -234,7 +234,7 @@ def next_sync_point(run: RunSpec, rounds_per_epoch: int, done: int) -> int:
     if job.eval_data is not None:
         points.append(_after(done, options.eval_every or rounds_per_epoch))
     if run.train is not None:
-        # A loop of the user's may act after an epoch, or where it would evaluate.
+        # The user's own loop may act after an epoch, or where an evaluation is due.
         points += [_after(done, rounds_per_epoch), _after(done, options.eval_every or rounds_per_epoch)]
     if run.checkpoints and run.checkpoints.every_steps:
         points.append(_after(done, run.checkpoints.every_steps))
