@@ -1,4 +1,4 @@
-"""Everything about a job that can be found out before a process starts."""
+"""Checks of a job, before a process starts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job that was looked at.
-
-    Attributes:
-        weighed: whether the loss is a `Mean`.
-    """
+    """A job that was inspected; `weighed` tells whether its loss is a `Mean`."""
 
     module: nn.Module
     model: ModelSpec
@@ -63,7 +59,7 @@ def inspect_job(job: Job) -> JobInfo:
         module = _guarded(what, lambda: build_module(job))
         if not isinstance(module, nn.Module):
             raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
-        _refuse_what_cannot_be_exchanged(module)
+        _refuse_sparse_and_lazy(module)
         weighed, more = _try(job, module, job.data, "data")
         notices += more
         if job.eval_data is not None:
@@ -77,7 +73,7 @@ def inspect_job(job: Job) -> JobInfo:
         sliceable = _guarded("the optimizer cannot be made", lambda: is_elementwise(job.optimizer, named))
         _try_schedule(job, module)
         kept = state_copies(job.optimizer, named) + (job.options.ema_decay is not None)
-    # Each parameter, its gradient, and what an update keeps of it.
+    # Each parameter, its gradient, and its optimizer state.
     spec = replace(describe(module, sliceable), copies=2 + kept)
     return JobInfo(module, spec, weighed, len(pipeline), notices)
 
@@ -85,7 +81,7 @@ def inspect_job(job: Job) -> JobInfo:
 def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tuple[str, ...]]:
     """Runs the model, the loss and the metrics on the first examples.
 
-    Returns whether the loss is a `Mean`, and lines for the user from the pipeline.
+    Returns whether the loss is a `Mean`, and the pipeline's notices.
     """
     pipeline, _ = as_pipeline(data)
     count = min(_TRIED_EXAMPLES, len(pipeline))
@@ -118,22 +114,18 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tu
 
 
 def _check_early_stopping(job: Job) -> None:
-    wish = job.options.early_stopping
-    if wish is None:
+    option = job.options.early_stopping
+    if option is None:
         return
     if job.eval_data is None:
         raise UsageError("early_stopping follows evaluations, and the job has no eval_data; give it some")
     names = ["loss", *(job.task.metrics if job.task else ()), *(job.metrics or ())]
-    if wish.metric not in names:
-        raise UnknownName("metric for early stopping", wish.metric, names)
+    if option.metric not in names:
+        raise UnknownName("metric for early stopping", option.metric, names)
 
 
 def check_options(options: Options, device: str) -> None:
-    """Refuses what cannot be done on a kind of device.
-
-    Raises:
-        UsageError: with the remedy.
-    """
+    """Raises UsageError for options that a kind of device does not support."""
     if options.precision == "fp16" and device == "cpu":
         raise UsageError(
             "precision='fp16' is for GPUs, and the device is the CPU; use precision='bf16', which needs no loss scale, "
@@ -159,7 +151,7 @@ def _try_schedule(job: Job, module: nn.Module) -> None:
         plain(scheduler.state_dict(), "the schedule's state")
 
 
-def _refuse_what_cannot_be_exchanged(module: nn.Module) -> None:
+def _refuse_sparse_and_lazy(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise JobError(f"the layer {name!r} makes sparse gradients, which are not exchanged; use sparse=False")

@@ -39,7 +39,7 @@ class Comparison:
     references: References
     run_dir: Path
     page: Path
-    # Goes with the comparison that was given no directory of its own.
+    # Of a comparison that was given no directory.
     _keeper: TemporaryRunDir | None = field(default=None, repr=False)
 
     def __str__(self) -> str:

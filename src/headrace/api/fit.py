@@ -34,7 +34,7 @@ from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import objective_of
 from headrace.worker.worker import Worker
 
-# A process shows itself four times a second.
+# A process has four heartbeats a second.
 _LEAST_TIMEOUT_S = 1.0
 
 
@@ -81,7 +81,7 @@ def fit(
     arguments = FitArguments(
         device, run_dir, on_event, timeout_s, engine, seconds, checkpoints, resume, reset_optimizer
     )
-    return _told(job, None, strategy, arguments)
+    return _without_our_frames(job, None, strategy, arguments)
 
 
 def launch(
@@ -111,12 +111,12 @@ def launch(
             `fit`, with the same errors.
     """
     arguments = FitArguments(device, run_dir, on_event, timeout_s, engine, None, checkpoints, resume, reset_optimizer)
-    return _told(job, train, strategy, arguments)
+    return _without_our_frames(job, train, strategy, arguments)
 
 
 @dataclass(frozen=True)
 class FitArguments:
-    """What the caller said beside job and strategy."""
+    """The caller's arguments beside job and strategy."""
 
     device: str
     run_dir: Path | str | None
@@ -129,11 +129,13 @@ class FitArguments:
     reset_optimizer: bool
 
 
-def _told(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
+def _without_our_frames(
+    job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments
+) -> Run:
     try:
         return _run(job, train, strategy, arguments)
     except HeadraceError as error:
-        # The caller's frames are worth reading, ours are not.
+        # The caller's frames help a user, those of headrace do not.
         raise error.with_traceback(None) from error.__cause__
 
 
@@ -179,7 +181,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         )
         status = supervise(spec, info, engine, request, arguments.on_event)
     if status == TERMINATED:
-        # SIGTERM asks this process to end, and now all is saved.
+        # SIGTERM asks this process to end, and now everything is saved.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.raise_signal(signal.SIGTERM)
         raise Terminated
@@ -201,9 +203,9 @@ def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster) ->
         def measured() -> str:
             return json.dumps(to_plain(measure(job, info.module, objective, request, cluster.device)))
 
-        # One process measures for all, so that all plan alike.
-        told = measured() if cluster.ranks in (None, 1) else of_first(measured)
-        found = from_plain(MeasuredLayers, json.loads(told))
+        # One process measures for all, so that all make the same plan.
+        text = measured() if cluster.ranks in (None, 1) else of_first(measured)
+        found = from_plain(MeasuredLayers, json.loads(text))
         notices.extend(found.notices)
         return found.layers
 

@@ -1,4 +1,4 @@
-"""profile: where a job's time goes. Its input alone, its training with data that costs nothing, and both together."""
+"""profile: measures a job's input alone, its training with data in memory, and both together."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Profile:
     """Where a job's time goes.
 
     Attributes:
-        alone: what the input of one worker did while nothing trained.
-        alone_per_s: examples a second of it, after the first second.
-        ceiling: of the training with a handful of batches that lie ready.
+        alone: the input of one worker while nothing trained.
+        alone_per_s: its examples a second, after the first second.
+        ceiling: the training with a few batches in memory.
     """
 
     alone: InputStats
@@ -46,7 +46,7 @@ class Profile:
 
     @property
     def bottleneck(self) -> Bottleneck | None:
-        """What holds the training up; None where too little was done to say."""
+        """What limits the training; None where too little was done to tell."""
         return self.together.bottleneck
 
     @property
@@ -64,14 +64,9 @@ def profile(
     engine: Engine | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Profile:
-    """Measures three things one after the other, each for some seconds. Nothing is evaluated or saved.
+    """Measures the three, each for some seconds, or longer where a batch or the first steps need longer.
 
-    Args:
-        device, engine: as of `fit`.
-        seconds: how long each takes; longer where a batch or the first steps need longer.
-
-    Raises:
-        UsageError, DataError, UnfitMachine, RunFailed: as for `fit`.
+    Nothing is evaluated or saved. The other arguments and errors are those of `fit`.
     """
     options = replace(job.options, early_stopping=None, eval_every=None)
     if options.on_nonfinite == "rollback":
@@ -83,10 +78,10 @@ def profile(
         return fit(job, strategy, device=device, engine=engine, seconds=seconds, checkpoints=False).summary
 
     say(f"the input alone, for {seconds:g} s")
-    # In a worker of its own, since how a worker reads depends on what else its process does.
+    # In a worker of its own, since how a worker reads depends on the rest of its process.
     reading = functools.partial(_read, seconds=seconds)
-    told = launch(reading, endless, OneDevice(), device=device, engine=engine, checkpoints=False).events
-    alone = [event for event in told if isinstance(event, InputStats)]
+    events = launch(reading, endless, OneDevice(), device=device, engine=engine, checkpoints=False).events
+    alone = [event for event in events if isinstance(event, InputStats)]
     data, size = replayed(_batches(job, seconds))
     say(f"the training alone, with {len(data) // size} batches that lie ready, for {seconds:g} s")
     ceiling = train(replace(endless, data=data, global_batch_size=size))
@@ -95,7 +90,7 @@ def profile(
 
 
 def _read(worker: Worker, seconds: float) -> None:
-    """A loop that trains on nothing."""
+    """A training loop that only reads."""
     until: float | None = None
     for _ in worker.batches():
         if until is None:
@@ -104,9 +99,9 @@ def _read(worker: Worker, seconds: float) -> None:
             break
 
 
-def _rate(told: Sequence[InputStats]) -> float | None:
-    """Returns the examples of a second, without the first one, which pays for what is opened and measured."""
-    first, last = told[0], told[-1]
+def _rate(stats: Sequence[InputStats]) -> float | None:
+    """Returns the examples of a second, without the first one, in which files are opened."""
+    first, last = stats[0], stats[-1]
     examples, seconds = last.examples - first.examples, last.seconds - first.seconds
     if examples <= 0 or seconds <= 0:
         examples, seconds = last.examples, last.seconds

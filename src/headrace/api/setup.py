@@ -64,38 +64,33 @@ def setup(
     ranks = launched_ranks() or 1
     if strategy == "one_device" and ranks > 1:
         raise UsageError(f"one_device is one process and the launcher started {ranks}; use strategy='mirrored'")
-    host, mates = _join(ranks, timeout_s)
-    if strategy == "central_storage" and not host.one_memory:
+    group, mates = _join(ranks, timeout_s)
+    if strategy == "central_storage" and not group.one_memory:
         raise UsageError("central_storage keeps one copy in the memory of one host, and there are several; mirrored")
-    shares = ShareLoader(loader, host)
+    shares = ShareLoader(loader, group)
     if ranks > 1:
         torch.set_num_threads(threads_per_worker(cores(), mates))
         _check(model, optimizer)
-        broadcast(model, host)
+        broadcast(model, group)
         if strategy == "central_storage":
-            _share_parameters(model, optimizer, host)
-        _Synchronizer(model, host, shares)
+            _share_parameters(model, optimizer, group)
+        _Synchronizer(model, group, shares)
     return model, optimizer, shares
 
 
 class ShareLoader:
-    """Iterates over this process's share of every batch, one epoch at a time.
+    """Iterates over this process's share of every batch, one epoch at a time; shuffles where `loader` does."""
 
-    Args:
-        loader: whose data set, batch size and shuffling are taken over.
-        host: the processes.
-    """
-
-    def __init__(self, loader: DataLoader[Any], host: ProcessGroup) -> None:
+    def __init__(self, loader: DataLoader[Any], group: ProcessGroup) -> None:
         if loader.batch_size is None:
             raise UsageError("the loader has no batch_size, so there is no global batch to split; give it one")
         pipeline, _ = as_pipeline(loader)
         ordered = not isinstance(loader.sampler, RandomSampler)
         seed = 0 if loader.generator is None else loader.generator.initial_seed()
-        self._loader = Loader(pipeline, seed, loader.batch_size, (1,) * host.world, host.rank, ordered)
-        self._host = host
+        self._loader = Loader(pipeline, seed, loader.batch_size, (1,) * group.world, group.rank, ordered)
+        self._group = group
         self._epoch = 0
-        self.weight = 1.0 / host.world
+        self.weight = 1.0 / group.world
 
     def __len__(self) -> int:
         return self._loader.rounds_per_epoch
@@ -105,7 +100,7 @@ class ShareLoader:
         self._epoch += 1
         try:
             for _ in range(len(self)):
-                share = count_examples(next(shares), self._loader.drops, self._host)
+                share = count_examples(next(shares), self._loader.drops, self._group)
                 self.weight = share.examples / max(1, share.of)
                 yield share.batch
         finally:
@@ -115,20 +110,20 @@ class ShareLoader:
 class _Synchronizer:
     """Makes every process's gradients the mean over the global batch, at the end of each backward pass.
 
-    Not at the step: between the two a script may clip them. Several backward passes before one step add up,
-    because the weights of the processes sum to 1.
+    Not at the step, because a script may clip them before. Several backward passes before one step add up, because the
+    weights of the processes sum to 1.
     """
 
-    def __init__(self, model: nn.Module, host: ProcessGroup, shares: ShareLoader) -> None:
+    def __init__(self, model: nn.Module, group: ProcessGroup, shares: ShareLoader) -> None:
         spec = describe(model)
-        self._host = host
+        self._group = group
         self._shares = shares
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reduction: Reduction
-        if host.one_memory:
-            self._reduction = SharedMemoryReduction(spec.trainable, host)
+        if group.one_memory:
+            self._reduction = SharedMemoryReduction(spec.trainable, group)
         else:
-            self._reduction = CollectiveReduction(spec.trainable, host, host, torch.device("cpu"))
+            self._reduction = CollectiveReduction(spec.trainable, group, group, torch.device("cpu"))
         self._gradients = self._reduction.sink
         self._views = self._reduction.layout.views(self._reduction.result)
         self._awaited = False
@@ -150,34 +145,34 @@ class _Synchronizer:
             self._gradients.store([None if gradient is None else gradient * weight for gradient in found])
         missing = self._reduction.used.settle()
         self._reduction.reduce()
-        self._host.barrier()
+        self._group.barrier()
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            # A copy of one's own, because the script may change it.
+            # A copy, because the script may change it.
             parameter.grad = None if index in missing else view.clone()
 
 
-def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, host: ProcessGroup) -> None:
+def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> None:
     """Keeps one copy of the parameters; each process updates, and holds optimizer state for, those it owns."""
     spec = describe(model)
-    place_parameters(model, *share_parameters(model, spec, host))
-    owners = {segment.parameter: segment.owner for segment in whole(spec.parameters, host.world)}
-    foreign = [parameter for name, parameter in model.named_parameters() if owners.get(name) != host.rank]
+    place_parameters(model, *share_parameters(model, spec, group))
+    owners = {segment.parameter: segment.owner for segment in whole(spec.parameters, group.world)}
+    foreign = [parameter for name, parameter in model.named_parameters() if owners.get(name) != group.rank]
 
     def leave_to_owners(*_: object) -> None:
         for parameter in foreign:
             parameter.grad = None
 
     optimizer.register_step_pre_hook(leave_to_owners)
-    optimizer.register_step_post_hook(lambda *_: host.barrier())
+    optimizer.register_step_post_hook(lambda *_: group.barrier())
 
 
 def _join(ranks: int, timeout_s: float) -> tuple[ProcessGroup, int]:
     """Returns the processes, and how many of them are on this host."""
     if ranks == 1:
         return ThreadCollective(ThreadGroup(1), 0), 1
-    group = LaunchedGroup(timeout_s)
-    atexit.register(group.close)
-    return group.host, group.mates
+    launched = LaunchedGroup(timeout_s)
+    atexit.register(launched.close)
+    return launched.host, launched.mates
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -26,9 +26,8 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
 
     Raises:
         JobError: the file cannot be loaded, or does not give a job.
-        UnknownName: a setting that is no parameter of `job(...)`.
-        UsageError: a setting of the wrong form.
-        HeadraceError: an error of headrace while the file ran, with a note that says where.
+        UsageError: a setting of the wrong form, or that is no parameter of `job(...)`.
+        HeadraceError: an error of headrace while the file ran, with a note of the line.
     """
     find_job(path)
     module = _run_file(path)
@@ -48,12 +47,9 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
 
 
 def find_job(path: Path) -> None:
-    """Checks that a job file exists and puts its folder on `sys.path`, so that it can import its neighbours.
+    """Checks that a job file exists (else JobError), and puts its folder on `sys.path` for its imports.
 
-    Call it before the engine is made, whose workers inherit the path: a neighbour's definitions are sent by name.
-
-    Raises:
-        JobError: it does not exist.
+    Call it before the engine is made, whose workers inherit the path: definitions of other files are sent by name.
     """
     check_file(path, "job file")
     folder = str(path.resolve().parent)
@@ -62,11 +58,7 @@ def find_job(path: Path) -> None:
 
 
 def check_file(path: Path, kind: str) -> None:
-    """Refuses a path that is no file.
-
-    Raises:
-        JobError: it does not exist (the message names similar files), or it is a folder.
-    """
+    """Raises JobError where a path is no file; the message names similar files."""
     if path.is_dir():
         inside = ", ".join(sorted(file.name for file in path.glob("*.py"))) or "none"
         raise JobError(f"the {kind} {path} is a folder; name one of the Python files in it: {inside}")
@@ -154,7 +146,7 @@ def _values(path: Path, make: Callable[..., Any], settings: Sequence[str]) -> di
 
 
 def _value(key: str, text: str, default: Any) -> Any:
-    """Reads a Python literal, and any other text as a string; the default's type decides in doubt."""
+    """Reads a Python literal, and any other text as a string, by the type of the default."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -1,4 +1,4 @@
-"""What listens on this machine for runs of headrace: found in /proc, and asked whether it encrypts."""
+"""Finds the sockets in /proc that runs of headrace listen on, and asks whether they encrypt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _OURS = re.compile(r"/memfd:headrace-[a-z0-9-]+ \(deleted\)")
-"""Every process of a run holds such memory, whatever it is called."""
+"""Every process of a run holds such memory, whatever the process is called."""
 
 _LOCAL = re.compile(r"@headrace-[0-9a-f]{32}")
 _SOCKET = re.compile(r"socket:\[([0-9]+)\]")
@@ -30,9 +30,9 @@ class Listener:
     """A socket that a process of a run listens on.
 
     Attributes:
-        pid: of the process; 0 where it is another user's.
+        pid: 0 for another user's process.
         address: "tcp://127.0.0.1:5555", or "local:" and a name.
-        encrypted: whether it refuses connections without the run's secret, and encrypts all.
+        encrypted: whether it encrypts, and refuses connections without the run's secret.
     """
 
     pid: int
@@ -42,7 +42,7 @@ class Listener:
 
 
 def listeners() -> list[Listener]:
-    """Returns what listens for runs of this user's, or of every user's for root."""
+    """Returns the listening sockets of this user's runs, or of all users' for root."""
     local, network = _local(), _network()
     found = []
     for pid, inodes in _processes():
@@ -59,7 +59,7 @@ def listeners() -> list[Listener]:
 
 
 def _processes() -> Iterator[tuple[int, list[int]]]:
-    """Yields the processes of runs, with the sockets that they hold."""
+    """Yields the processes of runs, with the inodes of their sockets."""
     for folder in _PROC.iterdir():
         if not folder.name.isdigit():
             continue
@@ -107,7 +107,7 @@ def _address(digits: str) -> IPv4Address | IPv6Address:
 
 
 def _encrypts(host: IPv4Address | IPv6Address, port: int) -> bool:
-    """Asks: who speaks ZMTP says in its greeting how it lets people in."""
+    """Asks the socket: the greeting of ZMTP contains the security mechanism."""
     reached = str(host) if not host.is_unspecified else ("127.0.0.1" if host.version == 4 else "::1")
     answer = b""
     with suppress(OSError), socket.create_connection((reached, port), timeout=_ANSWER_S) as asked:

@@ -122,8 +122,7 @@ def help_option(examples: str) -> Any:
 def strategy_names() -> tuple[str, ...]:
     """Returns the keys of the literal dicts `STRATEGIES` and `SHORT_NAMES` of `headrace.strategies`, sorted.
 
-    They are read from the source, because importing them would import torch, which takes longer than a shell
-    waits for a completion.
+    They are read from the source, because importing them imports torch, which takes too long for a completion.
     """
     found = importlib.util.find_spec("headrace.strategies")
     if found is None or found.origin is None:
@@ -141,11 +140,7 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def check_strategies(names: Sequence[str]) -> None:
-    """Refuses unknown names at once, before torch is imported.
-
-    Raises:
-        UnknownName: no strategy has this name.
-    """
+    """Raises UnknownName for names of no strategy, before torch is imported."""
     known = strategy_names()
     for call in map(parse_call, names):
         if known and call.name not in known:
@@ -184,11 +179,7 @@ def checkpoints_of(every: str | None, keep: int, snapshots: str | None = None) -
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Returns the strategies, with their options, of a list like "one_device,downpour(push_every=2)".
-
-    Raises:
-        UsageError: no name, an empty one, or one given twice.
-    """
+    """Returns the strategies, with their options, of a list like "one_device,downpour(push_every=2)"."""
     names = tuple(split_calls(text))
     if not all(names):
         raise UsageError(f"--strategies takes names with commas between them, got {text!r}")
@@ -248,7 +239,7 @@ def launched_rank() -> int | None:
 
 @contextlib.contextmanager
 def own_engine() -> Iterator[LocalEngine | None]:
-    """Gives an engine of local processes; None under a launcher, whose processes are the workers."""
+    """Yields an engine of local processes; None under a launcher, whose processes are the workers."""
     if launched_rank() is not None:
         yield None
         return
@@ -260,28 +251,20 @@ def own_engine() -> Iterator[LocalEngine | None]:
 
 
 def refuse_launcher(command: str) -> None:
-    """Refuses a command that starts its own processes.
-
-    Raises:
-        UsageError: a launcher has started this process.
-    """
+    """Raises UsageError for a command that starts its own processes, where a launcher has started this one."""
     if launched_rank() is not None:
         raise UsageError(f"headrace {command} starts its own processes; run it without torchrun or another launcher")
 
 
 def check_tensorboard(log_dir: Path | None) -> None:
-    """Checks for the package before anything starts.
-
-    Raises:
-        UnfitMachine: `--tensorboard` is given and the package is not installed.
-    """
+    """Raises UnfitMachine where `--tensorboard` is given and the package is not installed."""
     if log_dir is not None and importlib.util.find_spec("tensorboard") is None:
         raise UnfitMachine("--tensorboard needs a package that is not here: pip install 'headrace[tensorboard]'")
 
 
 @contextlib.contextmanager
 def tensorboards(log_dir: Path | None) -> Iterator[Callable[[Event], None] | None]:
-    """Gives a function that writes the events of each run to a folder of its own in `log_dir`, or None."""
+    """Yields a function that writes the events of each run to a folder of its own in `log_dir`, or None."""
     if log_dir is None:
         yield None
         return

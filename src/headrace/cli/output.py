@@ -72,7 +72,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _notes(error: BaseException) -> list[str]:
-    # A worker's traceback is a note for those who see the error in Python; here it is shown by itself.
+    # A worker's traceback is a note in Python; here it is shown separately.
     own = error.traceback.rstrip() if isinstance(error, WorkerFailed) else None
     return [note for note in getattr(error, "__notes__", ()) if note != own]
 
@@ -86,7 +86,7 @@ def _message(error: BaseException) -> str:
 
 
 class Answer:
-    """Writes a command's result to `stream`, the real stdout, as one JSON document or as text."""
+    """Writes a command's result to `stream`, as one JSON document or as text."""
 
     def __init__(self, stream: TextIO, as_json: bool) -> None:
         self.as_json = as_json
@@ -95,6 +95,13 @@ class Answer:
     def document(self, document: Mapping[str, Any]) -> None:
         """Prints the result as JSON."""
         write_document(self._stream, document)
+
+    def give(self, document: Mapping[str, Any], text: str) -> None:
+        """Prints the result in the form that was asked for."""
+        if self.as_json:
+            self.document(document)
+        else:
+            self.text(text)
 
     def show(self, table: RenderableType) -> None:
         """Prints a table or wrapped text as wide as the terminal (80 columns without one)."""
@@ -125,12 +132,9 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def answering(as_json: bool) -> Iterator[Answer]:
-    """Runs a command's body and turns errors into messages and exit codes.
+    """Runs a command's body, and turns its errors into messages and a `typer.Exit` with the exit code.
 
-    Meanwhile the output of user code goes to stderr, so that stdout has the result alone.
-
-    Raises:
-        typer.Exit: the body failed; carries the exit code.
+    Meanwhile the output of user code goes to stderr, so that stdout has only the result.
     """
     answer = Answer(sys.stdout, as_json)
     try:
@@ -161,12 +165,7 @@ _MODEL = "model.safetensors"
 
 
 def show_run(answer: Answer, run_dir: Path, page: Path | None = None) -> None:
-    """Prints the summary of a run and where its files are.
-
-    Raises:
-        UsageError: the directory holds no events.
-        DataError: they are damaged.
-    """
+    """Prints the summary of a run and where its files are."""
     summary = summarize(run_dir)
     model = run_dir / _MODEL
     places = {"run_dir": run_dir, "model": model if model.is_file() else None, "page": page}

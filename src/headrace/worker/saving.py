@@ -79,7 +79,7 @@ class Saver:
     def overdue(self) -> bool:
         """Whether it is time to save, by the clock."""
         when = self._when
-        if when is None or when.every_s is None or (self._thread is not None and self._thread.is_alive()):
+        if when is None or when.every_s is None or self._writes():
             return False
         return monotonic() - self._last_s >= when.every_s
 
@@ -132,6 +132,9 @@ class Saver:
             self._thread.join()
             self._thread = None
         self._report()
+
+    def _writes(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _report(self) -> None:
         # Only the worker's own thread writes events and raises errors.

@@ -106,10 +106,7 @@ def data(
                 engine=engine,
                 say=lambda line: typer.echo(f"measuring {line}", err=True),
             )
-        if answer.as_json:
-            answer.document(_plain(job_name(path), found))
-        else:
-            answer.text("\n".join(_lines(job_name(path), found)))
+        answer.give(_plain(job_name(path), found), "\n".join(_lines(job_name(path), found)))
 
 
 def _check(answer: Answer, job: Any) -> None:
@@ -119,10 +116,8 @@ def _check(answer: Answer, job: Any) -> None:
 
     pipeline, _ = as_pipeline(job.data)
     count = check_deterministic(pipeline, job.seed)
-    if answer.as_json:
-        answer.document({"deterministic": True, "examples": count})
-    else:
-        answer.text(f"deterministic: {count} examples were read twice, and each was the same after every stage")
+    text = f"deterministic: {count} examples were read twice, and each was the same after every stage"
+    answer.give({"deterministic": True, "examples": count}, text)
 
 
 def _plain(name: str, found: Profile) -> dict[str, Any]:

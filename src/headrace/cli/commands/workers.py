@@ -44,8 +44,5 @@ def workers(
     with answering(as_json) as answer:
         if count < 1:
             raise UsageError(f"N must be at least 1, got {count}")
-        answer_text = ask_for_workers(run_dir, count if change == Change.ADD else -count)
-        if answer.as_json:
-            answer.document({"said": answer_text})
-        else:
-            answer.text(answer_text)
+        told = ask_for_workers(run_dir, count if change == Change.ADD else -count)
+        answer.give({"said": told}, told)
