@@ -1,7 +1,7 @@
 """Weight gradients of linear layers and convolutions, apart from the gradients of their inputs.
 
-Autograd makes both in one pass, and adds a weight's gradient to that of the micro-batches before. Here the pass decides
-what becomes of a weight's gradient, the product of g, the gradient of the layer's output, and x, its input:
+The pass decides what becomes of a weight's gradient, the product of g, the gradient of the layer's output, and x, its
+input:
 
     whole pass     weight.grad.addmm_(g.T, x): one product of BLAS, which has an addend; autograd would make a matrix,
                    and then add two
@@ -61,11 +61,7 @@ class _Convolving:
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """A weight's gradient of one micro-batch that is still to be made.
-
-    Attributes:
-        convolving: of a convolution; None for a linear layer.
-    """
+    """A weight's gradient of one micro-batch that is still to be made; `convolving` is None for a linear layer."""
 
     weight: nn.Parameter
     value: Tensor

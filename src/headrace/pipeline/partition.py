@@ -74,8 +74,7 @@ COSTS: Mapping[str, Callable[[StageCost, StageCost], float]] = {
 def split(model: ModelSpec, stages: int, terms: Terms) -> Partition:
     """Returns the split whose most expensive stage costs least.
 
-    Raises:
-        InfeasiblePlan: there are fewer layers than stages, or no split keeps the limit of memory; with the numbers.
+    Raises an `InfeasiblePlan` if there are fewer layers than stages, or no split keeps the limit of memory.
     """
     names = [layer.name for layer in model.layers]
     _require_layers(model.layers, stages)
@@ -96,11 +95,8 @@ def split(model: ModelSpec, stages: int, terms: Terms) -> Partition:
 def read(layers: Sequence[LayerSpec], wish: Sequence[int | Sequence[str]], stages: int) -> Partition:
     """Returns the partition that a user has written down.
 
-    Args:
-        wish: how many layers each stage has, or their names; a module's name stands for all layers inside.
-
-    Raises:
-        UsageError: it does not add up, or cuts where no cut can be.
+    `wish` says how many layers each stage has, or their names; a module's name stands for all layers inside. Raises a
+    `UsageError` if it does not add up, or cuts where no cut can be.
     """
     names = [layer.name for layer in layers]
     if len(wish) != stages:

@@ -43,7 +43,7 @@ _LEAST, _MOST = 5, 30
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """A model's layers."""
+    """A model's layers, and in how many sweeps they were measured."""
 
     layers: tuple[LayerSpec, ...]
     sweeps: int
@@ -62,16 +62,9 @@ def profile(
 ) -> MeasuredLayers:
     """Measures a model's layers. The model and the random numbers are left as they were, its gradients empty.
 
-    Layers that cannot be parted are measured together, and the last of them is said to take it all.
-
-    Args:
-        sample: a few examples to find the layers with, all of whose activations are held; None for `batch`.
-        seconds: how long to measure at least; at least 5 sweeps, and at most 30.
-        threads: of a worker; None for those that torch has now.
-        autocast: type of mixed precision; None for none.
-
-    Raises:
-        JobError: the model cannot be cut.
+    Layers that cannot be parted are measured together, and the last of them is said to take it all. It takes at least
+    `seconds` and 5 sweeps, and at most 30. `sample` are a few examples to find the layers with, all of whose
+    activations are held; None for `batch`. Raises a `JobError` if the model cannot be cut.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     context = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
@@ -129,13 +122,9 @@ _SAMPLED = 2
 
 
 def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileRequest, device: str) -> MeasuredLayers:
-    """Measures the layers on the first examples of the job's data.
+    """Measures the layers on the first examples of the job's data, and gives the memory back to the system.
 
-    The memory that this took is given back to the system. `request` is the strategy's; `device` is "cpu" or "cuda".
-
-    Raises:
-        JobError: the model cannot be cut.
-        UnfitMachine: there is not enough memory.
+    Raises a `JobError` if the model cannot be cut, an `UnfitMachine` if there is not enough memory.
     """
     batch, sample = _first(job, request.examples), _first(job, _SAMPLED)
     if device != "cpu":

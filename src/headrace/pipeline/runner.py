@@ -38,11 +38,7 @@ _PARTS = {PassKind.BACKWARD_INPUT: "input", PassKind.BACKWARD_WEIGHT: "weights"}
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch.
-
-    Attributes:
-        finish: from the model's output to the loss that is differentiated, a scalar; run where the last stage is.
-    """
+    """The inputs of one micro-batch, and what makes a scalar loss of the model's output, where the last stage is."""
 
     inputs: Mapping[str, Tensor]
     finish: Callable[[Any], Tensor]
@@ -121,11 +117,7 @@ class Runner:
             stages[action.stage].gradients.split |= action.kind is PassKind.BACKWARD_INPUT
 
     def run(self, micro_batches: Sequence[MicroBatch | None]) -> None:
-        """Runs forward and backward of this rank's stages; gradients add up in `.grad`. None stands for no examples.
-
-        Raises:
-            UnfitMachine: there is not enough memory.
-        """
+        """Runs forward and backward of this rank's stages; gradients add up in `.grad`. None stands for no examples."""
         self.passes = []
         present = {index: each for index, each in enumerate(micro_batches) if each is not None}
         self._count = len(present)
@@ -145,11 +137,7 @@ class Runner:
 
     @torch.no_grad()
     def predict(self, inputs: Mapping[str, Tensor], training: bool = False) -> Any:
-        """Returns the model's output on the rank of the last stage, None elsewhere; every rank calls it.
-
-        Raises:
-            UnfitMachine: there is not enough memory.
-        """
+        """Returns the model's output on the rank of the last stage, None elsewhere; every rank calls it."""
         output = None
         for _, stage in sorted(self._stages.items()):
             stage = stage if training else stage.evaluated
@@ -304,11 +292,7 @@ def _set_rng_state(states: tuple[Tensor, ...]) -> None:
 
 @contextmanager
 def explain_out_of_memory(where: str, held: Callable[[], str], remedy: str) -> Iterator[None]:
-    """Explains where and with what the process ran out of memory; `held` is called only then.
-
-    Raises:
-        UnfitMachine: there was not enough memory.
-    """
+    """Raises an `UnfitMachine` that explains where and with what the process ran out of memory; `held` only then."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

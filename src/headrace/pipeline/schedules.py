@@ -44,10 +44,8 @@ class Action:
 class PipelineSchedule(ABC):
     """In which order the ranks of a pipeline do the passes of a batch.
 
-    A schedule with several stages a rank, or with another placement of stages, overrides `stages` or `rank_of`.
-
-    Attributes:
-        chunks: how many stages a rank has under a schedule that gives it several.
+    A schedule with several stages a rank (`chunks`), or with another placement of stages, overrides `stages` or
+    `rank_of`.
     """
 
     ranks: int
@@ -219,11 +217,7 @@ def timed(
 ) -> tuple[ActionSpan, ...]:
     """Returns when each action runs, each as soon as it can, by rank and time.
 
-    Args:
-        transfer: how long a value or gradient takes from one stage to the next.
-
-    Raises:
-        ValueError: the schedule cannot be run: its ranks wait for each other.
+    A value or gradient takes `transfer` from one stage to the next. Raises a `ValueError` if ranks wait for each other.
     """
     left = [list(order) for order in orders]
     last = max((action.stage for order in left for action in order), default=0)
@@ -257,8 +251,7 @@ def bubble(spans: Sequence[ActionSpan]) -> float:
 def in_flight(actions: Iterable[Action], weights: bool = False) -> int:
     """Returns how many forward passes of one rank wait at most for their backward pass at a time.
 
-    Args:
-        weights: whether, of a backward pass in two parts, the second one ends the wait, and not the first.
+    Of a backward pass in two parts the second one ends the wait if `weights`, else the first.
     """
     neutral = PassKind.BACKWARD_INPUT if weights else PassKind.BACKWARD_WEIGHT
     count = most = 0

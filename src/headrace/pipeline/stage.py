@@ -79,11 +79,8 @@ class Stage:
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Runs its part of forward on the inputs that it needs and the values that it receives, by name.
 
-        Returns:
-            What it sends, by name; of the last stage the model's output, as `OUTPUT`.
-
-        Raises:
-            JobError: forward would do something else than for the examples that it was traced with.
+        Returns what it sends, by name; of the last stage the model's output, as `OUTPUT`. Raises a `JobError` if
+        forward would do something else than for the examples that it was traced with.
         """
         recording = self._recording
         held: dict[fx.Node, Any] = {}
@@ -123,11 +120,7 @@ class Stage:
 
 
 def cut(traced: Traced, partition: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
-    """Cuts a model into stages of named layers, in order.
-
-    Raises:
-        UsageError: these are not the model's layers, each once and in order, or a cut is where none can be.
-    """
+    """Cuts a model into stages of its layers, all of them in order, by name."""
     names = [layer.name for layer in traced.layers]
     if [name for part in partition for name in part] != names or not all(partition):
         raise UsageError(

@@ -17,8 +17,7 @@ from headrace.training.whole_model import without_data
 class StageModule:
     """The part of a model that one rank holds; `placement` is the rank of each stage.
 
-    Attributes:
-        saved: names of the parameters and buffers that no rank before this one holds.
+    `saved` are the names of the parameters and buffers that no rank before this one holds.
     """
 
     def __init__(self, module: nn.Module, stages: Sequence[Stage], placement: Sequence[int], rank: int) -> None:
@@ -45,11 +44,7 @@ class StageModule:
         return {index for index, stage in self.stages.items() if trained.intersection(stage.parameters)}
 
     def release(self) -> None:
-        """Releases what other ranks hold; names, shapes and ties stay as they are.
-
-        Raises:
-            JobError: a module cannot be released in parts.
-        """
+        """Releases what other ranks hold; names, shapes and ties stay as they are."""
         for name, module in self.module.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise JobError(

@@ -171,9 +171,7 @@ class PipelineExchange(UpdatingExchange):
         self.parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in here)
 
     def update(self, round_: int) -> None:
-        """Raises:
-        UnfitMachine: there is not enough memory for what the optimizer keeps, which it makes in its first step.
-        """
+        # The optimizer makes what it keeps in its first step.
         with explain_out_of_memory(
             f"{self._part} ran out of memory in the step of the optimizer", self._holds, _FEWER_COPIES
         ):

@@ -100,11 +100,17 @@ class ParameterAveraging(ServedStrategy):
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
-        _check_period(self.period)
+        adapts = isinstance(self.period, AutoPeriod) or self.period == "auto"
+        if not adapts and (not isinstance(self.period, int) or isinstance(self.period, bool) or self.period < 1):
+            raise UsageError(
+                "period must be a whole number of rounds of at least 1, 'auto' or hr.AutoPeriod(...), got "
+                f"{self.period!r}"
+            )
         outer_step(self.outer)
         if not isinstance(self.average_optimizer_state, bool):
             raise UsageError(f"average_optimizer_state must be True or False, got {self.average_optimizer_state!r}")
-        _check_post_local(self.post_local)
+        if not isinstance(self.post_local, int) or isinstance(self.post_local, bool) or self.post_local < 0:
+            raise UsageError(f"post_local must be a whole number of rounds of at least 0, got {self.post_local!r}")
         if self.codec not in CODECS:
             raise UnknownName("codec", self.codec, CODECS)
         if self.via == "server":
@@ -262,17 +268,3 @@ DiLoCo: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging
 
 EASGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16, outer=Elastic())
 """Elastic averaging SGD, every 16 rounds if not told otherwise (Zhang et al., 2015)."""
-
-
-def _check_period(period: object) -> None:
-    if isinstance(period, AutoPeriod) or period == "auto":
-        return
-    if not isinstance(period, int) or isinstance(period, bool) or period < 1:
-        raise UsageError(
-            f"period must be a whole number of rounds of at least 1, 'auto' or hr.AutoPeriod(...), got {period!r}"
-        )
-
-
-def _check_post_local(rounds: object) -> None:
-    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
-        raise UsageError(f"post_local must be a whole number of rounds of at least 0, got {rounds!r}")

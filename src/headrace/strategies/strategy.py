@@ -72,9 +72,7 @@ def describe_options(strategy: Strategy) -> dict[str, object]:
 
 
 def check_count(name: str, count: int | None) -> None:
-    """Raises:
-    UsageError: `count` is no whole number of at least 1, nor None.
-    """
+    """Raises a `UsageError` unless `count` is None or a whole number of at least 1."""
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         remedy = "leave it out for what there is" if name == "workers" else "give a number such as 1 or 2"
         raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}; {remedy}")

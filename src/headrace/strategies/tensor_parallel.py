@@ -77,7 +77,11 @@ class TensorParallel(Strategy):
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.devices, cluster, spread=True)
-        require_sliceable(self.name, model)
+        if not model.sliceable:
+            raise UsageError(
+                f"the job's optimizer looks at whole matrices, of which each device has a part under {self.name}; use "
+                "one that treats every element alone (SGD, Adam), or mirrored"
+            )
         # Each builds the whole model before it keeps a part, and how small the parts are is not known yet.
         require_memory(self.name, max(2 * len(roles), model.copies) * model.trainable_bytes, cluster)
         return Plan(
@@ -114,12 +118,3 @@ class TensorParallel(Strategy):
         made = split(context.module, self.rules, context.device_group() or group)
         group.barrier()
         return SlicedReplica(made, group, everyone, mates, describe(context.module, context.model.sliceable))
-
-
-def require_sliceable(strategy: str, model: ModelSpec) -> None:
-    """Raises a `UsageError` for an optimizer that looks at whole matrices."""
-    if not model.sliceable:
-        raise UsageError(
-            f"the job's optimizer looks at whole matrices, of which each device has a part under {strategy}; use one "
-            "that treats every element alone (SGD, Adam), or mirrored"
-        )

@@ -37,11 +37,8 @@ Length = Callable[[], int]
 class SharedInput:
     """The input of layers that are split by their outputs, which several of them may share.
 
-    Gradients of one value are summed over ranks once, however many layers it goes to.
-
-    Args:
-        split: along which dim the value is split already; None if it is whole.
-        length: of the whole along it; None where all slices are alike.
+    Gradients of one value are summed over ranks once, however many layers it goes to. `split` is the dim along which
+    the value is split already, or None; `length` is that of the whole along it, None where all slices are alike.
     """
 
     def __init__(

@@ -33,9 +33,7 @@ _PART = "headrace.part-"
 class ShardDim:
     """Gives every rank an equal part along one dim.
 
-    Attributes:
-        blocks: matrices that lie one behind the other along it, each cut by itself: the three of an attention's
-            `in_proj_weight`.
+    Along it lie `blocks` matrices, each cut by itself: the three of an attention's `in_proj_weight`.
     """
 
     dim: int
@@ -56,9 +54,7 @@ class ShardDim:
 class RewrittenModel:
     """A model of which this rank holds a part, and how its tensors are cut.
 
-    Attributes:
-        cuts: of parameters, by name; all others are whole on every rank.
-        shapes: of the whole tensors, by name.
+    `cuts` are those of parameters, by name; all others are whole on every rank. `shapes` are those of whole tensors.
     """
 
     module: nn.Module

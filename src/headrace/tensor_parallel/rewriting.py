@@ -37,11 +37,8 @@ Rules = str | Mapping[str, str]
 def split(module: nn.Module, rules: Rules, group: Collective) -> RewrittenModel:
     """Splits a model's layers in place; all ranks call it with the same model.
 
-    Args:
-        rules: "auto", or names and patterns of layers with a rule each; the first that fits is taken.
-
-    Raises:
-        UsageError: a rule fits no layer, or cannot be followed with so many devices.
+    `rules` are "auto", or names and patterns of layers with a rule each; the first that fits is taken. Raises a
+    `UsageError` if a rule fits no layer, or cannot be followed with so many devices.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     found = splittable(module)

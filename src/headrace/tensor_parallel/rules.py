@@ -30,11 +30,9 @@ AXES: Mapping[str, str] = {"linear": "features", "convolution": "channels", "gro
 
 @dataclass(frozen=True)
 class Splittable:
-    """A layer that can be split.
+    """A layer that can be split, of a sort in `KINDS`.
 
-    Attributes:
-        sort: a key of `KINDS`.
-        inputs, outputs: how many features, channels, vectors or heads there are to be divided; 0 for none.
+    `inputs` and `outputs` say how many features, channels, vectors or heads there are to be divided; 0 for none.
     """
 
     sort: str
@@ -94,11 +92,9 @@ _WHOLE = _Slices()
 
 
 def follow(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: Mapping[str, str]) -> Flow:
-    """Returns where values can stay split, if layers are split as `kinds` says.
+    """Returns where values can stay split, if layers are split by the rules `kinds`; all others are whole.
 
-    Args:
-        steps: in the order in which they happen; those of several pieces of the model one behind the other.
-        kinds: rules, by name of a layer; layers that are not there are whole on every device.
+    The steps are in the order in which they happen; those of several pieces of the model one behind the other.
     """
     gathers: set[str] = set()
     while True:

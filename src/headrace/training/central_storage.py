@@ -25,10 +25,8 @@ NewUpdater = Callable[[torch.optim.Optimizer, Sequence[tuple[Segment, Tensor]], 
 class CentralCopy:
     """The one copy, every worker's gradients, and the way between them and a device.
 
-    The module's parameters become views: of the one copy on a CPU, of one flat buffer on another device.
-
-    Attributes:
-        parameters: the one copy, `(layout.nbytes,)` uint8, in host memory.
+    `parameters` is the one copy, `(layout.nbytes,)` uint8, in host memory. The module's parameters become views: of
+    the one copy on a CPU, of one flat buffer on another device.
     """
 
     def __init__(self, module: nn.Module, model: ModelSpec, group: ProcessGroup, device: torch.device) -> None:

@@ -54,8 +54,7 @@ class LossScale:
 class StepDecision:
     """What all ranks have decided together about one round.
 
-    Attributes:
-        overflow: whether gradients are infinite only because of the loss scale, which is about to shrink.
+    `overflow` tells whether gradients are infinite only because of the loss scale, which is about to shrink.
     """
 
     apply: bool = True
@@ -69,12 +68,9 @@ HEALTHY = StepDecision()
 class GradientClipper:
     """Checks and clips this rank's pieces of the summed gradient, and decides with the others.
 
-    The pieces are those of the exchange: a slice on each rank, or everything on rank 0 where all hold the same.
-
-    Args:
-        scale: of the loss, None for none.
-        immediate: whether to check every round. On an accelerator that means to wait for it each time.
-        repeated: where each rank of a replica holds a part of the model, returns the gradients that all of them hold.
+    The pieces are those of the exchange: a slice on each rank, or everything on rank 0 where all hold the same. If
+    `immediate`, it checks every round; on an accelerator that means to wait for it each time. Where each of `times`
+    ranks of a replica holds a part of the model, `repeated` returns the gradients that all of them hold.
     """
 
     def __init__(
@@ -97,8 +93,7 @@ class GradientClipper:
     def clip(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool) -> StepDecision:
         """Decides, and clips. When it returns, every rank has.
 
-        Args:
-            measured: all ranks' together hold every element once, except those of `repeated`.
+        All ranks' `measured` together hold every element once, except those of `repeated`.
         """
         if not self.checks:
             self._clamp(held)

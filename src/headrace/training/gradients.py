@@ -170,11 +170,7 @@ class FlatGradients:
 
 
 class SharedGradients:
-    """The gradients of all workers of a host, each in a region that all of them see.
-
-    Attributes:
-        regions: `(layout.nbytes,)` uint8, by rank.
-    """
+    """The gradients of all workers of a host, by rank, each a `(layout.nbytes,)` uint8 region that all see."""
 
     def __init__(self, trainable: Sequence[ParameterSpec], group: ProcessGroup) -> None:
         self.layout = FlatLayout(trainable)

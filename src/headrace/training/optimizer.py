@@ -19,11 +19,7 @@ _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
 
 def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """Calls the job's optimizer factory with named parameters.
-
-    Raises:
-        UsageError: what it returned is no torch optimizer, or one over tensors that are not the model's.
-    """
+    """Calls the job's optimizer factory with named parameters; it must return an optimizer over these alone."""
     named = list(named)
     try:
         optimizer = factory(named)
@@ -52,14 +48,10 @@ def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.
 
 
 def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
-    """Builds an optimizer like `template` over pieces of its parameters.
+    """Builds an optimizer like `template` over pieces of its parameters, by name.
 
-    Args:
-        template: built over whole parameters (possibly on the meta device); gives the class, the groups and options.
-        pieces: of each parameter, by name, those that this process updates.
-
-    Raises:
-        UsageError: the optimizer's class cannot be built from its own defaults.
+    `template` is built over whole parameters, possibly on the meta device; it gives the class, the groups and options.
+    Raises a `UsageError` if the optimizer's class cannot be built from its own defaults.
     """
     groups, names = [], []
     for group in template.param_groups:
@@ -88,11 +80,7 @@ def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Te
 
 
 def is_elementwise(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> bool:
-    """Tells whether the optimizer treats every element alone, in each of its groups.
-
-    Raises:
-        UsageError: its `step()` needs an argument (LBFGS).
-    """
+    """Tells whether the optimizer treats every element alone; refuses one whose `step()` needs an argument (LBFGS)."""
     template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
     return all(_treats_elements_alone(template, name) for name in _tried(template))
 
@@ -227,11 +215,7 @@ class StateSlices(Protocol):
 
 
 def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> tuple[StatePiece, ...]:
-    """Returns the state of the pieces that this process updates.
-
-    Raises:
-        UsageError: the optimizer keeps something that is no tensor and no number.
-    """
+    """Returns the state of the pieces that this process updates; all of it must be tensors and numbers."""
     pieces = []
     for segment, tensor in owned:
         for key, value in optimizer.state.get(tensor, {}).items():

@@ -225,11 +225,7 @@ class MeanState:
 
 
 def mean_state(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> MeanState:
-    """Returns the part of an optimizer's state that has a mean, found by a first step with gradients of 0.
-
-    Raises:
-        UsageError: it has no mean.
-    """
+    """Returns an optimizer's state, which must have a mean, as found by a first step with gradients of 0."""
     likes = {name: nn.Parameter(torch.zeros_like(each)) for name, each in named.items() if each.requires_grad}
     for like in likes.values():
         like.grad = torch.zeros_like(like)

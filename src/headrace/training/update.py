@@ -25,12 +25,6 @@ class Schedule:
 
     A scheduler needs all groups of the job, and an optimizer over pieces may have only some of them. So the scheduler
     drives `template`, which has all of them, by name.
-
-    Args:
-        rounds_per_epoch: how many rounds there are between two steps of a schedule that goes by epochs.
-
-    Raises:
-        UsageError: the schedule is none, or one that needs a metric.
     """
 
     def __init__(
@@ -100,11 +94,7 @@ class Schedule:
 
 
 def make(factory: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Calls the job's schedule with an optimizer.
-
-    Raises:
-        UsageError: what it returned is no torch scheduler, one that needs a metric, or one of another optimizer.
-    """
+    """Calls the job's schedule with an optimizer; refuses one that needs a metric, or that drives another optimizer."""
     scheduler = factory(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(
@@ -147,8 +137,7 @@ def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def plain(value: Any, what: str) -> Any:
     """Returns a value of a scheduler or optimizer as JSON values that `load` restores exactly.
 
-    Raises:
-        UsageError: it holds something that is no number, text or collection of them.
+    Raises a `UsageError` if it holds something that is no number, text or collection of them.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -226,9 +215,7 @@ class Updater:
     def apply(self, indices: Sequence[int], round_: int, share: float = 1.0, factor: float = 1.0) -> None:
         """Applies the optimizer to those of some pieces that have gradients; the schedule does not advance.
 
-        Args:
-            indices: which of `owned`.
-            share: of the round that the gradients are of, for the moving average.
+        `indices` are those of `owned`; `share` is the part of a round that the gradients are of.
         """
         with self._schedule.warmed(round_, factor):
             self.optimizer.step()
@@ -244,12 +231,8 @@ class Updater:
     def descend(self, gradients: Sequence[tuple[int, Tensor]], round_: int, factor: float) -> bool:
         """Applies plain SGD to some pieces without torch's optimizer, which takes ten times as long for small ones.
 
-        Args:
-            gradients: index in `owned` and gradient.
-            round_, factor: as in `apply`.
-
-        Returns:
-            Whether the optimizer is plain SGD; else nothing has been done.
+        `gradients` are pairs of an index in `owned` and a gradient. Returns whether the optimizer is plain SGD; else
+        nothing has been done.
         """
         if self._decay is not None or not is_plain_sgd(self.optimizer):
             return False

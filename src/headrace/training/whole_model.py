@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,13 +28,10 @@ from headrace.trees import map_leaves, map_tensors
 
 
 class CompiledModule:
-    """A module and its compiled form, which runs batches of full size.
+    """A module and its compiled form, which runs batches of at least `full` examples.
 
-    Compiled kernels differ by a last bit from eager ones, so which form runs depends on the round alone.
-
-    Args:
-        module: whose parameters lie where they will stay.
-        full: examples of a round, except an epoch's last one; where rounds are cut into parts, of the smallest part.
+    Compiled kernels differ by a last bit from eager ones, so which form runs depends on the round alone. The parameters
+    must lie where they will stay.
     """
 
     def __init__(self, module: nn.Module, full: int) -> None:
@@ -56,11 +52,7 @@ class CompiledModule:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Adds the remedy to errors of the compiler, in forward or in backward.
-
-        Raises:
-            JobError: what the compiler said.
-        """
+        """Makes a `JobError` with the remedy of what the compiler raises, in forward or in backward."""
         from torch._dynamo.exc import TorchDynamoException
         from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
 
@@ -245,22 +237,21 @@ def widened(output: Any, half: torch.dtype | None) -> Any:
 def cut(batch: Any, start: int, stop: int, examples: int, option: str = "accumulate") -> Any:
     """Returns the examples `[start, stop)` of a batch, any tree, of so many `examples`; `option` asks for it.
 
-    Raises:
-        DataError: the batch holds something without one entry for each example.
+    Raises a `DataError` if the batch holds something without one entry for each example.
     """
-    return map_leaves(partial(_cut, start, stop, examples, option), batch)
 
+    def piece(name: str, leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == examples:
+            return leaf[start:stop]
+        form = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        raise DataError(
+            f"{name} is {form}, and {option} cuts batches into micro-batches along the first dim, which must have one "
+            f"entry for each of the {examples} examples; leave it out of the batch, or use {option}=1"
+        )
 
-def _cut(start: int, stop: int, examples: int, option: str, name: str, leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == examples:
-        return leaf[start:stop]
-    form = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-    raise DataError(
-        f"{name} is {form}, and {option} cuts batches into micro-batches along the first dim, which must have one "
-        f"entry for each of the {examples} examples; leave it out of the batch, or use {option}=1"
-    )
+    return map_leaves(piece, batch)
 
 
 def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:

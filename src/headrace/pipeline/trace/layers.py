@@ -163,9 +163,8 @@ def align(trained: Sequence[Layer], evaluated: Sequence[Layer]) -> tuple[tuple[L
                            │         └─ auxiliary
         evaluation    stem │ blocks ─── head          output
 
-    Returns:
-        The layers of training, between which there is no cut that evaluation cannot have, too; and the index of one of
-        them for each of evaluation.
+    Returns the layers of training, between which there is no cut that evaluation cannot have, too; and the index of one
+    of them for each of evaluation.
     """
     joined = [layer.joined for layer in trained]
 

@@ -41,11 +41,7 @@ class Traced:
     places: tuple[int, ...] = ()
 
     def inputs(self, batch: Any) -> dict[str, Tensor]:
-        """Returns the model's inputs in a batch, by the names that stages know them by.
-
-        Raises:
-            JobError: the batch has another form than the one that was traced.
-        """
+        """Returns the model's inputs in a batch of the form that was traced, by the names that stages know them by."""
         given = self.recording
         found, settled = places(self.module, *arguments(batch, self.select))
         if found.keys() != given.inputs.keys() or settled != given.settled:
@@ -110,11 +106,7 @@ def _evaluated(
     kwargs: Mapping[str, Any],
     whole: tuple[type[nn.Module], ...],
 ) -> Recording | None:
-    """Records what a model does in evaluation, where that is something else than was recorded.
-
-    Raises:
-        Untraceable: that cannot be recorded.
-    """
+    """Records what a model does in evaluation, where that is something else than was recorded."""
     try:
         _verify(recording, module, args, kwargs, "what it does in training is not what it does else")
     except Untraceable:
@@ -129,11 +121,7 @@ def _evaluated(
 def _verify(
     recording: Recording, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str
 ) -> None:
-    """Runs what was recorded once more; forward's questions must get the same answers.
-
-    Raises:
-        Untraceable: with the module that got another answer; `why` says what differs.
-    """
+    """Runs what was recorded once more; raises an `Untraceable` if forward's questions do not get the same answers."""
     found, _ = places(module, args, kwargs)
     values: dict[fx.Node, Any] = {}
     for node in recording.graph.nodes:
