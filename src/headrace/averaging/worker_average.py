@@ -14,7 +14,6 @@ What is averaged beside the parameters, running statistics and optimizers' state
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,12 +109,27 @@ class SharedMemoryAverage(WorkerAverage):
         total = AverageSums([0.0] * len(weights), 0.0)
         for copies, kept in zip(self._copies, self._kept, strict=True):
             for start in range(0, len(copies[0]), _CHUNK):
-                stop = start + _CHUNK
-                chunks = [copy[start:stop] for copy in copies]
-                apply = functools.partial(apply_outer, self._outer, [each[start:stop] for each in kept], preview)
-                _combine(chunks, weights, apply, total)
+                chunk, its_kept = ([each[start : start + _CHUNK] for each in regions] for regions in (copies, kept))
+                self._combine(chunk, its_kept, weights, preview, total)
         self._group.moved_bytes += self._traffic
         return total
+
+    def _combine(
+        self, copies: list[Tensor], kept: list[Tensor], weights: Sequence[float], preview: bool, total: AverageSums
+    ) -> None:
+        """Averages some elements, and adds their sums to `total`."""
+        live = [rank for rank, weight in enumerate(weights) if weight >= 0]
+        first, *others = live
+        mean = copies[first] * weights[first]
+        for rank in others:
+            mean.add_(copies[rank], alpha=weights[rank])
+        for rank, copy in enumerate(copies):
+            if weights[rank] < 0:
+                copy.copy_(mean)
+            elif others:
+                total.squares[rank] += squared(copy - mean)
+        total.norm += squared(mean)
+        apply_outer(self._outer, kept, preview, mean, copies, len(live))
 
 
 class CollectiveAverage(WorkerAverage):
@@ -218,27 +232,6 @@ class _CodedMean:
     def _rows(self, count: int) -> Tensor:
         # Rows begin at multiples of 8 bytes, as codecs need it.
         return torch.zeros(count, -(-max(self._lengths) // 8) * 8, dtype=torch.uint8, device=self._device)
-
-
-def _combine(
-    copies: Sequence[Tensor],
-    weights: Sequence[float],
-    apply: Callable[[Tensor, Sequence[Tensor], int], None],
-    total: AverageSums,
-) -> None:
-    """Averages some elements, and adds their sums to `total`."""
-    live = [rank for rank, weight in enumerate(weights) if weight >= 0]
-    first, *others = live
-    mean = copies[first] * weights[first]
-    for rank in others:
-        mean.add_(copies[rank], alpha=weights[rank])
-    for rank, copy in enumerate(copies):
-        if weights[rank] < 0:
-            copy.copy_(mean)
-        elif others:
-            total.squares[rank] += squared(copy - mean)
-    total.norm += squared(mean)
-    apply(mean, copies, len(live))
 
 
 def apply_outer(
