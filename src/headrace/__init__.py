@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.engine.threads import ThreadEngine
     from headrace.metrics import Mean
     from headrace.parameter_server.server.optimizer import Remedies
-    from headrace.report.views.tensorboard import TensorBoard
+    from headrace.report.views.live import TensorBoard
     from headrace.spec.job import Job
     from headrace.spec.options import Checkpoints, EarlyStopping, Options
     from headrace.strategies import (
@@ -86,7 +86,7 @@ _MODULES = {
     "engine.threads": ("ThreadEngine",),
     "metrics": ("Mean",),
     "parameter_server.server.optimizer": ("Remedies",),
-    "report.views.tensorboard": ("TensorBoard",),
+    "report.views.live": ("TensorBoard",),
     "spec.job": ("Job",),
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
     "worker.worker": ("Worker",),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace.data import InputPipeline, as_pipeline, from_arrays
-from headrace.data.pipeline.determinism import check_deterministic
+from headrace.data.transforms import check_deterministic
 from headrace.errors import DataError
 
 NUMBERS = torch.arange(20.0)

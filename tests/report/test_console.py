@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from headrace.report import ProgressBar
-from headrace.report.model.events import LogTail
-from headrace.report.views import console
-from headrace.report.views.console import Console, DiskMonitor
+from headrace.report.model import events
+from headrace.report.model.events import DiskMonitor, LogTail
+from headrace.report.views.live import Console
 from headrace.spec.events import Evaluated, NonFinite, Notice, ParametersAveraged, Saved
 
 
@@ -199,7 +199,7 @@ def test_plain_false_draws_a_bar_into_a_file():
 
 
 def test_a_full_disk_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "_CHECK_PERIOD_S", 0.0)
+    monkeypatch.setattr(events, "_CHECK_PERIOD_S", 0.0)
     free = iter((10, 0, 0, 5, 0))
     real = os.statvfs(tmp_path)
 
@@ -225,7 +225,7 @@ def test_it_looks_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     now = 0.0
     looks: list[float] = []
     real = os.statvfs(tmp_path)
-    monkeypatch.setattr(console, "monotonic", lambda: now)
+    monkeypatch.setattr(events, "monotonic", lambda: now)
     monkeypatch.setattr(os, "statvfs", lambda place: (looks.append(now), real)[1])
     looked = DiskMonitor(tmp_path, lambda line: None)
     for tenth in range(35):

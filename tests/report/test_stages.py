@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.report.views.console import replica_lines, stage_lines
+from headrace.report.model.pipeline import replica_lines, stage_lines
 from headrace.spec.plan import Plan, Role, StageCost
 
 

@@ -23,9 +23,10 @@ from headrace.errors import PeerLost, RunFailed, UsageError
 from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.roles import split
-from headrace.report.model.events import LogTail, Tail
+from headrace.report.model.events import DiskMonitor, LogTail, Tail
+from headrace.report.model.pipeline import replica_lines, stage_lines
 from headrace.report.model.servers import imbalances
-from headrace.report.views.console import Console, DiskMonitor, replica_lines, stage_lines
+from headrace.report.views.live import Console
 from headrace.spec.events import LAUNCHER, Event, Notice, RunEnded, RunStarted, ServerStats
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import describe_processes

@@ -24,7 +24,7 @@ from headrace.spec.options import Checkpoints
 
 if TYPE_CHECKING:
     from headrace.engine.local.engine import LocalEngine
-    from headrace.report.views.tensorboard import TensorBoard
+    from headrace.report.views.live import TensorBoard
 
 
 class Device(StrEnum):
@@ -269,7 +269,7 @@ def tensorboards(log_dir: Path | None) -> Iterator[Callable[[Event], None] | Non
         yield None
         return
     # Lazily: it imports torch, which `--help` does not need.
-    from headrace.report.views.tensorboard import TensorBoard
+    from headrace.report.views.live import TensorBoard
 
     with contextlib.ExitStack() as opened:
         boards: list[TensorBoard] = []

@@ -2,10 +2,9 @@
 
 from headrace.report.model.events import EventLog, Tail, read_events, read_log
 from headrace.report.model.summary import References, Summary, summarize, verdict
-from headrace.report.views.console import ProgressBar
+from headrace.report.views.live import ProgressBar, TensorBoard
 from headrace.report.views.page import write_page
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
-from headrace.report.views.tensorboard import TensorBoard
 
 __all__ = [
     "EventLog",

@@ -112,7 +112,7 @@ def data(
 def _check(answer: Answer, job: Any) -> None:
     # Lazily: `--help` need not wait for torch.
     from headrace.data.loading.torch_data import as_pipeline
-    from headrace.data.pipeline.determinism import check_deterministic
+    from headrace.data.transforms import check_deterministic
 
     pipeline, _ = as_pipeline(job.data)
     count = check_deterministic(pipeline, job.seed)

@@ -1,12 +1,14 @@
-"""The event files of a run, read as a whole or followed while the run is running; attempts of a resumed run."""
+"""The event files of a run, read as a whole or followed while it runs, and their disk; attempts of a resumed run."""
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from time import monotonic
 from typing import TypeVar
 
 from headrace.errors import DataError, UsageError
@@ -108,6 +110,35 @@ class LogTail:
             self._over = True
             return lines[: lines.index(self._until)]
         return lines
+
+
+_CHECK_PERIOD_S = 1.0
+
+
+class DiskMonitor:
+    """Tells when the disk of a run is full, and when it has room again: the run's own notices wait for room on it."""
+
+    def __init__(self, run_dir: Path, say: Callable[[str], object]) -> None:
+        self._run_dir = run_dir
+        self._say = say
+        self._full = False
+        self._checked = monotonic()
+
+    def check(self) -> None:
+        """Looks at the disk once a second, however often it is called."""
+        if monotonic() < self._checked + _CHECK_PERIOD_S:
+            return
+        self._checked = monotonic()
+        found = os.statvfs(self._run_dir)
+        full = not (found.f_bavail if os.geteuid() else found.f_bfree)
+        if full and not self._full:
+            self._say(
+                f"the disk of {self._run_dir} is full: training goes on, without new checkpoints; events and notices "
+                "wait until there is room"
+            )
+        elif self._full and not full:
+            self._say(f"the disk of {self._run_dir} has room again: {found.f_bavail * found.f_frsize:,} bytes")
+        self._full = full
 
 
 def _complete_lines(file: Path, offset: int) -> tuple[list[bytes], int]:

@@ -11,7 +11,7 @@ from headrace.errors import DataError
 from headrace.report.format import fixed, short
 from headrace.report.model.events import Attempt, attempts, of_kind, read_log
 from headrace.report.model.inputs import Bottleneck, InputSummary, bottleneck_of, inputs_of
-from headrace.report.model.pipeline_steps import PipelineStep, passed_of
+from headrace.report.model.pipeline import PipelineStep, passed_of
 from headrace.report.model.servers import ServerSummary, servers_of
 from headrace.report.model.training import AveragingSummary, Curves, StepTimes, TrainingClock, averaging_of, curves_of
 from headrace.spec.events import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from headrace.report.format import byte_count, fixed, percent, plural, short
-from headrace.report.model.pipeline_steps import PipelineStep
+from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.summary import References, Summary
 from headrace.report.model.training import LossPoint, StepTimes
 from headrace.report.views.drawing import Bar, Curve, Lane, Mark, draw_bars, draw_curves, draw_lanes

@@ -22,7 +22,7 @@ from headrace.report.format import (
     to_json,
 )
 from headrace.report.model.inputs import Bottleneck, InputSummary, blocked_s, busy_s, occupancy
-from headrace.report.model.pipeline_steps import PipelineStep
+from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.servers import ROUNDS, ServerSummary, ServerWork, Staleness, moved_bytes, to_mean
 from headrace.report.model.training import STEP_PARTS, AveragingSummary, StepTimes
 from headrace.spec.events import InputStageStats, InputStats, ShardStats

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.report import run_plain, summarize, write_page
 from headrace.report.model.events import Attempt
-from headrace.report.model.pipeline_steps import passed_of
+from headrace.report.model.pipeline import passed_of
 from headrace.report.views.table import run_rows
 from headrace.spec.events import LAUNCHER, PipelineStepTimed, RunEnded, RunStarted, StagePass, Stepped
 

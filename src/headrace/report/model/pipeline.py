@@ -1,4 +1,4 @@
-"""A step of a pipeline as its stages did it, and as its schedule would have them: who worked on what, who idled."""
+"""A pipeline: the lines on its plan, and a step as its stages did it and as its schedule would have them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from statistics import fmean
 from typing import Any, cast
 
 from headrace.pipeline.schedules import Action, ActionSpan, PassKind, bubble, timed
+from headrace.report.format import byte_count, percent, plural, short
 from headrace.report.model.events import Attempt, of_kind
 from headrace.spec.events import PipelineStepTimed, StagePass
+from headrace.spec.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -104,3 +106,39 @@ def _kind(each: StagePass) -> PassKind:
 
 def _worked_s(each: StagePass) -> float:
     return each.ended_s - each.began_s - each.waited_s
+
+
+_MOST_NAMED = 8
+
+
+def replica_lines(plan: Plan) -> list[str]:
+    """Returns a line with the ranks of each replica and its servers; none for one replica or one rank each."""
+    ranks = plan.workers // max(1, plan.replicas)
+    if ranks == 1 or plan.replicas == 1:
+        return []
+    what = "stage" if plan.partition else "slice"
+    each = [f"{first} to {first + ranks - 1}" for first in range(0, plan.workers, ranks)]
+    line = f"{plan.replicas} replicas of {ranks} ranks: {', '.join(_some(each))}"
+    if plan.servers:
+        serve = [f"rank {rank} of {what} {plan.role(rank).stage}" for rank in plan.servers]
+        line += f"; servers: {', '.join(_some(serve))}"
+    return [line]
+
+
+def _some(names: list[str]) -> list[str]:
+    return names if len(names) <= _MOST_NAMED else [*names[: _MOST_NAMED - 1], f"{len(names) - _MOST_NAMED + 1} more"]
+
+
+def stage_lines(plan: Plan) -> list[str]:
+    """Returns a line for each stage of a pipeline: its layers, and its time and memory by the profile."""
+    total = sum(stage.seconds for stage in plan.stages)
+    lines = []
+    for index, (names, stage) in enumerate(zip(plan.partition, plan.stages, strict=True)):
+        which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        took = f"{short(stage.seconds * 1e3)} ms a micro-batch ({percent(stage.seconds / total)}), " if total else ""
+        received = f", gets {byte_count(stage.received_bytes)}" if stage.received_bytes else ""
+        lines.append(
+            f"stage {index}: {plural(stage.layers, 'layer')}, {which}: {took}"
+            f"{byte_count(stage.parameter_bytes)} of parameters, {byte_count(stage.bytes)} in all{received}"
+        )
+    return lines

@@ -1,18 +1,33 @@
-"""A run on stderr: a progress bar on a terminal, plain lines elsewhere, and lines for events."""
+"""A run's events while it runs: a progress bar or plain lines on stderr, and scalars for TensorBoard."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Self, TextIO
 
-from headrace.report.format import MISSING, byte_count, clean, duration, percent, plural, short
-from headrace.spec.events import Evaluated, Event, Lost, NonFinite, Notice, ParametersAveraged, Saved
-from headrace.spec.plan import Plan
+from headrace.errors import UnfitMachine
+from headrace.report.format import MISSING, byte_count, clean, duration, plural, short
+from headrace.report.model.training import STEPPED_PARTS
+from headrace.spec.events import (
+    Evaluated,
+    Event,
+    Failed,
+    Lost,
+    NonFinite,
+    Notice,
+    ParametersAveraged,
+    RunStarted,
+    Saved,
+    Stepped,
+)
 
 if TYPE_CHECKING:
     # Importing rich takes 40 ms, which `headrace --help` does not have.
@@ -193,64 +208,109 @@ class Console:
         self._progress.close()
 
 
-_MOST_NAMED = 8
-_CHECK_PERIOD_S = 1.0
+class TensorBoard:
+    """Takes events (`fit(..., on_event=TensorBoard("runs/a/tensorboard"))`) and writes them as scalars.
 
+    `loss` by step is the weighted mean over the workers, written when as many of them have reported the step as there
+    are, or, where workers do not go in step, when each of them is beyond it;
+    `seconds/<part>/rank-<n>` where each worker's step went; `evaluation/<metric>`; `checkpoints/stall_s` and
+    `checkpoints/bytes` by step; notices, failures and rounds that were not finite as text. A resumed run continues
+    the same curves.
 
-class DiskMonitor:
-    """Tells when the disk of a run is full, and when it has room again: the run's own notices wait for room on it."""
+    Args:
+        log_dir: where to; made if missing.
 
-    def __init__(self, run_dir: Path, say: Callable[[str], object]) -> None:
-        self._run_dir = run_dir
-        self._say = say
-        self._full = False
-        self._checked = monotonic()
+    Raises:
+        UnfitMachine: the package tensorboard is not installed.
+    """
 
-    def check(self) -> None:
-        """Looks at the disk once a second, however often it is called."""
-        if monotonic() < self._checked + _CHECK_PERIOD_S:
-            return
-        self._checked = monotonic()
-        found = os.statvfs(self._run_dir)
-        full = not (found.f_bavail if os.geteuid() else found.f_bfree)
-        if full and not self._full:
-            self._say(
-                f"the disk of {self._run_dir} is full: training goes on, without new checkpoints; events and notices "
-                "wait until there is room"
-            )
-        elif self._full and not full:
-            self._say(f"the disk of {self._run_dir} has room again: {found.f_bavail * found.f_frsize:,} bytes")
-        self._full = full
+    def __init__(self, log_dir: Path | str) -> None:
+        try:
+            # Inside, since this room is imported without torch and most users have no tensorboard.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UnfitMachine(
+                f"TensorBoard cannot be written ({error}); remedy: pip install headrace[tensorboard]"
+            ) from error
+        self._open_writer = partial(SummaryWriter, str(log_dir))
+        self._writer = self._open_writer()
+        self._workers = 1
+        self._began = 0.0
+        self._open_rounds: dict[int, list[Stepped]] = defaultdict(list)
+        self._latest: dict[int, int] = {}
+        self._first_open = 0
 
+    def __enter__(self) -> Self:
+        return self
 
-def replica_lines(plan: Plan) -> list[str]:
-    """Returns a line with the ranks of each replica and its servers; none for one replica or one rank each."""
-    ranks = plan.workers // max(1, plan.replicas)
-    if ranks == 1 or plan.replicas == 1:
-        return []
-    what = "stage" if plan.partition else "slice"
-    each = [f"{first} to {first + ranks - 1}" for first in range(0, plan.workers, ranks)]
-    line = f"{plan.replicas} replicas of {ranks} ranks: {', '.join(_some(each))}"
-    if plan.servers:
-        serve = [f"rank {rank} of {what} {plan.role(rank).stage}" for rank in plan.servers]
-        line += f"; servers: {', '.join(_some(serve))}"
-    return [line]
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
+    def __call__(self, event: Event) -> None:
+        """Writes the event; kinds without a value over time are ignored."""
+        time_s = self._began + event.time_s
+        match event:
+            case RunStarted():
+                self._workers = event.workers
+                # A text that is no time leaves the axis "relative" right.
+                with suppress(ValueError):
+                    self._began = datetime.fromisoformat(event.started_at).timestamp() - event.time_s
+                if event.resumed_step:
+                    self._resume(event.resumed_step)
+            case Stepped():
+                for part in STEPPED_PARTS:
+                    tag = f"seconds/{part.removesuffix('_s')}/rank-{event.rank}"
+                    self._writer.add_scalar(tag, getattr(event, part), event.step, time_s)
+                self._add_to_round(event)
+            case Evaluated():
+                for name, value in event.metrics.items():
+                    self._writer.add_scalar(f"evaluation/{name}", value, event.step, time_s)
+            case ParametersAveraged():
+                self._writer.add_scalar("averaging/drift", event.drift, event.step, time_s)
+                self._writer.add_scalar("averaging/period", event.period, event.step, time_s)
+            case Saved():
+                self._writer.add_scalar("checkpoints/stall_s", event.stall_s, event.step, time_s)
+                self._writer.add_scalar("checkpoints/bytes", event.bytes, event.step, time_s)
+            case NonFinite():
+                self._writer.add_text("not finite", f"{event.action}, {non_finite_text(event)}", event.step, time_s)
+            case Lost():
+                self._writer.add_text("lost", event.line, 0, time_s)
+            case Notice():
+                self._writer.add_text("notice", event.text, 0, time_s)
+            case Failed():
+                self._writer.add_text(f"failed/rank-{event.rank}", event.cause, event.step, time_s)
 
-def _some(names: list[str]) -> list[str]:
-    return names if len(names) <= _MOST_NAMED else [*names[: _MOST_NAMED - 1], f"{len(names) - _MOST_NAMED + 1} more"]
+    def close(self) -> None:
+        """Writes what is left, also the steps that not every worker has finished; may be called twice."""
+        for step in sorted(self._open_rounds):
+            self._write_loss(step)
+        self._writer.close()
 
+    def _resume(self, step: int) -> None:
+        """Makes TensorBoard drop what an earlier attempt wrote of the rounds that are repeated."""
+        self._open_rounds.clear()
+        self._latest.clear()
+        self._first_open = 0
+        self._writer.close()
+        # Not from `step` on: the evaluation after `step` rounds stays, and the loss of round `step` is the same again.
+        self._writer = self._open_writer(purge_step=step + 1)
 
-def stage_lines(plan: Plan) -> list[str]:
-    """Returns a line for each stage of a pipeline: its layers, and its time and memory by the profile."""
-    total = sum(stage.seconds for stage in plan.stages)
-    lines = []
-    for index, (names, stage) in enumerate(zip(plan.partition, plan.stages, strict=True)):
-        which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        took = f"{short(stage.seconds * 1e3)} ms a micro-batch ({percent(stage.seconds / total)}), " if total else ""
-        received = f", gets {byte_count(stage.received_bytes)}" if stage.received_bytes else ""
-        lines.append(
-            f"stage {index}: {plural(stage.layers, 'layer')}, {which}: {took}"
-            f"{byte_count(stage.parameter_bytes)} of parameters, {byte_count(stage.bytes)} in all{received}"
-        )
-    return lines
+    def _add_to_round(self, event: Stepped) -> None:
+        """Adds a worker's step to its round, and writes the rounds that are complete."""
+        if event.step < self._first_open:
+            return  # A repeated lease: the curve has this round already.
+        self._open_rounds[event.step].append(event)
+        self._latest[event.rank] = max(event.step, self._latest.get(event.rank, 0))
+        if len(self._latest) == self._workers:
+            self._first_open = min(self._latest.values())
+        for step in sorted(self._open_rounds):
+            if step < self._first_open or len(self._open_rounds[step]) == self._workers:
+                self._write_loss(step)
+
+    def _write_loss(self, step: int) -> None:
+        parts = [event for event in self._open_rounds.pop(step) if event.loss is not None]
+        weight = sum(event.weight for event in parts)
+        if weight > 0:
+            loss = sum((event.loss or 0.0) * event.weight for event in parts) / weight
+            time_s = self._began + max(event.time_s for event in parts)
+            self._writer.add_scalar("loss", loss, step, time_s)
