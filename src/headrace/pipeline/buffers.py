@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from headrace.training.batch_norm import move_running_averages
+
 
 @dataclass(frozen=True)
 class SavedBuffer:
@@ -122,15 +124,8 @@ class RunningStatistics:
     def commit(self) -> None:
         """Updates the averages, when all micro-batches of a batch have been seen."""
         for layer, sums in self._sums.items():
-            assert layer.running_mean is not None
-            assert layer.running_var is not None
-            assert layer.num_batches_tracked is not None
-            layer.num_batches_tracked.add_(1)
-            momentum = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
             mean = sums.total / sums.count
-            variance = (sums.squares - sums.total * mean) / max(1, sums.count - 1)
-            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
-            layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
+            move_running_averages(layer, mean, (sums.squares - sums.total * mean) / max(1, sums.count - 1))
         self._sums.clear()
 
     @torch.no_grad()

@@ -16,10 +16,8 @@ from headrace.spec.plan import Plan, Role, Segment
 def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool = False) -> tuple[Role, ...]:
     """Places `workers`: as many as the launcher started, or as there are accelerators, if None.
 
-    `spread` says whether they may be on several hosts, where a launcher has started them.
-
-    Raises:
-        InfeasiblePlan: the number contradicts the launcher or the machine.
+    `spread` says whether they may be on several hosts, where a launcher has started them. Raises an `InfeasiblePlan` if
+    the number contradicts the launcher or the machine.
     """
     if len(cluster.hosts) > 1:
         return _spread_roles(strategy, workers, cluster, spread)
@@ -43,10 +41,8 @@ def worker_and_server_roles(
 ) -> tuple[Role, ...]:
     """Places workers, then servers, then one backup of each server if `backups` is 1, on one host.
 
-    Of a launcher's processes the last are servers.
-
-    Raises:
-        InfeasiblePlan: the numbers contradict the launcher or the machine.
+    Of a launcher's processes the last are servers. Raises an `InfeasiblePlan` if the numbers contradict the launcher or
+    the machine.
     """
     if cluster.ranks is not None and backups:
         raise InfeasiblePlan(
@@ -111,10 +107,8 @@ def require_cpu(strategy: str, cluster: Cluster) -> None:
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:
     """Refuses a plan that needs more host memory than there is.
 
-    `needed_bytes` are of all hosts together, each in proportion to its workers.
-
-    Raises:
-        InfeasiblePlan: with both numbers.
+    `needed_bytes` are of all hosts together, each in proportion to its workers. Raises an `InfeasiblePlan` with both
+    numbers.
     """
     for host in cluster.hosts:
         needed = needed_bytes * len(host.ranks) // cluster.ranks if cluster.ranks and host.ranks else needed_bytes
@@ -160,9 +154,6 @@ def threads_per_worker(cores: int, workers_on_host: int) -> int:
 
     >>> threads_per_worker(8, 3)
     2
-
-    Raises:
-        UsageError: either is below 1.
     """
     if cores < 1 or workers_on_host < 1:
         raise UsageError(f"need at least 1 core and 1 worker, got {cores} and {workers_on_host}")

@@ -78,20 +78,21 @@ class GlobalBatchNorm(nn.Module):
         normalized: tuple[Tensor, ...] = _Normalize.apply(x, self.eps, self._collective)  # type: ignore[no-untyped-call]
         normal, mean, variance, total = normalized
         if self.running_mean is not None:
-            self._track(self.running_mean, mean, variance, total)
+            with torch.no_grad():
+                move_running_averages(self, mean, variance * (total / (total - 1).clamp(min=1)))
         if self.weight is not None:
             normal = normal * _spread(self.weight, normal)
         if self.bias is not None:
             normal = normal + _spread(self.bias, normal)
         return normal.to(x.dtype)
 
-    @torch.no_grad()
-    def _track(self, running_mean: Tensor, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-        self.num_batches_tracked.add_(1)
-        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * (total / (total - 1).clamp(min=1))
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+def move_running_averages(layer: Any, mean: Tensor, variance: Tensor) -> None:
+    """Moves a BatchNorm layer's running averages towards those of a batch, of which `variance` is unbiased."""
+    layer.num_batches_tracked.add_(1)
+    momentum = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+    layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
 
 
 def synchronise_batch_norm(module: nn.Module, collective: Collective) -> bool:

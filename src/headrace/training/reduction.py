@@ -50,6 +50,16 @@ class Reduction(ABC):
     def reduce(self) -> None:
         """Sums; all workers have stored their gradients."""
 
+    def _lay_out(
+        self, trainable: Sequence[ParameterSpec], group: ProcessGroup, rank: int, device: torch.device
+    ) -> None:
+        """Makes room for a sum that every device has, and that the first one measures."""
+        self.layout = FlatLayout(trainable)
+        self.used = UsedParameters(group, len(trainable))
+        self.result = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
+        self.held = [span.of(self.result) for span in self.layout.spans]
+        self.measured = [] if rank else self.held
+
 
 class SharedMemoryReduction(Reduction):
     """Sums through shared memory: each rank its part, in rank order, into one result for all."""
@@ -81,13 +91,9 @@ class CollectiveReduction(Reduction):
     def __init__(
         self, trainable: Sequence[ParameterSpec], group: ProcessGroup, collective: Collective, device: torch.device
     ) -> None:
-        self.layout = FlatLayout(trainable)
-        self.used = UsedParameters(group, len(trainable))
-        self.result = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
-        self.sink = FlatGradients(self.layout, self.result, self.used)
-        self.held = [span.of(self.result) for span in self.layout.spans]
-        self.measured = [] if collective.rank else self.held
         self._collective = collective
+        self._lay_out(trainable, group, collective.rank, device)
+        self.sink = FlatGradients(self.layout, self.result, self.used)
 
     def reduce(self) -> None:
         for total in self.held:
@@ -106,14 +112,10 @@ class OverlappedReduction(Reduction):
         self, trainable: Sequence[ParameterSpec], group: ProcessGroup, collective: Collective, module: nn.Module
     ) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.layout = FlatLayout(trainable)
-        self.used = UsedParameters(group, len(trainable))
-        self.sink = self
-        self.result = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=next(module.parameters()).device)
-        self.held = [span.of(self.result) for span in self.layout.spans]
-        self.measured = [] if collective.rank else self.held
-        self._views = self.layout.views(self.result)
         self._collective = collective
+        self._lay_out(trainable, group, collective.rank, next(module.parameters()).device)
+        self.sink = self
+        self._views = self.layout.views(self.result)
         runs = buckets([parameter.bytes for parameter in trainable], BUCKET_BYTES)
         self._bucket_of = [0] * len(parameters)
         self._flats: list[list[Tensor]] = []
