@@ -38,9 +38,8 @@ class StagedModel(Compute):
     Gradients are those of the share's part of the global batch's mean loss, as those of `WholeModel`, on the rank that
     holds the parameter; of a parameter that several ranks hold, each has the whole gradient.
 
-    Attributes:
-        tied: names of those of them that other ranks hold, too.
-        sink: takes the gradients of this rank's parameters; None leaves them in `.grad`.
+    `tied` are the names of those of them that other ranks hold, too. `sink` takes the gradients of this rank's
+    parameters; None leaves them in `.grad`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""ONE FILE = ONE STRATEGY. To add one, copy `one_device.py`, fill its three methods and add a line here."""
+"""ONE FILE = ONE STRATEGY. To add one, copy `one_device.py`, write its two methods and add a line here."""
 
 from __future__ import annotations
 

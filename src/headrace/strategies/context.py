@@ -34,11 +34,8 @@ class WorkerContext:
     """What an engine hands to a strategy in one worker.
 
     Attributes:
-        module: this worker's copy of the model, on its device.
-        model: its specification.
-        objective: loss and selection.
+        module: this worker's copy of the model, on its device; `model` is its specification.
         optimizer: the job's factory.
-        options: the job's.
         group: the workers.
         device_group: connects, at its first call, the collective that carries the devices' own tensors, and returns it;
             returns None where they live in the memory of one host.
@@ -150,10 +147,7 @@ class ServerContext:
     """What an engine hands to a strategy in one server.
 
     Attributes:
-        model: the model's specification.
         optimizer: the job's factory.
-        options: the job's.
-        rounds_per_epoch: of the training data.
         first: the round that the run begins with.
         until: the round before which the workers synchronize first.
         process: the number of this process, where servers have backups; no other process ever has it.
@@ -172,11 +166,7 @@ class ServerContext:
 class ModelProbe:
     """What a strategy may find out about a model before it plans.
 
-    Attributes:
-        module: the model; it must stay as it is.
-        global_batch_size: the job's.
-        cluster: the machines.
-        measure: measures the model's layers on this machine, once for all processes of the run.
+    The module must stay as it is. `measure` measures its layers on this machine, once for all processes of the run.
     """
 
     module: nn.Module

@@ -172,7 +172,9 @@ class Hybrid(ServedStrategy):
             # Replicas that are threads share one generator, and while one is traced no other may go on and draw.
             everyone.barrier()
             return replace(served_replica(self.outer, plan, role, own), slices=inside.slices)
-        outer = self.outer.plan(own.model, _replicas(plan, mates.world))
+        # To the outer strategy each replica is a worker; memory was asked for before.
+        replicas = Cluster((Host(plan.roles[0].host, mates.world, _ENOUGH_BYTES),))
+        outer = self.outer.plan(own.model, replicas)
         assert all(segment.owner == EVERY_WORKER for segment in outer.segments)
         return replace(self.outer.replica(outer, role.data_rank, own), slices=inside.slices)
 
@@ -212,8 +214,3 @@ def _alone(cluster: Cluster, devices: int) -> Cluster:
         placed = ((host, tuple(rank - first for rank in host.ranks if rank in within)) for host in cluster.hosts)
         found.append(tuple(replace(host, memory_bytes=_ENOUGH_BYTES, ranks=ranks) for host, ranks in placed if ranks))
     return replace(cluster, hosts=max(found, key=lambda hosts: len(hosts)), ranks=devices)
-
-
-def _replicas(plan: Plan, count: int) -> Cluster:
-    """Returns a cluster of which each worker is a replica: memory was asked for before."""
-    return Cluster((Host(plan.roles[0].host, count, _ENOUGH_BYTES),))

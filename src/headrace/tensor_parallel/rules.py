@@ -66,11 +66,9 @@ class ValueStep:
 
 @dataclass
 class Flow:
-    """Where values are split.
+    """Where values are split: which layers gather theirs, and which value each takes.
 
-    Attributes:
-        takes: by layer, along which axis its input is split; "" where it is whole.
-        drops: by dropout, along which axis its values are split; "" where they are whole.
+    `takes` says by layer along which axis its input is split, `drops` by dropout; "" where values are whole.
     """
 
     gathers: set[str] = field(default_factory=set)

@@ -104,8 +104,7 @@ class ReducingExchange(UpdatingExchange):
     A strategy says how the gradients are summed (`reduce`) and how the others get new parameters (`publish`).
 
     Args:
-        updater: of what this rank updates.
-        clipper: clips the sum, and decides with the other ranks.
+        updater, clipper: of this rank's parameters; the clipper decides with the other ranks.
         used: tells which parameters have a gradient; a parameter that no worker has one for is not updated.
         parameters: what this rank updates.
         gradients: where `reduce` leaves the sum for each of them.
