@@ -10,8 +10,8 @@ class Host:
     """One machine.
 
     Attributes:
-        cores: processor cores that the run may use, by affinity and quota.
-        memory_bytes: free memory.
+        cores: that the run may use, by affinity and quota.
+        memory_bytes: that is free, by the machine and by control groups.
         accelerators: devices by name, "cuda:0"; empty on a CPU machine.
         ranks: of the processes that a launcher has started on it, where there are several hosts.
     """

@@ -28,7 +28,6 @@ class ParameterSpec:
 
     Attributes:
         name: as in `named_parameters()`; of tied weights the first name.
-        shape: elements along each dim.
         dtype: a key of `ITEM_BYTES`.
         trainable: False for frozen parameters and buffers.
         cut: the dim along which each device of a replica holds an equal part, if a strategy must know it before the
@@ -115,11 +114,9 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """How to measure the layers of a model for a strategy.
+    """How to measure the layers of a model for a strategy: on a micro-batch of so many examples.
 
-    Attributes:
-        examples: of the batch that is measured: a micro-batch.
-        threads: of each worker; 0 for all threads of the machine.
+    `threads` is that of each worker; 0 for all threads of the machine.
     """
 
     examples: int

@@ -38,11 +38,9 @@ def log_path(run_dir: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run resumes from.
+    """Where a run resumes from: a checkpoint, and the servers' snapshots if they are newer.
 
-    Attributes:
-        same: whether strategy and workers are those of the saved run, so that each rank loads its own state.
-        snapshots: of the servers, if they are newer than the checkpoint; the checkpoint has the rest.
+    `same` tells whether strategy and workers are those of the saved run, so that each rank loads its own state.
     """
 
     folder: Path
@@ -53,22 +51,20 @@ class ResumePoint:
 
     @property
     def done(self) -> int:
-        """Rounds that are done; of those behind them, some leases may be."""
+        """Rounds that are done; some leases of later rounds may be done, too."""
         return self.snapshots.done if self.snapshots else self.step
 
     @property
     def snapshots_folder(self) -> Path:
-        """Of the run that the checkpoint is of."""
+        """The snapshots of the checkpoint's run."""
         return self.folder.parent / SNAPSHOTS
 
 
 @dataclass(frozen=True)
 class AttemptInfo:
-    """One attempt at a run: from a start or a resumption to its end, in the run's directory.
+    """One attempt at a run, from a start or a resumption to its end; it began at `began_s` on the run's clock.
 
-    Attributes:
-        began_s: on the run's clock, seconds.
-        lock: a descriptor that locks the directory while any process holds it; -1 for none.
+    `lock` is a descriptor that locks the directory while any process holds it; -1 for none.
     """
 
     began_s: float = 0.0
@@ -107,8 +103,7 @@ class RunSpec:
     def deadline(self, replaces: bool) -> float:
         """Returns when the run is to end, on the host's monotonic clock.
 
-        Args:
-            replaces: whether the worker replaces a lost one, whose time counts.
+        A worker that replaces a lost one has the rest of its time.
         """
         began = self.started + self.attempt.began_s if replaces else monotonic()
         return began + (math.inf if self.seconds is None else self.seconds)

@@ -58,14 +58,10 @@ class RunStarted(Event, kind="run_started"):
     """The first event, by the launcher.
 
     Attributes:
-        strategy: the registered name.
-        workers: number of processes that compute.
-        device: "cpu" or "cuda".
-        threads: threads of each worker.
-        global_batch_size: examples in a round.
+        threads: of each worker.
         examples_per_epoch: length of the training set.
         started_at: wall time, ISO 8601, for display only.
-        plan: the plan as JSON values.
+        plan: as JSON values.
         versions: "headrace", "torch", "python" to version.
         clock_s: start of the run on the host's monotonic clock.
         resumed_step: rounds that an earlier attempt had done; later rounds of that attempt are repeated. The events of
@@ -96,13 +92,9 @@ class Notice(Event, kind="notice"):
 
 @dataclass(frozen=True)
 class Failed(Event, kind="failed"):
-    """A worker's error, or what the launcher knows of a process that has ended.
+    """An error of a worker or server: its cause in one line, and the traceback from the first frame of user code on.
 
-    Attributes:
-        step: the step in which it happened.
-        cause: one line.
-        traceback: the worker's own, from the first frame of the user's code on.
-        exit_code: exit code of the command line.
+    `exit_code` is that of the command line.
     """
 
     step: int
@@ -113,12 +105,10 @@ class Failed(Event, kind="failed"):
 
 @dataclass(frozen=True)
 class Lost(Event, kind="lost"):
-    """By the launcher: a process has ended, and the run continues.
+    """By the launcher: the process with rank `lost` has ended, and the run continues.
 
     Attributes:
-        lost: its rank.
         incarnation: number of earlier processes with this rank.
-        cause: one line.
         replaced: whether the launcher starts a replacement.
     """
 
@@ -136,11 +126,7 @@ class Lost(Event, kind="lost"):
 
 @dataclass(frozen=True)
 class RunEnded(Event, kind="run_ended"):
-    """The last event, by the launcher.
-
-    Attributes:
-        status: "ok", "failed" or "interrupted".
-    """
+    """The last event, by the launcher; the status is "ok", "failed" or "interrupted"."""
 
     status: str
 
@@ -162,10 +148,9 @@ class ShardStats:
     Attributes:
         name: the parameter's; for a part of a parameter with its first element, "weight@4096".
         bytes: of its parameters.
-        pushes, pulls: gradients received, and parameters sent.
         steps: updates.
         apply_s: seconds that the updates took.
-        pushed_bytes, pulled_bytes: bytes received and sent.
+        pushed_bytes, pulled_bytes: received and sent.
     """
 
     name: str
@@ -205,7 +190,6 @@ class SnapshotTaken(Event, kind="snapshot_taken"):
     """A server without a backup has written its whole state, between two updates, to the disk.
 
     Attributes:
-        bytes: of the file.
         pause_s: how long the server answered no request, for the copy.
     """
 

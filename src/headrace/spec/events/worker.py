@@ -45,12 +45,9 @@ class Stepped(Event, kind="stepped"):
 
 @dataclass(frozen=True)
 class InputStageStats:
-    """The cost of one stage of a worker's input, in all threads or processes together.
+    """The cost of one stage ("source", "map(augment)", "batch") of a worker's input, in all threads or processes.
 
-    Attributes:
-        name: "source", "map(augment)", "batch".
-        busy_s: seconds in the stage.
-        waiting_s: of those, seconds without computing: waiting for a disk, a network, a lock or a core.
+    `waiting_s` is the part of `busy_s` without computing: waiting for a disk, a network, a lock or a core.
     """
 
     name: str
@@ -64,9 +61,9 @@ class InputStats(Event, kind="fed"):
 
     Attributes:
         parallel: "inline", "threads" or "processes".
-        readers: number of threads or processes that read; 1 where the worker itself reads.
-        seconds: since the first batch was asked for.
-        waited_s: of those, seconds in which the worker waited for a batch.
+        readers: threads or processes that read; 1 where the worker itself reads.
+        seconds: since the first request for a batch.
+        waited_s: the part of it in which the worker waited for a batch.
         ready: sum, over all requests, of the batches that were ready; divided by `batches`, the mean queue occupancy.
         batches, examples, bytes: received so far.
         skipped: examples that could not be read and were left out.
@@ -108,7 +105,6 @@ class Saved(Event, kind="saved"):
 
     Attributes:
         step: rounds that it contains.
-        bytes: of all its files.
         stall_s: how long training stood still on rank 0, for the copy.
         write_s: how long writing took, while training continued.
     """
