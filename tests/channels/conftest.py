@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from collectives.conftest import nursery, play
+from collectives.conftest import fork_server, play
 
-__all__ = ["nursery", "play"]
+__all__ = ["fork_server", "play"]

@@ -22,14 +22,14 @@ Play = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[ForkServer]:
-    nursery = ForkServer()
-    yield nursery
-    nursery.close()
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def play(nursery: ForkServer, tmp_path: Path) -> Play:
+def play(fork_server: ForkServer, tmp_path: Path) -> Play:
     """Returns `play(scenario, world, counter=0, **arguments)`: what every rank's part of a scenario returned."""
 
     def play(scenario: str, world: int, counter: int = 0, **arguments: object) -> list[Any]:
@@ -54,10 +54,10 @@ def play(nursery: ForkServer, tmp_path: Path) -> Play:
                     "path": [str(TESTS), *sys.path],
                     "log": str(logs[rank]),
                 }
-                nursery.spawn(rank, order, [held])
+                fork_server.spawn(rank, order, [held])
             codes: dict[int, int] = {}
             while len(codes) < world:
-                codes.update(nursery.ended(1.0))
+                codes.update(fork_server.ended(1.0))
                 failed = [rank for rank, code in codes.items() if code]
                 if failed and not page.abort:
                     page.abort = failed[0] + 1

@@ -25,10 +25,10 @@ def engine() -> Iterator[LocalEngine]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[ForkServer]:
-    nursery = ForkServer()
-    yield nursery
-    nursery.close()
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def below(pid: int) -> list[int]:
     return found
 
 
-def zygotes() -> list[int]:
-    """The zygotes of this process."""
+def fork_servers() -> list[int]:
+    """The fork_servers of this process."""
     return [real(pid) for pid in below(os.getpid())
             if b"headrace.engine.local.fork_server_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
             and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())]  # fmt: skip

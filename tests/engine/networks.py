@@ -49,7 +49,7 @@ def at(network: str, host: int) -> dict[str, str]:
     return {"HEADRACE_HOST": f"host-{host}", "NETWORK_NAMESPACE": f"/run/netns/{network}-{host}"}
 
 
-def starts(nursery: ForkServer, network: str, script: Path, folder: Path) -> Start:
+def starts(fork_server: ForkServer, network: str, script: Path, folder: Path) -> Start:
     """Returns `start(*arguments, on=(0, 1), awaited=None)`: a rank of a script on each of these hosts.
 
     All end by themselves; so many are waited for first.
@@ -58,7 +58,7 @@ def starts(nursery: ForkServer, network: str, script: Path, folder: Path) -> Sta
     def start(*arguments: str, on: Sequence[int] = (0, 1), awaited: int | None = None) -> Ended:
         said = launcher(len(on), MASTER)
         environments = [{**one, **at(network, host)} for one, host in zip(said, on, strict=True)]
-        return run_ranks(nursery, folder, script, arguments, environments, awaited or len(on))
+        return run_ranks(fork_server, folder, script, arguments, environments, awaited or len(on))
 
     return start
 

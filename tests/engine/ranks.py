@@ -63,7 +63,7 @@ def launcher(world: int, address: str) -> list[dict[str, str]]:
 
 
 def run_ranks(
-    nursery: ForkServer,
+    fork_server: ForkServer,
     folder: Path,
     script: Path,
     arguments: Sequence[str],
@@ -85,14 +85,14 @@ def run_ranks(
                 "path": [str(TESTS), *sys.path],
                 "log": str(logs[rank]),
             }
-            nursery.spawn(rank, order, [held])
+            fork_server.spawn(rank, order, [held])
         deadline = time.monotonic() + 120
         while len(codes) < awaited and time.monotonic() < deadline:
-            codes.update(nursery.ended(0.1))
+            codes.update(fork_server.ended(0.1))
         ended = dict(codes)
-        nursery.kill([rank for rank in range(len(logs)) if rank not in codes])
+        fork_server.kill([rank for rank in range(len(logs)) if rank not in codes])
         while len(codes) < len(logs):
-            codes.update(nursery.ended(0.1))
+            codes.update(fork_server.ended(0.1))
     finally:
         os.close(held)
         os.close(lifeline)

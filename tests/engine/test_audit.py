@@ -40,7 +40,7 @@ def watched(way: str, tmp_path: Path) -> list[dict[str, Any]]:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     events = [json.loads(line) for file in log.iterdir() for line in file.read_text().splitlines()]
-    # All of them were watched: launcher, zygote and workers of both runs.
+    # All of them were watched: launcher, fork server and workers of both runs.
     assert len(list(log.iterdir())) >= 5
     return events
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from engine.conftest import below, until, zygotes
+from engine.conftest import below, fork_servers, until
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.local.scaling import ask_for_workers
@@ -168,7 +168,7 @@ def test_killed_workers_are_replaced_and_no_example_is_lost_or_doubled(
     check_counts(hr.fit(job, make(), engine=engine, on_event=hand), 40)
     assert sorted(lost.lost for lost in hand.lost) == [0, 1]
     assert all("SIGKILL" in lost.cause for lost in hand.lost)
-    assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
+    assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
 
 
 @every_strategy
@@ -181,7 +181,7 @@ def test_a_killed_server_with_a_backup_is_followed_by_it(
     job = counting_job(40, model=functools.partial(Counter, done))
     check_counts(hr.fit(job, strategy, engine=engine, on_event=hand), 40)
     assert [lost.lost for lost in hand.lost] == [3]
-    assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
+    assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
 
 
 @pytest.mark.parametrize("victim", [0, 2, 3], ids=["worker", "server", "backup"])

@@ -1,4 +1,4 @@
-"""A zygote that is forked off a command: nothing of the command's is left in it."""
+"""A fork server that is forked off a command: nothing of the command's is left in it."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def hosts() -> Iterator[str]:
 
 
 @pytest.fixture
-def start(nursery: ForkServer, hosts: str, tmp_path: Path) -> Start:
-    return starts(nursery, hosts, SCRIPT, tmp_path)
+def start(fork_server: ForkServer, hosts: str, tmp_path: Path) -> Start:
+    return starts(fork_server, hosts, SCRIPT, tmp_path)
 
 
 def on_one(workers: int, **changes: object) -> float:

@@ -14,7 +14,7 @@ import pytest
 
 import headrace as hr
 from belongings import belongings, left_since
-from engine.conftest import below, state, until, zygotes
+from engine.conftest import below, fork_servers, state, until
 from engine.victims import make_job
 from headrace.engine.local.engine import close_kept_engine, kept_engine
 
@@ -60,11 +60,11 @@ def test_many_fits_use_one_fork_server_and_leave_nothing() -> None:
     job = make_job()
     hr.fit(job)
     before = belongings()
-    others = set(zygotes())
+    others = set(fork_servers())
     sizes, servers = [], set()
     for fit in range(FITS):
         assert hr.fit(job, hr.Mirrored(workers=2) if fit % 4 == 0 else "one_device").status == "ok"
-        (server,) = set(zygotes()) - others
+        (server,) = set(fork_servers()) - others
         assert below(server) == []
         servers.add(server)
         sizes.append(resident_bytes(os.getpid()) + resident_bytes(server))
@@ -98,7 +98,7 @@ def test_another_environment_needs_another_fork_server(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_two_fits_at_once_have_an_engine_each_and_one_is_kept() -> None:
-    others = set(zygotes())
+    others = set(fork_servers())
     together = threading.Barrier(2, timeout=60)
     used = []
 
@@ -113,7 +113,7 @@ def test_two_fits_at_once_have_an_engine_each_and_one_is_kept() -> None:
     for thread in threads:
         thread.join()
     assert used[0] is not used[1]
-    assert len(set(zygotes()) - others) == 1
+    assert len(set(fork_servers()) - others) == 1
 
 
 def test_what_is_no_error_of_a_run_ends_the_engine() -> None:

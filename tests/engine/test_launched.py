@@ -23,11 +23,11 @@ Start = Callable[..., Ended]
 
 
 @pytest.fixture
-def start(nursery: ForkServer, tmp_path: Path) -> Start:
+def start(fork_server: ForkServer, tmp_path: Path) -> Start:
     """Returns `start(*arguments, awaited=2)`: two ranks of the script, of which so many end by themselves."""
 
     def start(*arguments: str, awaited: int = 2) -> Ended:
-        return run_ranks(nursery, tmp_path, SCRIPT, arguments, launcher(2, "127.0.0.1"), awaited)
+        return run_ranks(fork_server, tmp_path, SCRIPT, arguments, launcher(2, "127.0.0.1"), awaited)
 
     return start
 

@@ -43,7 +43,7 @@ hr.launch(train, long_job(data=loader), hr.Mirrored(2), on_event=tell, run_dir=s
 
 
 @pytest.mark.parametrize(
-    "stopped", [(), ("worker",), ("zygote", "worker")], ids=lambda names: "+".join(names) or "none"
+    "stopped", [(), ("worker",), ("fork server", "worker")], ids=lambda names: "+".join(names) or "none"
 )
 def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
     script = tmp_path / "script.py"
@@ -60,12 +60,12 @@ def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
     with launcher.stdout:
         assert launcher.stdout.readline() == "trains\n"
         everything = below(launcher.pid)
-        zygote, *rest = everything
-        workers = [pid for pid in rest if parent(pid) == zygote]
+        fork_server, *rest = everything
+        workers = [pid for pid in rest if parent(pid) == fork_server]
         assert len(workers) == 2
         assert len(everything) >= 1 + 2 + 2 * 2, "each worker has a reader and a sleeper"
         for name in stopped:
-            os.kill(zygote if name == "zygote" else workers[0], signal.SIGSTOP)
+            os.kill(fork_server if name == "fork server" else workers[0], signal.SIGSTOP)
         launcher.kill()
         launcher.wait()
     gone = until(lambda: all(state(pid) in ("", "Z") for pid in everything), GONE_WITHIN_S)

@@ -17,7 +17,7 @@ import torch
 
 import headrace as hr
 from engine import victims
-from engine.conftest import below, until, zygotes
+from engine.conftest import below, fork_servers, until
 from engine.victims import NOTICED_S, faulty, long_job, make_job, planted_at
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost, RunFailed, UnfitMachine, WorkerFailed
@@ -167,36 +167,36 @@ def test_the_engine_is_as_good_as_new(engine: LocalEngine) -> None:
     """After all of the above."""
     run = hr.fit(make_job(), PAIR, engine=engine)
     assert run.status == "ok"
-    assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
+    assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
 
 
-def test_a_zygote_that_is_killed_is_another_one_in_the_next_run() -> None:
-    others = zygotes()
+def test_a_fork_server_that_is_killed_is_another_one_in_the_next_run() -> None:
+    others = fork_servers()
     with LocalEngine() as engine:
-        (zygote,) = set(zygotes()) - set(others)
+        (fork_server,) = set(fork_servers()) - set(others)
 
         def kill(event: Event) -> None:
             if event.kind == "worker_started" and event.rank == 0:
-                os.kill(zygote, signal.SIGKILL)
+                os.kill(fork_server, signal.SIGKILL)
 
         with pytest.raises((RunFailed, UnfitMachine), match="the process that starts the workers ended with code -9"):
             hr.fit(long_job(), PAIR, engine=engine, on_event=kill)
         assert hr.fit(make_job(), PAIR, engine=engine).status == "ok"
 
 
-def test_a_zygote_that_is_stopped_while_a_worker_dies() -> None:
-    others = zygotes()
+def test_a_fork_server_that_is_stopped_while_a_worker_dies() -> None:
+    others = fork_servers()
     with LocalEngine() as engine:
         workers: list[int] = []
         hr.fit(make_job(), PAIR, engine=engine)
-        (zygote,) = set(zygotes()) - set(others)
+        (fork_server,) = set(fork_servers()) - set(others)
 
         def stop(event: Event) -> None:
             if event.kind == "stepped" and not workers:
-                workers.extend(below(zygote))
-                os.kill(zygote, signal.SIGSTOP)
+                workers.extend(below(fork_server))
+                os.kill(fork_server, signal.SIGSTOP)
                 os.kill(workers[0], signal.SIGKILL)
 
         with pytest.raises(RunFailed):
             hr.fit(long_job(), PAIR, engine=engine, on_event=stop, timeout_s=TIMEOUT_S)
-        assert until(lambda: below(zygote) == [], 30)
+        assert until(lambda: below(fork_server) == [], 30)

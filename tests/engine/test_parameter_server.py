@@ -17,7 +17,7 @@ import torch
 
 import headrace as hr
 from engine import victims
-from engine.conftest import below, zygotes
+from engine.conftest import below, fork_servers
 from engine.lasting import EXAMPLES, ROUNDS, lasting_job, left_by
 from engine.victims import NOTICED_S, long_job, make_job, planted_at
 from headrace.checkpoint import CheckpointFolder
@@ -127,7 +127,7 @@ def test_a_server_without_a_backup_that_is_killed_is_named(engine: LocalEngine, 
         hr.fit(long_job(), strategy, engine=engine, on_event=at_step(5, kill))
     assert str(caught.value) == f"rank 2 on {socket.gethostname()} was lost: killed by signal 9 (SIGKILL)"
     assert time.monotonic() - killed[0] < NOTICED_S
-    assert [below(zygote) for zygote in zygotes()] == [[]] * len(zygotes())
+    assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
 
 
 @pytest.mark.slow

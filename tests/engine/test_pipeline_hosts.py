@@ -33,8 +33,8 @@ def hosts() -> Iterator[str]:
 
 
 @pytest.fixture
-def start(nursery: ForkServer, hosts: str, tmp_path: Path) -> Start:
-    return starts(nursery, hosts, SCRIPT, tmp_path)
+def start(fork_server: ForkServer, hosts: str, tmp_path: Path) -> Start:
+    return starts(fork_server, hosts, SCRIPT, tmp_path)
 
 
 def ran(start: Start, runs: Sequence[tuple[str, str, str, dict[str, Any]]], on: Sequence[int]) -> Ended:
@@ -175,10 +175,10 @@ def slow_hosts() -> Iterator[str]:
 
 
 def test_a_link_carries_what_crosses_the_cut_while_stages_compute(
-    nursery: ForkServer, slow_hosts: str, tmp_path: Path
+    fork_server: ForkServer, slow_hosts: str, tmp_path: Path
 ) -> None:
     environments = [{**said, **at(slow_hosts, rank)} for rank, said in enumerate(launcher(2, MASTER))]
-    ended = run_ranks(nursery, tmp_path, SCRIPT, ["count"], environments, 2)
+    ended = run_ranks(fork_server, tmp_path, SCRIPT, ["count"], environments, 2)
     assert set(ended.codes.values()) == {0}, ended.logs
     crossing = 4 * MICRO_BATCH * FEATURES
     # Activations one way, their gradients the other, of each of four micro-batches.

@@ -31,18 +31,18 @@ if rank == sys.argv[1]:
 
 
 class Lent:
-    """A nursery that outlives its borrower."""
+    """A fork server that outlives its borrower."""
 
-    def __init__(self, nursery: ForkServer) -> None:
-        self.spawn, self.ended, self.kill = nursery.spawn, nursery.ended, nursery.kill
+    def __init__(self, fork_server: ForkServer) -> None:
+        self.spawn, self.ended, self.kill = fork_server.spawn, fork_server.ended, fork_server.kill
 
     def close(self) -> None:
         """Everybody has ended."""
 
 
 @pytest.fixture(autouse=True)
-def _one_nursery(nursery: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.local.engine.ForkServer", lambda: Lent(nursery))
+def _one_fork_server(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.local.engine.ForkServer", lambda: Lent(fork_server))
 
 
 @pytest.fixture

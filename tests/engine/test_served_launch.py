@@ -23,11 +23,11 @@ Start = Callable[..., Ended]
 
 
 @pytest.fixture
-def start(nursery: ForkServer, tmp_path: Path) -> Start:
+def start(fork_server: ForkServer, tmp_path: Path) -> Start:
     """Returns `start(*arguments, awaited=3)`: three ranks of the script, of which so many end by themselves."""
 
     def start(*arguments: str, awaited: int = WORLD) -> Ended:
-        return run_ranks(nursery, tmp_path, SCRIPT, arguments, launcher(WORLD, "127.0.0.1"), awaited)
+        return run_ranks(fork_server, tmp_path, SCRIPT, arguments, launcher(WORLD, "127.0.0.1"), awaited)
 
     return start
 
@@ -45,8 +45,8 @@ def test_the_last_rank_serves_and_every_rank_gets_the_run(start: Start) -> None:
         assert said[1]["total"] == ended.said[0][1]["total"]
 
 
-def test_replicas_of_two_ranks_and_their_servers(nursery: ForkServer, tmp_path: Path) -> None:
-    ended = run_ranks(nursery, tmp_path, SCRIPT, ("replicas",), launcher(6, "127.0.0.1"), 6)
+def test_replicas_of_two_ranks_and_their_servers(fork_server: ForkServer, tmp_path: Path) -> None:
+    ended = run_ranks(fork_server, tmp_path, SCRIPT, ("replicas",), launcher(6, "127.0.0.1"), 6)
     assert ended.codes == dict.fromkeys(range(6), 0), ended.logs
     ours = hr.fit(make_job(model=split_model), engine=hr.ThreadEngine())
     total = float(sum(tensor.double().sum() for tensor in ours.model.state_dict().values()))

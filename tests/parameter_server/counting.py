@@ -142,8 +142,8 @@ class _Counting:
         self.board = Board(world.folder, world.seats)
         self.board.go[0] = 1
         self.chance = random.Random(world.seed)
-        self.nursery = ForkServer()
-        closing.callback(self.nursery.close)
+        self.fork_server = ForkServer()
+        closing.callback(self.fork_server.close)
         self.lifeline, held = os.pipe()
         closing.callback(os.close, self.lifeline)
         closing.callback(os.close, held)
@@ -246,12 +246,12 @@ class _Counting:
             "path": [str(SCRIPT.parents[1]), *sys.path],
             "log": str(self._log(seat)),
         }
-        self.nursery.spawn(seat, order, [self.lifeline])
+        self.fork_server.spawn(seat, order, [self.lifeline])
 
     def _until(self, happened: Callable[[], bool]) -> None:
         deadline = monotonic() + DEADLINE_S
         while not happened():
-            self.codes.update(self.nursery.ended(0.002))
+            self.codes.update(self.fork_server.ended(0.002))
             failed = [seat for seat, code in self.codes.items() if code not in (0, -signal.SIGKILL, Replaced.exit_code)]
             assert not failed, self._words()
             assert monotonic() < deadline, f"nothing happens: {self.board.met} of {self.board.go}; {self._words()}"

@@ -32,19 +32,19 @@ SCRIPT = TESTS / "parameter_server" / "fleet_script.py"
 
 class Fleet:
     """Args:
-    nursery: that processes come from.
+    fork_server: that processes come from.
     way: of their bytes.
     leases: that there are.
     folder: for logs.
     """
 
-    def __init__(self, nursery: ForkServer, way: str, leases: int, folder: Path) -> None:
+    def __init__(self, fork_server: ForkServer, way: str, leases: int, folder: Path) -> None:
         self.way, self.leases = way, leases
         self.authority = Authority()
         self.addresses: dict[int, str] = {}
         self.pids: dict[int, int] = {}
         self.promoted_at = 0.0
-        self._nursery, self._folder = nursery, folder
+        self._nursery, self._folder = fork_server, folder
         self._name = f"headrace-test-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self._name}")

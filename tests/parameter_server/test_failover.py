@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives.conftest import nursery  # noqa: F401
+from collectives.conftest import fork_server  # noqa: F401
 from headrace.engine.local.fork_server import ForkServer
 from parameter_server.fleet import Fleet, Pusher
 from parameter_server.pairs import until
@@ -20,8 +20,8 @@ LEASES = 20_000
 
 
 @pytest.fixture(params=WAYS)
-def fleet(request: pytest.FixtureRequest, nursery: ForkServer, tmp_path: Path) -> Iterator[Fleet]:  # noqa: F811
-    fleet = Fleet(nursery, str(request.param), LEASES, tmp_path)
+def fleet(request: pytest.FixtureRequest, fork_server: ForkServer, tmp_path: Path) -> Iterator[Fleet]:  # noqa: F811
+    fleet = Fleet(fork_server, str(request.param), LEASES, tmp_path)
     try:
         for _ in range(2):
             fleet.spawn()

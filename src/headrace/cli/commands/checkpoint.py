@@ -89,11 +89,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _found(path: Path) -> tuple[CheckpointFolder, tuple[int, ...]]:
-    """Returns the folder of checkpoints and its steps, ascending.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Returns the folder of checkpoints and its steps, ascending; raises UsageError where there is none."""
     # Lazily: `--help` need not wait for it.
     from headrace.checkpoint import CheckpointFolder
 
@@ -117,13 +113,10 @@ def _found(path: Path) -> tuple[CheckpointFolder, tuple[int, ...]]:
 
 def _list(answer: Answer, folder: CheckpointFolder, steps: Sequence[int]) -> None:
     rows = [_look(folder, step) for step in steps]
-    if answer.as_json:
-        answer.document({"folder": str(folder.path), "checkpoints": rows})
-        return
     heads = ("step", "size", "strategy", "workers", "saved", "manifest, sizes")
     keys = ("step", "bytes", "strategy", "workers", "saved_at", "wrong")
     cells = [[_cell(key, row[key]) for key in keys] for row in rows]
-    answer.text(_columns([heads, *cells], right=(0, 1, 3)))
+    answer.give({"folder": str(folder.path), "checkpoints": rows}, _columns([heads, *cells], right=(0, 1, 3)))
 
 
 def _look(folder: CheckpointFolder, step: int) -> dict[str, Any]:
@@ -173,11 +166,7 @@ def _verify(answer: Answer, folder: CheckpointFolder, steps: Sequence[int]) -> b
 
 
 def _newest(folder: CheckpointFolder, steps: Sequence[int]) -> Checkpoint:
-    """Returns the newest checkpoint with sound manifest and sizes.
-
-    Raises:
-        CorruptCheckpoint: none is.
-    """
+    """Returns the newest checkpoint with sound manifest and sizes; raises CorruptCheckpoint where none is."""
     for step in reversed(steps[1:]):
         try:
             return folder.open(step)

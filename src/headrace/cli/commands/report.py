@@ -53,11 +53,7 @@ def report(
 
 
 def _read_comparison(directory: Path) -> tuple[tuple[Summary, ...], References]:
-    """Reads the references that were measured; everything else comes from the event files.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Reads the measured references; everything else comes from the event files."""
     file = directory / _COMPARISON
     try:
         document = json.loads(file.read_text(encoding="utf-8"))

@@ -92,7 +92,7 @@ def train(
         checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every)
         going = _going(resume, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
-        # In this order: the engine forks a process off this one, which must not have run the job file by then.
+        # In this order: the engine forks this process, which must not have run the job file before.
         with own_engine() as engine, saying_where(where):
             job = load_job(path, settings or ())
             from headrace.api.fit import fit

@@ -37,8 +37,7 @@ _gathered = itertools.count()
 def launched_ranks() -> int | None:
     """Returns how many processes the launcher has started, None if there is no launcher.
 
-    Raises:
-        UsageError: it has set some of its variables only.
+    Raises UsageError where it has set only some of its variables.
     """
     given = [name for name in _VARIABLES if name in os.environ]
     if "RANK" not in given or "WORLD_SIZE" not in given:
@@ -91,10 +90,9 @@ def of_first(make: Callable[[], str]) -> str:
 
 
 def join(cluster: Cluster) -> Cluster:
-    """Returns the cluster that all the launcher's processes are on, from what each sees; all call it together.
+    """Returns the cluster of all the launcher's processes, from what each sees; all call it together.
 
-    Raises:
-        InfeasiblePlan: some have devices of another kind.
+    Raises InfeasiblePlan where some have devices of another kind.
     """
     if cluster.ranks in (None, 1):
         return cluster
