@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import run
-from headrace.report import References, comparison_plain, summarize
+from headrace.report.model.summary import References, summarize
+from headrace.report.views.table import comparison_plain
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.slow  # matplotlib draws

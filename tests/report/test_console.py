@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.report import ProgressBar
 from headrace.report.model import events
 from headrace.report.model.events import DiskMonitor, LogTail
-from headrace.report.views.live import Console
+from headrace.report.views.live import Console, ProgressBar
 from headrace.spec.events import Evaluated, NonFinite, Notice, ParametersAveraged, Saved
 
 

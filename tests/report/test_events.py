@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import DataError, UsageError
-from headrace.report import Tail, read_events, read_log, summarize
-from headrace.report.model.events import attempts, of_kind
+from headrace.report.model.events import Tail, attempts, of_kind, read_events, read_log
+from headrace.report.model.summary import summarize
 from headrace.spec.events import (
     LAUNCHER,
     Evaluated,

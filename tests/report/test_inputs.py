@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.report import References, comparison_table, run_table, summarize, write_page
 from headrace.report.format import to_cells, to_heads
 from headrace.report.model.inputs import (
     Bottleneck,
@@ -21,9 +20,11 @@ from headrace.report.model.inputs import (
     inputs_of,
     occupancy,
 )
+from headrace.report.model.summary import References, summarize
 from headrace.report.model.training import StepTimes
+from headrace.report.views.page import write_page
 from headrace.report.views.subjects import BOTTLENECK, INPUT
-from headrace.report.views.table import comparison_plain, run_plain, run_rows
+from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_rows, run_table
 from headrace.spec.events import Event, InputStageStats, InputStats
 
 

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from headrace.errors import UsageError
-from headrace.report import References, summarize, write_page
+from headrace.report.model.summary import References, summarize
 from headrace.report.views.drawing import Bar, Curve, Mark, draw_bars, draw_curves
+from headrace.report.views.page import write_page
 from headrace.report.views.style import STAND_INS, colours_of
 from headrace.spec.events import LAUNCHER, Failed, Notice, RunEnded, Saved
 
@@ -190,6 +191,7 @@ def test_strategies_keep_their_colours():
 @pytest.mark.slow
 def test_importing_the_room_imports_nothing_slow():
     slow = ("torch", "matplotlib", "rich", "numpy", "tensorboard")
-    code = f"import sys, headrace.report; print([name for name in {slow} if name in sys.modules])"
+    views = "headrace.report.views.page, headrace.report.views.live"
+    code = f"import sys, {views}; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.report import run_plain, summarize, write_page
 from headrace.report.model.events import Attempt
 from headrace.report.model.pipeline import passed_of
-from headrace.report.views.table import run_rows
+from headrace.report.model.summary import summarize
+from headrace.report.views.page import write_page
+from headrace.report.views.table import run_plain, run_rows
 from headrace.spec.events import LAUNCHER, PipelineStepTimed, RunEnded, RunStarted, StagePass, Stepped
 
 ROLES = [

@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from headrace.report import summarize, write_page
+from headrace.report.model.summary import summarize
 from headrace.report.views.drawing import Histogram, draw_histograms
+from headrace.report.views.page import write_page
 from headrace.report.views.server_pictures import server_pictures
 from headrace.report.views.style import colours_of
 from headrace.spec.events import Failed, ServerStats, ShardStats

@@ -6,10 +6,10 @@ import io
 
 import pytest
 
-from headrace.report import References, comparison_table, run_table, summarize
 from headrace.report.format import to_cells, to_heads
+from headrace.report.model.summary import References, summarize
 from headrace.report.views.subjects import SERVERS, server_line
-from headrace.report.views.table import run_rows
+from headrace.report.views.table import comparison_table, run_rows, run_table
 
 
 def _render(table) -> list[str]:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
-from headrace.report import run_plain, summarize
 from headrace.report.model.events import attempts
 from headrace.report.model.servers import ROUNDS, Staleness, imbalance, staleness_over_time, to_mean
+from headrace.report.model.summary import summarize
 from headrace.report.model.training import TrainingClock
+from headrace.report.views.table import run_plain
 from headrace.spec.events import (
     LAUNCHER,
     Evaluated,

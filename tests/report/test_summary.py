@@ -6,7 +6,7 @@ import math
 import pytest
 
 from headrace.errors import DataError
-from headrace.report import References, summarize, verdict
+from headrace.report.model.summary import References, summarize, verdict
 from headrace.report.model.training import CURVE_POINTS
 from headrace.spec.events import LAUNCHER, Evaluated, Failed, Notice, RunStarted, Stepped, WorkerEnded
 from headrace.spec.plain import from_plain, to_plain

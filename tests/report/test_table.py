@@ -6,16 +6,8 @@ import json
 
 import pytest
 
-from headrace.report import (
-    References,
-    Summary,
-    comparison_plain,
-    comparison_table,
-    run_plain,
-    run_table,
-    summarize,
-)
-from headrace.report.views.table import run_rows
+from headrace.report.model.summary import References, Summary, summarize
+from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_rows, run_table
 from headrace.spec.events import LAUNCHER, Failed, NonFinite, RunEnded, Saved
 
 HOSTILE = "[red]a-very-long-name-of-a-strategy-\x1b[31m-that-does-not-end"

@@ -6,7 +6,8 @@ from datetime import datetime
 import pytest
 
 from headrace.errors import UnfitMachine
-from headrace.report import TensorBoard, read_events
+from headrace.report.model.events import read_events
+from headrace.report.views.live import TensorBoard
 from headrace.spec.events import LAUNCHER, Evaluated, NonFinite, ParametersAveraged, RunStarted, Saved, Stepped
 
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.report import References, comparison_table, run_plain, summarize, write_page
+from headrace.report.model.summary import References, summarize
 from headrace.report.model.training import TrainingClock, curves_of
-from headrace.report.views.table import run_rows
+from headrace.report.views.page import write_page
+from headrace.report.views.table import comparison_table, run_plain, run_rows
 from headrace.spec.events import Evaluated, ParametersAveraged, RunEnded, RunStarted, Stepped
 from report.test_server_text import _render
 

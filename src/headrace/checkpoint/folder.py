@@ -131,12 +131,11 @@ def _check_size(file: File, record: FileRecord) -> None:
 
 
 def _fill(file: File, buffer: memoryview) -> None:
-    rest = buffer
-    while rest:
-        count = file.read(rest)
+    while buffer:
+        count = file.read(buffer)
         if count == 0:
-            raise ValueError(f"it ended {len(rest):,} bytes too early")
-        rest = rest[count:]
+            raise ValueError(f"it ended {len(buffer):,} bytes too early")
+        buffer = buffer[count:]
 
 
 class CheckpointFolder:

@@ -128,11 +128,10 @@ class ElasticGroup(ProcessGroup):
     def _comes(self, member: int, target: int) -> bool:
         """Waits until a member has reached a barrier, or is lost; returns whether it has reached it."""
         record = self._page.ranks[member]
-        address = record.address_of("elastic_counter")
         while not reached(seen := record.elastic_counter, target):
             if self.is_gone(member) and not reached(record.elastic_counter, target):
                 return False
-            futex.wait(address, seen, _SLICE_S)
+            futex.wait(record.address_of("elastic_counter"), seen, _SLICE_S)
             self._check()
             self.ends.check(member, self._place, lambda: reached(record.elastic_counter, target))
         return True

@@ -153,8 +153,7 @@ class MultiHostGroup(ProcessGroup):
             raise NotImplementedError("a group in a group has no groups in it")
         name = f"{len(self.groups)}/{'-'.join(map(str, members))}"
         connected = self._grow(name, list(members).index(self.rank), len(members))
-        seats = [self._seats[member] for member in members]
-        ends = self.ends.among(members)
+        seats, ends = [self._seats[member] for member in members], self.ends.among(members)
         group = MultiHostGroup(connected, self._page, self._seat, self._check, self._accuse, None, seats, ends)
         if self.home:
             group.home = replace(self.home, hosts=tuple(self.home.hosts[member] for member in members))

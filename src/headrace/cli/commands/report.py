@@ -12,7 +12,8 @@ import typer
 from headrace.cli.options import JsonOption, help_option
 from headrace.cli.output import answering, show_comparison, show_run
 from headrace.errors import DataError, UnfitMachine
-from headrace.report import References, Summary, summarize, write_page
+from headrace.report.model.summary import References, Summary, summarize
+from headrace.report.views.page import write_page
 
 _COMPARISON = "comparison.json"
 
