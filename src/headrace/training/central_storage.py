@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Segment
-from headrace.training.clipping import GradientClipper
+from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, SharedGradients
 from headrace.training.optimizer import StatePiece, build_over
@@ -110,6 +110,11 @@ class CentralStorageExchange(ReducingExchange):
         indices = [layout.names.index(segment.parameter) for segment in segments]
         parameter_bytes = 0 if group.rank else copy.layout.nbytes
         super().__init__(updater, clipper, copy.gradients.used, pieces, own, parameter_bytes, indices)
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        # The other workers read them in host memory.
+        self._copy.bring()
+        return super().synchronize(finite)
 
     def reduce(self) -> Reduced:
         if self._sums:
