@@ -1,10 +1,13 @@
-"""Pairwise covers: few of many cases, in which every two parameters still meet in every way."""
+"""Few of many cases: pairwise covers, in which every two parameters still meet in every way, and cases in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import combinations
+from typing import Any
+
+import pytest
 
 Pair = tuple[tuple[str, Hashable], ...]
 
@@ -34,3 +37,13 @@ def pairwise(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
         missing -= found[index]
         kept.append(index)
     return sorted(kept)
+
+
+def in_turn(names: Sequence[str], others: Sequence[Any]) -> list[Any]:
+    """Returns every pair as parameters of a test; the usual run has each name with one of the others, in turn."""
+    return [
+        pytest.param(name, *(other if isinstance(other, tuple) else (other,)),
+                     marks=[pytest.mark.full] * (index % len(others) != turn))
+        for index, name in enumerate(names)
+        for turn, other in enumerate(others)
+    ]  # fmt: skip

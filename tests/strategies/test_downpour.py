@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from cover import in_turn
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UsageError
 from headrace.parameter_server.client.downpour import Background
@@ -35,8 +36,7 @@ RATE = 0.0625
 DESCENT = partial(torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.parametrize("size", ["uneven", "tiny"])
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(("name", "size"), in_turn(sorted(CASES), ["uneven", "tiny"]))
 def test_one_worker_that_waits_is_one_device_bit_for_bit(name: str, size: str) -> None:
     outcome = train(CASES[name].job(COUNTS[size]), STEPWISE(1))
     assert_same_bits(outcome, on_one_device(CASES[name], size, torch.float64, None))

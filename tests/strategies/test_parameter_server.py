@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from belongings import belongings, left_since
+from cover import in_turn
 from headrace.data import Loader, as_pipeline
 from headrace.errors import InfeasiblePlan, NonFiniteGradient, NonFiniteLoss, UnknownName, UsageError, WorkerFailed
 from headrace.parameter_server.server.optimizer import Remedies
@@ -54,8 +55,7 @@ SLICED = ["mlp", "lstm", "tied", "idle", "buffers", "partial", "tokens", "groups
 """Their optimizers work on pieces."""
 
 
-@pytest.mark.parametrize("size", ["uneven", "tiny"])
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(("name", "size"), in_turn(sorted(CASES), ["uneven", "tiny"]))
 def test_one_worker_in_lock_step_is_one_device_bit_for_bit(name: str, size: str) -> None:
     outcome = train(CASES[name].job(COUNTS[size]), LOCK_STEP(1))
     assert_same_bits(outcome, on_one_device(CASES[name], size, torch.float64, None))
@@ -74,8 +74,7 @@ def test_one_worker_in_bf16_is_one_device_bit_for_bit(option: str) -> None:
     assert_same_bits(outcome, on_one_device(BF16[option], "uneven", torch.float32, None))
 
 
-@pytest.mark.parametrize(("workers", "size"), [(2, "uneven"), (3, "tiny")])
-@pytest.mark.parametrize("name", EXCHANGED)
+@pytest.mark.parametrize(("name", "workers", "size"), in_turn(EXCHANGED, [(2, "uneven"), (3, "tiny")]))
 def test_lock_step_is_the_synchronous_mean_and_two_runs_are_equal(name: str, workers: int, size: str) -> None:
     job = CASES[name].job(COUNTS[size])
     outcome = train(job, LOCK_STEP(workers))

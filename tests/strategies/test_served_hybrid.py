@@ -55,6 +55,7 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
     assert one.metrics == pytest.approx(other.metrics, rel=1e-9)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("inner", sorted(INNER))
 @pytest.mark.parametrize("count", [11, 9])
 @pytest.mark.parametrize(
