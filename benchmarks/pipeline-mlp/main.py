@@ -18,7 +18,8 @@ from harness import alternate, ratio, report, rival
 
 import headrace as hr
 from headrace.engine.local.engine import LocalEngine
-from headrace.pipeline.schedules import SCHEDULES, Action, timed
+from headrace.pipeline.schedules import SCHEDULES
+from headrace.pipeline.schedules.schedule import Action, timed
 from headrace.spec.events import PipelineStepTimed, Stepped
 
 WIDTH, LAYERS, BATCH, STAGES, WARM = 1024, 8, 256, 2, 10

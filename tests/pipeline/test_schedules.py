@@ -7,16 +7,8 @@ from itertools import product
 
 import pytest
 
-from headrace.pipeline.schedules import (
-    SCHEDULES,
-    Action,
-    PassKind,
-    PipelineSchedule,
-    bubble,
-    draw,
-    in_flight,
-    timed,
-)
+from headrace.pipeline.schedules import SCHEDULES
+from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule, bubble, draw, in_flight, timed
 
 CASES = [
     (name, ranks, micro_batches, chunks)

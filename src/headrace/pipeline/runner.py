@@ -24,7 +24,7 @@ from headrace.machine import resident_bytes
 from headrace.pipeline.backward import WeightGradient
 from headrace.pipeline.buffers import RunningStatistics, SavedBuffer
 from headrace.pipeline.channels import Channels
-from headrace.pipeline.schedules import Action, PassKind
+from headrace.pipeline.schedules.schedule import Action, PassKind
 from headrace.pipeline.stage import OUTPUT, Stage
 from headrace.spec.events import StagePass
 

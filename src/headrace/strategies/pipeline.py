@@ -19,7 +19,8 @@ from headrace.pipeline.buffers import RunningStatistics
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.partition import COSTS, Terms, costs, is_partition, read, split
 from headrace.pipeline.runner import RECOMPUTE, Runner
-from headrace.pipeline.schedules import SCHEDULES, PipelineSchedule
+from headrace.pipeline.schedules import SCHEDULES
+from headrace.pipeline.schedules.schedule import PipelineSchedule
 from headrace.pipeline.stage import cut
 from headrace.pipeline.stage_module import StageModule, edges
 from headrace.pipeline.staged import PipelineExchange, StagedModel

@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, cast
 
-from headrace.pipeline.schedules import Action, ActionSpan, PassKind, bubble, timed
+from headrace.pipeline.schedules.schedule import Action, ActionSpan, PassKind, bubble, timed
 from headrace.report.format import byte_count, percent, plural, short
 from headrace.report.model.events import Attempt, of_kind
 from headrace.spec.events import PipelineStepTimed, StagePass

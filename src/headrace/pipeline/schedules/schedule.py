@@ -1,13 +1,9 @@
-"""In which order the ranks of a pipeline do what, and what that costs: when each action runs, how long ranks idle.
-
-To add a schedule, add a class and a line of `SCHEDULES`. In the drawings each pass takes a unit: 2 is the forward of
-micro-batch 2, 2' its backward.
-"""
+"""What every schedule is: an order of actions for each rank; when each action runs, how long ranks idle."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -75,131 +71,6 @@ class PipelineSchedule(ABC):
     def held(self, stage: int) -> int:
         """Returns the most micro-batches of which a stage keeps something at a time, until its last backward pass."""
         return in_flight((each for each in self.actions(self.rank_of(stage)) if each.stage == stage), weights=True)
-
-
-class GPipe(PipelineSchedule):
-    """All forward passes, then all backward passes (Huang et al., "GPipe", 2019, section 2.3 and figure 2c).
-
-        rank 0   0  1  2  3  .  .  .  .  3' 2' 1' 0'
-        rank 1   .  0  1  2  3  .  .  3' 2' 1' 0' .
-        rank 2   .  .  0  1  2  3  3' 2' 1' 0' .  .
-
-    Of K stages each idles (K - 1) / (M + K - 1) of the time, and holds the activations of all M micro-batches. Backward
-    begins with the last one, whose activations are the newest: with recomputation they need not be made again.
-    """
-
-    def actions(self, rank: int) -> Iterator[Action]:
-        for micro_batch in range(self.micro_batches):
-            yield Action(rank, micro_batch)
-        for micro_batch in reversed(range(self.micro_batches)):
-            yield Action(rank, micro_batch, PassKind.BACKWARD)
-
-
-class OneForwardOneBackward(PipelineSchedule):
-    """One forward, one backward by turns, after as many forward passes as there are ranks behind.
-
-    It is PipeDream-Flush (Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2,
-    figure 3).
-
-        rank 0   0  1  2  .  .  0' 3  1' .  2' .  3'
-        rank 1   .  0  1  .  0' 2  1' 3  2' .  3' .
-        rank 2   .  .  0  0' 1  1' 2  2' 3  3' .  .
-
-    It idles as long as GPipe does, and rank r of K holds the activations of at most K - r micro-batches, however many
-    there are.
-    """
-
-    def actions(self, rank: int) -> Iterator[Action]:
-        ahead = min(self.ranks - rank - 1, self.micro_batches)
-        for micro_batch in range(ahead):
-            yield Action(rank, micro_batch)
-        for micro_batch in range(ahead, self.micro_batches):
-            yield Action(rank, micro_batch)
-            yield Action(rank, micro_batch - ahead, PassKind.BACKWARD)
-        for micro_batch in range(self.micro_batches - ahead, self.micro_batches):
-            yield Action(rank, micro_batch, PassKind.BACKWARD)
-
-
-class Interleaved(PipelineSchedule):
-    """1F1B over `chunks` stages a rank, group by group of as many micro-batches as there are ranks.
-
-    Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.2, figure 4. Two
-    ranks with two stages each, 0 and 2 on rank 0, 1 and 3 on rank 1; a2 is the forward of micro-batch 2 through a
-    rank's first stage, b2' its backward through its second:
-
-        rank 0   a0  a1  b0  b1  a2  b0' a3  b1' b2  a0' b3  a1' .   b2' .   b3' a2' a3'
-        rank 1   .   a0  a1  b0  b0' b1  b1' a2  a0' a3  a1' b2  b2' b3  b3' a2' a3' .
-
-    The bubble is that of one stage a rank, (K - 1) / M of the work, divided by the stages a rank; values cross between
-    ranks as many times more often. The last group of micro-batches may be smaller.
-    """
-
-    def stages(self) -> int:
-        return self.ranks * self.chunks
-
-    def actions(self, rank: int) -> Iterator[Action]:
-        # Of the last group those micro-batches are left out that there are not.
-        return (action for action in self._in_groups(rank) if action.micro_batch < self.micro_batches)
-
-    def _in_groups(self, rank: int) -> Iterator[Action]:
-        ranks, chunks = self.ranks, self.chunks
-        every = -(-self.micro_batches // ranks) * ranks * chunks
-
-        def action(index: int, kind: PassKind) -> Action:
-            group, place = divmod(index, ranks * chunks)
-            chunk, member = divmod(place, ranks)
-            chunk = chunk if kind is PassKind.FORWARD else chunks - 1 - chunk
-            return Action(rank + chunk * ranks, group * ranks + member, kind)
-
-        ahead = min(every, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
-        for index in range(ahead):
-            yield action(index, PassKind.FORWARD)
-        for index in range(ahead, every):
-            yield action(index, PassKind.FORWARD)
-            yield action(index - ahead, PassKind.BACKWARD)
-        for index in range(every - ahead, every):
-            yield action(index, PassKind.BACKWARD)
-
-
-class ZeroBubbleH1(PipelineSchedule):
-    """1F1B whose rank r makes the weights' gradients r micro-batches late, so that they fill the bubble at the end.
-
-    ZB-H1 (Qi, Wan, Huang and Lin, "Zero bubble pipeline parallelism", ICLR 2024, section 2.1 and figure 3); 2' is the
-    gradient of the input, for which the stage before waits, 2" that of the weights, for which no stage waits:
-
-        rank 0   0  1  2  .  .  0' 0" 3  1' 1" 2' 2" 3' 3"
-        rank 1   .  0  1  .  0' 2  1' 0" 3  2' 1" 3' 2" 3"
-        rank 2   .  .  0  0' 1  1' 2  2' 0" 3  3' 1" 2" 3"
-
-    Where the three take F, B and W, and W is no longer than F, K ranks idle (K - 1)(F + B - W) at most, and
-    (K - 1)(F + B + W) under 1F1B. Rank r of K holds the activations of at most K - r micro-batches, as under 1F1B, and
-    what the weight passes of r more need: K in all, as many as the first rank of 1F1B. A weight pass needs the input of
-    each linear layer and the gradient of its output: less than a block of a transformer saves, and more than linear
-    layers alone.
-    """
-
-    def actions(self, rank: int) -> Iterator[Action]:
-        count = self.micro_batches
-        ahead = min(self.ranks - rank - 1, count)
-        for micro_batch in range(ahead):
-            yield Action(rank, micro_batch)
-        for micro_batch in range(count):
-            if micro_batch + ahead < count:
-                yield Action(rank, micro_batch + ahead)
-            yield Action(rank, micro_batch, PassKind.BACKWARD_INPUT)
-            if micro_batch >= rank:
-                yield Action(rank, micro_batch - rank, PassKind.BACKWARD_WEIGHT)
-        for micro_batch in range(max(0, count - rank), count):
-            yield Action(rank, micro_batch, PassKind.BACKWARD_WEIGHT)
-
-
-SCHEDULES: Mapping[str, type[PipelineSchedule]] = {
-    "1f1b": OneForwardOneBackward,
-    "gpipe": GPipe,
-    "interleaved": Interleaved,
-    "zb_h1": ZeroBubbleH1,
-}
-"""Every schedule by its name."""
 
 
 @dataclass(frozen=True)
