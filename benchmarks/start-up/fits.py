@@ -1,13 +1,34 @@
-"""Calls `hr.fit` several times in one process; prints the seconds from each call to the end of its first step."""
+"""Calls `hr.fit` several times in one process; prints a line for each call.
+
+On it: seconds from the call to the end of the first step; after the call, this process's descriptors, the processes
+below it, and the memory of them all (MB, proportional set size).
+"""
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import time
 from pathlib import Path
 
 import headrace as hr
+
+
+def family() -> list[int]:
+    """Returns this process and all below it."""
+    found = [os.getpid()]
+    for pid in found:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def memory_mb(pid: int) -> float:
+    """Returns the proportional set size of a process."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
+
 
 if __name__ == "__main__":
     job = runpy.run_path(str(Path(__file__).parent / "job.py"))["job"]
@@ -16,4 +37,6 @@ if __name__ == "__main__":
         run = hr.fit(job, hr.Mirrored(workers=2))
         started = next(event for event in run.events if event.kind == "run_started")
         first = next(event for event in run.events if event.kind == "stepped")
-        print(started.clock_s + first.time_s - began, flush=True)
+        seconds, processes = started.clock_s + first.time_s - began, family()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        print(seconds, descriptors, len(processes), sum(map(memory_mb, processes)), flush=True)

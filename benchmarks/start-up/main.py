@@ -48,11 +48,11 @@ def help_text() -> float:
     return time.monotonic() - began
 
 
-def fits(count: int) -> list[float]:
-    """Returns for each of `count` calls of `hr.fit` in one new process the seconds to the end of its first step."""
+def fits(count: int) -> list[list[float]]:
+    """Returns what `fits.py` prints of each of `count` calls of `hr.fit` in one new process: seconds first."""
     script = Path(__file__).parent / "fits.py"
     ended = subprocess.run([sys.executable, script, str(count)], check=True, capture_output=True, text=True)
-    return [float(line) for line in ended.stdout.splitlines()]
+    return [[float(number) for number in line.split()] for line in ended.stdout.splitlines()]
 
 
 if __name__ == "__main__":
@@ -61,14 +61,18 @@ if __name__ == "__main__":
     parser.add_argument("--fits", type=int, help="instead: so many calls of hr.fit in one process, such as 100")
     arguments = parser.parse_args()
     if arguments.fits:
-        seconds = fits(arguments.fits)
+        seconds, *left = zip(*fits(arguments.fits), strict=True)
         later = sorted(seconds[1:]) or seconds
         print(f"first {seconds[0]:.3f} s, then median {later[len(later) // 2]:.3f} s, at most {later[-1]:.3f} s")
+        # The first calls import, compile and fill caches.
+        settled = min(10, arguments.fits - 1)
+        for what, numbers in zip(("descriptors", "processes", "memory, MB"), left, strict=True):
+            print(f"{what}: {numbers[settled]:.0f} after {settled + 1} calls, {numbers[-1]:.0f} after the last")
         raise SystemExit
     rounds = arguments.rounds
     names = {
-        "hr.fit, first call": lambda: fits(1)[0],
-        "hr.fit, second call": lambda: fits(2)[1],
+        "hr.fit, first call": lambda: fits(1)[0][0],
+        "hr.fit, second call": lambda: fits(2)[1][0],
         "headrace train, first step": headrace,
         "torchrun + DDP, first step": torchrun,
         "headrace --help": help_text,
