@@ -35,7 +35,13 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name_of(page), marks=[pytest.mark.full] * (page.parent.name == "ideas"))
+        for page in RUNNABLE
+    ],
+)
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
     assert run_page(page, tmp_path) > 0
 

@@ -151,7 +151,7 @@ STRATEGIES: dict[str, Callable[..., hr.Strategy]] = {
     "downpour": functools.partial(hr.Downpour, 3, push_every=2, fetch_every=2),
 }
 
-# A bound of one round shares all its code with a bound of none and with no bound.
+# A bound of one round shares its code with a bound of none and with no bound.
 every_strategy = pytest.mark.parametrize(
     "make",
     [pytest.param(make, id=name, marks=[pytest.mark.full] * (name == "bound 1")) for name, make in STRATEGIES.items()],

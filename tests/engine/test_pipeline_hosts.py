@@ -51,7 +51,9 @@ def alone(case: str, **changes: Any) -> Outcome:
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1")
 
 
-@pytest.mark.parametrize("on", [(0, 1), pytest.param((0, 0, 1, 1), marks=pytest.mark.full), (0, 1, 0, 1)])
+@pytest.mark.parametrize(
+    "on", [*(pytest.param(on, marks=pytest.mark.full) for on in ((0, 1), (0, 0, 1, 1))), (0, 1, 0, 1)]
+)
 def test_every_schedule_is_one_device_and_two_runs_alike(start: Start, tmp_path: Path, on: tuple[int, ...]) -> None:
     names = [(schedule, f"{schedule}-{again}") for schedule in SCHEDULES for again in range(2)]
     ran(start, [(name, "deep", f"pipeline(micro_batches=4, schedule='{how}')", {}) for how, name in names], on)

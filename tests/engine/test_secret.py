@@ -17,6 +17,7 @@ import torch
 from zmq.utils import z85
 
 import headrace as hr
+from cover import in_turn
 from engine import snoop, victims
 from engine.victims import make_job
 from headrace.engine.local.engine import LocalEngine
@@ -68,8 +69,11 @@ def places(folder: Path, said: str, secrets: list[bytes]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
-@pytest.mark.parametrize("ending", DEEDS)
+@pytest.mark.parametrize(
+    ("ending", "strategy"),
+    in_turn(list(DEEDS), STRATEGIES),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_nobody_can_read_it(
     engine: LocalEngine, tmp_path: Path, capfd: pytest.CaptureFixture[str], ending: str, strategy: hr.Strategy
 ) -> None:

@@ -319,8 +319,9 @@ def which(name: str) -> str:
 
 
 @pytest.mark.slow
-@every_strategy
-def test_threads_leave_nothing_behind(name: str, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EVERY)
+def test_threads_leave_nothing_behind(name: str, tmp_path: Path) -> None:
+    workers = max(ROWS[name].workers)
     before = belongings()
     train(MODELS[which(name)].job(COUNTS["tiny"]), ROWS[name].make(workers))
     fail(name, workers, tmp_path, hr.ThreadEngine())

@@ -90,8 +90,7 @@ def test_lock_step_in_single_precision(name: str, optimizer: str) -> None:
     assert_equal(outcome, on_one_device(CASES[name], "tiny", torch.float32, factory), SINGLE[optimizer])
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name]])
-@pytest.mark.parametrize("name", SLICED)
+@pytest.mark.parametrize(("name", "layout"), in_turn(SLICED, [name for name in LAYOUTS if LAYOUTS[name]]))
 def test_any_layout_on_servers_is_one_server(name: str, layout: str) -> None:
     job, given = CASES[name].job(COUNTS["uneven"]), LAYOUTS[layout]
     assert_equal(train(job, LOCK_STEP(2, **given)), train(job, LOCK_STEP(2)), DOUBLE)

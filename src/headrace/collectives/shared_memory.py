@@ -49,7 +49,8 @@ class SharedMemoryGroup(ProcessGroup):
         self._segments: list[SharedSegment] = []
         self._turn = 0
         self._slot_bytes = _SLOT_BYTES_OF_TWO if self.world <= 2 else _SLOT_BYTES_OF_MORE
-        self._slots: tuple[tuple[Tensor, Tensor], ...] | None = None
+        self._slots: tuple[Tensor, ...] = ()
+        self._rings: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         self.groups: list[SharedMemoryGroup] = []
 
     def subgroup(self, members: Sequence[int]) -> SharedMemoryGroup:
@@ -107,7 +108,10 @@ class SharedMemoryGroup(ProcessGroup):
             return
         flat = tensor.view(-1)
         self.moved_bytes += flat.nbytes * (2 if self.world == 2 else 3)
-        for piece in flat.split(self._slot_bytes // flat.element_size()):
+        length = self._slot_bytes // flat.element_size()
+        # Not `split`, which costs as much as to add a small tensor.
+        for start in range(0, flat.numel(), length):
+            piece = flat[start : start + length]
             sources = self._exchange(piece)
             if self.world == 2:
                 # Its own slot is still in the cache; a + b and b + a are the same bits.
@@ -135,7 +139,7 @@ class SharedMemoryGroup(ProcessGroup):
         for start in range(0, pieces.shape[1], each):
             part = pieces[:, start : start + each]
             for place, source in zip(given, self._exchange(part), strict=True):
-                place[start : start + each] = source[self.rank]
+                place[start : start + each] = source.view(part.shape)[self.rank]
         return given
 
     def close(self) -> None:
@@ -144,19 +148,27 @@ class SharedMemoryGroup(ProcessGroup):
         for segment in self._segments:
             segment.close()
         self._segments.clear()
-        self._slots = None
+        self._slots = ()
+        self._rings.clear()
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
-        """Writes this rank's piece to its next slot, and returns the pieces of all ranks when they are there."""
-        if self._slots is None:
-            size = self._slot_bytes
-            self._slots = tuple((region[:size], region[size:]) for region in self.share(2 * size))
+        """Writes this rank's piece to its next slot, and returns all ranks' pieces, flat, when they are there."""
+        ring = self._rings.get(piece.dtype) or self._ring(piece.dtype)
         self._turn ^= 1
-        slots = (pair[self._turn][: piece.nbytes] for pair in self._slots)
-        sources = [slot.view(piece.dtype).view(piece.shape) for slot in slots]
-        sources[self.rank].copy_(piece)
+        turn, length = self._turn, piece.numel()
+        sources = [slots[turn][:length] for slots in ring]
+        own = sources[self.rank]
+        (own if piece.dim() == 1 else own.view(piece.shape)).copy_(piece)
         self.barrier()
         return sources
+
+    def _ring(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Returns both slots of every rank as tensors of a type; kept, because views take longer than small sums."""
+        self._slots = self._slots or self.share(2 * self._slot_bytes)
+        half = self._slot_bytes // dtype.itemsize
+        typed = (region.view(dtype) for region in self._slots)
+        self._rings[dtype] = [(slots[:half], slots[half:]) for slots in typed]
+        return self._rings[dtype]
 
     def _add_in_parts(self, piece: Tensor, sources: list[Tensor]) -> None:
         count = piece.numel()
