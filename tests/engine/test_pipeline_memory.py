@@ -12,7 +12,7 @@ import headrace as hr
 from headrace.engine.local.engine import LocalEngine
 from headrace.spec.events import WorkerEnded
 
-LIMIT_BYTES = 300 << 20
+LIMIT_BYTES = 256 << 20
 EXAMPLES = 32768
 
 
