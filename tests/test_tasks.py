@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -16,6 +17,7 @@ from headrace.tasks import Task
 ALL = [
     *(tasks.regression(), tasks.regression("absolute_error"), tasks.binary(), tasks.binary("hinge")),
     *(tasks.multilabel(5), tasks.multilabel(5, loss="squared_hinge"), tasks.multiclass(10, top_k=5)),
+    *(tasks.own_loss(), tasks.own_loss(-100)),
 ]
 
 
@@ -215,3 +217,48 @@ def test_labels_as_signs_and_as_zero_one_give_the_same_numbers(loss: str) -> Non
     # A share that has only one of the labels is read as the whole batch is.
     ones = output[labels == 1]
     assert task.loss(ones, torch.ones(8)) == task.loss(ones, torch.ones(8, dtype=torch.bool))
+
+
+def test_the_models_own_loss_is_a_mean_over_examples() -> None:
+    loss = torch.tensor(2.0)
+    for output in ({"loss": loss}, SimpleNamespace(loss=loss)):
+        assert tasks.own_loss().loss(output, {}) is loss
+
+
+@pytest.mark.parametrize(("shifted", "weight"), [(True, 3.0), (False, 4.0)])
+def test_the_models_own_loss_is_weighed_by_tokens(shifted: bool, weight: float) -> None:
+    labels = torch.tensor([[1, 2, -100], [-100, 5, 6]])
+    made = tasks.own_loss(-100, shifted=shifted).loss({"loss": torch.tensor(2.0)}, {"labels": labels})
+    assert isinstance(made, metrics.Mean)
+    assert (float(made.total), float(made.weight)) == (2.0 * weight, weight)
+
+
+def test_a_batch_of_padding_weighs_nothing() -> None:
+    logits = torch.randn(1, 2, 3, requires_grad=True)
+    labels = torch.full((1, 2), -100)
+    loss = torch.nn.functional.cross_entropy(logits[0], labels[0])
+    made = tasks.own_loss(-100, shifted=False).loss({"loss": loss}, {"labels": labels})
+    assert isinstance(made, metrics.Mean)
+    made.total.backward()
+    assert float(made.total.detach()) == 0
+    assert float(made.weight) == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_the_shift_of_labels_is_checked(shifted: bool) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 4, 5), torch.randint(5, (2, 4))
+    scores, wanted = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+    output = {"loss": torch.nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten()), "logits": logits}
+    tasks.own_loss(-100, shifted=shifted).check(output, {"labels": labels})
+    with pytest.raises(UsageError, match=f"use shifted={shifted}"):
+        tasks.own_loss(-100, shifted=not shifted).check(output, {"labels": labels})
+
+
+def test_a_model_without_loss_or_labels_is_refused() -> None:
+    with pytest.raises(UsageError, match="has none; put labels into the batch"):
+        tasks.own_loss().loss(torch.ones(2), {})
+    with pytest.raises(DataError, match=r"counts batch\['labels'\]"):
+        tasks.own_loss(-100).loss({"loss": torch.tensor(1.0)}, {})

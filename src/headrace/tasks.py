@@ -17,7 +17,7 @@ from headrace import metrics
 from headrace.errors import DataError, UnknownName, UsageError
 from headrace.spec.options import require_count
 
-__all__ = ["Task", "binary", "multiclass", "multilabel", "regression"]
+__all__ = ["Task", "binary", "multiclass", "multilabel", "own_loss", "regression"]
 
 Metric = Callable[[Any, Any], Tensor | metrics.Mean]
 
@@ -143,6 +143,78 @@ def multiclass(classes: int, *, top_k: int | None = None) -> Task:
         metrics=measured,
         check=partial(_check_multiclass, classes=classes),
     )
+
+
+def own_loss(ignore_index: int | None = None, *, shifted: bool = True) -> Task:
+    """The model computes its loss: it gets the whole batch, a dict with labels, and returns an object with `.loss`.
+
+    The loss is a mean over the examples of the batch. With `ignore_index` it is a mean over tokens, and becomes an
+    `hr.Mean` whose weight is the number of `batch["labels"]` that are not `ignore_index`. So shares with more padding
+    than others weigh less.
+
+    Args:
+        ignore_index: the label of tokens that the loss leaves out, usually -100.
+        shifted: a causal language model (GPT-2, Llama) compares the prediction at each token with the next label, so
+            the first label of every sequence does not count. Give False for masked language models (BERT), for those
+            with an encoder and a decoder (T5), and for token classes.
+    """
+    name = "own_loss" if ignore_index is None else f"own_loss(ignore_index={ignore_index}, shifted={shifted})"
+    return Task(
+        name=name,
+        loss=partial(_own_loss, ignore_index=ignore_index, shifted=shifted),
+        activation=_identity,
+        metrics={},
+        check=partial(_check_own_loss, ignore_index=ignore_index, shifted=shifted),
+    )
+
+
+def _own_loss(output: Any, target: Any, ignore_index: int | None, shifted: bool) -> Tensor | metrics.Mean:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"own_loss takes what the model returns as .loss, and {type(output).__name__} has none; put labels into "
+            "the batch, a dict that the model gets as keywords, or give the job a loss"
+        )
+    if ignore_index is None:
+        return loss
+    count = _counted(_labels(target), ignore_index, shifted).sum().to(loss.dtype)
+    # A mean over no tokens is NaN, and its gradients are 0.
+    return metrics.Mean(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
+
+
+def _labels(target: Any) -> Tensor:
+    labels = target.get("labels") if isinstance(target, Mapping) else None
+    if not isinstance(labels, Tensor):
+        raise DataError(
+            f"own_loss(ignore_index=...) counts batch['labels'], and the loss gets a {type(target).__name__} without "
+            "them; let batches be dicts with labels, and leave out Job(target=...)"
+        )
+    return labels
+
+
+def _counted(labels: Tensor, ignore_index: int, shifted: bool) -> Tensor:
+    return (labels[..., 1:] if shifted else labels) != ignore_index
+
+
+def _check_own_loss(output: Any, target: Any, ignore_index: int | None, shifted: bool) -> None:
+    """Refuses a wrong `shifted`, where the logits beside the loss tell."""
+    if ignore_index is None:
+        return
+    labels = _labels(target)
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(logits, Tensor) or not isinstance(loss, Tensor) or logits.shape[:-1] != labels.shape:
+        return
+    plain, moved = (
+        torch.nn.functional.cross_entropy(scores.flatten(0, -2).float(), wanted.flatten(), ignore_index=ignore_index)
+        for scores, wanted in ((logits, labels), (logits[..., :-1, :], labels[..., 1:]))
+    )
+    near = [bool(torch.isclose(each, loss.float(), rtol=1e-3)) for each in (plain, moved)]
+    if near == ([True, False] if shifted else [False, True]):
+        raise UsageError(
+            f"own_loss(shifted={shifted}) does not fit the model: its loss {loss.item():.6g} is the cross-entropy "
+            f"{'without' if shifted else 'with'} labels shifted by one; use shifted={not shifted}"
+        )
 
 
 def _identity(output: Tensor) -> Tensor:
