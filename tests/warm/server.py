@@ -35,7 +35,8 @@ from headrace.machine import prefer_large_pages
 
 IMPORTED = ("torch._dynamo", "headrace.engine.local.process", "headrace.engine.local.fork_server_main",
             "headrace.engine.local.engine", "headrace.cli", "headrace.api.fit", "headrace.api.comparison",
-            "matplotlib.figure", "matplotlib.backends.backend_svg", "sklearn.datasets", "rich.progress")  # fmt: skip
+            "matplotlib.figure", "matplotlib.backends.backend_svg", "sklearn.datasets", "rich.progress",
+            "datasets", "transformers.models.gpt2.modeling_gpt2", "transformers.data.data_collator")  # fmt: skip
 AT_LOAD = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "GLIBC_", "TORCH_", "LC_", "LANG", "PYTHON")
 """How variables begin that count when a library, or Python, begins; those below can be honoured later."""
 LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "GLIBC_TUNABLES"}
@@ -55,6 +56,9 @@ _HIGH = 512
 def main(folder: str) -> None:
     """Serves until standard input ends."""
     path = [entry for entry in sys.path if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    importlib.import_module("torchvision_ops").declare()
+    sys.path.pop(0)
     for name in IMPORTED:
         importlib.import_module(name)
     tasks = os.listdir("/proc/self/task")

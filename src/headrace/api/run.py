@@ -6,6 +6,7 @@ import copy
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from contextlib import suppress
@@ -205,6 +206,46 @@ class Run:
         with torch.no_grad():
             output = call(self.model, batch, self.job.inputs)
         return self.job.task.activation(output) if self.job.task else output
+
+    def save_pretrained(self, path: Path | str, tokenizer: Any = None) -> Path:
+        """Saves a model of the transformers library as a directory that `from_pretrained` reads.
+
+        Args:
+            path: of the directory, which is made: config.json, model.safetensors, and the tokenizer's files.
+            tokenizer: saved beside the model, if given.
+
+        Returns:
+            The path.
+
+        Raises:
+            UsageError: the job's model is none of that library, or the tokenizer cannot be saved.
+            RunFailed: no model was saved.
+            UnfitMachine: the directory cannot be written.
+        """
+        # A model of the library has imported it.
+        library = sys.modules.get("transformers.modeling_utils")
+        if library is None or not isinstance(self.template, library.PreTrainedModel):
+            raise UsageError(
+                f"save_pretrained is for models of the transformers library, and the job's is a "
+                f"{type(self.template).__name__}; if it contains one, call run.model.<its name>.save_pretrained(...); "
+                "run.model is the trained model, and model.safetensors in run.run_dir has its weights"
+            )
+        saves = getattr(tokenizer, "save_pretrained", None)
+        if tokenizer is not None and not callable(saves):
+            raise UsageError(
+                f"a tokenizer is saved by its save_pretrained, and {type(tokenizer).__name__} has none; wrap one of "
+                "the tokenizers library: PreTrainedTokenizerFast(tokenizer_object=tokenizer)"
+            )
+        path = Path(path)
+        if path.is_file():
+            raise UsageError(f"{path} is a file; save_pretrained makes a directory: name another path")
+        try:
+            self.model.save_pretrained(path)  # type: ignore[operator]
+            if callable(saves):
+                saves(path)
+        except OSError as error:
+            raise UnfitMachine(f"cannot save the model to {path}: {error.strerror or error}") from error
+        return path
 
     def report(self, path: Path | str | None = None) -> Path:
         """Writes the page of this run; returns where."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,13 +72,17 @@ class ExampleReader:
         self._skips = pipeline.reading.on_error == "skip"
         # A batch of a repeating pipeline may have examples of two epochs of the source.
         one_epoch = pipeline.times == 1 or pipeline.source.lasting
-        self._whole = not pipeline.steps and pipeline.batching.pad is None and not self._skips and one_epoch
-        self._into = writer(pipeline.steps)
+        self._collator = pipeline.batching.collate
+        # Collators of others, and the tokenizers in them, are not made for several threads.
+        self._collating = threading.Lock()
+        stacks = pipeline.batching.pad is None and self._collator is None
+        self._whole = not pipeline.steps and stacks and not self._skips and one_epoch
+        self._into = writer(pipeline.steps) if self._collator is None else None
         self._plain = pipeline.taken is None and pipeline.times == 1
         self._cache = next((step for step in pipeline.steps if isinstance(step, Cache)), None)
         self._cached = pipeline.steps.index(self._cache) if self._cache else -1
         cached_last = self._cache is not None and pipeline.steps[-1] is self._cache
-        self._gathers = cached_last and pipeline.batching.pad is None and self._source.stacks
+        self._gathers = cached_last and stacks and self._source.stacks
         self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
         self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
 
@@ -280,6 +285,11 @@ class ExampleReader:
             found = self._store().gather(np.array([row.index for row in rows]))
             if found is not None:
                 return found[0]
+        if self._collator:
+            keys = [self._source.key(row.index) for row in rows]
+            drawing = len(self._pipeline.steps)
+            with self._collating:
+                return self._collator([row.value for row in rows], keys, lambda: self._rng(rows[0], drawing))
         return self._collated([row.value for row in rows])
 
     def _collated(self, values: Sequence[Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.data.pipeline.collator import Collator
 from headrace.data.pipeline.order import Hosts
 from headrace.data.pipeline.source import ArraySource, Source, as_tensor, require_whole
 from headrace.data.pipeline.steps import Batching, Filter, Map, Reading, Step, cached, takes_rng
@@ -140,6 +141,7 @@ class InputPipeline:
         pad_to: int | None = None,
         lengths: Any = None,
         window: int = 64,
+        collate: Callable[..., Any] | None = None,
     ) -> InputPipeline:
         """Says how examples become a batch.
 
@@ -150,9 +152,13 @@ class InputPipeline:
             pad_to: the length that all are filled up to.
             lengths: of all examples of the source, `(examples,)`: examples of about one length share a batch.
             window: batches of the order within which examples are sorted by length.
+            collate: takes a list of examples and returns their batch, in place of stacking or padding; None for the
+                last one given. If it has a parameter `rng`, it gets a generator as in `map`, of the batch's first
+                example.
 
         Raises:
-            UsageError: a number is out of range, or there are more or fewer lengths than examples.
+            UsageError: a number is out of range, there are more or fewer lengths than examples, or `collate` is no
+                function or does not go with `pad`.
         """
         for name, value in (("size", size), ("pad_to", pad_to), ("window", window)):
             if value is not None:
@@ -162,7 +168,14 @@ class InputPipeline:
         measured = None if lengths is None else np.asarray(lengths, dtype=np.int64)
         if measured is not None and measured.shape != (len(self.source),):
             raise UsageError(f"lengths must be ({len(self.source)},), one for each example, got {measured.shape}")
-        return dataclasses.replace(self, batching=Batching(size, pad, pad_to, measured, window))
+        collator = self.batching.collate
+        if collate is not None:
+            if not callable(collate):
+                raise UsageError(f"collate must be a function of a list of examples, got {collate!r:.60}")
+            collator = Collator(collate, takes_rng(collate))
+        if pad is not None and collator is not None:
+            raise UsageError("pad and a collator both say how examples of different lengths are padded; give one")
+        return dataclasses.replace(self, batching=Batching(size, pad, pad_to, measured, window, collator))
 
     def take(self, count: int) -> InputPipeline:
         """Keeps the first examples, in the order of the data.

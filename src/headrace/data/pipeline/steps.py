@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.cache.fingerprint import fingerprint
+from headrace.data.pipeline.collator import Collator
 from headrace.data.pipeline.source import Source, require_whole
 from headrace.errors import UsageError
 
@@ -99,6 +100,7 @@ class Batching:
     pad_to: int | None = None
     lengths: NDArray[np.int64] | None = None
     window: int = 64
+    collate: Collator | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.data.loading.torch_data import read_all
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate, import_package
+from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate, import_package, unreadable
 from headrace.errors import DataError
 
 
@@ -190,7 +190,13 @@ def _numbers(array: Any) -> _Numbers | None:
     return _Numbers(torch.from_numpy(np.array(filled.to_numpy(zero_copy_only=False))), missing)
 
 
-def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, limit: int = 100_000) -> InputPipeline:
+def from_hugging_face(
+    dataset: Any,
+    columns: Sequence[str] | None = None,
+    *,
+    collator: Callable[..., Any] | None = None,
+    limit: int = 100_000,
+) -> InputPipeline:
     """Returns a pipeline over a data set of Hugging Face's `datasets`.
 
     An example is a dict of values: numbers, and lists of them, as tensors; text as str. If the data set has a format of
@@ -200,6 +206,8 @@ def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, lim
     Args:
         dataset: a `datasets.Dataset`, or an `IterableDataset`.
         columns: that are read; None for all.
+        collator: makes a batch of a list of examples: one of the transformers library, or a function, as of
+            `InputPipeline.batch`. It gets examples as the data set gives them: dicts of Python's values.
         limit: so many examples at most are read of one that streams.
 
     Raises:
@@ -217,6 +225,8 @@ def from_hugging_face(dataset: Any, columns: Sequence[str] | None = None, *, lim
         raise DataError(f"from_hugging_face takes a datasets.Dataset, got {type(dataset).__name__}")
     names = select_columns(dataset.column_names, columns, "the data set")
     selected = dataset.select_columns(names)
+    if collator is not None:
+        return InputPipeline(_Values(selected)).batch(collate=collator)
     as_stored = dataset.format["type"] is None and all(_is_stored(selected.features[name]) for name in names)
     return InputPipeline(_Rows(selected) if as_stored else DatasetSource(selected))
 
@@ -235,7 +245,7 @@ class _Rows(Source):
 
     def __init__(self, dataset: Any) -> None:
         self._length = len(dataset)
-        self._identity = f"hugging face {dataset._fingerprint} {dataset.column_names}"
+        self._identity = _identity(dataset)
         self._tables = dataset.with_format("arrow")
 
     def __len__(self) -> int:
@@ -254,3 +264,27 @@ class _Rows(Source):
             return super().gather(indices, epoch)
         columns = to_columns(self._tables[wanted], lambda row: self.key(wanted[row]))
         return batch_of(columns.take(torch.arange(len(wanted))))
+
+
+class _Values(Source):
+    """A `datasets.Dataset` whose examples are what it gives itself, for a collator."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            raise unreadable(self.key(index), "the data set", error) from error
+
+    @property
+    def identity(self) -> str:
+        return _identity(self._dataset)
+
+
+def _identity(dataset: Any) -> str:
+    return f"hugging face {dataset._fingerprint} {dataset.column_names}"

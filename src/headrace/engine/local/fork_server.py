@@ -47,6 +47,13 @@ ENVIRONMENT = {
     # A library that starts threads while it is imported could not be forked.
     "OPENBLAS_NUM_THREADS": "1",
 }
+_OF_WORKERS = {
+    # Workers share the cores, and those that read data may be forked, which tokenizers with threads warn of.
+    "TOKENIZERS_PARALLELISM": "false",
+    # What the library has to say of a model it says in the launcher, which checks the job, once.
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Not set for the launcher: job files tokenize data there."""
 _TUNED = ((MMAP_THRESHOLD, _KEPT_BYTES), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, _SPARE_BYTES))
 
 
@@ -86,7 +93,7 @@ def start_fork_server(channel: socket.socket) -> ChildProcess:
         # Safe path: files in the user's folder must not replace the libraries.
         [sys.executable, "-P", "-m", "headrace.engine.local.fork_server_main", str(channel.fileno())],
         pass_fds=[channel.fileno()],
-        env={**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        env={**ENVIRONMENT, **_OF_WORKERS, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
         stdin=subprocess.DEVNULL,
         # Keys pressed in the terminal are for the launcher.
         start_new_session=True,
@@ -121,6 +128,7 @@ def _become_fork_server(channel: socket.socket) -> None:
         kept = channel.fileno()
         os.closerange(3, kept)
         os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+        os.environ.update({name: os.environ.get(name, value) for name, value in _OF_WORKERS.items()})
         os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         # What the environment does for a program that starts.
         for option, value in _TUNED:
