@@ -359,7 +359,7 @@ def evaluates_alone(worker: hr.Worker) -> None:
         (leaves, "the loop on rank 1 ended after .* rounds(, where its leases| and rank 0 still waits)"),
         (leaves_together, "ended after .* rounds, where its leases of the data are not done"),
         (leaves_alone_where_all_meet, "the loop on rank 1 ended after 8 rounds and .* still waits for it"),
-        (does_not_step, r"the loop went on without worker.step\(\)"),
+        (does_not_step, r"the loop on rank \d went on without worker.step\(\)"),
         (does_not_begin, "the loop on rank 1 ended after 0 rounds, where its leases"),
         (evaluates_alone, r"calls worker.evaluate\(\) after .* evaluate and break there, on every worker"),
     ],

@@ -49,6 +49,7 @@ __all__ = [
     "distance",
     "drive",
     "held",
+    "outcome_of",
     "step",
     "train",
     "with_replicas",
@@ -95,15 +96,19 @@ def train(
     engine = engine or hr.ThreadEngine()
     with tempfile.TemporaryDirectory() as folder:
         begin = hr.fit if loop is None else partial(hr.launch, loop)
-        run = begin(job, strategy, device="cpu", run_dir=Path(folder), engine=engine)
-        rounds: dict[int, list[tuple[float, float]]] = {}
-        for event in sorted(run.events, key=lambda event: event.rank):
-            if isinstance(event, Stepped):
-                parts = rounds.setdefault(event.step, [])
-                parts += [] if event.loss is None else [(event.loss, event.weight)]
-        totals = [(sum(loss * w for loss, w in parts), sum(w for _, w in parts)) for parts in rounds.values()]
-        losses = [total / weight if weight else 0.0 for total, weight in totals]
-        return Outcome(run.model.state_dict(), losses, run.metrics)
+        return outcome_of(begin(job, strategy, device="cpu", run_dir=Path(folder), engine=engine))
+
+
+def outcome_of(run: hr.Run) -> Outcome:
+    """Returns what came out of a run."""
+    rounds: dict[int, list[tuple[float, float]]] = {}
+    for event in sorted(run.events, key=lambda event: event.rank):
+        if isinstance(event, Stepped):
+            parts = rounds.setdefault(event.step, [])
+            parts += [] if event.loss is None else [(event.loss, event.weight)]
+    totals = [(sum(loss * w for loss, w in parts), sum(w for _, w in parts)) for parts in rounds.values()]
+    losses = [total / weight if weight else 0.0 for total, weight in totals]
+    return Outcome(run.model.state_dict(), losses, run.metrics)
 
 
 def by_hand(job: hr.Job) -> Outcome:

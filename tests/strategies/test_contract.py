@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,9 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, UsageError, WorkerFailed
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.plan import EVERY_WORKER
-from headrace.strategies import STRATEGIES, Strategy
+from headrace.strategies import STRATEGIES
+from strategies import references
+from strategies.contract_checks import CHECKS, DOUBLE, MATRICES, Row
 from strategies.contract_models import (
     ADAM,
     BATCH,
@@ -37,52 +39,42 @@ from strategies.contract_models import (
 )
 from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, by_hand, carried, distance, train
 
-
-@dataclass(frozen=True)
-class Row:
-    """A strategy.
-
-    Attributes:
-        make: number of workers to the strategy.
-        workers: the numbers to try.
-        servers: how many ranks come after the workers.
-        replicas: how many copies of the model so many workers hold.
-        whole: whether every worker computes the whole model, and so any model; the others have tests of their own.
-        refuses: variants that it cannot train, and says so.
-    """
-
-    make: Callable[[int], Strategy]
-    workers: tuple[int, ...] = (1, 2, 3)
-    servers: int = 0
-    replicas: Callable[[int], int] = int
-    whole: bool = True
-    refuses: frozenset[str] = frozenset()
-
-
-MATRICES = frozenset({"muon", "muon-one-matrix", "muon-schedule", "adafactor"})
-"""Variants whose optimizers look at whole matrices."""
-
 ROWS = {
     "central_storage": Row(hr.CentralStorage),
-    "downpour": Row(hr.Downpour, servers=1),
+    # One worker that waits: the order of several ones' pushes is that of the machine.
+    "downpour": Row(
+        partial(hr.Downpour, fetch_every=2, push_every=2, overlap=False), references.downpour, many=(1, 1), servers=1
+    ),
+    "gossip": Row(hr.Gossip, references.gossip),
     "hybrid": Row(
         lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.TensorParallel(devices=2)),
         workers=(4,),
+        many=(4, 4),
         replicas=lambda workers: workers // 2,
         refuses=MATRICES,
     ),
     "mirrored": Row(hr.Mirrored),
-    "one_device": Row(lambda workers: hr.OneDevice(), workers=(1,)),
-    "parameter_averaging": Row(partial(hr.ParameterAveraging, period=3)),
+    "one_device": Row(lambda workers: hr.OneDevice(), workers=(1,), many=(1, 1)),
+    "parameter_averaging": Row(partial(hr.ParameterAveraging, period=3), references.local_sgd),
     # In lock-step, see test_parameter_server.py.
     "parameter_server": Row(partial(hr.ParameterServer, staleness_bound=0), servers=1),
-    "pipeline": Row(partial(hr.Pipeline, micro_batches=1), replicas=lambda workers: 1, whole=False),
-    "tensor_parallel": Row(hr.TensorParallel, workers=(2,), replicas=lambda workers: 1, refuses=MATRICES),
-    "unconnected": Row(hr.Unconnected),
+    "pipeline": Row(partial(hr.Pipeline, micro_batches=1), many=(2, 3), replicas=lambda workers: 1, whole=False),
+    "tensor_parallel": Row(hr.TensorParallel, workers=(2,), many=(2, 3), replicas=lambda workers: 1, refuses=MATRICES),
+    "unconnected": Row(hr.Unconnected, references.unconnected),
 }
 
-DOUBLE, SINGLE = 1e-9, {"sgd": 1e-5, "adam": 1e-4}
-"""How far N workers may be from one device; see `contract_runs.distance`."""
+KINDS = {
+    **ROWS,
+    "diloco": Row(partial(hr.DiLoCo, period=3), references.diloco),
+    "easgd": Row(partial(hr.EASGD, period=3), references.easgd),
+    "gossip-hypercube": Row(partial(hr.Gossip, topology="hypercube"), references.GOSSIPS["hypercube"], many=(4, 8)),
+    "gossip-random": Row(partial(hr.Gossip, topology="random", period=2), references.GOSSIPS["random"]),
+    "parameter_server-asynchronous": Row(hr.ParameterServer, many=(1, 1), servers=1),
+}
+"""The rows, and strategies with other numbers, which have other references."""
+
+SINGLE = {"sgd": 1e-5, "adam": 1e-4}
+"""How far N workers may be from one device in single precision; see `contract_runs.distance`."""
 
 
 def of(strategies: Iterator[str] | list[str]) -> pytest.MarkDecorator:
@@ -92,7 +84,7 @@ def of(strategies: Iterator[str] | list[str]) -> pytest.MarkDecorator:
 
 
 EVERY = sorted(STRATEGIES)
-SYNCHRONOUS = [name for name in EVERY if STRATEGIES[name].synchronous and ROWS[name].whole]
+SYNCHRONOUS = [name for name in EVERY if STRATEGIES[name].equals_one_device and ROWS[name].whole]
 every_strategy, every_synchronous_strategy = of(EVERY), of(SYNCHRONOUS)
 every_size = pytest.mark.parametrize("size", sorted(COUNTS))
 every_model = pytest.mark.parametrize("model", sorted(MODELS))
@@ -124,6 +116,25 @@ def assert_same_bits(one: Outcome, other: Outcome) -> None:
 def test_every_strategy_has_its_row() -> None:
     assert sorted(ROWS) == EVERY
     assert [name for name in EVERY if type(ROWS[name].make(1)) is not STRATEGIES[name]] == []
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("larger", [False, True], ids=["fewer", "more"])
+@pytest.mark.parametrize("check", sorted(CHECKS))
+def test_every_kind_keeps_its_row(kind: str, larger: bool, check: str, tmp_path: Path) -> None:
+    CHECKS[check](KINDS[kind], KINDS[kind].many[larger], tmp_path)
+
+
+def test_a_reference_is_at_most_40_lines() -> None:
+    lengths = {
+        name: len(inspect.getsource(each).splitlines())
+        for name, each in vars(references).items()
+        if inspect.isfunction(each) and each.__module__ == references.__name__
+    }
+    assert {name: length for name, length in lengths.items() if length > 40} == {}
+    needed = [name for name in EVERY if not STRATEGIES[name].equals_one_device]
+    assert [name for name in needed if ROWS[name].reference is references.one_device] == ["parameter_server"]
 
 
 @every_size
@@ -315,7 +326,7 @@ def test_an_error_in_a_process_reaches_the_caller(
 
 def which(name: str) -> str:
     """Returns the model that gives a strategy the most to do; BatchNorm is global under the synchronous ones alone."""
-    return "cnn" if STRATEGIES[name].synchronous else "mlp"
+    return "cnn" if STRATEGIES[name].equals_one_device else "mlp"
 
 
 @pytest.mark.slow

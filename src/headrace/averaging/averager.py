@@ -1,26 +1,26 @@
-"""Workers that step on their own and average their parameters: the synchronization, and the exchange around it."""
+"""Workers that step on their own and average their parameters: the synchronization."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
 
+from headrace.averaging.local_steps import LocalStepsSync
 from headrace.averaging.outer_steps import OuterStep
 from headrace.averaging.period import AutoPeriod, Measured, first_period, next_period
 from headrace.averaging.worker_average import ExtraState, WorkerAverage
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import RunFailed, UsageError
 from headrace.spec.model import ModelSpec
-from headrace.training.clipping import StepDecision, all_finite
-from headrace.training.exchange import Exchange, UpdatingExchange
+from headrace.training.clipping import all_finite
 from headrace.training.gradients import FlatLayout
 from headrace.training.optimizer import StatePiece
-from headrace.training.synchronization import PeriodicSync, SyncResult
+from headrace.training.synchronization import SyncResult
 from headrace.training.update import PARAMETER, Updater
 
 _OUTER = "headrace.outer"
@@ -75,11 +75,10 @@ def _form(name: str, form: tuple[tuple[int, ...], str] | None) -> str:
     return f"no {name}" if form is None else f"{name} of shape {list(form[0])} and type {form[1]}"
 
 
-class ParameterAverager(PeriodicSync):
+class ParameterAverager(LocalStepsSync):
     """Averages the workers' parameters, which lie in `average`, and their extra state.
 
-    `updater` makes this worker's own steps; `first` is the round that the run begins with. `worth` is what this
-    worker's part of the last round was worth, `kept_bytes` what the outer step keeps and the averages need.
+    `updater` makes this worker's own steps; `first` is the round that the run begins with.
     """
 
     def __init__(
@@ -104,7 +103,6 @@ class ParameterAverager(PeriodicSync):
         self._left_s = self._swapped_s = perf_counter()
         self._saved: Tensor | None = None
         self._swapped = False
-        self.worth = 0.0
         self.kept_bytes = average.nbytes + (extra.nbytes if extra else 0)
 
     def coming(self, done: int) -> int:
@@ -180,16 +178,13 @@ class ParameterAverager(PeriodicSync):
         return (*pieces, *(self._updater.state() if alone else ()))
 
     def kept(self) -> tuple[StatePiece, ...]:
-        """Returns what the outer step keeps, except the parameters."""
         kept = enumerate(self._average.kept[1:], 1)
         return tuple(piece for index, region in kept for piece in self._pieces(f"{_OUTER}-{index}", region))
 
     def settings(self) -> dict[str, Any]:
-        """Returns the period as JSON values."""
-        return self._period.settings()
+        return {"averaging": self._period.settings()}
 
     def load(self, pieces: Sequence[StatePiece], settings: Mapping[str, Any] | None) -> None:
-        """Loads what `kept` and `settings` returned; a run that did not average has none of it."""
         self._period = self._period.restored(settings, self._config.period) or self._period
         places = {f"{_OUTER}-{index}": region for index, region in enumerate(self._average.kept)}
         places |= {f"{_LOST}-{index}": region for index, region in enumerate(self._average.lost)}
@@ -223,47 +218,3 @@ class ParameterAverager(PeriodicSync):
         total = sum(live)
         shares = [-1.0 if weight < 0 else weight / total if total else 1 / len(live) for weight in weights]
         return shares, max(told[1::3]), min(told[2::3])
-
-
-class AveragingExchange(Exchange):
-    """The worker's own step, and the state of its averager; `first` is the first rank of this worker's replica."""
-
-    def __init__(self, first: int, local: UpdatingExchange, averager: ParameterAverager) -> None:
-        self._first = first
-        self._local = local
-        self._averager = averager
-
-    def begin(self, round_: int) -> None:
-        self._local.begin(round_)
-
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        decision = self._local.synchronize(finite)
-        return replace(decision, bad_losses=tuple(self._first + place for place in decision.bad_losses))
-
-    def update(self, round_: int) -> None:
-        # A worker that had no example has no gradient, and makes no step.
-        if self._averager.worth:
-            self._local.update(round_)
-        else:
-            self._local.skip(round_)
-
-    def skip(self, round_: int) -> None:
-        self._local.skip(round_)
-
-    def swap_weights(self, averaged: bool) -> None:
-        self._local.swap_weights(averaged)
-
-    def state(self) -> tuple[StatePiece, ...]:
-        return (*self._local.state(), *self._averager.kept())
-
-    def settings(self) -> dict[str, Any]:
-        return {**self._local.settings(), "averaging": self._averager.settings()}
-
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        every = tuple(pieces)
-        self._local.load(every, settings)
-        self._averager.load(every, settings)
-
-    def memory(self) -> tuple[int, int]:
-        parameters, state = self._local.memory()
-        return parameters, state + self._averager.kept_bytes

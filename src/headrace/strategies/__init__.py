@@ -10,6 +10,7 @@ from headrace.spec.call import Call, parse_call
 from headrace.strategies.central_storage import CentralStorage
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.downpour import Downpour
+from headrace.strategies.gossip import Gossip
 from headrace.strategies.hybrid import Hybrid
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.one_device import OneDevice
@@ -28,6 +29,7 @@ __all__ = [
     "CentralStorage",
     "DiLoCo",
     "Downpour",
+    "Gossip",
     "Hybrid",
     "LocalSGD",
     "Mirrored",
@@ -45,6 +47,7 @@ __all__ = [
 STRATEGIES: Mapping[str, type[Strategy]] = {
     "central_storage": CentralStorage,
     "downpour": Downpour,
+    "gossip": Gossip,
     "hybrid": Hybrid,
     "mirrored": Mirrored,
     "one_device": OneDevice,

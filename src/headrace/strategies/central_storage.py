@@ -39,7 +39,7 @@ class CentralStorage(Strategy):
     workers: int | None = None
 
     name = "central_storage"
-    synchronous = True
+    equals_one_device = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

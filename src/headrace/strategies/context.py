@@ -30,6 +30,19 @@ from headrace.training.whole_model import CompiledModule, ModelParallelGroup, Ob
 
 
 @dataclass(frozen=True)
+class BatchInfo:
+    """What a strategy may know of the run's global batches.
+
+    Attributes:
+        full: examples of each, but for an epoch's last one.
+        seed: of the job, the same on all workers: for what a strategy draws, too.
+    """
+
+    full: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class WorkerContext:
     """What an engine hands to a strategy in one worker.
 
@@ -40,7 +53,7 @@ class WorkerContext:
         device_group: connects, at its first call, the collective that carries the devices' own tensors, and returns it;
             returns None where they live in the memory of one host.
         rounds_per_epoch: of the training data.
-        full_batch: examples of a round, but for an epoch's last one.
+        batches: what is known of the global batches.
         first: the round that the run begins with.
         closing: closes what a strategy has opened, when the worker ends, however it does.
         servers: what it knows of them.
@@ -57,7 +70,7 @@ class WorkerContext:
     group: ProcessGroup
     device_group: Callable[[], Collective | None] = lambda: None
     rounds_per_epoch: int = 1
-    full_batch: int = 1
+    batches: BatchInfo = BatchInfo()
     first: int = 0
     closing: ExitStack = field(default_factory=ExitStack)
     servers: ServerDirectory = field(default_factory=ServerDirectory)
@@ -81,7 +94,7 @@ class WorkerContext:
         `sink` and `always` are those of `WholeModel`. Where workers do not synchronize in every round, and weigh their
         losses by themselves, `local_shares` is the number of shares of a round; else 0.
         """
-        graph = CompiledModule(self.module, self.full_batch // max(1, local_shares)) if self.options.compile else None
+        graph = CompiledModule(self.module, self.batches.full // max(1, local_shares)) if self.options.compile else None
         total: Callable[[Sequence[float]], list[float]] = list if local_shares else self.group.sum
         whole = WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
         return self.inside.compute(whole, sink) if self.inside else whole

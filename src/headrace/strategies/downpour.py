@@ -89,7 +89,8 @@ class Downpour(ServedStrategy):
     pull_codec: str = "plain"
 
     name = "downpour"
-    synchronous = False
+    equals_one_device = False
+    lock_step = False
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

@@ -59,7 +59,7 @@ class Hybrid(ServedStrategy):
     inner: Strategy
 
     name = "hybrid"
-    synchronous = True
+    equals_one_device = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, TensorParallel | Pipeline):

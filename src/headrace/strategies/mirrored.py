@@ -47,7 +47,7 @@ class Mirrored(Strategy):
     overlap: bool = True
 
     name = "mirrored"
-    synchronous = True
+    equals_one_device = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

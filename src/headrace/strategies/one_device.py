@@ -34,7 +34,7 @@ class OneDevice(Strategy):
     threads: int | None = None
 
     name = "one_device"
-    synchronous = True
+    equals_one_device = True
 
     def __post_init__(self) -> None:
         check_count("threads", self.threads)
@@ -49,9 +49,13 @@ class OneDevice(Strategy):
 
 
 class LocalExchange(UpdatingExchange):
-    """Exchanges nothing: checks and clips this worker's gradients, and updates the parameters of `segments`."""
+    """Exchanges nothing: checks and clips this worker's gradients, and updates the parameters of `segments`.
 
-    def __init__(self, segments: Iterable[Segment], context: WorkerContext) -> None:
+    `first` is the first rank of this worker's replica, where replicas decide alone whether a loss is finite.
+    """
+
+    def __init__(self, segments: Iterable[Segment], context: WorkerContext, first: int = 0) -> None:
+        self._first = first
         self.updater = context.updater_of(segments)
         self.parameter_bytes = context.model.parameter_bytes
         named = context.module.named_parameters()
@@ -77,7 +81,7 @@ class LocalExchange(UpdatingExchange):
             nn.utils.clip_grad_value_(self._parameters.values(), self._options.clip_value)
         if decision.apply and self._options.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters.values(), self._options.clip_norm)
-        return decision
+        return replace(decision, bad_losses=tuple(self._first + place for place in decision.bad_losses))
 
     def _gradients(self, names: Container[str]) -> list[Tensor]:
         chosen = (parameter.grad for name, parameter in self._parameters.items() if name in names)

@@ -22,11 +22,11 @@ import torch
 
 from headrace.averaging.averager import (
     AveragingConfig,
-    AveragingExchange,
     ParameterAverager,
     place_in_average,
     require_alike,
 )
+from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
 from headrace.averaging.period import AutoPeriod, first_stretch
 from headrace.averaging.through_servers import (
@@ -96,7 +96,8 @@ class ParameterAveraging(ServedStrategy):
     transport: str = "shared_memory"
 
     name = "parameter_averaging"
-    synchronous = False
+    equals_one_device = False
+    lock_step = False
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
@@ -141,22 +142,10 @@ class ParameterAveraging(ServedStrategy):
         return AutoPeriod() if isinstance(self.period, str) else self.period
 
     def check(self, options: Options) -> None:
-        for name, value, remedy in (
-            ("on_nonfinite", "rollback", "use 'skip', which leaves out the one step, or 'raise'"),
-            ("batch_norm", "sync", "use batch_norm='local', whose statistics are averaged with the parameters"),
-            ("precision", "fp16", "use precision='bf16', which needs no loss scale that all agree on"),
-        ):
-            if getattr(options, name) == value:
-                raise UsageError(
-                    f"{name}={value!r} needs all workers in every round, and those of {self.name} synchronize every "
-                    f"{self.period} rounds (period); {remedy}"
-                )
+        check_local_steps(self.name, options, f"every {self.period} rounds (period)")
         # Servers have one average, and keep a moving average of it.
-        if options.ema_decay is not None and self.via == "all_reduce":
-            raise UsageError(
-                f"ema_decay={options.ema_decay:g} averages parameters over rounds, and under {self.name} each worker's "
-                "are others between two synchronizations; leave it out, or use mirrored"
-            )
+        if self.via == "all_reduce":
+            refuse_moving_average(self.name, options)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         if self.via == "server":
@@ -184,7 +173,8 @@ class ParameterAveraging(ServedStrategy):
         average = place_in_average(
             module, model, group, lambda layout: self._average(layout, context, outer, self._apart)
         )
-        local = LocalExchange(plan.segments, context)
+        first = rank * (context.inside.group.world if context.inside else 1)
+        local = LocalExchange(plan.segments, context, first)
         plain = replace(self, codec="plain")
         extra = extra_state(
             module,
@@ -194,8 +184,7 @@ class ParameterAveraging(ServedStrategy):
         )
         averager = ParameterAverager(config, average, extra, local.updater, group, context.first)
         compute = context.whole_model(local_shares=len(plan.shares))
-        first = rank * (context.inside.group.world if context.inside else 1)
-        return Replica(compute, AveragingExchange(first, local, averager), sync=averager)
+        return Replica(compute, LocalStepsExchange(local, averager), sync=averager)
 
     def server(self, plan: Plan, rank: int, context: ServerContext, *, by_share: bool = False) -> Server:
         """Builds a server; `by_share` moves the average by the share of its rounds that the contributing workers had.

@@ -82,7 +82,8 @@ class ParameterServer(ServedStrategy):
     remedies: Remedies = field(default_factory=Remedies)
 
     name = "parameter_server"
-    synchronous = False
+    equals_one_device = False
+    lock_step = False
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

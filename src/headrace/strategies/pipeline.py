@@ -74,7 +74,7 @@ class Pipeline(Strategy):
     deferred_batch_norm: bool = True
 
     name = "pipeline"
-    synchronous = True
+    equals_one_device = True
 
     def __post_init__(self) -> None:
         check_count("stages", self.stages)

@@ -25,12 +25,15 @@ class Strategy(ABC):
 
     Attributes:
         name: how the command line and `hr.fit` call it.
-        synchronous: whether N workers give what one device gives on the same global batch.
+        equals_one_device: whether N workers give what one device gives on the same global batch.
+        lock_step: whether all workers exchange something in every round, so that none may leave out a step. A strategy
+            that says nothing has this guard; workers that equal one device always need it.
         one_model: whether all workers train one model, so that there is one state to save.
     """
 
     name: ClassVar[str]
-    synchronous: ClassVar[bool]
+    equals_one_device: ClassVar[bool]
+    lock_step: ClassVar[bool] = True
     one_model: ClassVar[bool] = True
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:

@@ -58,7 +58,7 @@ class TensorParallel(Strategy):
     rules: str | Mapping[str, str] = "auto"
 
     name = "tensor_parallel"
-    synchronous = True
+    equals_one_device = True
 
     def __post_init__(self) -> None:
         check_count("devices", self.devices)

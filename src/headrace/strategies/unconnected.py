@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.averaging.local_steps import check_local_steps
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
@@ -32,14 +34,18 @@ class Unconnected(Strategy):
     workers: int | None = None
 
     name = "unconnected"
-    synchronous = False
+    equals_one_device = False
+    lock_step = False
     one_model = False
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
 
+    def check(self, options: Options) -> None:
+        check_local_steps(self.name, options, "never")
+
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        return Replica(context.whole_model(), LocalExchange(plan.segments, context))
+        return Replica(context.whole_model(local_shares=len(plan.shares)), LocalExchange(plan.segments, context, rank))

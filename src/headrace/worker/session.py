@@ -22,7 +22,7 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, Role, name_of
-from headrace.strategies.context import WorkerContext
+from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import Objective
 from headrace.worker.evaluation import Evaluation
@@ -151,7 +151,7 @@ def build_context(
         group=group,
         device_group=devices,
         rounds_per_epoch=loader.rounds_per_epoch,
-        full_batch=loader.full_batch,
+        batches=BatchInfo(loader.full_batch, run.job.seed),
         first=run.resume.done if run.resume else 0,
         closing=closing,
         servers=find_servers(run.plan, role.rank, page, group),

@@ -66,6 +66,9 @@ class WorkerState:
             # A replacement worker is alone, and no part of the checkpoint is its own.
             at_home = resume.same and stored.ranks == self._group.world
             pieces = stored.pieces(self._rank if at_home else None)
+            if at_home:
+                # Before the replica's own state, which may hold running statistics of this worker alone.
+                stored.load_buffers(self._model, self._rank, self._group.world)
             if resume.reset_optimizer:
                 # The averages are weights, and are loaded with them.
                 self._replica.load([piece for piece in pieces if piece.key == AVERAGE])
@@ -73,7 +76,6 @@ class WorkerState:
                 self._replica.load(pieces, stored.description["settings"])
                 self._stopper.load(stored.description["early_stopping"])
             if at_home:
-                stored.load_buffers(self._model, self._rank, self._group.world)
                 restore_random_states(stored.random(self._rank), self._device)
 
     def bring_back(self, stored: LoadedCheckpoint) -> None:

@@ -134,8 +134,8 @@ class LeasedLoop(Loop):
         progress, loader = self._session.progress, self._session.loader
         if self._holds:
             raise UsageError(
-                "the loop went on without worker.step() or worker.update(); a lease of data that is not trained "
-                "on would be missing from its epoch"
+                f"the loop on rank {self._session.rank} went on without worker.step() or worker.update(); a lease of "
+                "data that is not trained on would be missing from its epoch"
             )
         if not self._rest:
             self._ask()

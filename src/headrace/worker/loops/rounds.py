@@ -85,11 +85,15 @@ class RoundLoop(Loop):
 
 
 class LockstepLoop(RoundLoop):
-    """The loop of synchronous strategies, and of workers that never synchronize."""
+    """The loop of strategies in lock-step, and of workers that never synchronize."""
+
+    def __init__(self, session: WorkerSession, control: RunControl) -> None:
+        # Workers that decide together report together; each of the others reports its own rounds.
+        super().__init__(session, control, 0 if session.run.strategy.lock_step else session.rank)
 
     @property
     def needs_every_step(self) -> bool:
-        return self._session.run.strategy.synchronous
+        return self._session.run.strategy.lock_step
 
     def next_synchronization(self) -> int:
         return self._session.progress.done
@@ -100,7 +104,9 @@ class LockstepLoop(RoundLoop):
 
     def part(self, batch: Any) -> Share:
         share = self._session.progress.share
-        return Share(batch, share.examples, share.of, share.epoch)
+        # The loss of a worker that steps alone is the mean over its own share.
+        of = share.of if self.needs_every_step else share.examples
+        return Share(batch, share.examples, of, share.epoch)
 
     def synchronize(self) -> float:
         if self.needs_every_step and self._session.progress.share.of < self._session.mates.world:

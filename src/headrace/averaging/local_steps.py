@@ -1,0 +1,115 @@
+"""Workers with parameters of their own: each makes the steps of its own optimizer, and a synchronization joins them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headrace.errors import UsageError
+from headrace.spec.options import Options
+from headrace.training.clipping import StepDecision
+from headrace.training.exchange import Exchange, UpdatingExchange
+from headrace.training.optimizer import StatePiece
+from headrace.training.synchronization import PeriodicSync
+
+
+class LocalStepsSync(PeriodicSync):
+    """Synchronizes workers with parameters of their own.
+
+    Attributes:
+        worth: the weight of this worker's part of the last round; 0 where it had no example.
+        kept_bytes: what it adds to the host beside parameters and the state of the worker's own optimizer.
+    """
+
+    worth: float = 0.0
+    kept_bytes: int = 0
+
+    def before_update(self, round_: int) -> None:
+        """Changes the parameters between compute and update; every worker calls it in every round."""
+
+    def kept(self) -> tuple[StatePiece, ...]:
+        """Returns the state that all workers have in common, except the parameters."""
+        return ()
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the rest of that state as JSON values, under a key of its own."""
+        return {}
+
+    @abstractmethod
+    def load(self, pieces: Sequence[StatePiece], settings: Mapping[str, Any] | None) -> None:
+        """Loads what `own`, `kept` and `settings` returned; a run under another strategy has saved none of it.
+
+        The parameters and the optimizer's state are loaded already. Every worker calls it.
+        """
+
+
+class LocalStepsExchange(Exchange):
+    """The step of a worker's own optimizer, with the state of what synchronizes it with the others."""
+
+    def __init__(self, local: UpdatingExchange, sync: LocalStepsSync) -> None:
+        self._local = local
+        self._sync = sync
+
+    def begin(self, round_: int) -> None:
+        self._local.begin(round_)
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        return self._local.synchronize(finite)
+
+    def update(self, round_: int) -> None:
+        self._sync.before_update(round_)
+        # A worker that had no example has no gradient, and makes no step.
+        if self._sync.worth:
+            self._local.update(round_)
+        else:
+            self._local.skip(round_)
+
+    def skip(self, round_: int) -> None:
+        # The others may synchronize in this round, and wait for this worker.
+        self._sync.before_update(round_)
+        self._local.skip(round_)
+
+    def swap_weights(self, averaged: bool) -> None:
+        self._local.swap_weights(averaged)
+
+    def state(self) -> tuple[StatePiece, ...]:
+        return (*self._local.state(), *self._sync.kept())
+
+    def settings(self) -> dict[str, Any]:
+        return {**self._local.settings(), **self._sync.settings()}
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        every = tuple(pieces)
+        self._local.load(every, settings)
+        self._sync.load(every, settings)
+
+    def memory(self) -> tuple[int, int]:
+        parameters, state = self._local.memory()
+        return parameters, state + self._sync.kept_bytes
+
+
+def check_local_steps(strategy: str, options: Options, when: str) -> None:
+    """Refuses the options that need all workers to have the same parameters, or to decide together, in every round.
+
+    `when` says when the workers synchronize: "every 16 rounds (period)".
+    """
+    for name, value, remedy in (
+        ("on_nonfinite", "rollback", "use 'skip', which leaves out the one step, or 'raise'"),
+        ("batch_norm", "sync", "use batch_norm='local', whose statistics are averaged with the parameters"),
+        ("precision", "fp16", "use precision='bf16', which needs no loss scale that all agree on"),
+    ):
+        if getattr(options, name) == value:
+            raise UsageError(
+                f"{name}={value!r} needs all workers in every round, and those of {strategy} synchronize {when}; "
+                f"{remedy}"
+            )
+
+
+def refuse_moving_average(strategy: str, options: Options) -> None:
+    """Refuses a moving average of parameters that differ between workers."""
+    if options.ema_decay is not None:
+        raise UsageError(
+            f"ema_decay={options.ema_decay:g} averages parameters over rounds, and under {strategy} each worker's "
+            "are others between two synchronizations; leave it out, or use mirrored"
+        )

@@ -1,0 +1,146 @@
+"""Workers that keep parameters of their own, and mix them with those of some others.
+
+    every round          gradients at the worker's own parameters x
+    every period rounds  show x to the others, barrier, `mix`: replace x by what a strategy makes of all workers' x
+    every round          the worker's own optimizer makes its step, from x as it now is
+
+The trained model is the mean of all workers' parameters. A strategy writes `mix`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.averaging.local_steps import LocalStepsSync
+from headrace.averaging.worker_average import squared
+from headrace.collectives.base import ProcessGroup
+from headrace.errors import RunFailed
+from headrace.training.batch_norm import averaged_buffers
+from headrace.training.clipping import all_finite
+from headrace.training.gradients import FlatLayout
+from headrace.training.optimizer import StatePiece
+from headrace.training.synchronization import SyncResult, describe_tensor
+from headrace.training.update import PARAMETER, Updater
+
+_STATISTIC = "headrace.statistic"
+"""Key of the pieces that hold a worker's own running statistics."""
+
+
+class ParameterMixing(LocalStepsSync):
+    """Mixes the workers' trainable parameters and their running statistics, every `period` rounds.
+
+    `updater` makes this worker's own steps. The workers share the memory of one host.
+
+    Attributes:
+        tensors: what this worker mixes: its parameters and statistics, which `mix` changes in place.
+        group: the workers.
+    """
+
+    def __init__(self, period: int, module: nn.Module, updater: Updater, group: ProcessGroup) -> None:
+        self.group = group
+        self._period = period
+        self._updater = updater
+        parameters = {name: each.detach() for name, each in module.named_parameters() if each.requires_grad}
+        chosen = set(map(id, averaged_buffers(module)))
+        self._statistics = {name: each for name, each in module.named_buffers() if id(each) in chosen}
+        self._named = {**parameters, **self._statistics}
+        self.tensors = list(self._named.values())
+        self._layout = FlatLayout([describe_tensor(name, each) for name, each in self._named.items()])
+        self._regions = group.share(self._layout.nbytes)
+        self._shown = self._layout.views(self._regions[group.rank])
+        self.kept_bytes = self._layout.nbytes
+        self._saved: list[Tensor] | None = None
+        self._finite, self._drift = True, 0.0
+
+    @abstractmethod
+    def mix(self, round_: int) -> None:
+        """Replaces this worker's `tensors`; `theirs(rank)` are those of any worker. Every worker calls it."""
+
+    def theirs(self, rank: int) -> list[Tensor]:
+        """Returns a worker's tensors as they were before anyone mixed in this round; to read, not to change."""
+        self.group.moved_bytes += self._layout.nbytes
+        return [view.to(own.device) for view, own in zip(self._views(rank), self.tensors, strict=True)]
+
+    def coming(self, done: int) -> int:
+        return -(-done // self._period) * self._period
+
+    def weigh(self, weight: float) -> None:
+        self.worth = weight
+
+    def before_update(self, round_: int) -> None:
+        if (round_ + 1) % self._period:
+            return
+        self._show()
+        self._finite = all_finite(self.tensors)
+        self.group.barrier()
+        self.mix(round_)
+        moved = sum(squared(own.cpu() - shown) for own, shown in zip(self.tensors, self._shown, strict=True))
+        norm = sum(squared(own) for own in self.tensors)
+        self._drift = math.sqrt(moved / norm) if norm else 0.0
+
+    def synchronize(self, done: int) -> SyncResult:
+        # All have read what the others have shown when every rank has told.
+        told = [0.0] * (2 * self.group.world)
+        told[2 * self.group.rank : 2 * self.group.rank + 2] = float(not self._finite), self._drift
+        told = self.group.sum(told)
+        bad = [rank for rank, broken in enumerate(told[::2]) if broken]
+        if bad and self.group.rank != bad[0]:
+            # One rank raises; the others end because of it.
+            self.group.barrier()
+        if bad:
+            raise RunFailed(
+                f"rank {bad[0]} has parameters that are not finite after {done} rounds, and mixing gives them to the "
+                "others; lower the learning rate, or use Options(clip_norm=1.0)"
+            )
+        return SyncResult(self._period, self._period, "fixed", max(told[1::2]), ())
+
+    def end(self, done: int) -> SyncResult | None:
+        return None
+
+    def swap_weights(self, averaged: bool) -> None:
+        if averaged == (self._saved is not None):
+            return
+        if not averaged:
+            assert self._saved is not None
+            for own, kept in zip(self.tensors, self._saved, strict=True):
+                own.copy_(kept)
+            self._saved = None
+            return
+        self._saved = [own.clone() for own in self.tensors]
+        self._show()
+        region = self._regions[self.group.rank]
+        for span in self._layout.spans:
+            part = span.of(region)
+            part.div_(self.group.world)
+            self.group.all_reduce(part)
+        for own, mean in zip(self.tensors, self._shown, strict=True):
+            own.copy_(mean)
+
+    def own(self) -> tuple[StatePiece, ...]:
+        pieces = [
+            StatePiece(name, _STATISTIC if name in self._statistics else PARAMETER, 0, own.flatten().clone())
+            for name, own in self._named.items()
+        ]
+        # Rank 0's optimizer is in the checkpoint for workers that find no state of their own.
+        return (*pieces, *(self._updater.state() if self.group.rank else ()))
+
+    def load(self, pieces: Sequence[StatePiece], settings: Mapping[str, Any] | None) -> None:
+        # The updater has loaded the parameters, as the optimizer's state.
+        for piece in pieces:
+            if piece.key == _STATISTIC and piece.parameter in self._statistics:
+                piece.copy_to(self._statistics[piece.parameter], 0)
+
+    def _views(self, rank: int) -> tuple[Tensor, ...]:
+        return self._layout.views(self._regions[rank])
+
+    @torch.no_grad()
+    def _show(self) -> None:
+        self.group.moved_bytes += self._layout.nbytes
+        for shown, own in zip(self._shown, self.tensors, strict=True):
+            shown.copy_(own)
