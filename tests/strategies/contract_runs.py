@@ -281,7 +281,9 @@ def with_replicas(
     def measure(_: ProfileRequest) -> tuple[LayerSpec, ...]:
         return layers_of(trace(prepared.module, sample, job.inputs))
 
-    spec = strategy.inspect_model(spec, ModelProbe(prepared.module, job.global_batch_size, CLUSTER, measure))
+    spec = strategy.inspect_model(
+        spec, ModelProbe(prepared.module, job.global_batch_size, CLUSTER, measure, lambda: sample, job.inputs)
+    )
     plan = strategy.plan(spec, CLUSTER)
     assert plan.workers == workers
     assert job.loss is not None

@@ -31,7 +31,7 @@ from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.strategies.context import ModelProbe
 from headrace.worker.run_spec import RunSpec
-from headrace.worker.session import objective_of
+from headrace.worker.session import objective_of, sample_of
 from headrace.worker.worker import Worker
 
 # A process has four heartbeats a second.
@@ -209,7 +209,7 @@ def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster) ->
         notices.extend(found.notices)
         return found.layers
 
-    probe = ModelProbe(info.module, job.global_batch_size, cluster, layers)
+    probe = ModelProbe(info.module, job.global_batch_size, cluster, layers, lambda: sample_of(job), job.inputs)
     model = strategy.inspect_model(info.model, probe)
     return replace(info, model=model, notices=(*info.notices, *notices))
 

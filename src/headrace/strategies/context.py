@@ -179,10 +179,13 @@ class ServerContext:
 class ModelProbe:
     """What a strategy may find out about a model before it plans.
 
-    The module must stay as it is. `measure` measures its layers on this machine, once for all processes of the run.
+    The module must stay as it is. `measure` measures its layers on this machine, once for all processes of the run;
+    `sample` returns a batch of the training data's first two examples, of which the model takes `inputs`, as in `Job`.
     """
 
     module: nn.Module
     global_batch_size: int
     cluster: Cluster
     measure: Callable[[ProfileRequest], tuple[LayerSpec, ...]]
+    sample: Callable[[], Any] = tuple
+    inputs: Any = None

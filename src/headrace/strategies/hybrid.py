@@ -36,6 +36,7 @@ from headrace.strategies.pipeline import Pipeline
 from headrace.strategies.served_hybrid import Served, check_outer, in_parts, of_outer, served_plan, served_replica
 from headrace.strategies.strategy import ServedStrategy, Strategy, describe_options
 from headrace.strategies.tensor_parallel import TensorParallel
+from headrace.tensor_parallel.recording import Trial
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import ModelParallelGroup
 
@@ -98,14 +99,14 @@ class Hybrid(ServedStrategy):
         replicas, devices = self._counts(probe.cluster)
         if isinstance(self.outer, Served) and isinstance(self.inner, TensorParallel):
             # Servers must know the part that each device will hold.
-            cuts = self.inner.cuts(probe.module, devices)
+            cuts = self.inner.cuts(probe.module, devices, Trial(probe.sample(), probe.inputs))
             return replace(model, parameters=tuple(replace(each, cut=cuts.get(each.name)) for each in model.parameters))
 
         def measure(request: ProfileRequest) -> tuple[LayerSpec, ...]:
             return probe.measure(replace(request, threads=self._roles(probe.cluster, replicas * devices)[0].threads))
 
         size = max(1, probe.global_batch_size // replicas)
-        inner = ModelProbe(probe.module, size, _alone(probe.cluster, devices), measure)
+        inner = replace(probe, global_batch_size=size, cluster=_alone(probe.cluster, devices), measure=measure)
         return self.inner.inspect_model(model, inner)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:

@@ -15,6 +15,7 @@ where it is (Shoeybi et al., "Megatron-LM", 2019, section 3):
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from torch import nn
 
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.errors import UnknownName, UsageError
+from headrace.errors import PeerLost, UnknownName, UsageError
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
@@ -32,11 +33,13 @@ from headrace.spec.plan import Plan
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import Strategy, broadcast, check_count, describe_options
-from headrace.tensor_parallel.replica import SlicedReplica
+from headrace.tensor_parallel.recording import Trial
+from headrace.tensor_parallel.replica import RewrittenModel, SlicedReplica
 from headrace.tensor_parallel.rewriting import RULES, split
 from headrace.training.compute import describe
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import ModelParallelGroup
+from headrace.trees import map_tensors
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,28 @@ class TensorParallel(Strategy):
             segments=everywhere(model.parameters),
         )
 
-    def cuts(self, module: nn.Module, devices: int) -> dict[str, int]:
-        """Returns the dim along which each parameter would be cut; the module stays as it is."""
-        made = split(copy.deepcopy(module), self.rules, ThreadCollective(ThreadGroup(devices), 0))
-        return {name: cut.dim for name, cut in made.cuts.items()}
+    def cuts(self, module: nn.Module, devices: int, trial: Trial) -> dict[str, int]:
+        """Returns the dim along which each parameter will be cut, as the devices decide; the module stays as it is."""
+        everyone = ThreadGroup(devices)
+        made: dict[int, RewrittenModel] = {}
+        errors: dict[int, Exception] = {}
+
+        def device(rank: int) -> None:
+            try:
+                made[rank] = split(copies[rank], self.rules, ThreadCollective(everyone, rank), trial)
+            except Exception as error:
+                errors[rank] = error
+                everyone.abort(rank)
+
+        copies = [copy.deepcopy(module) for _ in range(devices)]
+        threads = [threading.Thread(target=device, args=(rank,)) for rank in range(devices)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((error for error in errors.values() if not isinstance(error, PeerLost)), errors[min(errors)])
+        return {name: cut.dim for name, cut in made[0].cuts.items()}
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         alone = ThreadCollective(ThreadGroup(1), 0)
@@ -113,8 +134,10 @@ class TensorParallel(Strategy):
         group = context.group
         context.require_own_generators()
         broadcast(context.module, context.device_group() or group)
-        # torch.fx traces in one thread, and meanwhile no other may run a model.
+        batch = map_tensors(lambda each: each.to(context.device), context.sample())
+        trial = Trial(batch, context.objective.inputs)
+        # What is tried and traced may change torch's modules, and meanwhile no other thread may run a model.
         group.barrier()
-        made = split(context.module, self.rules, context.device_group() or group)
+        made = split(context.module, self.rules, context.device_group() or group, trial)
         group.barrier()
         return SlicedReplica(made, group, everyone, mates, describe(context.module, context.model.sliceable))

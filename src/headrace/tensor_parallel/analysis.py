@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,24 +12,29 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
+from headrace.tensor_parallel.layers import is_transposed
 from headrace.tensor_parallel.rules import Splittable, ValueStep
 from headrace.training.whole_model import without_data
 
-_ELEMENTWISE = (
+_ELEMENTWISE_LAYERS = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
     *(nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Identity),
 )
+_ELEMENTWISE = frozenset(
+    (
+        *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid"),
+        *("softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "exp", "log", "square"),
+        *("sqrt", "rsqrt", "abs", "neg", "negative", "positive", "erf", "pow", "reciprocal", "clamp", "clip"),
+        *("add", "mul", "multiply", "sub", "subtract", "div", "divide", "true_divide", "radd", "rmul", "rsub"),
+        *("truediv", "contiguous", "clone", "to", "type", "float", "double", "half", "bfloat16"),
+    )
+)
+"""By name; a method that works in place has the name of the one that does not, and an underscore behind it."""
 _POOLS = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
-_FUNCTIONS: Collection[Callable[..., Any]] = {
-    *(F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.gelu, F.silu, F.mish, F.tanh, F.sigmoid, F.softplus),
-    *(torch.relu, torch.tanh, torch.sigmoid, torch.exp, torch.square, torch.abs, torch.neg, torch.add, torch.mul),
-    *(operator.add, operator.mul, operator.sub, operator.neg, torch.sub),
-}
-_METHODS = {"relu", "tanh", "sigmoid", "exp", "square", "abs", "neg", "add", "mul", "sub", "contiguous"}
 _POOL_FUNCTIONS: Collection[Callable[..., Any]] = {F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d}
 
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -39,8 +43,25 @@ _one_at_a_time = threading.Lock()
 """torch.fx changes `nn.Module` itself while it traces."""
 
 
+def is_elementwise(function: object) -> bool:
+    """Returns whether a function or method of torch, or of `operator`, treats every element alone."""
+    return getattr(function, "__name__", "").strip("_") in _ELEMENTWISE
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module's forward is a program of `torch.compile`."""
+    # The name alone, because importing the compiler takes a second.
+    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether hooks of the user's run around a module's forward or backward, or its forward is its own."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
+
+
 def splittable(module: nn.Module) -> dict[str, tuple[nn.Module, Splittable]]:
-    """Returns the layers of a model that can be split, by name, in its order."""
+    """Returns the layers of a model whose form can be split, by name, in its order."""
     found = {}
     inside = {id(layer.out_proj) for layer in module.modules() if isinstance(layer, nn.MultiheadAttention)}
     for name, layer in module.named_modules():
@@ -49,10 +70,37 @@ def splittable(module: nn.Module) -> dict[str, tuple[nn.Module, Splittable]]:
     return found
 
 
+def obstacles(module: nn.Module, found: Mapping[str, tuple[nn.Module, Splittable]]) -> dict[str, str]:
+    """Returns why those of the layers that must stay as they are cannot be split, by name."""
+    closed = [
+        (f"{name}." * bool(name), "TorchScript" if isinstance(part, torch.jit.ScriptModule) else "a compiled module")
+        for name, part in module.named_modules()
+        if isinstance(part, torch.jit.ScriptModule) or is_compiled(part)
+    ]
+    reasons = {}
+    for name, (layer, form) in found.items():
+        outer = next((kind for prefix, kind in closed if name.startswith(prefix)), None)
+        parts = list(layer.modules())
+        names = ["bias", "in_proj_bias", "in_proj_weight", "weight"]
+        if outer is not None:
+            reasons[name] = f"is inside {outer}"
+        elif form.sort != "attention" and not {"weight"} <= layer._parameters.keys() <= {"weight", "bias"}:
+            others = [each for each in layer._parameters if each not in names]
+            reasons[name] = f"computes its weight of {' and '.join(others)} (weight_norm, spectral_norm or the like)"
+        elif any(has_hooks(part) for part in parts):
+            reasons[name] = "has hooks, or a forward of its own, which would see a part of its values"
+        elif any(len(part._buffers) for part in parts):
+            reasons[name] = "has buffers of its own"
+    return reasons
+
+
 def _form(layer: nn.Module) -> Splittable | None:
     # The forward of a subclass may do more.
     if type(layer) is nn.Linear:
         return Splittable("linear", layer.in_features, layer.out_features)
+    if is_transposed(layer):
+        inputs, outputs = layer._parameters["weight"].shape  # type: ignore[union-attr]
+        return Splittable("linear", inputs, outputs)
     if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         assert isinstance(layer, _ConvNd)
         if layer.groups > 1:
@@ -121,20 +169,21 @@ def _reads(node: fx.Node, layer: nn.Module | None, names: _Names) -> tuple[str, 
             return "flatten", ""
         if isinstance(layer, _POOLS):
             return "pool", ""
-        return ("elementwise" if isinstance(layer, _ELEMENTWISE) else "other"), ""
+        return ("elementwise" if isinstance(layer, _ELEMENTWISE_LAYERS) else "other"), ""
     if node.target in (torch.flatten, "flatten") and node.args[1:] == (1,) and not node.kwargs:
         return "flatten", ""
     if node.op == "call_function" and node.target in _POOL_FUNCTIONS:
         return "pool", ""
-    known = _FUNCTIONS if node.op == "call_function" else _METHODS if node.op == "call_method" else ()
-    return ("elementwise" if node.target in known else "other"), ""
+    if node.op == "call_function":
+        return ("elementwise" if is_elementwise(node.target) else "other"), ""
+    return ("elementwise" if node.op == "call_method" and node.target in _ELEMENTWISE else "other"), ""
 
 
 def _look_at_block(name: str, block: nn.Module, steps: list[ValueStep]) -> None:
     """Adds what torch's transformer layers do between their dense layers, which cannot be traced."""
     path, start = f"{name}." * bool(name), len(steps)
     activation: Any = block.activation
-    known = activation in _FUNCTIONS or isinstance(activation, _ELEMENTWISE)
+    known = is_elementwise(activation) or isinstance(activation, _ELEMENTWISE_LAYERS)
     steps += [
         ValueStep("other"),
         ValueStep("layer", f"{path}linear1", (start,)),

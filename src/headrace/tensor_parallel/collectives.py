@@ -82,7 +82,8 @@ def all_gather(x: Tensor, dim: int, group: Collective, length: int | None = None
         return x.new_zeros([length if index == dim % x.dim() else each for index, each in enumerate(x.shape)])
     every = group.gather(front.view(-1).view(torch.uint8)).view(front.dtype).view(world, *shape)
     slices = [each[: stop - start] for each, (start, stop) in zip(every, _all_rows(length, world), strict=True)]
-    return torch.cat(slices).movedim(0, dim)
+    # Contiguous, as a whole layer's output is: `view` and `view_as_complex` ask for that.
+    return torch.cat([each.movedim(0, dim) for each in slices], dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Collective) -> Tensor:

@@ -110,9 +110,10 @@ class RowParallel:
 class ParallelEmbedding:
     """An embedding of which each rank has some of the vectors, or a part of every vector."""
 
-    def __init__(self, layer: nn.Embedding, group: Collective, by_rows: bool) -> None:
+    def __init__(self, layer: nn.Embedding, group: Collective, by_rows: bool, gathers: bool = True) -> None:
         self._layer = layer
         self._group = group
+        self._gathers = gathers
         self._rows = layer.num_embeddings // group.world if by_rows else 0
         self._first = group.rank * self._rows
         self._padding = layer.padding_idx
@@ -123,7 +124,8 @@ class ParallelEmbedding:
 
     def __call__(self, input: Tensor) -> Tensor:
         if not self._rows:
-            return gather_from(F.embedding(input, self._layer.weight, self._padding), -1, self._group)
+            own = F.embedding(input, self._layer.weight, self._padding)
+            return gather_from(own, -1, self._group) if self._gathers else own
         own = input - self._first
         elsewhere = (own < 0) | (own >= self._rows)
         found = F.embedding(own.masked_fill(elsewhere, 0), self._layer.weight, self._padding)
@@ -161,8 +163,16 @@ def feature_dim(layer: nn.Module) -> int:
     return -1 - len(layer.kernel_size) if isinstance(layer, _ConvNd) else -1
 
 
+def is_transposed(layer: nn.Module) -> bool:
+    """Returns whether it is the transformers library's `Conv1D`, a linear layer whose weight is `(inputs, outputs)`."""
+    kind = type(layer)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
 def _weighted(layer: nn.Module, groups: int | None = None) -> Callable[..., Tensor]:
     """Returns what applies weights like a layer's: `(x, weight, bias)`."""
+    if is_transposed(layer):
+        return lambda x, weight, bias: F.linear(x, weight.t(), bias)
     if not isinstance(layer, _ConvNd):
         return F.linear
     # All that a convolution is but its parameters: how it pads, for one.

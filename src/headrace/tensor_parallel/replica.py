@@ -54,7 +54,8 @@ class ShardDim:
 class RewrittenModel:
     """A model of which this rank holds a part, and how its tensors are cut.
 
-    `cuts` are those of parameters, by name; all others are whole on every rank. `shapes` are those of whole tensors.
+    `cuts` are those of parameters, by name; all others are whole on every rank. `shapes` are those of whole tensors;
+    `notices` say what was left whole, and why.
     """
 
     module: nn.Module
@@ -62,6 +63,7 @@ class RewrittenModel:
     cuts: Mapping[str, ShardDim]
     shapes: Mapping[str, tuple[int, ...]]
     kinds: Mapping[str, str]
+    notices: tuple[str, ...] = ()
 
     @property
     def repeated(self) -> frozenset[str]:
@@ -71,6 +73,8 @@ class RewrittenModel:
     def __str__(self) -> str:
         """Says what was split, and how much of the parameters this rank holds."""
         world = self.group.world
+        if not self.kinds and self.notices:
+            return f"nothing of the model is split over {world} devices: each computes all of it"
         if not self.kinds:
             return f"nothing of the model can be divided evenly among {world} devices: each computes all of it"
         said = [
@@ -170,7 +174,7 @@ class SlicedReplica(ModelParallelGroup):
     def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
         compute = SplitModel(whole, self._split, self._mates)
         if self.everyone.rank == 0:
-            compute.notes = (str(self._split),)
+            compute.notes = (str(self._split), *self._split.notices)
         return compute
 
     def spread(self) -> None:

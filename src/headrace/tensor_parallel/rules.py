@@ -68,13 +68,15 @@ class ValueStep:
 class Flow:
     """Where values are split: which layers gather theirs, and which value each takes.
 
-    `takes` says by layer along which axis its input is split, `drops` by dropout; "" where values are whole.
+    `takes` says by layer along which axis its input is split, `drops` by dropout; "" where values are whole. `makers`
+    are, by layer, those whose slices it takes.
     """
 
     gathers: set[str] = field(default_factory=set)
     takes: dict[str, str] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
     drops: dict[str, str] = field(default_factory=dict)
+    makers: dict[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,16 +89,23 @@ class _Slices:
 
 
 _WHOLE = _Slices()
+_NONE: Mapping[str, frozenset[str]] = {}
 
 
-def follow(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: Mapping[str, str]) -> Flow:
+def follow(
+    steps: Sequence[ValueStep],
+    layers: Mapping[str, Splittable],
+    kinds: Mapping[str, str],
+    inner: Mapping[str, frozenset[str]] = _NONE,
+) -> Flow:
     """Returns where values can stay split, if layers are split by the rules `kinds`; all others are whole.
 
-    The steps are in the order in which they happen; those of several pieces of the model one behind the other.
+    The steps are in the order in which they happen; those of several pieces of the model one behind the other. `inner`
+    are the layers of blocks, with those whose slices each takes: what is between them has been looked at already.
     """
     gathers: set[str] = set()
     while True:
-        flow, wrong = _walk(steps, layers, kinds, gathers)
+        flow, wrong = _walk(steps, layers, kinds, gathers, inner)
         if wrong <= gathers:
             # Layers that no step shows are in modules that cannot be traced.
             for name in kinds:
@@ -108,19 +117,28 @@ def follow(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: 
 
 
 def _walk(
-    steps: Sequence[ValueStep], layers: Mapping[str, Splittable], kinds: Mapping[str, str], gathers: set[str]
+    steps: Sequence[ValueStep],
+    layers: Mapping[str, Splittable],
+    kinds: Mapping[str, str],
+    gathers: set[str],
+    inner: Mapping[str, frozenset[str]],
 ) -> tuple[Flow, set[str]]:
     """Returns the flow if those layers gather, and which others would have to, too."""
     flow, wrong = Flow(set(gathers)), set[str]()
     values: list[_Slices] = []
-    fed: dict[str, frozenset[str]] = {}
+    fed = flow.makers
     for step in steps:
         given = [values[index] for index in step.inputs]
         first = given[0] if given else _WHOLE
         alike = all((each.axis, each.width) == (first.axis, first.width) for each in given)
         makers = frozenset[str]().union(*(each.makers for each in given))
         made = _WHOLE
-        if step.does == "layer" and step.name in kinds:
+        if step.does == "layer" and step.name in kinds and step.name in inner:
+            wrong |= makers
+            flow.takes[step.name] = AXES["linear"] if kinds[step.name] == "row" else ""
+            flow.makers[step.name] = inner[step.name]
+            flow.sources[step.name] = step.inputs[0] if step.inputs else -1
+        elif step.does == "layer" and step.name in kinds:
             layer, kind = layers[step.name], kinds[step.name]
             fits = first.axis in _taken(layer, kind)
             known = flow.takes.setdefault(step.name, first.axis if fits else "")
@@ -171,15 +189,21 @@ def _passes(does: str, axis: str) -> bool:
     return axis == ""
 
 
-def choose(steps: Sequence[ValueStep], layers: Mapping[str, Splittable], world: int) -> dict[str, str]:
-    """Returns rules that need few collectives: pairs of column and row, and heads; else single layers."""
+def choose(
+    steps: Sequence[ValueStep], layers: Mapping[str, Splittable], world: int, known: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns rules that need few collectives: pairs of column and row, and heads; else single layers.
+
+    `known` are rules that stay.
+    """
     kinds = {
         name: "heads" for name, layer in layers.items() if layer.sort == "attention" and layer.divisible("heads", world)
-    }
+    } | dict(known or {})
+    users = _users(steps)
     for index, step in enumerate(steps):
         if step.does != "layer" or step.name in kinds or layers[step.name].sort not in ("linear", "convolution"):
             continue
-        makers, takers = _neighbourhood(steps, index)
+        makers, takers = _neighbourhood(steps, users, index)
         wanted = {
             **{name: "column" if layers[name].sort == "linear" else "channels" for name in makers if name in layers},
             **{name: "row" for name in takers if name in layers},
@@ -207,14 +231,21 @@ def _is_pair(
     return not flow.gathers & makers and all(flow.takes[name] for name in takers)
 
 
-def _neighbourhood(steps: Sequence[ValueStep], start: int) -> tuple[set[str], set[str]]:
-    """Returns the names of the layers that make the values which elementwise steps mix with a step's, and of those that
-    take them; "" stands for a step that is no layer.
-    """
+def _users(steps: Sequence[ValueStep]) -> dict[int, list[int]]:
+    """Returns which steps take each step's value."""
     users: dict[int, list[int]] = {}
     for index, step in enumerate(steps):
         for given in step.inputs:
             users.setdefault(given, []).append(index)
+    return users
+
+
+def _neighbourhood(
+    steps: Sequence[ValueStep], users: Mapping[int, Sequence[int]], start: int
+) -> tuple[set[str], set[str]]:
+    """Returns the names of the layers that make the values which elementwise steps mix with a step's, and of those that
+    take them; "" stands for a step that is no layer.
+    """
     makers, takers, seen, ahead = set[str](), set[str](), set[int](), [start]
     while ahead:
         index = ahead.pop()

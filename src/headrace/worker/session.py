@@ -155,7 +155,7 @@ def build_context(
         first=run.resume.done if run.resume else 0,
         closing=closing,
         servers=find_servers(run.plan, role.rank, page, group),
-        sample=lambda: _sample(run.job),
+        sample=lambda: sample_of(run.job),
     )
 
 
@@ -192,7 +192,8 @@ def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessG
     return Evaluation(job, replica, functools.cache(loader), group)
 
 
-def _sample(job: Job) -> Any:
+def sample_of(job: Job) -> Any:
+    """Returns a batch of the training data's first two examples."""
     pipeline, _ = as_pipeline(job.data)
     loader = Loader(pipeline, job.seed, min(2, len(pipeline)), (1,), 0, ordered=True)
     return next(share.batch for share in loader.sweep(alone=True) if share.examples)

@@ -1,0 +1,172 @@
+"""Blocks of a model whose inside can be split: attention by heads, and what the model's own plan says.
+
+Attention is recognised by what it is made of, not by its class: a module that knows how long a head is, with linear
+layers whose outputs all go to one linear layer, its output projection. The inside then computes with fewer heads on
+every device, if the numbers that it keeps in attributes are those of this device's part.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from headrace.tensor_parallel.recording import open_modules
+from headrace.tensor_parallel.rules import Splittable, ValueStep
+
+_LENGTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head", "d_kv", "kv_channels")
+"""Attributes that hold how long a head is."""
+
+_HEADS = (
+    *("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads"),
+    *("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+)
+_WIDTHS = ("all_head_size", "inner_dim", "embed_dim", "split_size", "dim", "hidden_size", "inner_size")
+"""Attributes that hold how many heads there are, and how long all of them are together."""
+
+_PLANNED = {"colwise": "column", "rowwise": "row"}
+"""Words of the transformers library's `tp_plan`, and the rules that they mean."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Layers that are split together, with whatever is between them.
+
+    Attributes:
+        columns: layers split by their outputs, with how many matrices lie one behind the other in each (3 for queries,
+            keys and values in one).
+        row: the layer split by its inputs, which takes what the inside makes of them.
+        numbers: attributes of the module, and their values on every device.
+    """
+
+    name: str
+    columns: Mapping[str, int]
+    row: str
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The rule of each layer."""
+        return {**dict.fromkeys(self.columns, "column"), self.row: "row"}
+
+
+def find_blocks(
+    module: nn.Module, steps: Sequence[ValueStep], layers: Mapping[str, Splittable], world: int
+) -> tuple[Block, ...]:
+    """Returns the blocks of a model that so many devices can split; `layers` are those that may be."""
+    goals = _goals(steps, layers)
+    plan = _own_plan(module)
+    found: dict[str, Block] = {}
+    taken: set[str] = set()
+    for name, part in open_modules(module):
+        prefix = f"{name}." * bool(name)
+        inside = {each: f"{prefix}{each}" for each, _ in part.named_children()}
+        linear = [path for path in inside.values() if path in goals and layers[path].sort == "linear"]
+        block = _planned(name, part, linear, layers, plan, world) or _attention(
+            name, part, linear, layers, goals, world
+        )
+        if block is not None and not taken & block.kinds.keys():
+            biases = _biases(part, [path for path in inside.values() if path in goals], layers)
+            found[name] = Block(name, {**block.columns, **biases}, block.row, block.numbers)
+            taken |= found[name].kinds.keys()
+    return tuple(found.values())
+
+
+def _goals(steps: Sequence[ValueStep], layers: Mapping[str, Splittable]) -> dict[str, frozenset[str]]:
+    """Returns by layer to which linear layers its outputs go, before any other one."""
+    goals: dict[str, set[str]] = {}
+    # From behind, each step's is the union of those of the steps that take its value.
+    ahead: list[set[str]] = [set() for _ in steps]
+    for index in range(len(steps) - 1, -1, -1):
+        step = steps[index]
+        reached = ahead[index]
+        if step.does == "layer":
+            goals.setdefault(step.name, set()).update(reached)
+            if layers[step.name].sort == "linear":
+                reached = {step.name}
+        for given in step.inputs:
+            ahead[given] |= reached
+    return {name: frozenset(reached) for name, reached in goals.items()}
+
+
+def _attention(
+    name: str,
+    part: nn.Module,
+    linear: Sequence[str],
+    layers: Mapping[str, Splittable],
+    goals: Mapping[str, frozenset[str]],
+    world: int,
+) -> Block | None:
+    held = {key: value for key, value in vars(part).items() if type(value) is int}
+    heads = next((held[key] for key in _HEADS if held.get(key, 0) > 0), None)
+    ends = [path for path in linear if any(goals[other] == {path} for other in linear if other != path)]
+    columns = [path for path in linear if path not in ends]
+    rows = set(ends) or set[str]().union(*(goals[path] for path in columns))
+    if len(rows) != 1 or not columns or any(goals[path] != rows for path in columns):
+        return None
+    (row,) = rows
+    width = layers[row].inputs
+    length = next((held[key] for key in _LENGTHS if held.get(key, 0) > 0), None)
+    if length is None and heads is not None and width % heads == 0:
+        length = width // heads
+    if length is None or width % (length * world):
+        return None
+    matrices = {path: _matrices(layers[path].outputs, width) for path in columns}
+    if any(layers[path].outputs % (length * world * count) for path, count in matrices.items()):
+        return None
+    return Block(name, matrices, row, _numbers(held, [layers[path].outputs for path in columns], width, length, world))
+
+
+def _matrices(outputs: int, width: int) -> int:
+    return outputs // width if outputs % width == 0 else 1
+
+
+def _numbers(held: Mapping[str, int], outputs: Sequence[int], width: int, length: int, world: int) -> dict[str, int]:
+    counts = {width // length, *(each // length for each in outputs)}
+    numbers = {key: held[key] // world for key in _HEADS if held.get(key) in counts}
+    return numbers | {key: held[key] // world for key in _WIDTHS if held.get(key) == width}
+
+
+def _biases(part: nn.Module, paths: Sequence[str], layers: Mapping[str, Splittable]) -> dict[str, int]:
+    """Returns tables with a number for each head, such as of relative positions."""
+    heads = {value for key, value in vars(part).items() if key in _HEADS}
+    return {path: 1 for path in paths if layers[path].sort == "embedding" and layers[path].outputs in heads}
+
+
+def _own_plan(module: nn.Module) -> dict[str, str]:
+    """Returns the rules of the `tp_plan` of a model of the transformers library, or of such a part, by pattern."""
+    found: dict[str, str] = {}
+    for name, part in open_modules(module):
+        plan = vars(part).get("_tp_plan")
+        if isinstance(plan, Mapping):
+            prefix = f"{name}." * bool(name)
+            found |= {f"{prefix}{pattern}": _PLANNED[word] for pattern, word in plan.items() if word in _PLANNED}
+    return found
+
+
+def _planned(
+    name: str,
+    part: nn.Module,
+    linear: Sequence[str],
+    layers: Mapping[str, Splittable],
+    plan: Mapping[str, str],
+    world: int,
+) -> Block | None:
+    """Returns the block that the model's own plan makes of a module's layers: columns, and one row."""
+    said = {
+        path: next((rule for pattern, rule in plan.items() if fnmatch.fnmatchcase(path, pattern)), "")
+        for path in linear
+    }
+    columns = [path for path, rule in said.items() if rule == "column"]
+    rows = [path for path, rule in said.items() if rule == "row"]
+    if not columns or len(rows) != 1:
+        return None
+    held = {key: value for key, value in vars(part).items() if type(value) is int}
+    length = next((held[key] for key in _LENGTHS if held.get(key, 0) > 0), 1)
+    width = layers[rows[0]].inputs
+    if width % (length * world) or any(layers[path].outputs % (length * world) for path in columns):
+        return None
+    numbers = _numbers(held, [layers[path].outputs for path in columns], width, length, world) if length > 1 else {}
+    return Block(name, dict.fromkeys(columns, 1), rows[0], numbers)

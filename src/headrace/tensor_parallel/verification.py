@@ -1,0 +1,207 @@
+"""Whether a split model computes what the whole one does: both run on one small batch, forward and backward.
+
+Any kind of layer may be in a model, and what is known of it is what it did on one batch; so what was chosen is tried
+before it is kept, and what changes the output or a gradient is left whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headrace.collectives.base import Collective
+from headrace.errors import PeerLost
+from headrace.tensor_parallel.layout import Layout
+from headrace.tensor_parallel.recording import Trial, tensors_of, unchanged
+from headrace.tensor_parallel.replica import ShardDim
+from headrace.tensor_parallel.rewriter import Rewriter
+
+_TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Of the largest number; 0.1 for other types. Layers may compute in float32 inside a model in double precision."""
+
+_SMALL = 1e-3
+"""Gradients that are smaller than this part of the largest one are compared with that part of it."""
+
+
+class Abandoned(Exception):
+    """Another rank has failed."""
+
+
+class GuardedCollective(Collective):
+    """A collective whose ranks end together: one that fails tells the others when they next communicate."""
+
+    def __init__(self, inner: Collective) -> None:
+        self.rank, self.world = inner.rank, inner.world
+        self._inner = inner
+
+    def attempt(self, act: Callable[[], str]) -> str:
+        """Returns what is wrong, on every rank: what `act` returns or raises on this one, or that another failed."""
+        try:
+            wrong = act()
+        except PeerLost:
+            raise
+        except Abandoned:
+            return "it fails on another device"
+        except Exception as error:  # whatever a user's forward raises
+            wrong = f"it fails: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+        failed, ended = self._inner.sum([float(bool(wrong)), 1.0])
+        if ended != self.world:
+            return wrong or "devices communicate differently often"
+        return wrong or ("it fails on another device" if failed else "")
+
+    def barrier(self) -> None:
+        self._ask()
+        self._inner.barrier()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._ask()
+        self._inner.all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._ask()
+        self._inner.broadcast(tensor)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        self._ask()
+        return self._inner.gather(tensor)
+
+    def all_to_all(self, pieces: Tensor) -> Tensor:
+        self._ask()
+        return self._inner.all_to_all(pieces)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        self._ask()
+        return self._inner.sum(values)
+
+    def close(self) -> None:
+        """Closes nothing: the collective is another's."""
+
+    def _ask(self) -> None:
+        failed, ended = self._inner.sum([0.0, 0.0])
+        if failed or ended:
+            raise Abandoned
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a model computes on a small batch: outputs, and gradients by parameter; None if it has no gradients."""
+
+    outputs: tuple[Tensor, ...]
+    gradients: Mapping[str, Tensor | None] | None
+
+    def difference(self, found: Expected, cuts: Mapping[str, ShardDim], rank: int, world: int) -> str:
+        """Says how what the split model computes differs, "" if it does not."""
+        if [each.shape for each in self.outputs] != [each.shape for each in found.outputs]:
+            return "its output gets another shape"
+        off = max(map(_distance, found.outputs, self.outputs), default=0.0)
+        if off > 1.0:
+            return f"its output changes, by {off:.1e} of what is allowed"
+        if self.gradients is None or found.gradients is None:
+            return ""
+        largest = max((float(each.abs().max()) for each in self.gradients.values() if each is not None), default=0.0)
+        for name, gradient in self.gradients.items():
+            own = found.gradients[name]
+            if gradient is None or own is None:
+                if (gradient is None) != (own is None):
+                    return f"{name!r} gets a gradient, or gets none any more"
+                continue
+            part = cuts[name].take(gradient, rank, world) if name in cuts else gradient
+            if part.shape != own.shape or _distance(own, part, largest * _SMALL) > 1.0:
+                return f"the gradient of {name!r} changes"
+        return ""
+
+
+def compute(module: nn.Module, trial: Trial, gradients: bool = True) -> Expected:
+    """Runs a model in evaluation, forward and backward; the gradients are those of a sum with a weight an element."""
+    module.eval()
+    with torch.set_grad_enabled(gradients):
+        outputs = [each for each in tensors_of(trial.run(module)) if each.is_floating_point() or each.is_complex()]
+    if not gradients:
+        return Expected(tuple(outputs), None)
+    named = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    total = sum(_weighed(each) for each in outputs if each.requires_grad)
+    found = torch.autograd.grad(total, list(named.values()), allow_unused=True) if isinstance(total, Tensor) else ()
+    return Expected(tuple(each.detach() for each in outputs), dict(zip(named, found, strict=True)) if found else None)
+
+
+def expected(module: nn.Module, trial: Trial, seed: bool) -> Expected | str:
+    """Returns what the whole model computes, or why that is not known."""
+    wrong = ""
+    for gradients in (True, False):
+        try:
+            with unchanged(module, seed):
+                first = compute(module, trial, gradients)
+            with unchanged(module, seed):
+                again = compute(module, trial, gradients)
+        except Exception as error:  # whatever a user's forward raises
+            wrong = f"it cannot be run in evaluation: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+            continue
+        return first if not first.difference(again, {}, 0, 1) else "it computes something else each time"
+    return wrong
+
+
+def _weighed(output: Tensor) -> Tensor:
+    count = torch.arange(output.numel(), device=output.device, dtype=torch.float32).view(output.shape)
+    weighed = (output * torch.cos(count).to(output.dtype)).sum()
+    return weighed.real if weighed.is_complex() else weighed
+
+
+def _distance(found: Tensor, right: Tensor, least: float = 0.0) -> float:
+    """Returns the largest difference in multiples of what is allowed."""
+    if not right.numel():
+        return 0.0
+    if not torch.equal(right.isfinite(), found.isfinite()):
+        return math.inf
+    found, right = found.detach().nan_to_num(0.0, 0.0, 0.0), right.nan_to_num(0.0, 0.0, 0.0)
+    scale = max(float(right.abs().max()), least)
+    off = float((found - right).abs().max())
+    return off / (scale * _TOLERANCE.get(right.dtype, 0.1)) if off else 0.0
+
+
+def verified(
+    module: nn.Module, layout: Layout, group: Collective, trial: Trial, right: Expected | str, seed: bool
+) -> tuple[Layout, dict[str, str]]:
+    """Returns what of a layout can be split so that nothing changes, and why the rest cannot be, by group of layers.
+
+    All ranks call it, and decide alike. `right` is what the whole model computes.
+    """
+    if not layout.kinds and not layout.batches:
+        return layout, {}
+    unknown = isinstance(right, str)
+    (others,) = group.sum([float(unknown)])
+    if isinstance(right, str) or others:
+        reason = right if isinstance(right, str) else "it fails on another device"
+        return layout.only(()), {"the model": f"cannot be tried before the start, because {reason}"}
+    sure: Expected = right
+
+    def wrong(candidate: Layout) -> str:
+        guard = GuardedCollective(group)
+
+        def attempt() -> str:
+            with unchanged(module, seed):
+                cuts = Rewriter(module, guard, candidate).cut()
+                found = compute(module, trial, sure.gradients is not None)
+                return sure.difference(found, cuts, group.rank, group.world)
+
+        return guard.attempt(attempt)
+
+    reasons: dict[str, str] = {}
+
+    def right_ones(keys: tuple[str, ...]) -> tuple[str, ...]:
+        reason = wrong(layout.only(keys))
+        if not reason:
+            return keys
+        if len(keys) == 1:
+            reasons[keys[0]] = reason
+            return ()
+        middle = len(keys) // 2
+        return (*right_ones(keys[:middle]), *right_ones(keys[middle:]))
+
+    kept = right_ones(layout.keys)
+    if reasons and kept and (reason := wrong(layout.only(kept))):
+        return layout.only(()), {"the model": reason}
+    return layout.only(kept), reasons
