@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -72,6 +73,35 @@ def _page_cache_bytes(group: Path) -> int:
 def memory_limit_bytes(root: Path = _ROOT) -> int:
     """Returns the memory that there is in all."""
     return _meminfo(root, "MemTotal")
+
+
+@dataclass(frozen=True)
+class ProcessorTimes:
+    """Seconds since the machine began, of all cores together: computed, and given to other machines."""
+
+    busy_s: float
+    stolen_s: float
+    total_s: float
+    cores: int
+
+
+def processor_times(root: Path = _ROOT) -> ProcessorTimes | None:
+    """Returns what the machine's processors did so far; None where the kernel does not say."""
+    lines = _lines(root / "proc/stat")
+    counts = [int(word) for word in (lines[0].split()[1:9] if lines else [])]
+    if len(counts) < 8 or not lines[0].startswith("cpu "):
+        return None
+    tick = os.sysconf("SC_CLK_TCK")
+    user, nice, system, idle, disk, interrupts, soft, stolen = (count / tick for count in counts)
+    busy = user + nice + system + interrupts + soft
+    cores = sum(line.startswith("cpu") for line in lines) - 1
+    return ProcessorTimes(busy, stolen, busy + stolen + idle + disk, cores)
+
+
+def load_average(root: Path = _ROOT) -> float | None:
+    """Returns how many processes ran or waited to run in the last minute, on average; None if unknown."""
+    words = _words(root / "proc/loadavg")
+    return float(words[0]) if words else None
 
 
 def resident_bytes() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 
 import headrace as hr
 from engine.victims import Faulty, fail, long_job, make_job
-from headrace.api import comparison
+from headrace.api import comparison, measuring
 from headrace.engine.base import Engine
 from headrace.errors import UsageError, WorkerFailed
+from headrace.policies.measurement import Measurement
 from headrace.spec.events import Event
 
 THREADS = hr.ThreadEngine()
@@ -24,10 +26,14 @@ THREADS = hr.ThreadEngine()
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """References that are measured for a moment; and no progress of theirs is kept."""
     monkeypatch.setattr(comparison, "_MEASURE_S", 0.1)
+    monkeypatch.setattr(measuring, "_LOOK_S", 0.01)
 
 
-def compare(strategies: Any, run_dir: Path | None = None, engine: Engine = THREADS, **changes: Any) -> hr.Comparison:
-    return hr.compare(make_job(**{"epochs": 30, **changes}), strategies, engine=engine, run_dir=run_dir)
+def compare(
+    strategies: Any, run_dir: Path | None = None, engine: Engine = THREADS, retries: int = 0, **changes: Any
+) -> hr.Comparison:
+    job = make_job(**{"epochs": 30, **changes})
+    return hr.compare(job, strategies, engine=engine, run_dir=run_dir, retries=retries)
 
 
 @pytest.mark.slow
@@ -52,6 +58,26 @@ def test_one_process_is_measured_where_nobody_asked_for_it(tmp_path: Path) -> No
     assert (result.references.one_device_examples_per_s or 0) > 0
 
 
+@pytest.mark.slow
+def test_a_doubtful_run_is_measured_again_and_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def planted(run: Callable[[], hr.Run], average: float | None = None) -> tuple[hr.Run, Measurement]:
+        result = run()
+        found.append(result.run_dir.name)
+        workers = result.plan.workers
+        return result, Measurement(100.0 * workers, workers, spread=0.5 if "mirrored" in found[-1] else 0.1)
+
+    monkeypatch.setattr(comparison, "measured", planted)
+    result = compare(["one_device", hr.Mirrored(2)], tmp_path, retries=2)
+    assert found == ["one_device", "mirrored", "reference-2-unconnected", "again-1-mirrored", "again-2-mirrored"]
+    assert result.references.doubts == {"mirrored": ("its rate varied by 50 %",)}
+    assert result.references.measured_again == {"mirrored": "again-2-mirrored"}
+    assert "disturbed, so not recommended: mirrored" in str(result).replace("\n", " ")
+    document = json.loads((tmp_path / "comparison.json").read_text())
+    assert document["references"]["doubts"] == {"mirrored": ["its rate varied by 50 %"]}
+
+
 def test_a_directory_that_holds_a_comparison(tmp_path: Path) -> None:
     (tmp_path / "comparison.json").write_text("{}")
     with pytest.raises(UsageError, match="holds a comparison already; name another run_dir, or delete it"):
@@ -61,6 +87,8 @@ def test_a_directory_that_holds_a_comparison(tmp_path: Path) -> None:
 def test_nothing_to_compare() -> None:
     with pytest.raises(UsageError, match="nothing to compare: name at least one strategy"):
         compare([])
+    with pytest.raises(UsageError, match="retries must be a whole number of at least 0, got -1"):
+        compare(["one_device"], retries=-1)
 
 
 def test_the_first_error_ends_it(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from headrace.cli.jobfile import MODULE
-from headrace.report.model.summary import References, summarize
+from headrace.report.model.summary import summarize
+from headrace.report.model.verdict import References
 from headrace.spec.events import (
     Evaluated,
     Event,

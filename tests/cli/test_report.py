@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import run
-from headrace.report.model.summary import References, summarize
+from headrace.report.model.summary import summarize
+from headrace.report.model.verdict import References
 from headrace.report.views.table import comparison_plain
 
 Capture = pytest.CaptureFixture[str]
@@ -38,13 +39,21 @@ def test_a_comparison(here: Path, make_run, capsys: Capture) -> None:
     labels = ("one_device", "mirrored")
     for label in labels:
         make_run(here / "c" / label, strategy=label)
-    references = References(one_device_examples_per_s=5.0, ceiling_examples_per_s={2: 9.0})
+    make_run(here / "c" / "again-1-mirrored", strategy="mirrored")
+    references = References(
+        one_device_examples_per_s=5.0,
+        ceiling_examples_per_s={2: 9.0},
+        doubts={"mirrored": ("its rate varied by 43 %",)},
+        measured_again={"mirrored": "again-1-mirrored"},
+    )
     document = comparison_plain([summarize(here / "c" / label) for label in labels], references)
     (here / "c" / "comparison.json").write_text(json.dumps(document))
     assert run(["report", "c", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [each["label"] for each in result["runs"]] == list(labels)
     assert result["references"] == document["references"]
+    assert [each["disturbed"] for each in result["runs"]] == [None, "its rate varied by 43 %"]
+    assert "disturbed, so not recommended: mirrored" in result["verdict"]
     assert "one_device" in (here / "c" / "report.html").read_text()
 
 

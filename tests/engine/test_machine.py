@@ -13,11 +13,14 @@ from headrace import machine
 from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnfitMachine, UsageError
 from headrace.machine import (
+    ProcessorTimes,
     can_paint,
     core_quota,
     cores,
     detect,
+    load_average,
     memory_limit_bytes,
+    processor_times,
     require_linux,
     spare_memory_bytes,
 )
@@ -222,3 +225,15 @@ def test_a_launcher_that_says_half(monkeypatch: pytest.MonkeyPatch, missing: str
         monkeypatch.setenv(name, WHOLE[name])
     with pytest.raises(UsageError, match=f"but not {missing}"):
         launched_ranks()
+
+
+def test_what_the_processors_did(tmp_path: Path) -> None:
+    stat = (
+        "cpu  100 20 30 800 40 5 5 100 7 7\ncpu0 50 10 15 400 20 2 3 50 3 4\ncpu1 50 10 15 400 20 3 2 50 4 3\nintr 9\n"
+    )
+    times = processor_times(files_of(tmp_path, {"proc/stat": stat, "proc/loadavg": "1.25 0.9 0.5 2/300 99\n"}))
+    tick = os.sysconf("SC_CLK_TCK")
+    assert times == ProcessorTimes(160 / tick, 100 / tick, 1100 / tick, 2)
+    assert load_average(tmp_path) == 1.25
+    assert processor_times(tmp_path / "none") is None
+    assert load_average(tmp_path / "none") is None

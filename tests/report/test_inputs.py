@@ -20,8 +20,9 @@ from headrace.report.model.inputs import (
     inputs_of,
     occupancy,
 )
-from headrace.report.model.summary import References, summarize
+from headrace.report.model.summary import summarize
 from headrace.report.model.training import StepTimes
+from headrace.report.model.verdict import References
 from headrace.report.views.page import write_page
 from headrace.report.views.subjects import BOTTLENECK, INPUT
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_rows, run_table

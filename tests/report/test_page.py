@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from headrace.errors import UsageError
-from headrace.report.model.summary import References, summarize
+from headrace.report.model.summary import summarize
+from headrace.report.model.verdict import References
 from headrace.report.views.drawing import Bar, Curve, Mark, draw_bars, draw_curves
 from headrace.report.views.page import write_page
 from headrace.report.views.style import STAND_INS, colours_of

@@ -7,7 +7,8 @@ import io
 import pytest
 
 from headrace.report.format import to_cells, to_heads
-from headrace.report.model.summary import References, summarize
+from headrace.report.model.summary import summarize
+from headrace.report.model.verdict import References
 from headrace.report.views.subjects import SERVERS, server_line
 from headrace.report.views.table import comparison_table, run_rows, run_table
 

@@ -6,8 +6,9 @@ import math
 import pytest
 
 from headrace.errors import DataError
-from headrace.report.model.summary import References, summarize, verdict
+from headrace.report.model.summary import summarize
 from headrace.report.model.training import CURVE_POINTS
+from headrace.report.model.verdict import References, verdict
 from headrace.spec.events import LAUNCHER, Evaluated, Failed, Notice, RunStarted, Stepped, WorkerEnded
 from headrace.spec.plain import from_plain, to_plain
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from headrace.report.model.summary import References, Summary, summarize
+from headrace.report.model.summary import Summary, summarize
+from headrace.report.model.verdict import References
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_rows, run_table
 from headrace.spec.events import LAUNCHER, Failed, NonFinite, RunEnded, Saved
 

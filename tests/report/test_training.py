@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.report.model.summary import References, summarize
+from headrace.report.model.summary import summarize
 from headrace.report.model.training import TrainingClock, curves_of
+from headrace.report.model.verdict import References
 from headrace.report.views.page import write_page
 from headrace.report.views.table import comparison_table, run_plain, run_rows
 from headrace.spec.events import Evaluated, ParametersAveraged, RunEnded, RunStarted, Stepped
@@ -45,6 +46,34 @@ def test_an_evaluation_stands_at_the_rounds_before_it_though_some_are_missing():
     evaluated = [Evaluated(0, 1.0 + done / 10, done, 1, 5, {"loss": 1.0}, 0.0) for done in (0, 1, 2, 3, 4, 6, 9)]
     points = _curves(steps, evaluated).evaluations
     assert [point.epochs for point in points] == [0.0, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0]
+
+
+def _paced(*seconds_a_round, rounds=10):
+    """The steps of two workers whose rounds take so long, `rounds` of each pace, after a warm-up of five."""
+    paces = [seconds_a_round[0]] * 5 + [pace for pace in seconds_a_round for _ in range(rounds)]
+    ends = list(itertools.accumulate(paces, initial=1.0))[1:]
+    return {rank: [_step(rank, end, step) for step, end in enumerate(ends)] for rank in (0, 1)}
+
+
+def test_the_spread_is_between_the_parts_of_the_steady_state():
+    assert TrainingClock([_paced(0.1, 0.1, 0.1, 0.1)], ()).spread() == pytest.approx(0.0)
+    # Rates of 160 and of 80 examples a second: 80 over their mean of 140.
+    assert TrainingClock([_paced(0.1, 0.1, 0.2, 0.1)], ()).spread() == pytest.approx(80 / 140)
+
+
+def test_an_evaluation_is_no_spread():
+    evaluated = [Evaluated(0, 3.5, 25, 1, 5, {"loss": 1.0}, 0.5)]
+    by_rank = {
+        rank: [_step(rank, step.time_s + 0.5 * (step.time_s > 3.01), step.step) for step in steps]
+        for rank, steps in _paced(0.1, 0.1, 0.1, 0.1).items()
+    }
+    assert TrainingClock([by_rank], evaluated).spread() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_steady_state_too_short_for_a_spread():
+    assert TrainingClock([_paced(0.01, 0.01, 0.03, 0.01)], ()).spread() is None
+    assert TrainingClock([_paced(0.5, 0.5, 0.9, 0.5, rounds=3)], ()).spread() is None
+    assert TrainingClock([], ()).spread() is None
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -10,11 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.api.fit import fit
+from headrace.api.measuring import measured, settle
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
 from headrace.errors import UnfitMachine, UsageError
-from headrace.report.model.summary import References, Summary, verdict
+from headrace.machine import load_average
+from headrace.policies.measurement import Measurement
+from headrace.report.model.summary import Summary
+from headrace.report.model.verdict import References, compared, verdict
 from headrace.report.views.page import write_page
 from headrace.report.views.table import comparison_plain, comparison_table
 from headrace.spec.events import Event
@@ -22,6 +27,7 @@ from headrace.spec.job import Job
 from headrace.strategies import OneDevice, Strategy, Unconnected, resolve
 
 _MEASURE_S = 8.0
+_ONE_DEVICE = "reference-one-device"
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,8 @@ class Comparison:
 
     @property
     def summaries(self) -> tuple[Summary, ...]:
-        """What the runs' events say, in numbers."""
-        return tuple(run.summary for run in self.runs)
+        """What the runs' events say, in numbers; of the last measurement, where a rate was measured again."""
+        return _summaries(self.runs, self.references)
 
 
 def compare(
@@ -66,6 +72,7 @@ def compare(
     on_event: Callable[[Event], None] | None = None,
     timeout_s: float = 10.0,
     engine: Engine | None = None,
+    retries: int = 2,
 ) -> Comparison:
     """Trains a job under each strategy and measures two references on the same machine in the same minutes.
 
@@ -74,6 +81,8 @@ def compare(
         strategies: how, by name or as values.
         device, on_event, timeout_s, engine: as for `fit`.
         run_dir: where everything goes; None for a temporary directory that goes with the result.
+        retries: how often a rate is measured again that is impossible, varies much, or was measured on a machine that
+            did something else; a strategy whose rate stays so is marked as disturbed, and not recommended.
 
     Raises:
         UsageError, DataError, UnfitMachine, RunFailed: as for `fit`; the first error ends the comparison.
@@ -81,6 +90,8 @@ def compare(
     chosen = [resolve(strategy) for strategy in strategies]
     if not chosen:
         raise UsageError("nothing to compare: name at least one strategy")
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        raise UsageError(f"retries must be a whole number of at least 0, got {retries!r}")
     keeper = TemporaryRunDir() if run_dir is None else None
     directory = Path(keeper.path if keeper else run_dir or ".").absolute()
     if (directory / "comparison.json").exists():
@@ -100,31 +111,82 @@ def compare(
                 checkpoints=False,
             )
 
-        runs = []
-        for strategy, label in zip(chosen, _labels(chosen), strict=True):
-            runs.append(run(strategy, label))
-            if runs[-1].interrupted:
-                break
-        references = References() if runs[-1].interrupted else _measure(job, runs, run)
+        session = _Session(job, run, retries)
+        runs = session.train(chosen)
+        references = References() if runs[-1].interrupted else session.references(runs)
     return Comparison(tuple(runs), references, directory, _write(directory, runs, references), keeper)
 
 
-def _measure(job: Job, runs: Sequence[Run], run: Callable[..., Run]) -> References:
-    """Runs, for a few seconds each, one process with all threads and as many unconnected workers as were used."""
-    short = replace(job, eval_data=None)
-    done = [each.throughput for each in runs if each.plan.strategy == OneDevice.name]
-    one_device = done[0] if done else run(OneDevice(), "reference-one-device", short, _MEASURE_S).throughput
-    ceilings = {}
-    for workers in sorted({each.plan.workers for each in runs} - {1}):
-        label = f"reference-{workers}-unconnected"
-        rate = run(Unconnected(workers), label, short, _MEASURE_S).throughput
-        if rate is not None:
-            ceilings[workers] = rate
-    return References(one_device_examples_per_s=one_device, ceiling_examples_per_s=ceilings)
+class _Session:
+    """Trains, measures references, and measures again what is doubtful.
+
+    Args:
+        run: runs a strategy under a label; a job and a number of seconds may follow.
+    """
+
+    def __init__(self, job: Job, run: Callable[..., Run], retries: int) -> None:
+        self._run = run
+        self._retries = retries
+        # Rates are measured without evaluations, which early stopping would need.
+        self._short = replace(job, eval_data=None, options=replace(job.options, early_stopping=None))
+        self._strategies: dict[str, Strategy] = {}
+        self._measured: dict[str, Measurement] = {}
+
+    def train(self, strategies: Sequence[Strategy]) -> list[Run]:
+        """Trains the job under each strategy, until one run is interrupted."""
+        runs: list[Run] = []
+        average = load_average()
+        for strategy, label in zip(strategies, _labels(strategies), strict=True):
+            found, self._measured[label] = measured(functools.partial(self._run, strategy, label), average)
+            self._strategies[label] = strategy
+            runs.append(found)
+            if found.interrupted:
+                break
+            # From now on our own runs are in it.
+            average = None
+        return runs
+
+    def references(self, runs: Sequence[Run]) -> References:
+        """Measures one process with all threads, as many unconnected workers as were used, and the doubtful again."""
+        labels = [label for label, run in zip(self._measured, runs, strict=True) if run.plan.strategy == OneDevice.name]
+        one = labels[0] if labels else _ONE_DEVICE
+        if not labels:
+            self._strategies[one] = OneDevice()
+            self._measured[one] = self._measure(OneDevice(), one)[1]
+        ceilings = {}
+        for workers in sorted({each.plan.workers for each in runs} - {1}):
+            _, ceiling = self._measure(Unconnected(workers), f"reference-{workers}-unconnected")
+            if ceiling.rate is not None:
+                ceilings[workers] = ceiling.rate
+        again: dict[str, str] = {}
+
+        def measure_again(label: str, attempt: int) -> Measurement | None:
+            name = f"again-{attempt}-{label}"
+            found, measurement = self._measure(self._strategies[label], name)
+            if found.interrupted or measurement.rate is None:
+                return None
+            again[label] = name
+            return measurement
+
+        doubtful = dict(settle(self._measured, one, measure_again, self._retries))
+        return References(
+            one_device_examples_per_s=self._measured[one].rate,
+            ceiling_examples_per_s=ceilings,
+            doubts={label: why for label, why in doubtful.items() if label != _ONE_DEVICE},
+            one_device_doubts=doubtful.get(one, ()),
+            measured_again={label: name for label, name in again.items() if label != _ONE_DEVICE},
+        )
+
+    def _measure(self, strategy: Strategy, label: str) -> tuple[Run, Measurement]:
+        return measured(lambda: self._run(strategy, label, self._short, _MEASURE_S))
+
+
+def _summaries(runs: Sequence[Run], references: References) -> tuple[Summary, ...]:
+    return tuple(compared(run.run_dir.parent, run.run_dir.name, references) for run in runs)
 
 
 def _write(directory: Path, runs: Sequence[Run], references: References) -> Path:
-    summaries = [run.summary for run in runs]
+    summaries = _summaries(runs, references)
     page = directory / "report.html"
     try:
         document = json.dumps(comparison_plain(summaries, references), indent=1)

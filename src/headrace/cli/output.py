@@ -15,7 +15,8 @@ import typer
 
 from headrace.engine.base import Terminated
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed, user_traceback
-from headrace.report.model.summary import References, Summary, summarize, verdict
+from headrace.report.model.summary import Summary, summarize
+from headrace.report.model.verdict import References, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
 
 if TYPE_CHECKING:

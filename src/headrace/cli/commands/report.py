@@ -12,7 +12,8 @@ import typer
 from headrace.cli.options import JsonOption, help_option
 from headrace.cli.output import answering, show_comparison, show_run
 from headrace.errors import DataError, UnfitMachine
-from headrace.report.model.summary import References, Summary, summarize
+from headrace.report.model.summary import Summary, summarize
+from headrace.report.model.verdict import References, compared
 from headrace.report.views.page import write_page
 
 _COMPARISON = "comparison.json"
@@ -66,10 +67,13 @@ def _read_comparison(directory: Path) -> tuple[tuple[Summary, ...], References]:
                 int(workers): float(rate) for workers, rate in measured["ceiling_examples_per_s"].items()
             },
             one_thread_examples_per_s=measured["one_thread_examples_per_s"],
+            doubts={str(label): tuple(map(str, why)) for label, why in measured.get("doubts", {}).items()},
+            one_device_doubts=tuple(map(str, measured.get("one_device_doubts", ()))),
+            measured_again={str(label): str(name) for label, name in measured.get("measured_again", {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file} is no comparison ({error!r}); run `headrace compare` again") from error
-    return tuple(summarize(directory / label) for label in labels), references
+    return tuple(compared(directory, label, references) for label in labels), references
 
 
 def _write(page: Path, summaries: Sequence[Summary], references: References) -> None:

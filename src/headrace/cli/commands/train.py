@@ -147,6 +147,9 @@ def compare(
     settings: SettingsOption = None,
     timeout_s: TimeoutOption = 10.0,
     tensorboard: TensorBoardOption = None,
+    retries: Annotated[
+        int, typer.Option("--retries", metavar="N", min=0, help="Most repetitions of a disturbed measurement.")
+    ] = 2,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_COMPARE_EXAMPLES)] = False,
 ) -> None:
@@ -177,6 +180,7 @@ def compare(
                     on_event=on_event,
                     timeout_s=timeout_s,
                     engine=engine,
+                    retries=retries,
                 )
         show_comparison(answer, comparison.summaries, comparison.references, where, comparison.page)
     if any(summary.status == "interrupted" for summary in comparison.summaries):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import DataError
-from headrace.report.format import fixed, short
 from headrace.report.model.events import Attempt, attempts, of_kind, read_log
 from headrace.report.model.inputs import Bottleneck, InputSummary, bottleneck_of, inputs_of
 from headrace.report.model.pipeline import PipelineStep, passed_of
@@ -55,7 +54,8 @@ class Training:
     `steps` are rounds of which at least one worker finished its step. `seconds` run from each attempt's first step to
     the end of its last, without evaluations. `examples_per_s` is the steady state: an attempt's window opens when the
     last worker has finished its warm-up (`WARM_UP_STEPS` steps, or half of the fewest steps of any worker if that is
-    less) and closes with the last step; None without a step in a window.
+    less) and closes with the last step; None without a step in a window. `spread` is between the rates of its four
+    parts, (fastest - slowest) / mean; None for a window too short to say.
     """
 
     steps: int
@@ -63,6 +63,7 @@ class Training:
     examples: int
     seconds: float
     examples_per_s: float | None
+    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,9 @@ def summarize(run_dir: Path | str) -> Summary:
     examples_per_epoch = last.started.examples_per_epoch
     examples = sum(step.examples for step in steps)
     epochs = examples / examples_per_epoch if examples_per_epoch else 0.0
-    training = Training(len({step.step for step in steps}), epochs, examples, clock.seconds, clock.rate())
+    training = Training(
+        len({step.step for step in steps}), epochs, examples, clock.seconds, clock.rate(), clock.spread()
+    )
     return Summary(
         label=run_dir.resolve().name,
         started=last.started,
@@ -255,65 +258,3 @@ def _non_finite(events: Sequence[Event]) -> NonFiniteRounds | None:
     # The one that ended the run is its failure.
     found = NonFiniteRounds(actions["skip"], actions["rollback"])
     return found if found.skipped or found.rolled_back else None
-
-
-_SAME = 0.05
-"""Two rates closer than this are called equal: runs on a shared machine differ by about as much."""
-
-
-@dataclass(frozen=True)
-class References:
-    """Rates of the same job on the same machine, in examples a second.
-
-    `one_device_examples_per_s` is of one process with all threads, `one_thread_examples_per_s` of one with one thread;
-    `ceiling_examples_per_s` maps a number of workers to the rate of so many unconnected workers at the same time, in
-    the same malloc environment, all together.
-    """
-
-    one_device_examples_per_s: float | None = None
-    ceiling_examples_per_s: Mapping[int, float] = field(default_factory=dict)
-    one_thread_examples_per_s: float | None = None
-
-    def to_one_device(self, summary: Summary) -> float | None:
-        """Returns the run's rate over one process with all threads; None where either is unknown."""
-        return _over(summary.examples_per_s, self.one_device_examples_per_s)
-
-    def to_ceiling(self, summary: Summary) -> float | None:
-        """Returns the run's rate over that of as many unconnected workers; None for one worker, or if unknown."""
-        ceiling = self.ceiling_examples_per_s.get(summary.workers) if summary.workers > 1 else None
-        return _over(summary.examples_per_s, ceiling)
-
-
-def verdict(summaries: Sequence[Summary], references: References) -> str:
-    """Returns one sentence that says whether distribution paid."""
-    spread = [each for each in summaries if each.workers > 1]
-    rates = [(references.to_one_device(each), each) for each in spread if each.status == "ok"]
-    rated = [(rate, each) for rate, each in rates if rate is not None]
-    broken = [each.name for each in summaries if each.status != "ok"]
-    tail = f"; not counted, since not finished: {', '.join(broken)}" if broken else ""
-    if not spread:
-        return f"Nothing here ran on more than one worker{tail}."
-    if not rated:
-        return f"Whether distribution pays is not known: no rate to set against one process with all threads{tail}."
-    rated.sort(key=lambda pair: -pair[0])
-    best, winner = rated[0]
-    shown = ", ".join(f"{each.name} {fixed(rate)} ×" for rate, each in rated)
-    return f"{shown} the examples/s of one process with all threads: {_advice(best, winner, summaries)}{tail}."
-
-
-def _advice(best: float, winner: Summary, summaries: Sequence[Summary]) -> str:
-    if best < 1 - _SAME:
-        return "distribution does not pay here; one process is what to pick for speed"
-    if best <= 1 + _SAME:
-        return "as good as equal; one process is what to pick, it takes less memory"
-    advice = f"distribution pays here; {winner.name} is what to pick for speed"
-    reached = winner.metrics.get("loss")
-    single = [each.metrics for each in summaries if each.workers == 1 and each.status == "ok"]
-    others = [metrics["loss"] for metrics in single if "loss" in metrics]
-    if reached is None or not others or reached <= min(others) * (1 + _SAME):
-        return advice
-    return f"{advice}, though it ends at a loss of {short(reached)} against {short(min(others))} on one device"
-
-
-def _over(rate: float | None, reference: float | None) -> float | None:
-    return rate / reference if rate is not None and reference else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from statistics import fmean
 
+from headrace.policies.measurement import spread_of
 from headrace.report.model.events import Attempt, of_kind
 from headrace.spec.events import Evaluated, ParametersAveraged, Stepped
 
@@ -44,6 +45,12 @@ class StepTimes:
         return self.wait_s + self.compute_s + self.exchange_s + self.update_s + self.other_s
 
 
+_PARTS = 4
+_ROUNDS_A_PART = 4
+_SPREAD_S = 1.0
+"""Parts of a measurement whose rates are compared, the fewest rounds of each, and the least seconds of all."""
+
+
 class TrainingClock:
     """Training time: from the first step of an attempt to its last, without evaluations, all attempts together."""
 
@@ -68,6 +75,27 @@ class TrainingClock:
         seconds = sum(self.between(window.opens, window.end) for window in self._windows)
         inside = [step for each in self._windows for steps in each.by_rank.values() for step in each.inside(steps)]
         return sum(step.examples for step in inside) / seconds if inside and seconds > 0 else None
+
+    def spread(self) -> float | None:
+        """Returns the spread between the parts of the longest window, `(fastest - slowest) / mean` of their rates."""
+        window = max(self._windows, key=lambda each: each.end - each.opens, default=None)
+        if window is None:
+            return None
+        steps = sorted(
+            (step for steps in window.by_rank.values() for step in window.inside(steps)), key=lambda step: step.time_s
+        )
+        # Every part has as many steps of each worker, if they go in lock-step.
+        rounds = len(steps) // len(window.by_rank)
+        size = rounds // _PARTS * len(window.by_rank)
+        if rounds // _PARTS < _ROUNDS_A_PART or self.between(window.opens, window.end) < _SPREAD_S:
+            return None
+        rates, begin = [], window.opens
+        for part in range(_PARTS):
+            chosen = steps[part * size : (part + 1) * size]
+            seconds = self.between(begin, chosen[-1].time_s)
+            begin = chosen[-1].time_s
+            rates.append(sum(step.examples for step in chosen) / seconds if seconds > 0 else 0.0)
+        return spread_of(rates)
 
     def times(self, *ranks: int) -> StepTimes:
         """Returns the mean step of these workers, each of which has done one."""
@@ -148,10 +176,14 @@ class EvaluationPoint:
 
 @dataclass(frozen=True)
 class Curves:
-    """The loss, at most `CURVE_POINTS` points without steps whose loss is not finite, and the evaluations in order."""
+    """The loss, at most `CURVE_POINTS` points without steps whose loss is not finite, and the evaluations in order.
+
+    `first_loss` is of the first round, the untrained model's.
+    """
 
     loss: tuple[LossPoint, ...]
     evaluations: tuple[EvaluationPoint, ...]
+    first_loss: float | None = None
 
 
 def curves_of(
@@ -179,7 +211,8 @@ def curves_of(
         epochs = seen[bisect_left(order, event.step)] / examples_per_epoch if examples_per_epoch else 0.0
         point = EvaluationPoint(event.step, epochs, clock.until(event.time_s), event.metrics, event.seconds)
         evaluations.append(point)
-    return Curves(tuple(loss), tuple(evaluations))
+    begun = rounds[order[0]] if order else _Round()
+    return Curves(tuple(loss), tuple(evaluations), begun.loss / begun.weight if begun.weight > 0 else None)
 
 
 @dataclass

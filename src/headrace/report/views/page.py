@@ -9,8 +9,9 @@ from pathlib import Path
 
 from headrace.errors import UsageError
 from headrace.report.format import MISSING, clean, duration, fixed, short, to_cells, to_heads
-from headrace.report.model.summary import References, Summary, verdict
+from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
+from headrace.report.model.verdict import References, verdict
 from headrace.report.views.pictures import pictures
 from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles, style_variables
 from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, SERVERS
@@ -133,7 +134,8 @@ def _table(summaries: Sequence[Summary], references: References) -> str:
         cells = [_text(cell) for cell in to_cells(COLUMNS, ComparedRun(each, references, metric))]
         if each.examples_per_s == fastest and each.status == "ok":
             cells[rate] = f'<span class="best">{cells[rate]}</span>'
-        status = "" if each.status == "ok" else f" ({_text(each.status)})"
+        why = references.disturbed(each)
+        status = f" ({_text(each.status)})" if each.status != "ok" else f" (disturbed: {_text(why)})" if why else ""
         rows.append(_cells(f"{_swatch(style)}{_text(each.name)}{status}", cells))
     if references.one_device_examples_per_s and not any(each.strategy == "one_device" for each in summaries):
         cells = ["", "", short(references.one_device_examples_per_s), "1.00", *[""] * 7]

@@ -8,8 +8,9 @@ from operator import attrgetter
 
 from headrace.report.format import byte_count, fixed, percent, plural, short
 from headrace.report.model.pipeline import PipelineStep
-from headrace.report.model.summary import References, Summary
+from headrace.report.model.summary import Summary
 from headrace.report.model.training import LossPoint, StepTimes
+from headrace.report.model.verdict import References
 from headrace.report.views.drawing import Bar, Curve, Lane, Mark, draw_bars, draw_curves, draw_lanes
 from headrace.report.views.server_pictures import server_pictures
 from headrace.report.views.style import PARTS, Picture, run_styles

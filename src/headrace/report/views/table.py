@@ -24,7 +24,8 @@ from headrace.report.format import (
     to_json,
     to_rows,
 )
-from headrace.report.model.summary import References, Saves, Summary, verdict
+from headrace.report.model.summary import Saves, Summary
+from headrace.report.model.verdict import References, verdict
 from headrace.report.views.subjects import (
     AVERAGING,
     BOTTLENECK,
@@ -116,7 +117,7 @@ def comparison_table(summaries: Sequence[Summary], references: References) -> Ta
         table.add_column(Text(head), justify="right", no_wrap=True, max_width=_WIDTHS.get(each.label, 5))
     for summary in summaries:
         run = ComparedRun(summary, references, metric)
-        mark = "" if summary.status == "ok" else " !"
+        mark = " !" if summary.status != "ok" else " ~" if references.disturbed(summary) else ""
         table.add_row(Text(clean(summary.name) + mark), *(Text(each.format(each.get(run))) for each in columns))
     one = references.one_device_examples_per_s
     if one and not any(each.strategy == "one_device" for each in summaries):
@@ -146,6 +147,7 @@ def _legend(summaries: Sequence[Summary], references: References, metric: str | 
     lines += [f"{each.name}: {server_line(each.servers)}." for each in summaries if each.servers is not None]
     lines += [f"{each.name}: {averaging_line(each.averaging)}." for each in summaries if each.averaging is not None]
     lines += [f"{each.name}: {each.bottleneck.line}." for each in summaries if each.bottleneck is not None]
+    lines += [f"~ {each.name}: disturbed: {why}." for each in summaries if (why := references.disturbed(each))]
     return lines + [f"! {ending(each)}" for each in summaries if each.status != "ok"]
 
 
@@ -300,6 +302,7 @@ def comparison_plain(summaries: Sequence[Summary], references: References) -> di
                 **run_plain(each),
                 "ratio_to_one_device": references.to_one_device(each),
                 "ratio_to_ceiling": references.to_ceiling(each),
+                "disturbed": references.disturbed(each) or None,
             }
             for each in summaries
         ],
