@@ -102,6 +102,12 @@ def __getattr__(name: str) -> object:
     if name in __all__:
         # All others are strategies.
         return getattr(importlib.import_module(f"headrace.{_HOMES.get(name, 'strategies')}"), name)
+    if name[:1].isupper():
+        # An added strategy is here by its line in `STRATEGIES` alone.
+        kinds = importlib.import_module("headrace.strategies").STRATEGIES.values()
+        for kind in kinds:
+            if kind.__name__ == name:
+                return kind
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")
 
 

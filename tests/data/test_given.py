@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import headrace as hr
-from headrace.data.pipeline.source import Epoch
+from headrace.data import as_pipeline, from_torch
+from headrace.data.pipeline.source import Epoch, Source
 from headrace.errors import DataError, UsageError
 
 EPOCH = Epoch(0, 0)
@@ -107,3 +108,30 @@ def test_what_is_no_data_set_of_hugging_face() -> None:
         hr.data.from_hugging_face(dataset, ["image"])
     with pytest.raises(DataError, match=r"example 1: 'gap' is missing \(null\)"):
         hr.data.from_hugging_face(dataset, ["text", "gap"]).source.gather(torch.tensor([0, 1]), EPOCH)
+
+
+class Records(Source):
+    """Examples of one's own, of which one cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def example(self, index: int, epoch: Epoch) -> Any:
+        if index == 5:
+            raise KeyError("label")
+        return torch.tensor([float(index)]), torch.tensor(index % 2)
+
+
+@pytest.mark.parametrize("given", [as_pipeline, from_torch])
+def test_a_source_alone_is_refused_with_the_pipeline_that_it_needs(given: Any) -> None:
+    with pytest.raises(DataError, match=r"Records is a source .* give hr.data.Pipeline\(Records\(...\)\).shuffle\(\)"):
+        given(Records())
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_an_error_in_a_source_of_ones_own_names_the_example(transformed: bool) -> None:
+    pipeline = hr.data.Pipeline(Records()).shuffle(seed=1)
+    pipeline = pipeline.map(lambda example: example) if transformed else pipeline
+    with pytest.raises(DataError, match="example 5 cannot be had: the source raised KeyError: 'label'") as failed:
+        list(hr.data.batches(pipeline.batch(3)))
+    assert isinstance(failed.value.__cause__, KeyError)

@@ -18,15 +18,13 @@ from headrace.data.cache.record import Absent
 from headrace.data.cache.store import Store, store_of
 from headrace.data.pipeline.order import generator
 from headrace.data.pipeline.pipeline import InputPipeline, visited
-from headrace.data.pipeline.source import Epoch, emptied, padded, unreadable
+from headrace.data.pipeline.source import SOURCE, Epoch, emptied, padded, unreadable
 from headrace.data.pipeline.steps import Cache, Filter, Map, Step, writer
 from headrace.errors import DataError
 from headrace.trees import nbytes
 
 Part = tuple[int, Tensor, int]
 """What one worker reads for a round: the epoch, the places of the examples, the length of the global batch."""
-
-_SOURCE = "the source"
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ class ExampleReader:
                 row.value = self._source.example(row.index, row.epoch)
             return True
 
-        return self._each(rows, _SOURCE, fetch, skipped)
+        return self._each(rows, SOURCE, fetch, skipped)
 
     def _apply(self, position: int, step: Step, rows: list[_Row], skipped: list[str]) -> list[_Row]:
         if isinstance(step, Cache):
@@ -265,7 +263,7 @@ class ExampleReader:
                     kept.append(row)
             except Exception as error:
                 if not self._skips:
-                    if who == _SOURCE and isinstance(error, DataError):
+                    if who == SOURCE and isinstance(error, DataError):
                         # Its message names the example.
                         raise
                     raise unreadable(self._source.key(row.index), who, error) from error

@@ -25,10 +25,13 @@ from torch.utils.data import (
 
 from headrace.data.loading.reader import ExampleReader, Part, ReadResult
 from headrace.data.pipeline.pipeline import InputPipeline, Processes, from_arrays
-from headrace.data.pipeline.source import DatasetSource, require_whole
+from headrace.data.pipeline.source import DatasetSource, Source, require_whole
 from headrace.errors import DataError
 
-_FORMS = "a pair of tensors or arrays, a dict of them, a torch Dataset or DataLoader, or a pipeline from hr.data"
+_FORMS = (
+    "a pair of tensors or arrays, a dict of them, a torch Dataset or DataLoader, or a pipeline from hr.data, such as "
+    "hr.data.Pipeline(source) of an hr.data.Source"
+)
 
 
 @runtime_checkable
@@ -84,7 +87,7 @@ def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
             return InputPipeline(DatasetSource(read_all(data.dataset, limit), own_collate))
         pipeline, _ = _from_loader(data)
         return dataclasses.replace(pipeline, shuffled=isinstance(data.sampler, RandomSampler))
-    indexed = isinstance(data, Dataset | _MapStyle) and not isinstance(data, IterableDataset | Mapping)
+    indexed = isinstance(data, Dataset | _MapStyle | Source) and not isinstance(data, IterableDataset | Mapping)
     return _from_dataset(data) if indexed else _from_dataset(read_all(data, limit))
 
 
@@ -104,6 +107,12 @@ def read_all(examples: Any, limit: int) -> list[Any]:
 
 
 def _from_dataset(dataset: Any, collate_fn: Any = None) -> InputPipeline:
+    if isinstance(dataset, Source):
+        name = type(dataset).__name__
+        raise DataError(
+            f"{name} is a source of examples, and data needs a pipeline, which gives them an order; give "
+            f"hr.data.Pipeline({name}(...)).shuffle()"
+        )
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{type(dataset).__name__} is an IterableDataset: its examples have no index, so no order can be "

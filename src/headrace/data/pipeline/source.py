@@ -22,6 +22,9 @@ from headrace.trees import map_tensors, nbytes
 _MOST_HASHED = 1 << 30
 """Most bytes of arrays that are hashed to recognize them: a second or two."""
 
+SOURCE = "the source"
+"""What messages and measurements call the first stage of a pipeline."""
+
 _SMALL = 1 << 15
 """Numbers that torch copies on one thread (`at::internal::GRAIN_SIZE`)."""
 
@@ -60,8 +63,8 @@ class Source(ABC):
         wanted = indices.tolist()
         if not wanted:
             # The shapes are those of an example.
-            return emptied(self.collate([self.example(0, epoch)]))
-        return self.collate([self.example(index, epoch) for index in wanted])
+            return emptied(self.collate([self._named_in_errors(0, epoch)]))
+        return self.collate([self._named_in_errors(index, epoch) for index in wanted])
 
     def collate(self, examples: Sequence[Any]) -> Any:
         """Returns the batch of one or more examples."""
@@ -79,6 +82,15 @@ class Source(ABC):
     def stacks(self) -> bool:
         """Whether `collate` is the default."""
         return type(self).collate is Source.collate
+
+    def _named_in_errors(self, index: int, epoch: Epoch) -> Any:
+        try:
+            return self.example(index, epoch)
+        except DataError:
+            # Its message names the example.
+            raise
+        except Exception as error:
+            raise unreadable(self.key(index), SOURCE, error) from error
 
     @property
     def lasting(self) -> bool:

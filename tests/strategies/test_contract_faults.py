@@ -1,0 +1,234 @@
+"""The contract finds what it is for: strategies with a planted fault fail their row, with a message that says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
+from headrace.averaging.mixing import ParameterMixing
+from headrace.policies.roles import data_parallel_plan
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import Plan
+from headrace.strategies import WorkerContext
+from headrace.strategies.one_device import LocalExchange
+from headrace.strategies.strategy import Strategy, broadcast, describe_options
+from headrace.training.clipping import HEALTHY, StepDecision
+from headrace.training.exchange import Replica, UpdatingExchange
+from headrace.training.optimizer import StatePiece
+from strategies import references
+from strategies.contract_checks import (
+    CHECKS,
+    Check,
+    Row,
+    check_left_out_step,
+    check_metrics,
+    check_nonfinite,
+    check_options,
+    check_reference,
+    check_resume,
+)
+
+
+@dataclass(frozen=True)
+class Ring(Strategy):
+    """Gossip on a ring as the page builds it, but for one `fault`; "" for none."""
+
+    workers: int
+    fault: str = ""
+
+    name = "ring"
+    equals_one_device = False
+
+    def check(self, options: Options) -> None:
+        if self.fault != "takes every option":
+            check_local_steps(self.name, options, "every round")
+            refuse_moving_average(self.name, options)
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(4, 0))
+
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        broadcast(context.module, context.group)
+        local = LocalExchange(plan.segments, context, first=0 if self.fault == "names rank 0" else rank)
+        mixing = RingMixing(self.fault, context, local)
+        compute = context.whole_model(local_shares=len(plan.shares))
+        if self.fault == "never steps":
+            return Replica(compute, LocalStepsExchange(StandingExchange(local), mixing), mixing)
+        if self.fault == "divides by N":
+            for parameter in context.module.parameters():
+                parameter.register_hook(lambda gradient: gradient / context.group.world)
+        return Replica(compute, LocalStepsExchange(local, mixing), mixing)
+
+
+class RingMixing(ParameterMixing):
+    """Takes the mean of a worker and the two beside it."""
+
+    def __init__(self, fault: str, context: WorkerContext, local: LocalExchange) -> None:
+        super().__init__(1, context.module, local.updater, context.group)
+        self._fault = fault
+
+    def mix(self, round_: int) -> None:
+        if self._fault == "never exchanges":
+            return
+        rank, world = self.group.rank, self.group.world
+        left, right = self.theirs((rank - 1) % world), self.theirs((rank + 1) % world)
+        for tensor, before, after in zip(self.tensors, left, right, strict=True):
+            tensor.add_(before).add_(after).div_(3)
+
+    def own(self) -> tuple[StatePiece, ...]:
+        pieces = super().own()
+        if self._fault == "loses the other ranks' optimizers":
+            return tuple(piece for piece in pieces if piece.key.startswith("headrace."))
+        return () if self._fault == "loses the other ranks' parameters" else pieces
+
+    def adopt_averaged_weights(self) -> None:
+        if self._fault != "returns rank 0's model":
+            super().adopt_averaged_weights()
+
+
+class StandingExchange(UpdatingExchange):
+    """Leaves the parameters as they are."""
+
+    def __init__(self, local: LocalExchange) -> None:
+        self.updater, self.parameter_bytes = local.updater, local.parameter_bytes
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        return HEALTHY
+
+    def update(self, round_: int) -> None:
+        self.updater.skip(round_)
+
+
+@dataclass(frozen=True)
+class MajorityVote(Strategy):
+    """Sign-SGD by majority vote: in lock-step, and not what one device does."""
+
+    workers: int
+    rate: float = 0.01
+
+    name = "majority_vote"
+    equals_one_device = False
+
+    def check(self, options: Options) -> None:
+        check_local_steps(self.name, options, "every round by votes")
+        refuse_moving_average(self.name, options)
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))
+
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        broadcast(context.module, context.group)
+        return Replica(context.whole_model(), VotingExchange(self.rate, plan, context))
+
+
+@dataclass(frozen=True)
+class UnguardedVote(Strategy):
+    """The same, of which its author says that it does not go in lock-step."""
+
+    workers: int
+
+    name = "unguarded_vote"
+    equals_one_device = False
+    lock_step = False
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))
+
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        return Replica(context.whole_model(), VotingExchange(0.01, plan, context))
+
+
+class VotingExchange(UpdatingExchange):
+    """Sums the signs of all workers' gradients, and moves every parameter by the sign of the sum."""
+
+    def __init__(self, rate: float, plan: Plan, context: WorkerContext) -> None:
+        self.updater = context.updater_of(plan.segments)
+        self.parameter_bytes = context.model.parameter_bytes
+        self._rate = rate
+        self._clipper = context.clipper()
+        self._group = context.group
+        self._parameters = [each for each in context.module.parameters() if each.requires_grad]
+
+    def begin(self, round_: int) -> None:
+        self.updater.optimizer.zero_grad()
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        own = [each.grad for each in self._parameters if each.grad is not None]
+        return self._clipper.clip(own, own, finite)
+
+    @torch.no_grad()
+    def update(self, round_: int) -> None:
+        for parameter in self._parameters:
+            votes = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.sign()
+            self._group.all_reduce(votes)
+            parameter.sub_(votes.sign(), alpha=self._rate)
+
+
+@dataclass(frozen=True)
+class Alone(Strategy):
+    """Says that it equals one device, and exchanges nothing."""
+
+    workers: int
+
+    name = "alone"
+    equals_one_device = True
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))
+
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        return Replica(context.whole_model(), LocalExchange(plan.segments, context, rank))
+
+
+RING = partial(references.gossip, near=references.ring)
+
+
+def ring(fault: str) -> Row:
+    return Row(partial(Ring, fault=fault), RING)
+
+
+@pytest.mark.parametrize("check", sorted(CHECKS))
+@pytest.mark.parametrize("row", [ring(""), Row(MajorityVote, references.majority_vote)], ids=["ring", "majority vote"])
+def test_without_a_fault_they_keep_their_rows(row: Row, check: str, tmp_path: Path) -> None:
+    CHECKS[check](row, 4, tmp_path)
+
+
+FAULTS: dict[str, tuple[Row, Check, str]] = {
+    "never steps": (ring("never steps"), check_reference, "the model has not moved: no worker makes a step"),
+    "never exchanges": (ring("never exchanges"), check_reference, "it is what workers train that never exchange"),
+    "divides by N": (ring("divides by N"), check_reference, "its steps are divided by the number of workers"),
+    "loses optimizers": (
+        ring("loses the other ranks' optimizers"),
+        check_resume,
+        "first rank 0.*a rank has lost its own parameters or its optimizer's state",
+    ),
+    "loses parameters": (
+        ring("loses the other ranks' parameters"),
+        check_resume,
+        "a rank has lost its own parameters or its optimizer's state",
+    ),
+    "another model": (ring("returns rank 0's model"), check_metrics, "another model was evaluated than is returned"),
+    "names rank 0": (ring("names rank 0"), check_nonfinite, r"NaN was on ranks \[4\], and the error names rank 0"),
+    "takes every option": (ring("takes every option"), check_options, "ema_decay is taken, .* refuse it in check"),
+    "alone": (Row(Alone), check_reference, "5 workers end .* from their reference"),
+    "unguarded": (
+        Row(UnguardedVote, references.majority_vote),
+        check_left_out_step,
+        "rank 4 left out a step, and the run said: .*has lock_step = True",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_fails_its_row_and_the_message_says_why(fault: str, tmp_path: Path) -> None:
+    row, check, message = FAULTS[fault]
+    with pytest.raises((AssertionError, pytest.fail.Exception)) as failed:
+        check(row, 5, tmp_path)
+    assert failed.match(f"(?s){message}")
