@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from cover import pairwise
-from warm.programs import PYTHON, programs
+from warm.programs import PYTHON, join, launch, programs
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the tests of it would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,6 +78,30 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tells test files, which read it while they are imported."""
     full = config.getoption("--full")
     os.environ.setdefault("HEADRACE_HISTORIES", str(FULL_HISTORIES if full else HISTORIES))
+    if folder := getattr(config, "workerinput", {}).get(_WARM):
+        join(Path(folder))
+    # Collecting allocates objects by the million and frees few: a third of its time would be garbage collection.
+    gc.disable()
+
+
+_WARM = "headrace_programs"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Gives each of pytest-xdist's processes the same warm programs; these import torch while the tests are collected.
+
+    Args:
+        node: xdist's WorkerController.
+    """
+    if node.config.option.markexpr != "not slow":
+        node.workerinput[_WARM] = str(launch())
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was collected out of later garbage collections."""
+    gc.freeze()
+    gc.enable()
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,15 +22,31 @@ _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "backgr
 """OpenBLAS and Arrow would start threads while they are loaded, and a process with threads is not forked."""
 
 _folders: list[Path] = []
+_joined: list[Path] = []
+_servers: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 @cache
 def programs(source: Path = ROOT / "src") -> Path:
-    """Returns a folder of programs, whose server is begun with the first call, and ends with this process.
+    """Returns a folder of programs; their server is started with the first call, and ends with the process that did.
 
     Args:
         source: the folder of the package that they have imported.
     """
+    folder = _joined[0] if _joined and source == ROOT / "src" else launch(source)
+    server = _servers.get(folder)
+    deadline = time.monotonic() + _START_S
+    while not (folder / "socket").exists():
+        assert server is None or server.poll() is None, "the warm process has ended; what it wrote says why"
+        assert time.monotonic() < deadline, f"the warm process has not begun in {_START_S:g} s"
+        time.sleep(0.01)
+    _folders.append(folder)
+    return folder
+
+
+@cache
+def launch(source: Path = ROOT / "src") -> Path:
+    """Starts a server of warm programs, and returns their folder before the server is ready."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     real = Path(PYTHON)
     names = {"python": real, "headrace": real.with_name("headrace"), "torchrun": real.with_name("torchrun")}
@@ -41,15 +57,14 @@ def programs(source: Path = ROOT / "src") -> Path:
         (folder / name).chmod(0o755)
     environment = {**os.environ, **_WITHOUT_THREADS, "PYTHONPATH": str(source)}
     command = [real, "-P", _SERVER, folder]
-    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
-    atexit.register(_end, server, folder)
-    deadline = time.monotonic() + _START_S
-    while not (folder / "socket").exists():
-        assert server.poll() is None, "the warm process has ended; what it wrote says why"
-        assert time.monotonic() < deadline, f"the warm process has not begun in {_START_S:g} s"
-        time.sleep(0.01)
-    _folders.append(folder)
+    _servers[folder] = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    atexit.register(_end, _servers[folder], folder)
     return folder
+
+
+def join(folder: Path) -> None:
+    """Lets `programs` return a folder whose server another process has started, and ends."""
+    _joined.append(folder)
 
 
 def real(pid: int) -> int:
@@ -63,5 +78,7 @@ def real(pid: int) -> int:
 
 
 def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
+    if not (folder / "socket").exists():
+        server.kill()  # nothing has used it, and importing torch to the end takes seconds
     server.communicate()
     shutil.rmtree(folder)

@@ -39,7 +39,9 @@ IMPORTED = ("torch._dynamo", "headrace.engine.local.process", "headrace.engine.l
             "datasets", "transformers.models.gpt2.modeling_gpt2", "transformers.data.data_collator")  # fmt: skip
 AT_LOAD = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "GLIBC_", "TORCH_", "LC_", "LANG", "PYTHON")
 """How variables begin that count when a library, or Python, begins; those below can be honoured later."""
-LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "GLIBC_TUNABLES"}
+LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "GLIBC_TUNABLES", "OMP_NUM_THREADS",
+         "TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # fmt: skip
+"""torchrun gives the last two to each of its ranks."""
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 """Variables of glibc's memory, and what `mallopt` calls them (malloc.h)."""
 _BEGUN_WITH = dict(os.environ)
@@ -212,6 +214,8 @@ def _prepare(order: dict[str, Any]) -> None:
             mallopt(parameter, min(int(environment[name]), 2**31 - 1))
     if "hugetlb=1" in environment.get("GLIBC_TUNABLES", ""):
         prefer_large_pages(_LARGE_BYTES)
+    if environment.get("OMP_NUM_THREADS", "").isdecimal():
+        importlib.import_module("torch").set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     sys.stdout.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
 

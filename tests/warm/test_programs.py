@@ -85,7 +85,7 @@ def test_it_is_ended_with_whom_the_signal_meets(number: signal.Signals) -> None:
     os.close(ending)
 
 
-@pytest.mark.parametrize("change", [{"OMP_NUM_THREADS": "1"}, {"PYTHONHASHSEED": "7"}], ids=str)
+@pytest.mark.parametrize("change", [{"OMP_PROC_BIND": "true"}, {"PYTHONHASHSEED": "7"}], ids=str)
 def test_what_counts_when_a_library_is_loaded_is_left_to_python(change: dict[str, str]) -> None:
     code = "import os, sys; print('torch' in sys.modules, os.environ[sys.argv[1]])"
     (name,) = change
@@ -121,3 +121,11 @@ def test_an_engine_is_warm() -> None:
     process = start("-P", "-c", code, env={**fork_server.ENVIRONMENT, **ENVIRONMENT})
     process.communicate(timeout=30)
     assert process.returncode == 5
+
+
+def test_the_number_of_threads_is_honoured() -> None:
+    code = "import sys, torch; sys.exit(torch.get_num_threads())"
+    for threads in (1, 3):
+        process = start("-c", code, env={**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)})
+        process.communicate(timeout=30)
+        assert process.returncode == threads
