@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ stop.set()
 _MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+@cache
 def born(*arguments: str) -> tuple[dict[str, object], str]:
     command = [sys.executable, "-c", _SCRIPT, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, stdin=subprocess.PIPE)
@@ -54,8 +56,8 @@ def test_a_fork_holds_nothing_but_its_channel_and_ends_with_it() -> None:
     assert told["alive"] is True
     assert told["session"] is True
     assert "-c" in told["command"]  # type: ignore[operator]
-    targets = told["targets"]
-    assert isinstance(targets, dict)
+    assert isinstance(told["targets"], dict)
+    targets = dict(told["targets"])
     assert targets.pop("0") == "/dev/null"
     assert {targets.pop("1").split(":")[0], targets.pop("2").split(":")[0]} == {"pipe"}
     kinds = sorted(target.split(":")[0] for target in targets.values())

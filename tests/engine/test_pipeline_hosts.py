@@ -78,7 +78,7 @@ def test_a_plan_of_one_s_own_is_followed_or_refused_on_every_rank(start: Start, 
 
 
 def test_what_there_is_to_sum_and_to_follow_is_that_of_one_host(start: Start, tmp_path: Path) -> None:
-    cases = ("tied", "clipped", "clipped-tied", "tokens")
+    cases = ("clipped-tied", "tokens")
     ended = ran(start, [(case, case, "pipeline(micro_batches=4)", {}) for case in cases], (0, 1))
     for case, *said in zip(cases, *([line for line in each] for each in ended.said), strict=True):
         one = alone(case)
@@ -116,8 +116,9 @@ def test_replicas_inside_a_host_and_across_hosts_are_one_device(
     start: Start, tmp_path: Path, on: tuple[int, ...]
 ) -> None:
     how = "hybrid(outer='mirrored(workers=2)', inner='pipeline(stages=2, micro_batches=2)')"
-    ran(start, [(case, case, how, {}) for case in ("deep", "clipped", "tied")], on)
-    for case in ("deep", "clipped", "tied"):
+    cases = ("deep", "clipped-tied")
+    ran(start, [(case, case, how, {}) for case in cases], on)
+    for case in cases:
         assert distance(load_file(tmp_path / case / "model.safetensors"), alone(case).tensors) <= 1e-9
 
 

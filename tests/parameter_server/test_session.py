@@ -185,7 +185,7 @@ def test_two_who_make_rounds_together_end_them_whatever_happens(way: str, kind: 
 
 @pytest.mark.slow
 def test_a_link_that_has_fallen_silent_is_left(way: str) -> None:
-    with standing(way, faults=Faults(5, Odds(silent=0.1), Odds(silent=0.1)), patience_s=1.0) as stand:
+    with standing(way, faults=Faults(5, Odds(silent=0.1), Odds(silent=0.1)), patience_s=0.4) as stand:
         client, copy = stand.client()
         for lease in range(10):
             assert client.push(one_hot(lease), lease, pull=True) is None

@@ -1,7 +1,7 @@
 """Graph mode: the numbers of eager mode, compiled once, and nothing left behind.
 
-Inductor takes seconds a graph, so the usual run has two cases with it; the others trace the same graphs and run them
-as they are ("aot_eager"). With --full, every case is inductor's.
+Inductor takes seconds a graph, so the usual run has one case with it, that in processes; the others trace the same
+graphs and run them as they are ("aot_eager"). With --full, every case is inductor's.
 """
 
 from __future__ import annotations
@@ -47,14 +47,10 @@ def compiled(case: Case) -> Case:
     return dataclasses.replace(case, options=dataclasses.replace(case.options, compile=True))
 
 
-INDUCTOR = {"partial"}
-
-
 @pytest.fixture(autouse=True)
 def _compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of processes are not reached by this, and have inductor."""
-    case = request.node.callspec.params.get("case") if hasattr(request.node, "callspec") else None
-    if case not in INDUCTOR and not request.config.getoption("--full"):
+    if not request.config.getoption("--full"):
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 

@@ -240,14 +240,12 @@ def check(run: hr.Run, good: tuple[bytes, dict[str, list[Any]]], number: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize(
-    "number",
+    ("number", "strategy"),
     [
-        pytest.param(errno.ENOSPC, id="ENOSPC"),
-        pytest.param(errno.EIO, id="EIO", marks=pytest.mark.full),
-        pytest.param(errno.EROFS, id="EROFS", marks=pytest.mark.full),
-        pytest.param(0, id="short"),
+        pytest.param(number, strategy, id=f"{name}-{strategy.name}", marks=[pytest.mark.full] * (name not in usual))
+        for strategy, usual in zip(STRATEGIES, (("short",), ("ENOSPC",)), strict=True)
+        for name, number in (("ENOSPC", errno.ENOSPC), ("EIO", errno.EIO), ("EROFS", errno.EROFS), ("short", 0))
     ],
 )
 def test_a_fault_at_every_operation(

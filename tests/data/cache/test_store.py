@@ -154,7 +154,7 @@ def grown_by(length: int, limit: int) -> tuple[int, int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "limit"),
-    [(1, 40 << 20), pytest.param(20_000, 100 << 20, marks=pytest.mark.full), (3_000_000, 100 << 20)],
+    [(1, 16 << 20), pytest.param(20_000, 100 << 20, marks=pytest.mark.full), (3_000_000, 100 << 20)],
 )
 def test_the_limit_of_memory_is_what_the_process_grows_by(length: int, limit: int) -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
