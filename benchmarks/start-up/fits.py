@@ -1,7 +1,7 @@
 """Calls `hr.fit` several times in one process; prints a line for each call.
 
-On it: seconds from the call to the end of the first step; after the call, this process's descriptors, the processes
-below it, and the memory of them all (MB, proportional set size).
+On it: seconds from the call to the end of the first step, and to its begin; after the call, this process's
+descriptors, the processes below it, and the memory of them all (MB, proportional set size).
 """
 
 from __future__ import annotations
@@ -38,5 +38,6 @@ if __name__ == "__main__":
         started = next(event for event in run.events if event.kind == "run_started")
         first = next(event for event in run.events if event.kind == "stepped")
         seconds, processes = started.clock_s + first.time_s - began, family()
+        begin = seconds - first.compute_s - first.exchange_s - first.update_s
         descriptors = len(os.listdir("/proc/self/fd"))
-        print(seconds, descriptors, len(processes), sum(map(memory_mb, processes)), flush=True)
+        print(seconds, begin, descriptors, len(processes), sum(map(memory_mb, processes)), flush=True)
