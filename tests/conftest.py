@@ -123,7 +123,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Lets long files begin first, so that whoever runs several at a time is done with all at about the same time."""
+    """Lets long files begin first, so that tests that run side by side end at about the same time."""
     if not config.getoption("--full"):
         leave_out(config, items)
     effort: Counter[Path] = Counter()

@@ -179,7 +179,7 @@ def pickling(modules: Modules) -> list[str]:
 
 
 def finals(modules: Modules) -> list[str]:
-    """Nobody subclasses a concrete class of ours."""
+    """No concrete class of ours is subclassed."""
     return [
         complaint(module, node.lineno, f"{node.name} subclasses {base.name}, which is concrete")
         for module in modules.values()

@@ -52,7 +52,7 @@ def test_every_strategy_trains_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_process_is_measured_where_nobody_asked_for_it(tmp_path: Path) -> None:
+def test_one_process_is_measured_where_it_was_not_asked_for(tmp_path: Path) -> None:
     result = compare([hr.Mirrored(2)], tmp_path)
     assert (tmp_path / "reference-one-device").is_dir()
     assert (result.references.one_device_examples_per_s or 0) > 0

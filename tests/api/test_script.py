@@ -36,7 +36,7 @@ class Net(nn.Module):
         return self.body(inputs)
 
 def train(strategy, way):
-    """A training as anybody writes it, but for one line; returns all parameters."""
+    """An ordinary training script, but for one line; returns all parameters."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(51, 6).double(), torch.randn(51, 2).double())
     model = Net().double()

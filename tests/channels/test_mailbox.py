@@ -1,4 +1,4 @@
-"""Mailboxes: what is sent comes, in order, whatever its length, and nobody waits for who is lost."""
+"""Mailboxes: what is sent comes, in order, whatever its length, and no rank waits for a lost one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOTS = 2
 
 
 def never(came: Callable[[], bool]) -> None:
-    """Nobody is lost."""
+    """No rank is lost."""
 
 
 def ends(check: Check = never) -> tuple[Sender, Receiver]:

@@ -1,4 +1,4 @@
-"""Mailboxes of ranks on several hosts: the face of those in memory, and nobody waits for who is lost."""
+"""Mailboxes of ranks on several hosts: the same interface as in memory, and no rank waits for a lost one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_sender_gets_as_far_ahead_as_there_is_room_and_no_further(play: Play, 
         ("gone", "rank 2 on the other host was lost: the connection was closed"),
     ],
 )
-def test_nobody_waits_for_whoever_is_lost(play: Play, tmp_path: Path, how: str, expected: str, sends: bool) -> None:
+def test_no_rank_waits_for_a_lost_one(play: Play, tmp_path: Path, how: str, expected: str, sends: bool) -> None:
     _, (heard, soon), _ = play("wait_for_mail", 3, store=str(tmp_path / "store"), how=how, sends=sends)
     assert heard.startswith(expected)
     assert soon

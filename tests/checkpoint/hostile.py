@@ -1,4 +1,4 @@
-"""Checkpoints made to harm whoever reads them: each kind is a function that spoils the newest of a sound folder."""
+"""Checkpoints made to harm their reader: each kind is a function that spoils the newest of a sound folder."""
 
 from __future__ import annotations
 

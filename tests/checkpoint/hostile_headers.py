@@ -1,4 +1,4 @@
-"""Files of tensors made to harm whoever reads them."""
+"""Files of tensors made to harm their reader."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ HEADERS: dict[str, bytes] = {
     "no data": one(data=0),
     "data too short": one(data=7),
     "data too long": one(data=9),
-    "data of nobody": file(b"{}", bytes(8)),
+    "data of no tensor": file(b"{}", bytes(8)),
     "the same bytes twice": two("[0,4]", "[0,4]", 4),
-    "the same bytes twice, and some of nobody": two("[0,4]", "[0,4]"),
+    "the same bytes twice, and some of no tensor": two("[0,4]", "[0,4]"),
     "overlapping": two("[0,4]", "[2,6]", 6),
     "a hole between": two("[0,4]", "[8,12]", 12),
     "a hole before": two("[4,8]", "[8,12]", 12),

@@ -33,7 +33,7 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["packages"].verdict is Verdict.PROBLEM
     assert found["packages"].remedy == "pip install safetensors"
     assert found["numpy"].verdict is Verdict.PROBLEM
-    assert found["sklearn"].verdict is Verdict.OK, "nobody needs it"
+    assert found["sklearn"].verdict is Verdict.OK, "no job needs it"
 
 
 def fake_torch(monkeypatch: pytest.MonkeyPatch, version: str, devices: tuple[str, ...] = (), warn: str = "") -> None:

@@ -106,7 +106,7 @@ def share_regions(host: SharedMemoryGroup, page: ControlPage, sizes: list[int]) 
 
 
 def storm(host: SharedMemoryGroup, page: ControlPage, meetings: int) -> list[int]:
-    """Meets again and again, late by chance; returns the meetings after which somebody's word was not the right one."""
+    """Meets again and again, late by chance; returns the meetings after which a rank's value was wrong."""
     regions = [region.view(torch.int64).numpy() for region in host.share(16)]
     chance = random.Random(host.rank)
     wrong = []
@@ -151,7 +151,7 @@ def everything_by_turns(host: SharedMemoryGroup, page: ControlPage, turns: int) 
     return wrong
 
 
-def wait_for_somebody_lost(host: SharedMemoryGroup, page: ControlPage) -> list[object]:
+def wait_for_a_lost_rank(host: SharedMemoryGroup, page: ControlPage) -> list[object]:
     """The last rank stays away and says that rank 1 is lost; returns who was lost, and whether it was told at once."""
     if host.rank == host.world - 1:
         page.abort = 2
@@ -222,7 +222,7 @@ def use_the_wire(host: SharedMemoryGroup, page: ControlPage, store: str, apart: 
 def meet_between_hosts(
     host: SharedMemoryGroup, page: ControlPage, store: str, missing: list[list[int]]
 ) -> list[object]:
-    """Returns what rank 0 has decided before each meeting, and which of three gradients nobody has."""
+    """Returns what rank 0 has decided before each meeting, and which of three gradients no rank has."""
     own = ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
     wire = between_hosts(host, own, store)
     used = UsedParameters(wire, 3)

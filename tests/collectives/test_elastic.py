@@ -71,7 +71,7 @@ def lives(seed: int) -> list[list[tuple[float, ...]]]:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "nobody waits for ever"
+    assert not any(thread.is_alive() for thread in threads), "no thread waits for ever"
     segment.close()
     return list(seen.values())
 
@@ -83,7 +83,7 @@ def test_those_who_live_see_the_same(seed: int) -> None:
     assert views
     assert all(view == views[0] for view in views)
     for count, places, summed, world in views[0]:
-        assert (count, places) == (world, summed), "whoever counts has counted everywhere"
+        assert (count, places) == (world, summed), "a worker that counts has counted on every place"
 
 
 def pair() -> tuple[ControlPage, ElasticGroup]:

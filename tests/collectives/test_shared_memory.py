@@ -64,7 +64,7 @@ def test_everybody_sees_what_everybody_shares(play: Play, sizes: list[int]) -> N
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_nobody_leaves_a_barrier_before_the_last_has_come(play: Play, world: int) -> None:
+def test_no_rank_leaves_a_barrier_before_the_last_has_come(play: Play, world: int) -> None:
     # The counters go round in the middle of it.
     assert play("storm", world, counter=LAST - 5_000, meetings=10_000) == [[]] * world
 
@@ -81,8 +81,8 @@ def test_the_verbs_may_follow_each_other_in_any_order(play: Play, world: int) ->
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_wait_for_somebody_who_is_lost_ends(play: Play, world: int) -> None:
-    assert play("wait_for_somebody_lost", world) == [[1, True]] * world
+def test_a_wait_for_a_lost_rank_ends(play: Play, world: int) -> None:
+    assert play("wait_for_a_lost_rank", world) == [[1, True]] * world
 
 
 def alone() -> SharedMemoryGroup:

@@ -41,7 +41,7 @@ def forked(function: Callable[[], object]) -> int:
         pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1]
-    # Whoever waits for a lock that nobody lets go is ended by the system.
+    # A process that waits for a lock for ever is ended by the system.
     signal.alarm(_LIMIT_S)
     try:
         function()

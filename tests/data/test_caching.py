@@ -205,7 +205,7 @@ def test_a_cache_of_a_part_of_a_mixture(where: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["threads", "processes"])
-def test_whoever_reads_tells_the_user(tmp_path: Path, parallel: str) -> None:
+def test_every_reader_tells_the_user(tmp_path: Path, parallel: str) -> None:
     pipeline = numbers().map(lambda example: example, parallel=parallel).prefetch(3).cache(tmp_path, limit=1000)
     for _ in range(2):
         loader = Loader(pipeline, 0, 6, (1,), 0)
@@ -264,7 +264,7 @@ def test_the_user_is_told(tmp_path: Path) -> None:
 
 
 class Unknown(Source):
-    """A source of which nobody knows whether it is still the same."""
+    """A source that cannot tell whether it has changed."""
 
     def __len__(self) -> int:
         return 3

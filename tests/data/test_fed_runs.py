@@ -1,4 +1,4 @@
-"""Runs whose workers read ahead: the same training, whoever reads."""
+"""Runs whose workers read ahead: the same training in every read mode."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trained(pipeline: InputPipeline, strategy: Any, folder: Path, **options: Any
 
 
 @pytest.mark.parametrize("strategy", [hr.OneDevice(), hr.Mirrored(workers=2)])
-def test_training_is_the_same_whoever_reads(strategy: Any, tmp_path: Path) -> None:
+def test_training_is_the_same_in_every_read_mode(strategy: Any, tmp_path: Path) -> None:
     before = belongings()
     runs = {
         str(way): trained(data().map(noisy, parallel=way), strategy, tmp_path / str(way))

@@ -130,7 +130,7 @@ def noisy(example: Any, rng: np.random.Generator) -> Any:
 
 
 def by_index(loaders: list[Loader], epoch: int) -> dict[int, float]:
-    """Returns each example's value in one epoch, whoever read it."""
+    """Returns each example's value in one epoch, whichever worker read it."""
     found: dict[int, float] = {}
     for loader in loaders:
         rounds = loader.rounds_per_epoch

@@ -122,7 +122,7 @@ def test_a_process_that_stands_still_is_told_apart_from_one_that_computes(monkey
         list(Loader(pipeline, 0, 10, (1,), 0).rounds(0, 10))
 
 
-def test_where_processes_that_nobody_asked_for_stand_still_threads_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_processes_that_were_not_asked_for_stand_still_threads_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_UNASKED_PATIENCE_S", 0.2)
     said: list[str] = []
     pipeline = from_arrays(torch.arange(400)).map(stands_still_elsewhere())

@@ -12,7 +12,7 @@ from headrace.engine.local.engine import LocalEngine
 
 
 def plant() -> None:
-    """What nobody should do with bytes that came from somewhere."""
+    """What must never be done with received bytes."""
     pickle.loads(pickle.dumps(collections.OrderedDict()))
     exec("pass")
 

@@ -16,7 +16,7 @@ from warm.programs import real
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[LocalEngine]:
-    # Whoever runs the tests may want unbuffered output; headrace's workers must do without.
+    # The tests may be run with unbuffered output; headrace's workers must do without.
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONUNBUFFERED", raising=False)
         engine = LocalEngine()

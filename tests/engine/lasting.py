@@ -135,7 +135,7 @@ def left_by(run: hr.Run) -> tuple[int, dict[str, str], bytes, dict[str, float]]:
     """All that must be equal: the last checkpoint, the model's file, the metrics."""
     step, files = files_of(run.run_dir)
     if len({event.pid for event in run.events if isinstance(event, WorkerStarted)}) < run.plan.workers:
-        # Threads share one generator, whose state is that of whoever seeded it last.
+        # Threads share one generator, whose state is that of the last seed.
         folder = run.run_dir / "checkpoints" / f"step-{step:08d}"
         files = {name: without_random(folder / name) for name in files}
     return step, files, (run.run_dir / "model.safetensors").read_bytes(), run.metrics

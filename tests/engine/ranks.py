@@ -47,7 +47,7 @@ def total(model: nn.Module) -> float:
 
 
 def free_port() -> int:
-    """A port that is free, and that the system gives nobody who asks it for one before it is taken."""
+    """A free port, outside the range from which the system assigns ports."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.sample(range(first // 2, first), 100):
         with socket.socket() as probe, suppress(OSError):

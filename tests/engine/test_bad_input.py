@@ -248,7 +248,7 @@ def test_a_run_directory_that_holds_a_run(tmp_path: Path) -> None:
         fit(make_job(), run_dir=tmp_path)
 
 
-def test_what_the_job_refers_to_is_asked_before_anybody_is_forked(tmp_path: Path) -> None:
+def test_what_the_job_refers_to_is_asked_before_a_process_is_forked(tmp_path: Path) -> None:
     lock = threading.Lock()
     with pytest.raises(JobError, match="the job cannot be sent to a worker: TypeError: cannot pickle"):
         hr.fit(make_job(model=lambda: (lock, nn.Linear(4, 1))[1]), PAIR, run_dir=tmp_path / "run")

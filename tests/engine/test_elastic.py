@@ -1,4 +1,4 @@
-"""Processes that are lost while the run goes on: everything is trained on once, and what is left is left to nobody."""
+"""Processes that are lost while the run goes on: every example is trained on once, and no process remains."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def mean_of_one_killed(output: Tensor, _: Tensor) -> Tensor:
 
 def kill_once(what: str) -> None:
     if os.environ.get(f"{MARK}_LAUNCHER") == str(os.getpid()):
-        # It looks at a job before anybody trains it.
+        # It checks a job before a worker trains it.
         return
     try:
         os.close(os.open(f"{os.environ[MARK]}-{what}", os.O_CREAT | os.O_EXCL))
@@ -310,14 +310,14 @@ def test_a_run_in_which_workers_wait_for_each_other_takes_no_further_ones(engine
     assert "no workers can join or leave" in str(refused[0])
 
 
-def test_nobody_answers_where_nothing_runs(tmp_path: Path) -> None:
+def test_there_is_no_answer_where_nothing_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run has answered"):
         ask_for_workers(tmp_path, 1, timeout_s=0.2)
     with pytest.raises(UsageError, match="is no directory of a run"):
         ask_for_workers(tmp_path / "nowhere", 1)
 
 
-def test_a_run_ends_after_its_time_whoever_has_been_replaced(engine: LocalEngine) -> None:
+def test_a_run_ends_after_its_time_with_workers_replaced(engine: LocalEngine) -> None:
     hand = Hand({1: (0, signal.SIGKILL)})
     run = hr.fit(counting_job(10**6), hr.ParameterServer(1), engine=engine, on_event=hand, seconds=2.0)
     first, second = (event.time_s for event in run.events if isinstance(event, WorkerStarted))

@@ -81,7 +81,7 @@ def test_what_one_writes_the_other_sees(pages: Pages, relays: list[HeartbeatRela
     assert heard.barrier_counter == 2**31 - 1
     there.ranks[1].heartbeat.finished = 6
     soon(lambda: here.ranks[1].heartbeat.finished == 6)
-    # Nobody has written what is the other's.
+    # No process has written to the other's fields.
     assert (here.ranks[0].heartbeat.finished, there.ranks[0].heartbeat.finished, there.ranks[1].saved.step_plus_1) == (
         0,
         0,

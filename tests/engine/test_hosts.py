@@ -1,4 +1,4 @@
-"""Processes that a launcher has started on several hosts: one model, one end, whoever is lost is named."""
+"""Processes that a launcher has started on several hosts: one model, one end, a lost rank is named."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_rank_that_is_lost(start: Start, deed: str, victim: int, code: int | N
         assert said["error"] == "PeerLost"
         assert said["message"].startswith(f"rank {victim} on host-{victim} was lost: ")
         assert said["at"] - ended.one(victim, "deed")["at"] < NOTICED_S
-    # Whoever finds out first tells the other.
+    # The first rank that detects it tells the other.
     assert any(reason in said["message"] for said in heard)
 
 

@@ -1,4 +1,4 @@
-"""Processes that somebody else has started: they find each other, agree, and hear of each other's end."""
+"""Processes that a launcher has started: they find each other, agree, and detect each other's end."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_who_has_not_said_its_id_is_silent() -> None:
     assert (first, probe.silent_s(0)) == (0.0, 0.25)
 
 
-def test_a_watcher_that_stood_still_accuses_nobody() -> None:
+def test_a_watcher_that_stood_still_reports_no_loss() -> None:
     clock = [100.0]
     probe = LivenessProbe(0, lambda: clock[0])
     probe.silent_s(0)

@@ -105,7 +105,7 @@ def at_step(count: int, deed: Callable[[dict[int, int]], None], ranks: int = 3) 
         nonlocal steps
         if isinstance(event, ServerStarted | WorkerStarted):
             pids[event.rank] = event.pid
-        # Nobody waits for all to begin, and what each says comes by itself.
+        # No worker waits for all to begin, and each one's events come by themselves.
         steps += isinstance(event, Stepped) and len(pids) >= ranks
         if isinstance(event, Stepped) and steps == count:
             steps += 1
@@ -174,7 +174,7 @@ def test_ctrl_c_ends_the_run_in_order(any_engine: Engine, strategy: hr.Strategy,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 2])
-def test_whoever_asks_one_process_to_end_asks_the_run(engine: LocalEngine, rank: int, tmp_path: Path) -> None:
+def test_to_ask_one_process_to_end_is_to_ask_the_run(engine: LocalEngine, rank: int, tmp_path: Path) -> None:
     ask = at_step(5, lambda pids: os.kill(pids[rank], signal.SIGTERM))
     assert_ended_in_order(hr.fit(long_job(), REGIMES["asynchronous"], engine=engine, run_dir=tmp_path, on_event=ask))
 

@@ -1,4 +1,4 @@
-"""Pipelines whose stages are on several hosts: one device's numbers, and whoever is lost is named."""
+"""Pipelines whose stages are on several hosts: the numbers of one device, and a lost stage is named."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def nobody_else_makes_it() -> str:
+def only_the_first_makes_it() -> str:
     raise AssertionError("rank 0 has made it")
 
 
@@ -66,7 +66,7 @@ def test_what_rank_0_makes_all_have(told: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "0")
     assert of_first(lambda: "made") == "made"
     monkeypatch.setenv("RANK", "1")
-    assert of_first(nobody_else_makes_it) == "made"
+    assert of_first(only_the_first_makes_it) == "made"
 
 
 def test_what_stops_rank_0_stops_all(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,4 +78,4 @@ def test_what_stops_rank_0_stops_all(told: list[str], monkeypatch: pytest.Monkey
         of_first(refuse)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(RunFailed, match="rank 0 refused to begin: too many stages"):
-        of_first(nobody_else_makes_it)
+        of_first(only_the_first_makes_it)

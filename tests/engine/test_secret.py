@@ -74,7 +74,7 @@ def places(folder: Path, said: str, secrets: list[bytes]) -> list[str]:
     in_turn(list(DEEDS), STRATEGIES),
     ids=lambda value: getattr(value, "name", value),
 )
-def test_nobody_can_read_it(
+def test_no_other_process_can_read_it(
     engine: LocalEngine, tmp_path: Path, capfd: pytest.CaptureFixture[str], ending: str, strategy: hr.Strategy
 ) -> None:
     deed, optimizer = DEEDS[ending]

@@ -40,7 +40,7 @@ every_regime = pytest.mark.parametrize("strategy", REGIMES.values(), ids=list(RE
 @pytest.mark.parametrize(
     ("victim", "named"), [(LAST, r"stage 1 of 2, replica 1"), (4, "server of stage 0 of 2")], ids=["stage", "server"]
 )
-def test_whoever_is_killed_ends_the_run_with_its_name(
+def test_a_killed_rank_ends_the_run_and_is_named(
     engine: LocalEngine, strategy: hr.Strategy, victim: int, named: str, tmp_path: Path
 ) -> None:
     killed = []
@@ -63,7 +63,7 @@ def test_whoever_is_killed_ends_the_run_with_its_name(
 
 @every_regime
 @pytest.mark.parametrize("rank", [0, LAST, 5])
-def test_whoever_is_asked_to_end_ends_all_with_what_was_trained(
+def test_a_rank_that_is_asked_to_end_ends_all_with_what_was_trained(
     engine: LocalEngine, strategy: hr.Strategy, rank: int, tmp_path: Path
 ) -> None:
     ask = at_step(20, lambda pids: os.kill(pids[rank], signal.SIGTERM), ranks=6)
@@ -94,7 +94,7 @@ def test_a_checkpoint_goes_from_replicas_to_one_device_to_one_replica_and_back(
 
 
 @every_regime
-def test_whoever_goes_on_visits_every_example_once(tmp_path: Path, strategy: hr.Strategy) -> None:
+def test_a_resumed_run_visits_every_example_once(tmp_path: Path, strategy: hr.Strategy) -> None:
     job = lasting_job("plain")
     for at, resume in ((5, False), (99, True)):
         run = hr.launch(stopped_at(at), job, strategy, engine=hr.ThreadEngine(), run_dir=tmp_path, resume=resume)

@@ -1,4 +1,4 @@
-"""Servers among the processes that somebody else has started: the last ranks serve, the others train."""
+"""Servers among the processes that a launcher has started: the last ranks serve, the others train."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_numbers_that_contradict_the_launcher(start: Start) -> None:
 def test_a_rank_that_is_lost_is_named_by_the_others(start: Start, deed: str, reason: str, victim: int) -> None:
     ended = start(deed, str(victim), awaited=WORLD if deed == "kill" else WORLD - 1)
     others = [rank for rank in range(WORLD) if rank != victim]
-    # Whoever sees it first tells the other.
+    # The first process that detects it tells the other.
     assert any(reason in ended.one(rank, "error")["message"] for rank in others)
     for rank in others:
         said = ended.one(rank, "error")

@@ -1,4 +1,4 @@
-"""SIGTERM where there are servers: whoever gets it, the whole run ends in order and goes on from there."""
+"""SIGTERM where there are servers: whichever rank gets it, the whole run ends in order and can be resumed."""
 
 from __future__ import annotations
 

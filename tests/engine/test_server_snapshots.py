@@ -139,7 +139,7 @@ def test_another_strategy_goes_on_from_the_checkpoint_alone(
     run = hr.fit(long_job(), other, engine=engine, run_dir=tmp_path, checkpoints=False, resume=True)
     check_counts(run, EPOCHS)
     assert "the servers go on from snapshots" not in notices(run)
-    assert list((tmp_path / "snapshots").iterdir()) == [], "nobody takes up later what was left"
+    assert list((tmp_path / "snapshots").iterdir()) == [], "a later run does not resume from them"
 
 
 def test_one_checkpoint_is_not_mixed_with_snapshots(engine: LocalEngine, tmp_path: Path, of_one_server: Path) -> None:
@@ -171,7 +171,7 @@ class Full(Storage):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_told_and_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.parameter_server.server.snapshots.Storage", Full)
     run = hr.fit(counting_job(60), hr.ParameterServer(2), engine=hr.ThreadEngine(), run_dir=tmp_path, checkpoints=OFTEN)
     check_counts(run, 60)

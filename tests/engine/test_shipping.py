@@ -1,4 +1,4 @@
-"""What is packed arrives, and nobody sees what another writes into it."""
+"""What is packed arrives, and no process sees what another writes into it."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_before_it_has_begun(tmp_path: Path, after_s: float) -> None:
         process.communicate(timeout=120)
     # Before Python has come to our first line, the system ends it.
     assert process.returncode in (143, -signal.SIGTERM)
-    # Nobody goes on importing for it. When those who have ended are reaped is the system's business.
+    # No process goes on importing. When ended processes are reaped is up to the system.
     assert until(lambda: all(state(pid) in ("", "Z") for pid in children), 30)
     run_dir = tmp_path / "run"
     there = CheckpointFolder(run_dir / "checkpoints").latest()
@@ -165,7 +165,7 @@ def test_while_it_restores(tmp_path: Path) -> None:
 
 
 def test_a_second_one_ends_it_at_once(tmp_path: Path) -> None:
-    """The round takes longer than anybody wants to wait."""
+    """The round takes longer than the test waits."""
     with command(tmp_path, "--strategy", "mirrored", "--workers", "2", pause=60) as process:
         wait_for(process, lambda: {path.name for path in tmp_path.glob("*.log")} == {"rank-0.log", "rank-1.log"})
         children = below(process.pid)
@@ -226,7 +226,7 @@ def test_a_script_keeps_its_own_answer(tmp_path: Path, handler: str) -> None:
         assert (done.returncode, done.stdout) == (0, "ok [1]\n"), done.stderr
         assert files_of(tmp_path / "run")[0] == ROUNDS
     else:
-        # As if nobody had caught it, but for the order in which it ended.
+        # As if it had not been caught, but for the order in which it ended.
         assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
         assert 6 <= files_of(tmp_path / "run")[0] == finished(tmp_path / "run", 2)
 
@@ -289,7 +289,7 @@ def test_ranks_of_a_launcher_go_on(engine: LocalEngine, ranks: Ranks, tmp_path: 
     assert one != 0
     assert "PeerLost" in said
     (zero, _), (one, _) = ranks("resume", 15, 11)
-    assert (zero, one) == (-signal.SIGTERM, 0), "whoever was asked ends; the other has been interrupted"
+    assert (zero, one) == (-signal.SIGTERM, 0), "the rank that was asked ends; the other has been interrupted"
     codes = [code for code, _ in ranks("resume", 0, 0)]
     assert codes == [0, 0]
     whole = hr.fit(lasting_job("lstm"), hr.Mirrored(2), run_dir=tmp_path / "b", engine=engine, checkpoints=OFTEN)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 import headrace as hr
 
 NOTICED_S = 8.0
-"""Whoever ends is noticed by its end, which takes 0.1 s, beside other programs some of them. By its silence it would be
+"""A process that ends is noticed by its end after 0.1 s, or seconds on a busy machine. By its silence it would be
 after 10 s, if nothing else is said."""
 
 EXAMPLES = 64

@@ -159,7 +159,7 @@ def read_logs(data: bytes) -> None:
     except ValueError:
         return
     assert {slot: place.numel() for slot, place in pushed.items()} == {slot: LENGTHS[slot] for slot in present}
-    # What lies between the slots is nobody's.
+    # What lies between the slots is unused.
     again = log.unpack(LENGTHS, present, memoryview(log.pack(LENGTHS, pushed)))
     assert {slot: place.tolist() for slot, place in again.items()} == {
         slot: place.tolist() for slot, place in pushed.items()

@@ -20,7 +20,7 @@ class Refused:
     """These bytes are none of the format.
 
     Attributes:
-        why: for whoever looks for the fault.
+        why: the reason, for finding the fault.
     """
 
     why: str

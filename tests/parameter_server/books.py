@@ -77,7 +77,7 @@ class ShardBook:
         if not self.each:
             self._check_round(event, before, done)
         if isinstance(event, Pull) and isinstance(self.world.admission, Unbounded) and self.each:
-            assert [type(action) for action in actions] == [Reply], "nobody ever waits"
+            assert [type(action) for action in actions] == [Reply], "no worker ever waits"
         self._check_waiting()
         return actions
 
@@ -191,14 +191,14 @@ class ShardBook:
         assert pull.least <= reply.version == self.machine.version
         if isinstance(self.world.admission, Bounded):
             lead = self.clocks[reply.worker] - min(self.clocks.values())
-            assert lead <= self.world.admission.bound, "nobody begins a round further ahead than the bound"
+            assert lead <= self.world.admission.bound, "no worker begins a round further ahead than the bound"
 
     def _check_waiting(self) -> None:
         slowest = min(self.clocks.values(), default=0)
         for worker, pull in self.waiting.items():
             free = self.each or worker not in self.given
             admitted = self.world.admission.admits(self.clocks[worker], slowest)
-            assert not (free and admitted and pull.least <= self.version), "nobody waits who may go on"
+            assert not (free and admitted and pull.least <= self.version), "a worker that may go on does not wait"
 
     def _check_round(self, event: Event, before: int, done: int) -> None:
         size = self.world.combination.needed(len(self.clocks) - len(self.overdue))
@@ -310,19 +310,19 @@ class LeaseBook:
     def _check_grant(self, grant: lease.Grant) -> None:
         assert grant.lease == grant.round * self.world.portions + grant.part
         assert 0 <= grant.part < self.world.portions
-        assert grant.lease < self.stop, "nobody gets a portion behind the fence"
-        assert grant.lease not in self.held, "nobody gets what another has"
+        assert grant.lease < self.stop, "no worker gets a lease behind the sync point"
+        assert grant.lease not in self.held, "no worker gets the lease of another"
         assert grant.lease not in self.committed, "what is done does not come again"
         if self.world.fixed:
             assert self.loose or grant.part == grant.worker
         self.held[grant.lease] = grant.worker
 
     def _check_waiting(self) -> None:
-        """Whoever waits has nothing to get."""
+        """A worker that waits has nothing to get."""
         known = self.committed | set(self.held)
         free = {number for number in range(self.begin * self.world.portions, self.stop) if number not in known}
         if self.loose or not self.world.fixed:
-            assert not (free and self.asking), "nobody waits while there are portions"
-        assert not {number % self.world.portions for number in free} & self.asking, "nobody waits while it has some"
+            assert not (free and self.asking), "no worker waits while there are leases"
+        assert not {number % self.world.portions for number in free} & self.asking, "no worker waits while it has some"
         over = not free and not self.held and not self.met
-        assert not (over and self.present and self.asking >= self.present), "nobody waits when all are done"
+        assert not (over and self.present and self.asking >= self.present), "no worker waits when all are done"

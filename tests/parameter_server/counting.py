@@ -174,7 +174,7 @@ class _Counting:
             for deed in deeds[len(deeds) * (round_ - 1) // world.rounds : len(deeds) * round_ // world.rounds]:
                 sleep(self.chance.random() * 0.1)
                 deed()
-            # All are told at once, when everything is acknowledged; whoever comes later waits outside.
+            # All are told at once, when everything is acknowledged; a worker that comes later waits outside.
             self._until(lambda round_=round_: bool((self.board.met >= round_).any()))
             client.pull()
             self._look(copies, round_)

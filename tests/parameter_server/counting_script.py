@@ -32,7 +32,7 @@ from transport.ways import open_link, open_port
 
 
 class Orphaned(Exception):
-    """Whoever has started this has gone."""
+    """The process that has started this one has ended."""
 
 
 def stay_with(parent: int) -> None:

@@ -121,7 +121,7 @@ class Fleet:
         if not message:
             number = self._lines.pop(line)
             line.close()
-            # It has ended: nobody has this line but the process.
+            # It has ended: only the process has this line.
             del self.pids[number]
             self._tell(Down(number))
             return

@@ -3,8 +3,8 @@
 unique            one applied push makes one version, which no other push makes; one lease is applied once
 real-time order   what begins after another thing has ended sees at least that version; a push makes a later one
 staleness         updates between what a gradient was made with and its own version are as many as are said, and
-                  no more than the bound allows; nobody begins a round further ahead of the slowest than the bound
-content           parameters that count pushes are what their version says, where somebody has looked
+                  no more than the bound allows; no worker begins a round further ahead of the slowest than the bound
+content           parameters that count pushes are what their version says, where a pull has read them
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Operation:
         made_with: version that a push's gradient was made with.
         staleness: that the shard has said.
         refused: whether the worker was told that a push does not count, other than because it was applied before.
-        content: pushes that are in the parameters that a pull has brought; None if nobody has looked.
+        content: pushes that are in the parameters that a pull has brought; None if no pull has read them.
     """
 
     worker: int

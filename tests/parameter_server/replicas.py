@@ -1,6 +1,6 @@
 """Servers and backups without bytes: processes that hear of views late, links that deliver late, an authority.
 
-A `Group` knows at every moment which steps are possible; whoever drives it chooses one after the other, and what must
+A `Group` knows at every moment which steps are possible; its driver chooses one after the other, and what must
 hold is looked at after each:
 
     receive P    a worker's mail comes to a process that takes itself for the primary
@@ -223,4 +223,4 @@ class Group:
         if view is None or self.over or self.processes[view.primary].heard < view.epoch:
             return
         last = self.processes[view.primary].machine.last
-        assert len(history) <= last, "the primary's log begins with all that anybody has dealt with"
+        assert len(history) <= last, "the primary's log begins with all that any replica has dealt with"

@@ -57,7 +57,7 @@ SEEDED = {
     ),
     "an older version": ("[Reply(worker, self.version) for", "[Reply(worker, self.version - 1) for"),
     "a version of the future": ("[Reply(worker, self.version) for", "[Reply(worker, self.version + 1) for"),
-    "nobody is bound": ("and self._admission.admits(self.clocks[worker], slowest)", "and True"),
+    "no worker is bound": ("and self._admission.admits(self.clocks[worker], slowest)", "and True"),
     "a bound too wide": ("admits(self.clocks[worker], slowest)", "admits(self.clocks[worker] - 1, slowest)"),
     "the slowest is the fastest": ("slowest = min(", "slowest = max("),
     "a lease twice": ("if push.lease not in self._done and push.finite", "if push.finite"),

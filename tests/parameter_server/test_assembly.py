@@ -12,7 +12,7 @@ from headrace.parameter_server.planning import connect
 from headrace.spec.plan import Role
 from parameter_server.stands import WIDTH, Stand, standing
 
-NOWHERE = "local:headrace-nobody-is-here"
+NOWHERE = "local:headrace-no-port-is-here"
 
 
 def connected(stand: Stand, closing: ExitStack, **others: object) -> Client:
@@ -27,7 +27,7 @@ def test_a_server_that_has_died_before_a_worker_began_is_found_in_its_place() ->
     def find(index: int) -> str:
         asked.append(index)
         if len(asked) < 3:
-            raise ConnectionError("nobody is in its place yet")
+            raise ConnectionError("no server is in its place yet")
         return stand.port.address
 
     with standing("local") as stand, ExitStack() as closing:
@@ -36,14 +36,14 @@ def test_a_server_that_has_died_before_a_worker_began_is_found_in_its_place() ->
     assert asked == [0, 0, 0]
 
 
-def test_where_nobody_can_say_more_the_first_error_is_the_answer() -> None:
+def test_where_no_server_can_say_more_the_first_error_is_the_answer() -> None:
     with standing("local") as stand, ExitStack() as closing, pytest.raises(ConnectionError, match="no link to the"):
         connected(stand, closing)
 
 
 def test_the_run_may_be_over_meanwhile() -> None:
     def find(index: int) -> str:
-        raise ConnectionError("nobody is in its place")
+        raise ConnectionError("no server is in its place")
 
     def check() -> None:
         raise InterruptedError("the run is over")

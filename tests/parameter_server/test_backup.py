@@ -1,4 +1,4 @@
-"""A backup is what its primary is, bit for bit; and whoever is promoted goes on as if nothing had happened."""
+"""A backup equals its primary, bit for bit; and a promoted backup goes on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_backup_between_hosts_is_its_primary_bit_for_bit(regime: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("way", WAYS)
-def test_workers_go_on_with_whoever_is_promoted(way: str, regime: str) -> None:
+def test_workers_go_on_with_the_promoted_backup(way: str, regime: str) -> None:
     recipe = Recipe(regime, "adam", "int8", extras=regime == "asynchronous")
     with Group(way, recipe.slots, recipe.server).running() as group:
         for _ in range(3):

@@ -39,7 +39,7 @@ FORM = ShardLayout([ShardSpec("count", 0, (WIDTH,))])
 
 
 class Wire(ServerTransport):
-    """A port whose links are lists: what is sent to them lies there until somebody takes it."""
+    """A port whose links are lists: what is sent to them stays there until it is taken."""
 
     def __init__(self) -> None:
         self.moved_bytes, self.address = 0, "here"
@@ -62,7 +62,7 @@ class Wire(ServerTransport):
         return nullcontext()
 
     def set_version(self, slot: int, version: int) -> None:
-        """Nobody looks."""
+        """Checks nothing."""
 
     def receive(self, timeout_s: float) -> list[ReceivedMessage]:
         mail, self.mail = list(self.mail), deque()

@@ -30,7 +30,7 @@ def test_a_round_that_is_over_elsewhere_is_of_the_same_workers_here() -> None:
         assert told(each, RoundMembers(5, ((0, 0), (2, 0))), Push(2, 0, 1, 0)) == [
             Accumulate(2), ApplyStep((0, 2), 2.0, 0), Ack(0, 0), Ack(2, 1), Reply(1, 1), Reply(0, 1),
         ]  # fmt: skip
-        # Whoever is told of it when it is over goes on at once.
+        # A worker that is told of it when it is over goes on at once.
         assert told(each, RoundMembers(5, ((0, 0), (2, 0))), Pull(2)) == [Reply(2, 1)]
         assert each.last == RoundMembers(0, ((0, 0), (2, 0)))
 

@@ -31,7 +31,7 @@ def told(leases: LeaseTable, *events: Event) -> list[Answer]:
     return [answer for event in events for answer in leases.handle(event)]
 
 
-def test_portions_go_to_whoever_asks_and_the_fence_waits_for_all() -> None:
+def test_leases_go_to_the_worker_that_asks_and_the_sync_point_waits_for_all() -> None:
     leases = LeaseTable(portions=2, until=1)
     assert told(leases, Ask(5), Ask(3), Ask(4)) == [Grant(5, 0, 0, 0), Grant(3, 1, 0, 1)]
     assert told(leases, Commit(1), Ask(3)) == []
@@ -63,7 +63,7 @@ def test_what_is_returned_or_lost_comes_first_and_only_once() -> None:
     assert told(leases, WorkerLost(0), Ask(0), Commit(2), Ask(2)) == [Grant(0, 0, 0, 0), Grant(2, 3, 1, 0)]
 
 
-def test_nobody_speaks_for_the_lease_of_another() -> None:
+def test_no_worker_speaks_for_the_lease_of_another() -> None:
     leases = LeaseTable(portions=2, until=1)
     leases.handle(Ask(0))
     leases.handle(Ask(1))
@@ -119,7 +119,7 @@ def test_who_is_lost_at_a_fence_waits_outside_when_it_is_back_unless_all_are_los
     assert told(leases, WorkerLost(0)) == [MeetAtSyncPoint(1, 1, 2, (1,))]
 
 
-def test_no_fence_in_front_of_what_only_a_lost_worker_may_do_or_what_somebody_holds_who_asks_again() -> None:
+def test_no_sync_point_before_what_only_a_lost_worker_may_do_or_a_worker_holds_that_asks_again() -> None:
     leases = LeaseTable(portions=1, until=1, alone=1)
     assert told(leases, Ask(0), Ask(1), WorkerLost(0)) == [Grant(0, 0, 0, 0)]
     assert told(leases, Ask(0), Ask(0)) == [Grant(0, 0, 0, 0)]
@@ -203,7 +203,7 @@ def test_under_any_order_of_events_each_portion_is_committed_once_before_its_fen
 
 PLANTED = {
     "some do not come": ("len(self._asking) < len(self._present)", "not self._asking"),
-    "whoever lets go on again": ("elif event.done == self.until:", "else:"),
+    "any worker opens the next stretch": ("elif event.done == self.until:", "else:"),
     "returns get lost": ("self._release([event.lease])", "self._held.pop(event.lease, None)"),
     "losses free nothing": ("if worker == event.worker])", "if worker == event.worker][:0])"),
     "the lost still ask": ("[worker for worker in self._asking if worker != event.worker]", "self._asking"),
@@ -211,8 +211,8 @@ PLANTED = {
     "one portion behind the fence": ("for lease in self._next if lease < self._stop())]", "for lease in self._next)]"),
     "given out twice": ("self._free.remove(lease)", "pass"),
     "commits do not count": ("self._held.pop(event.lease, None)\n", "pass\n"),
-    "nobody takes over": ("self._loose = True", "self._loose = False"),
-    "anybody's portion": ("if not self._fixed or lease %", "if True or lease %"),
+    "no worker takes over": ("self._loose = True", "self._loose = False"),
+    "a lease of any worker": ("if not self._fixed or lease %", "if True or lease %"),
 }
 
 

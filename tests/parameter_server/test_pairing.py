@@ -69,7 +69,7 @@ def test_the_backup_has_all_before_it_is_answered(way: str, group: Group) -> Non
     until(lambda: book_of(group, 1)[-1][3][0:1] == [expected], "the gradient as it was pushed")
     for link in links:
         link.close()
-    # Ends are told twice: at once, and when nobody has come again.
+    # Ends are told twice: at once, and when no worker has come again.
     until(lambda: len(book_of(group, 0)) == len(book_of(group, 1)) == 45, "ends are written down")
     assert book_of(group, 0) == book_of(group, 1)
     assert [entry[1] for entry in book_of(group, 1)[-4:]] == [""] * 4
@@ -143,7 +143,7 @@ def test_without_its_backup_a_primary_waits_until_it_is_told(way: str, group: Gr
     link.close()
 
 
-def test_who_was_replaced_answers_nobody(way: str, group: Group) -> None:
+def test_a_replaced_server_does_not_answer(way: str, group: Group) -> None:
     group.spawn()
     group.spawn()
     group.see(1, 0, 1)
@@ -175,7 +175,7 @@ def test_a_message_that_is_too_long_to_be_written_down_harms_its_sender_alone(wa
     link.close()
 
 
-def test_whoever_says_that_it_is_the_backup_and_is_not_hears_nothing(way: str, group: Group) -> None:
+def test_a_false_backup_hears_nothing(way: str, group: Group) -> None:
     group.spawn()
     group.spawn()
     group.see(1, 0, 1)

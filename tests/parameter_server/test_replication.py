@@ -53,11 +53,11 @@ def test_a_primary_alone_deals_with_what_comes() -> None:
     assert told(Replication(0), View(1, 0), Received(), Received()) == [Lead(1), Deal(1), Deal(2)]
 
 
-def test_nobody_waits_while_a_backup_is_filled_and_then_for_what_it_holds() -> None:
+def test_no_worker_waits_while_a_backup_is_filled_and_then_for_what_it_holds() -> None:
     machine = Replication(0)
     assert told(machine, View(1, 0, 1), Received()) == [Lead(1), Deal(1)]
     assert told(machine, Called(1, 1), Received(), Received()) == [Fill(1), Forward(2), Deal(2), Forward(3), Deal(3)]
-    # It is filled, and has not caught up: what comes now waits, and nobody could be promoted yet.
+    # It is filled, and has not caught up: what comes now waits, and no backup could be promoted yet.
     assert told(machine, Held(1, 1), Received(), Held(1, 2)) == [Forward(4)]
     assert told(machine, Held(1, 3)) == [Ready(1)]
     assert told(machine, Received(), Held(1, 5)) == [Forward(5), Deal(4), Deal(5)]
@@ -121,7 +121,7 @@ def test_a_backup_that_is_not_filled_is_never_the_primary() -> None:
         machine.handle(View(2, 1))
 
 
-def test_the_authority_promotes_whoever_holds_all() -> None:
+def test_the_authority_promotes_the_backup_that_holds_all() -> None:
     authority = Authority()
     assert [authority.handle(Up(process)) for process in (4, 5, 6)] == [View(1, 4), View(2, 4, 5), None]
     authority.handle(Ready(1))
@@ -239,7 +239,7 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 
 CARELESS = {
-    "promotes whoever is there": ("if view.backup is None or not self.ready:", "if view.backup is None:"),
+    "promotes a backup that is not ready": ("if view.backup is None or not self.ready:", "if view.backup is None:"),
     "believes what was said of an older view": ("and news.epoch == view.epoch", "and news.epoch <= view.epoch"),
     "keeps the word for the next view": (
         "        self.ready = False\n        return self.view",

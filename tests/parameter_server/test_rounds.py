@@ -26,7 +26,7 @@ from headrace.policies.staleness import AllMembers, FirstPushes, Unbounded
 from parameter_server.test_shard import told, two
 
 
-def test_a_round_of_everybody_waits_for_whoever_is_there() -> None:
+def test_a_round_of_all_waits_for_the_present_workers() -> None:
     shard = two(combination=AllMembers())
     told(shard, Join(2), Push(0, 0, 0, 0), Push(1, 0, 1, 0))
     assert told(shard, Push(2, 0, 2, 0))[1:2] == [ApplyStep((0, 1, 2), 3.0, 0)]
@@ -34,10 +34,10 @@ def test_a_round_of_everybody_waits_for_whoever_is_there() -> None:
     assert told(shard, Leave(1))[0] == ApplyStep((0, 2), 2.0, 0)
 
 
-def test_a_round_that_somebody_has_waited_for_long_enough_ends_with_those_who_are_there() -> None:
+def test_a_round_that_was_waited_for_long_enough_ends_with_the_present_workers() -> None:
     shard = Shard(range(3), Unbounded(), AllMembers())
     told(shard, Push(0, 0, 0, 0), Push(1, 0, 1, 0), Pull(0))
-    assert told(shard, Close(2)) == [], "it waits for nobody"
+    assert told(shard, Close(2)) == [], "it does not wait"
     assert told(shard, Close(1)) == [ApplyStep((0, 1), 2.0, 0), Ack(0, 0), Ack(1, 1), Reply(0, 1)]
     assert told(shard, Push(2, 0, 2, 0)) == [Refuse(2, 2, Reason.LATE)]
     assert told(shard, Push(2, 0, 2, 1), Close(1)) == [Accumulate(2)], "another round"

@@ -113,7 +113,7 @@ def test_a_pull_waits_until_the_others_are_near_enough() -> None:
     assert told(shard, Push(1, 0, 1, 0)) == [ApplyStep((1,), 1.0, 2), Ack(1, 1), Reply(0, 3)]
 
 
-def test_who_leaves_holds_nobody_up_and_waits_for_nothing() -> None:
+def test_a_worker_that_leaves_delays_no_other_and_waits_for_nothing() -> None:
     shard = two(Bounded(0))
     assert told(shard, Push(0, 0, 0, 0), Pull(0))[2:] == []
     assert told(shard, Leave(1)) == [Reply(0, 1)]
@@ -203,7 +203,7 @@ def check(regimes: dict[str, object], regime: str, seed: int) -> None:
         if lived.fixed:
             assert len(set(history.computed)) == 1, "all do the same number of rounds"
         assert Reason.STRANGER not in history.refused
-        assert Reason.DUPLICATE not in history.refused, "nothing comes twice where nobody is lost"
+        assert Reason.DUPLICATE not in history.refused, "nothing comes twice where no worker is lost"
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 5])
@@ -262,7 +262,7 @@ def test_equal_workers_are_one_update_of_each_other_behind(workers: int) -> None
     assert max(history.staleness) <= 2 * workers
 
 
-def test_a_slow_worker_holds_up_nobody_where_nobody_waits() -> None:
+def test_a_slow_worker_delays_no_other_where_none_waits() -> None:
     history = run(World(1, (1.0, 1.0, 1.0, 4.0), portions=4, fences=(40,), latency=0.0))
     *fast, slow = history.computed
     assert all(3.5 < each / slow < 4.5 for each in fast)
@@ -346,7 +346,7 @@ def test_whatever_comes_a_lease_is_applied_once_and_only_who_asked_is_answered(
             elif isinstance(action, Refuse) and action.reason == NAN:
                 done.add(action.lease)
         versions.append(shard.version)
-        assert waiting <= shard.clocks.keys(), "nobody waits who is no member"
+        assert waiting <= shard.clocks.keys(), "only members wait"
     assert all(0 <= newer - older <= 1 for older, newer in pairwise(versions))
 
 
@@ -379,7 +379,10 @@ PLANTED = {
     "who waits long waits longer": ("< needed and not early)", "< needed)"),
     "who came is not waited for": ("        self._overdue.discard(worker)\n        last", "        last"),
     "NaN stepped": ("not in self._done and push.finite and", "not in self._done and"),
-    "nobody is let go": ("return [*step, self._finish(push), *self._release()]", "return [*step, self._finish(push)]"),
+    "no worker is released": (
+        "return [*step, self._finish(push), *self._release()]",
+        "return [*step, self._finish(push)]",
+    ),
     "who comes late is behind": ("min(self.clocks.values(), default=0))", "0)"),
     "who comes again keeps its clock": ("!= incarnation:", "is None:"),
 }

@@ -197,7 +197,7 @@ def written(folder: Path, count: int = 1) -> Server:
 def test_the_newest_few_are_kept_and_what_a_crash_left_is_not(tmp_path: Path) -> None:
     (tmp_path / "server-0-00000006.part").write_bytes(b"half")
     (tmp_path / "server-1-00000002.part").write_bytes(b"of another server, which writes it")
-    (tmp_path / "notes").write_text("of somebody")
+    (tmp_path / "notes").write_text("of a user")
     written(tmp_path, 5).close()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [
@@ -260,7 +260,7 @@ class Full(OSError):
     """The disk is full."""
 
 
-def test_a_full_disk_is_told_and_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_and_serving_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = written(tmp_path, 1)
     files = Snapshots(tmp_path, 0, 0.0)
     with monkeypatch.context() as patch:

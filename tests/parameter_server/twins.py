@@ -120,7 +120,7 @@ class Worker:
         places = [torch.zeros(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in layout.pieces]
         self.client = client = Client([ServerConnection(self._open(), layout, places, reopen=self._open)], self._number)
         lease, late = -1, False
-        # Whoever waits for others ends with them: each does as many rounds, or says that it goes.
+        # A worker that waits for others ends with them: each does as many rounds, or says that it goes.
         while not self._stop.is_set():
             client.tell(Message(Kind.ASK, flag=late, lease=lease))
             lease = client.lease().lease

@@ -320,7 +320,7 @@ class _Run:
         answers = [answer for event in events for answer in self.leases.handle(event)]
         for answer in answers:
             if isinstance(answer, lease.MeetAtSyncPoint):
-                # Whoever was lost by now does not come.
+                # A worker that was lost by now does not come.
                 there = {worker for worker in self.lives if self.asked[worker] == self.incarnations[worker]}
                 self.members = there & set(answer.members)
             self._send(answer.worker, -100, self._reach, answer.worker, self.asked[answer.worker], -1, answer)
@@ -348,7 +348,7 @@ class _Run:
             book.settle(version)
         self.leases.begin = done
         met, self.met, self.members = sorted(self.met), set(), set()
-        # Whoever has come meanwhile waits for this.
+        # A worker that has come meanwhile waits for this.
         self._leased((lease.Advance(done, self.fences[0]),))
         assert not self._leased((lease.Advance(done, self.fences[0] + 1),)), "the first one counts"
         self._look_ahead()

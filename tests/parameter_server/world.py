@@ -27,11 +27,11 @@ class World:
         sick: share of gradients that are not finite.
         deaths: how many workers are lost.
         forever: whether they stay away.
-        halts: how often somebody asks for an early fence.
+        halts: how often a worker asks for an early sync point.
         eager: pull with the push, not before the next step.
         rests, ahead: whether a worker without a portion leaves until it has one; shards know how many leases come.
         arbiter: whether one more machine says first which gradients make a round, by claims of no content.
-        patience: how long whoever has pushed waits for the others before the round is to end without them.
+        patience: how long a worker that has pushed waits for the others before the round is to end without them.
     """
 
     seed: int

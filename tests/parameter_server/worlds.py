@@ -38,7 +38,7 @@ def _lock_step(chance: random.Random, given: dict[str, Any]) -> World:
 
 
 def _resting(regime: Regime) -> Regime:
-    """Whoever has no portion leaves until it has one; so nobody needs to be told how many come."""
+    """A worker without a lease leaves until it has one; so no server is told how many come."""
     return lambda chance, given: regime(chance, given | {"rests": True, "ahead": False})
 
 
@@ -71,7 +71,7 @@ PEACE: dict[str, Regime] = {
     "backups, resting": _one_shard(_resting(_backups)),
     "impatient, resting": _one_shard(_resting(_impatient)),
 }
-"""Nobody is lost."""
+"""No worker is lost."""
 
 DEATHS: dict[str, Regime] = {
     "asynchronous": _asynchronous,

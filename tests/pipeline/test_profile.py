@@ -118,7 +118,7 @@ class Inward(nn.Linear):
         return torch.func.vmap(torch.func.grad(lambda v: super(Inward, self).forward(v).square().sum()))(x)
 
 
-def test_a_layer_that_lets_nobody_look_on_is_measured() -> None:
+def test_a_layer_that_refuses_hooks_is_measured() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Inward(4, 4), nn.Linear(4, 4))
     found = profile(model, Objective(total), (torch.randn(8, 4), None), seconds=0)
     assert [layer.name for layer in found.layers] == ["0", "1", "2"]

@@ -106,6 +106,6 @@ def test_servers_without_anything_to_do_are_refused(pieces: list[ParameterPiece]
 
 
 @pytest.mark.parametrize("name", sorted(PLACEMENTS))
-def test_nobody_is_no_owner(name: str) -> None:
+def test_zero_owners_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="at least 1 owner, got 0"):
         PLACEMENTS[name](pieces_of(3), 0)

@@ -144,7 +144,7 @@ def test_everywhere_belongs_to_every_worker() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SHARDINGS))
-def test_nobody_is_no_owner(name: str) -> None:
+def test_zero_owners_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="at least 1 owner, got 0"):
         SHARDINGS[name]([ParameterSpec("a", (3,))], 0)
 

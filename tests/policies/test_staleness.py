@@ -41,7 +41,7 @@ def test_a_round_needs_its_number_or_all_that_there_are(count: int, workers: int
 PLANTED = {
     "lock-step waits for ever": ("Bounded", "clock <= slowest + self.bound", "clock < slowest + self.bound"),
     "one round too far": ("Bounded", "clock <= slowest + self.bound", "clock <= slowest + self.bound + 1"),
-    "nobody is waited for": ("Bounded", "clock <= slowest + self.bound", "True"),
+    "no worker is waited for": ("Bounded", "clock <= slowest + self.bound", "True"),
     "the bound is of all rounds": ("Bounded", "clock <= slowest + self.bound", "clock <= self.bound"),
     "a round of all": ("FirstPushes", "min(self.count, workers)", "workers"),
     "a round of more than there are": ("FirstPushes", "min(self.count, workers)", "self.count"),

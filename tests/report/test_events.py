@@ -1,4 +1,4 @@
-"""Runs that were resumed: one curve, one outcome, and no time that nobody trained in."""
+"""Runs that were resumed: one curve, one outcome, and no time without training."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_a_segment_is_its_owners_alone() -> None:
     own.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_open_a_segment() -> None:
     own = SharedSegment.create(4_096, "test")
     path = f"/proc/{os.getpid()}/fd/{own.descriptor}"

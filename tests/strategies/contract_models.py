@@ -88,7 +88,7 @@ class Tied(nn.Module):
 
 
 class Idle(nn.Module):
-    """A frozen parameter that is used, one that nobody uses, and one without elements."""
+    """A frozen parameter that is used, one that is not used, and one without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def by_name(named: Any) -> torch.optim.Optimizer:
 
 
 class Doubling(torch.optim.Optimizer):
-    """Somebody's own optimizer, which writes to the gradients."""
+    """A user's own optimizer, which writes to the gradients."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -304,7 +304,7 @@ VARIANTS: Mapping[str, Case] = {
 
 
 def verb_by_verb(loss: Callable[..., Any], worker: hr.Worker) -> None:
-    """A loop of somebody's own, on every share, empty ones too."""
+    """A user's own loop, on every share, empty ones too."""
     for inputs, target in worker.batches():
         worker.backward(loss(worker.model(inputs), target))
         worker.update()

@@ -369,7 +369,7 @@ def spoil_all(worker: hr.Worker) -> None:
             next(worker.model.parameters()).fill_(float("inf"))
 
 
-def test_nobody_left_with_numbers_ends_the_run(tmp_path: Path) -> None:
+def test_no_worker_left_with_numbers_ends_the_run(tmp_path: Path) -> None:
     job = Case(dense, options=hr.Options(on_nonfinite="skip")).job(COUNTS["uneven"])
     with pytest.raises(RunFailed, match="after 2 rounds no worker has finite parameters; lower the learning rate"):
         hr.launch(spoil_all, job, hr.LocalSGD(2, period=2), device="cpu", run_dir=tmp_path, engine=THREADS)

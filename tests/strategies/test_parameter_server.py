@@ -218,7 +218,7 @@ def test_the_fastest_is_never_further_ahead_than_the_bound(bound: int) -> None:
                 come.notify_all()
                 if worker.rank == 1:
                     allowed = min(worker.round + 1 + bound, rounds)
-                    assert come.wait_for(partial(reached, allowed), timeout=30), "nobody waits who may go on"
+                    assert come.wait_for(partial(reached, allowed), timeout=30), "a worker that may go on does not wait"
                     # Time enough for one round more.
                     come.wait_for(partial(reached, allowed + 1), timeout=0.02)
                     ahead.append(begun[0] - begun[1])

@@ -1,4 +1,4 @@
-"""A checkpoint of a model that several devices hold together is anybody's, and there is a way back."""
+"""A checkpoint of a model that several devices hold together is resumed by any strategy, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECES = {"pipeline": hr.Pipeline(2, 4, partition=[2, 3]), "tensor_parallel": hr
 WHOLE = {
     "mirrored": hr.Mirrored(2),
     "parameter_server": hr.ParameterServer(workers=2, servers=1, staleness_bound=0),
-    # Each worker has a momentum of its own, and whoever goes on does not have their mean.
+    # Each worker has a momentum of its own, and a resumed run does not have their mean.
     "parameter_averaging": hr.ParameterAveraging(2, period=1),
 }
 

@@ -1,4 +1,4 @@
-"""What averaging through servers promises beside the contract: the numbers of the papers, and nobody waits for long."""
+"""What averaging through servers promises beside the contract: the numbers of the papers, and no long waits."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_an_automatic_period_is_found_at_fences() -> None:
     assert re.fullmatch(r"the exchange takes .*% of the time, at most 0% is allowed", last.why)
 
 
-def test_who_waits_for_nobody_pulls_and_is_pulled() -> None:
+def test_a_worker_that_does_not_wait_pulls_and_is_pulled() -> None:
     expected = ByHand(job_of(), 1, Elastic(0.6))
     for done in range(1, ROUNDS + 1):
         expected.round()
@@ -204,7 +204,7 @@ def test_who_waits_for_nobody_pulls_and_is_pulled() -> None:
 
 
 @pytest.mark.parametrize("outer", [Elastic(0.6), None], ids=["elastic", "mean"])
-def test_to_look_at_the_centre_moves_nobody(outer: OuterStep | None) -> None:
+def test_to_look_at_the_centre_moves_no_worker(outer: OuterStep | None) -> None:
     job = job_of(count=COUNTS["even"])
     looked_at = dataclasses.replace(job, eval_data=job.data)
     outcomes = [train(each, THROUGH(2, period=2, outer=outer)) for each in (job, looked_at)]
@@ -213,7 +213,7 @@ def test_to_look_at_the_centre_moves_nobody(outer: OuterStep | None) -> None:
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("wait", [2, 0.1], ids=["two", "seconds"])
-def test_nobody_waits_for_who_does_not_come(wait: float, servers: int) -> None:
+def test_no_worker_waits_for_one_that_does_not_come(wait: float, servers: int) -> None:
     under_way, ahead = threading.Event(), threading.Event()
 
     def loop(worker: hr.Worker) -> None:

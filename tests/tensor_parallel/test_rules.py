@@ -68,7 +68,7 @@ def test_channels_are_features_behind_a_flatten() -> None:
     layers = {"a": CONVOLUTION, "b": LINEAR}
     assert choose(steps, layers, 4) == {"a": "channels", "b": "row"}
     assert follow(steps, layers, choose(steps, layers, 4)).drops == {"drop": "features"}
-    # A flatten of features would mix dims that nobody knows of.
+    # A flatten of features would mix dims that no rule knows.
     steps = chain("a", "flatten", "b")
     assert follow(steps, dict.fromkeys("ab", LINEAR), {"a": "column", "b": "row"}).gathers == {"a"}
 
@@ -105,6 +105,6 @@ def test_a_layer_that_is_used_twice_must_take_the_same_both_times() -> None:
     assert flow.takes["b"] == ""
 
 
-def test_layers_that_nobody_has_seen_take_and_leave_whole_values() -> None:
+def test_layers_without_a_rule_take_and_leave_whole_values() -> None:
     flow = follow([], {"a": LINEAR}, {"a": "column"})
     assert (flow.gathers, flow.takes) == ({"a"}, {"a": ""})

@@ -59,7 +59,7 @@ def passed(layer: nn.Module, inputs: list[tuple[Tensor, Tensor]]) -> Passed:
     for x, gradient in inputs:
         x = x.clone().requires_grad_()
         output = layer(x)
-        output.backward(gradient.clone())  # autograd may keep it as somebody's .grad, and add to it
+        output.backward(gradient.clone())  # autograd may keep it as a .grad, and add to it
         outputs.append(output.detach())
         gradients.append(x.grad)
     layer.eval()
@@ -125,7 +125,7 @@ def test_any_split_is_normalised_as_one_batch(
     assert_close(torch.cat([each.evaluated for each in workers]), one.evaluated, tolerance)
 
 
-def test_evaluation_asks_nobody() -> None:
+def test_evaluation_asks_no_other_rank() -> None:
     """A worker whose share of an evaluation batch is empty does not evaluate it."""
 
     def act(host: ThreadCollective) -> Tensor | None:

@@ -31,7 +31,7 @@ SPECS = [
         )
     )
 )
-def test_missing_is_what_nobody_has(rounds: list[list[list[bool] | None]]) -> None:
+def test_missing_is_what_no_rank_has(rounds: list[list[list[bool] | None]]) -> None:
     """A round says for each worker which of three gradients it has, or None where its share is empty."""
     world = len(rounds[0])
 
@@ -122,7 +122,7 @@ def test_every_parameter_has_a_place_of_its_own(parameters: list[ParameterSpec])
     assert [tuple(view.shape) for view in views] == [parameter.shape for parameter in parameters]
     assert [view.dtype for view in views] == [getattr(torch, parameter.dtype) for parameter in parameters]
     for view in views:
-        # Every byte is counted by whoever holds it; two holders would make it 2.
+        # Every byte is counted by its holder; two holders would make it 2.
         flat = view.reshape(-1).view(torch.uint8)
         assert flat.data_ptr() % LINE == region.data_ptr() % LINE or not flat.numel()
         flat += 1
@@ -179,7 +179,7 @@ def test_a_span_that_ends_within_a_line_is_covered_too(length: int, world: int, 
 
 
 @given(parameters=parameter_lists(), data=st.data())
-def test_runs_hold_the_chosen_parameters_and_nobody_else(parameters: list[ParameterSpec], data: st.DataObject) -> None:
+def test_runs_hold_the_chosen_parameters_and_no_other(parameters: list[ParameterSpec], data: st.DataObject) -> None:
     stop = data.draw(st.integers(0, len(parameters)))
     start = data.draw(st.integers(0, stop))
     layout = FlatLayout(parameters)

@@ -36,7 +36,7 @@ class Odds:
         doubled: arrive twice, the second time late.
         late: are overtaken by the next ones.
         cut: are the last ones: a request still arrives half of the time, a reply does not; then the link ends.
-        silent: are the last ones, and nobody is told.
+        silent: are the last ones, and neither end is told.
     """
 
     lost: float = 0.0

@@ -1,4 +1,4 @@
-"""Attacks on what a genuine link sends over the network, by somebody on its way who does not hold the secret."""
+"""Attacks on what a genuine link sends over the network, by a process on the way that does not hold the secret."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HARMLESS = ("forged flags", NOTHING)
 """The flags outside are not what the port goes by: it decrypts its own."""
 
 _PADDING = range(8, 80)
-"""Of HELLO: zeros that nobody reads, there so that an answer is not longer than a question."""
+"""Of HELLO: zeros that are not read, there so that an answer is not longer than a question."""
 
 _DEADLINE_S = 30.0
 
@@ -95,7 +95,7 @@ class Attacker:
         worker.linger, worker.reconnect_ivl = 0, -1
         Keys(self._port.secret).protect_client(worker)
         worker.connect(middle.address)
-        # Whoever is cut off early has nobody to say the rest to.
+        # A link that is cut off early has no peer for the rest.
         with suppress(zmq.Again):
             for parts in genuine():
                 worker.send_multipart(parts, zmq.NOBLOCK)

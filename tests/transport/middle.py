@@ -1,4 +1,4 @@
-"""Somebody on the way between a link and its port: sees every byte, may change it, leave it out, repeat it."""
+"""A process between a link and its port: it sees every byte, and may change it, leave it out, repeat it."""
 
 from __future__ import annotations
 

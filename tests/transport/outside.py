@@ -1,4 +1,4 @@
-"""Attacks by whoever can reach a port and holds no secret: frames that others have sent, changed or not, and noise."""
+"""Attacks by a process that can reach a port and holds no secret: frames of others, changed or not, and noise."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Strangers:
         made.setblocking(False)
         try:
             made.send(stream)
-            # Whoever still waits for more is told that none comes.
+            # A reader that still waits for more is told that none comes.
             made.shutdown(socket.SHUT_WR)
         except OSError:
             pass  # it was ended already

@@ -1,4 +1,4 @@
-"""Nobody gets in: what strangers send, and what somebody on the way changes, is never taken for a link's."""
+"""No attacker gets in: what strangers send, or is changed on the way, is never taken for a link's."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_of_many_who_say_nothing_the_oldest_go(
         each.close()
 
 
-def test_strangers_are_seen_while_nobody_serves(port: RemoteServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_seen_while_none_serves(port: RemoteServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the middle of a long step, and before the first link."""
     monkeypatch.setattr(connections, "_HALF_OPEN", 3)
     strangers = [call(port) for _ in range(10)]
@@ -132,7 +132,7 @@ def test_a_frame_of_a_stranger_is_no_longer_than_a_part(port: RemoteServerTransp
 def test_a_message_that_hardly_ends_is_cut_off(
     port: RemoteServerTransport, link: object, raw: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By somebody who holds the secret: ZeroMQ keeps all of it until it ends, and tells nobody."""
+    """By a peer that holds the secret: ZeroMQ keeps all of it until it ends, and reports nothing."""
     brought: list[int] = []
     look = connections._sent_bytes
 

@@ -63,7 +63,7 @@ def test_another_users_worker_is_refused(
 
 
 @pytest.mark.parametrize("said", [b"x", TransportLayout(SLOTS, SLOTS).hello(), bytes(70_000)])
-def test_who_shares_no_memory_harms_nobody(port: LocalServerTransport, link: ClientTransport, said: bytes) -> None:
+def test_a_peer_without_memory_does_no_harm(port: LocalServerTransport, link: ClientTransport, said: bytes) -> None:
     with caller(port) as stranger:
         stranger.send(said)
         for _ in range(3):

@@ -317,7 +317,7 @@ def test_a_link_that_only_pulls_needs_no_place_for_pushes(way: str, replies: Slo
 
 
 @pytest.mark.parametrize(("way", "address"), [("local", "local:nobody"), ("remote", "tcp://127.0.0.1:1")])
-def test_where_nobody_listens_there_is_no_link(way: str, address: str) -> None:
+def test_where_no_port_listens_there_is_no_link(way: str, address: str) -> None:
     with pytest.raises(ConnectionError):
         open_link(way, address, SMALL, SMALL)
 

@@ -80,7 +80,7 @@ def greeted(port: RemoteServerTransport, raw: Raw) -> zmq.Socket[bytes]:
 
 
 def still_served(port: RemoteServerTransport, link: ClientTransport) -> None:
-    """Checks that a link and its port hear each other, and the port nobody else."""
+    """Checks that a link and its port hear each other, and the port no other link."""
     link.send(b"here")
     (mail,) = mail_of(port, 1)
     assert mail.message == b"here"
@@ -137,7 +137,7 @@ def test_a_link_with_another_secret_is_refused(port: RemoteServerTransport, link
     still_served(port, link)
 
 
-def test_whoever_knows_the_server_alone_is_refused(
+def test_a_peer_that_knows_the_server_alone_is_refused(
     port: RemoteServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the servers' public key, and a key pair of its own."""
@@ -152,7 +152,7 @@ def test_whoever_knows_the_server_alone_is_refused(
     still_served(port, link)
 
 
-def test_whoever_does_not_encrypt_is_refused(
+def test_a_peer_that_does_not_encrypt_is_refused(
     port: RemoteServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Keys, "protect_client", lambda keys, worker: None)
@@ -173,7 +173,7 @@ def test_a_link_speaks_to_no_other_server() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f", bytes(100_000)])
-def test_who_does_not_speak_zeromq_harms_nobody(
+def test_a_peer_that_does_not_speak_zeromq_does_no_harm(
     port: RemoteServerTransport, link: ClientTransport, said: bytes
 ) -> None:
     host, _, number = port.address.removeprefix("tcp://").rpartition(":")

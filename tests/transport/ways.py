@@ -28,7 +28,7 @@ def open_port(way: str, *slots: Slots | None) -> ServerTransport:
 
 
 def open_link(way: str, address: str, *slots: Slots | None) -> ClientTransport:
-    """Opens a link while somebody else serves the port."""
+    """Opens a link while another thread serves the port."""
     return (
         LocalClientTransport(address, *slots)
         if way == "local"

@@ -134,7 +134,7 @@ def test_a_save_waits_for_the_one_before(
         wait(saver)
 
     def disk() -> None:
-        # Until somebody waits for it, and then some time.
+        # Until a save waits for it, and then some time.
         assert asked.acquire(timeout=30)
         time.sleep(0.05)
 
@@ -304,7 +304,7 @@ def test_a_state_that_cannot_be_saved_ends_the_run(
 
 
 def crowd(folder: Path, worker: hr.Worker) -> None:
-    """The usual loop on a disk that somebody else fills, and frees some rounds later."""
+    """The usual loop on a disk that another program fills, and frees some rounds later."""
     other = folder / "other"
     for batch in worker.batches():
         worker.step(batch)

@@ -165,7 +165,7 @@ def test_a_full_disk_is_told_and_what_was_kept_stays(tmp_path: Path, room: int) 
     assert kept == list(range(len(kept)))
     (line,) = store.take_notices()
     assert f"keeps {len(kept)} of 12 examples, nothing can be added to it: No space left on device" in line
-    # Whole records that nobody entered are found by whoever comes next.
+    # Complete records without an entry are found by the next process.
     later = opened(tmp_path)
     assert set(right(later)) >= set(kept)
     later.put([(index, example(index)) for index in range(COUNT)])

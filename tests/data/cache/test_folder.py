@@ -73,7 +73,7 @@ sys.stdin.read()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["itself", "killed"])
-def test_a_folder_in_use_is_not_taken_from_whoever_uses_it(tmp_path: Path, ends: str) -> None:
+def test_a_folder_in_use_is_not_taken_from_its_user(tmp_path: Path, ends: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

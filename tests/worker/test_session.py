@@ -1,4 +1,4 @@
-"""Which part of the data is a worker's."""
+"""Assigning data to workers: which part each one reads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_hosts_tell_each_other_how_much_they_have() -> None:
 def test_on_one_host_all_workers_share_all_data() -> None:
     plan = plan_on(("a", "a"), (1, 3))
     data = local(from_arrays(torch.arange(9)))
-    # Nobody is asked: there is nobody to meet.
+    # No other rank is asked: there is none.
     assert assign_data(data, plan, plan.roles[1], ThreadCollective(ThreadGroup(2), 1)) == DataAssignment(
         data, (1, 3), 1
     )

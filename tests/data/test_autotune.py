@@ -1,4 +1,4 @@
-"""Who reads: chosen by measuring, and tuned by whether training waits."""
+"""The read mode: chosen by measuring, and tuned by whether training waits."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_readers_are_added_until_training_waits_no_more() -> None:
     training = Training(lambda mode: 0.010, lambda mode: 0.055, threads(16))
     history = training.run(300)
     assert history[-1].readers in (6, 9)
-    # Nobody reads more than is needed by the time when a few seconds have passed.
+    # After a few seconds nothing is read beyond what is needed.
     assert history[150:] == [history[-1]] * 150
 
 
@@ -216,7 +216,7 @@ def test_a_reader_that_helps_nothing_is_taken_away_again() -> None:
     assert training.told == []
 
 
-def test_training_that_does_not_wait_gets_nobody_else() -> None:
+def test_training_that_does_not_wait_gets_no_other_reader() -> None:
     training = Training(lambda mode: 0.010, lambda mode: 0.0102, ReadModes(("threads", "processes", "inline"), 1, 8))
     assert set(training.run(500)) == {ONE}
 
@@ -249,7 +249,7 @@ def test_threads_that_scale_are_not_compared_with_processes() -> None:
     assert history[40:] == [TWO] * 1960
 
 
-def test_whoever_cannot_be_faster_by_itself_does_not_try() -> None:
+def test_a_loader_that_cannot_be_faster_by_itself_does_not_try() -> None:
     modes = ReadModes(("threads", "inline"), 1, 1)
     assert set(Training(lambda mode: 0.001, lambda mode: 0.01, modes).run(2000)) == {ONE}
     # Where a thread holds training up, it reads by itself.

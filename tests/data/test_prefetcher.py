@@ -60,7 +60,7 @@ class Gate:
         return numbered(part)
 
 
-def test_batches_come_in_order_whoever_is_first() -> None:
+def test_batches_come_in_order_whichever_is_first() -> None:
     gate = Gate()
     running = ahead(gate.read, iter(range(4)))
     running.fill()
