@@ -72,20 +72,14 @@ def splittable(module: nn.Module) -> dict[str, tuple[nn.Module, Splittable]]:
 
 def obstacles(module: nn.Module, found: Mapping[str, tuple[nn.Module, Splittable]]) -> dict[str, str]:
     """Returns why those of the layers that must stay as they are cannot be split, by name."""
-    closed = [
-        (f"{name}." * bool(name), "TorchScript" if isinstance(part, torch.jit.ScriptModule) else "a compiled module")
-        for name, part in module.named_modules()
-        if isinstance(part, torch.jit.ScriptModule) or is_compiled(part)
-    ]
+    compiled = [f"{name}." * bool(name) for name, part in module.named_modules() if is_compiled(part)]
     reasons = {}
     for name, (layer, form) in found.items():
-        outer = next((kind for prefix, kind in closed if name.startswith(prefix)), None)
         parts = list(layer.modules())
-        names = ["bias", "in_proj_bias", "in_proj_weight", "weight"]
-        if outer is not None:
-            reasons[name] = f"is inside {outer}"
+        if any(name.startswith(prefix) for prefix in compiled):
+            reasons[name] = "is inside a compiled module"
         elif form.sort != "attention" and not {"weight"} <= layer._parameters.keys() <= {"weight", "bias"}:
-            others = [each for each in layer._parameters if each not in names]
+            others = [each for each in layer._parameters if each not in ("weight", "bias")]
             reasons[name] = f"computes its weight of {' and '.join(others)} (weight_norm, spectral_norm or the like)"
         elif any(has_hooks(part) for part in parts):
             reasons[name] = "has hooks, or a forward of its own, which would see a part of its values"

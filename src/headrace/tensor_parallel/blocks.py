@@ -39,12 +39,14 @@ class Block:
             keys and values in one).
         row: the layer split by its inputs, which takes what the inside makes of them.
         numbers: attributes of the module, and their values on every device.
+        partial: modules of the inside with parameters, which every device has whole and gives its own heads.
     """
 
     name: str
     columns: Mapping[str, int]
     row: str
     numbers: Mapping[str, int] = field(default_factory=dict)
+    partial: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -54,24 +56,34 @@ class Block:
 
 def find_blocks(
     module: nn.Module, steps: Sequence[ValueStep], layers: Mapping[str, Splittable], world: int
-) -> tuple[Block, ...]:
-    """Returns the blocks of a model that so many devices can split; `layers` are those that may be."""
+) -> tuple[tuple[Block, ...], dict[str, str]]:
+    """Returns the blocks of a model that so many devices can split, and why others cannot be, by name.
+
+    `layers` are those that may be split.
+    """
     goals = _goals(steps, layers)
     plan = _own_plan(module)
     found: dict[str, Block] = {}
+    undivided: dict[str, str] = {}
     taken: set[str] = set()
     for name, part in open_modules(module):
         prefix = f"{name}." * bool(name)
         inside = {each: f"{prefix}{each}" for each, _ in part.named_children()}
         linear = [path for path in inside.values() if path in goals and layers[path].sort == "linear"]
-        block = _planned(name, part, linear, layers, plan, world) or _attention(
-            name, part, linear, layers, goals, world
-        )
-        if block is not None and not taken & block.kinds.keys():
+        block = _planned(name, part, linear, layers, plan, world)
+        block = _attention(name, part, linear, layers, goals, world) if block is None else block
+        if isinstance(block, str):
+            undivided[name] = block
+        elif block is not None and not taken & block.kinds.keys():
             biases = _biases(part, [path for path in inside.values() if path in goals], layers)
-            found[name] = Block(name, {**block.columns, **biases}, block.row, block.numbers)
+            others = tuple(
+                inside[each]
+                for each, child in part.named_children()
+                if inside[each] not in goals and any(True for _ in child.parameters())
+            )
+            found[name] = Block(name, {**block.columns, **biases}, block.row, block.numbers, others)
             taken |= found[name].kinds.keys()
-    return tuple(found.values())
+    return tuple(found.values()), undivided
 
 
 def _goals(steps: Sequence[ValueStep], layers: Mapping[str, Splittable]) -> dict[str, frozenset[str]]:
@@ -98,7 +110,7 @@ def _attention(
     layers: Mapping[str, Splittable],
     goals: Mapping[str, frozenset[str]],
     world: int,
-) -> Block | None:
+) -> Block | str | None:
     held = {key: value for key, value in vars(part).items() if type(value) is int}
     heads = next((held[key] for key in _HEADS if held.get(key, 0) > 0), None)
     ends = [path for path in linear if any(goals[other] == {path} for other in linear if other != path)]
@@ -111,16 +123,24 @@ def _attention(
     length = next((held[key] for key in _LENGTHS if held.get(key, 0) > 0), None)
     if length is None and heads is not None and width % heads == 0:
         length = width // heads
-    if length is None or width % (length * world):
+    if length is None or width % length:
         return None
     matrices = {path: _matrices(layers[path].outputs, width) for path in columns}
-    if any(layers[path].outputs % (length * world * count) for path, count in matrices.items()):
-        return None
+    counts = [layers[path].outputs // count for path, count in matrices.items()]
+    if wrong := _undivided([width, *counts], length, world):
+        return wrong
     return Block(name, matrices, row, _numbers(held, [layers[path].outputs for path in columns], width, length, world))
 
 
 def _matrices(outputs: int, width: int) -> int:
     return outputs // width if outputs % width == 0 else 1
+
+
+def _undivided(widths: Sequence[int], length: int, world: int) -> str:
+    """Says which number of heads, or of features where there are none, devices cannot share; "" if there is none."""
+    count = next((each / length for each in widths if each % (length * world)), None)
+    what = "features" if length == 1 else "heads"
+    return "" if count is None else f"has {count:g} {what}, which {world} devices cannot share evenly"
 
 
 def _numbers(held: Mapping[str, int], outputs: Sequence[int], width: int, length: int, world: int) -> dict[str, int]:
@@ -153,7 +173,7 @@ def _planned(
     layers: Mapping[str, Splittable],
     plan: Mapping[str, str],
     world: int,
-) -> Block | None:
+) -> Block | str | None:
     """Returns the block that the model's own plan makes of a module's layers: columns, and one row."""
     said = {
         path: next((rule for pattern, rule in plan.items() if fnmatch.fnmatchcase(path, pattern)), "")
@@ -166,7 +186,8 @@ def _planned(
     held = {key: value for key, value in vars(part).items() if type(value) is int}
     length = next((held[key] for key in _LENGTHS if held.get(key, 0) > 0), 1)
     width = layers[rows[0]].inputs
-    if width % (length * world) or any(layers[path].outputs % (length * world) for path in columns):
-        return None
-    numbers = _numbers(held, [layers[path].outputs for path in columns], width, length, world) if length > 1 else {}
+    outputs = [layers[path].outputs for path in columns]
+    if wrong := _undivided([width, *outputs], length, world):
+        return wrong
+    numbers = _numbers(held, outputs, width, length, world) if length > 1 else {}
     return Block(name, dict.fromkeys(columns, 1), rows[0], numbers)

@@ -238,6 +238,19 @@ class BatchParallel:
             )
 
 
+class PartialModule:
+    """A module that is whole on every rank, and is given another part of a value on each: gradients are summed."""
+
+    def __init__(self, module: nn.Module, group: Collective) -> None:
+        self._body = _Body(module)
+        self._group = group
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        learned = {name: each for name, each in self._body.named_parameters() if each.requires_grad}
+        entered = copy_all_to(tuple(learned.values()), self._group) if learned else ()
+        return functional_call(self._body, dict(zip(learned, entered, strict=True)), arguments, named)
+
+
 class _Body(nn.Module):
     """A module as it was, with the same parameters in the same places."""
 

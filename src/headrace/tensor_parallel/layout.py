@@ -133,9 +133,9 @@ def _automatic(
     tied = _tied(module)
     free = {name: form for name, form in layers.items() if name not in blocked and not tied & _own(found[name][0])}
     steps = _steps(recording, free) if recording else analyze_graph(module, free, ())
-    blocks = find_blocks(module, steps, free, world) if recording else ()
+    blocks, undivided = find_blocks(module, steps, free, world) if recording else ((), {})
     known = {name: kind for block in blocks for name, kind in block.kinds.items()}
-    return Layout(choose(steps, free, world, known), layers, tuple(steps), blocks, {}, blocked)
+    return Layout(choose(steps, free, world, known), layers, tuple(steps), blocks, {}, {**blocked, **undivided})
 
 
 def _steps(recording: ForwardRecord, layers: Collection[str]) -> list[ValueStep]:

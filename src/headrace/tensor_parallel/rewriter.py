@@ -19,6 +19,7 @@ from headrace.tensor_parallel.layers import (
     Length,
     ParallelDropout,
     ParallelEmbedding,
+    PartialModule,
     RowParallel,
     SharedInput,
     feature_dim,
@@ -61,6 +62,9 @@ class Rewriter:
         for block in self._blocks:
             for attribute, value in block.numbers.items():
                 setattr(self._module.get_submodule(block.name), attribute, value)
+            for name in block.partial:
+                partial = self._module.get_submodule(name)
+                partial.forward = PartialModule(partial, self._group)
         for name in self._kinds:
             layer = self._module.get_submodule(name)
             layer.forward = self._split(name, layer)

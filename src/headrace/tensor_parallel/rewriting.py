@@ -48,7 +48,7 @@ def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial | Non
 
 def _tried(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> tuple[Layout, dict[str, str]]:
     # Threads share generators, and their turns leave these to one at a time.
-    threads = isinstance(group, ThreadCollective)
+    threads = isinstance(group, ThreadCollective) and group.world > 1
     layout: Layout | None = None
     right: Expected | str = ""
     for turn in range(group.world if threads else 1):

@@ -1,0 +1,266 @@
+"""What must stay whole does, and is named; what was chosen is tried before it is kept, on all ranks alike."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from collectives.seats import together
+from headrace.collectives.threads import ThreadCollective
+from headrace.errors import UsageError
+from headrace.tensor_parallel.recording import Trial
+from headrace.tensor_parallel.replica import RewrittenModel
+from headrace.tensor_parallel.rewriting import split
+from headrace.tensor_parallel.verification import GuardedCollective
+
+Rules = str | dict[str, str]
+
+
+class Coder(nn.Module):
+    """A pair that can be split, `encoder` and `decoder`, with something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = F.relu) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.head = nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 2)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.decoder(self.between(self.encoder(x))))
+        return y
+
+
+class Mirror(Coder):
+    """Decodes by the encoder's weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(F.linear(self.encoder(x), self.encoder.weight.t()))
+        return y
+
+
+class Rotated(Coder):
+    """Multiplies by complex numbers, which wants contiguous values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(self.encoder(x).view(len(x), 3, 2)) * self.angles
+        y: Tensor = self.head(self.decoder(torch.view_as_real(turned).flatten(1)))
+        return y
+
+
+class Halving(torch.autograd.Function):
+    """Whose gradient looks at the number of features."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x / 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / 2 * gradient.shape[-1] / 6
+
+
+def normed() -> nn.Module:
+    model = Coder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.nn.utils.weight_norm(model.encoder)
+    return model
+
+
+def spectral() -> nn.Module:
+    model = Coder()
+    torch.nn.utils.spectral_norm(model.encoder)
+    return model
+
+
+def parametrised() -> nn.Module:
+    model = Coder()
+    torch.nn.utils.parametrizations.weight_norm(model.encoder)
+    return model
+
+
+def hooked() -> nn.Module:
+    model = Coder()
+    model.encoder.register_forward_hook(lambda _, __, output: output / output.shape[-1])
+    return model
+
+
+def hooked_outside() -> nn.Module:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 4))
+    model[0].register_forward_hook(lambda _, __, output: output / output.shape[-1])
+    return model
+
+
+def with_own_forward() -> nn.Module:
+    model = Coder()
+    whole = model.encoder.forward
+    model.encoder.forward = lambda input: whole(input) / 6  # type: ignore[method-assign]
+    return model
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        inner: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)))
+    return nn.Sequential(inner, nn.Linear(4, 6))
+
+
+HARD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], str]] = {
+    "read by the model": (Mirror, ("encoder",), "encoder: it has a parameter that the model reads itself"),
+    "weight_norm": (normed, ("encoder",), "computes its weight of weight_g and weight_v"),
+    "spectral_norm": (spectral, ("encoder",), "computes its weight of weight_orig"),
+    "a parametrisation": (parametrised, ("encoder",), ""),
+    "a hook": (hooked, ("encoder",), "encoder: it has hooks"),
+    "a hook outside": (hooked_outside, (), ""),
+    "a forward of its own": (with_own_forward, ("encoder",), "encoder: it has hooks, or a forward of its own"),
+    "TorchScript": (scripted, ("0.0", "0.2"), ""),
+    "complex buffers": (Rotated, (), ""),
+    "features that are counted": (
+        lambda: Coder(lambda y: F.relu(y) / y.shape[-1]),
+        ("decoder",),
+        "left whole on every device: decoder: split, its output changes",
+    ),
+    "a gradient that is another": (lambda: Coder(Halving.apply), ("decoder",), "split, the gradient of 'encoder"),
+    "a failing forward": (
+        lambda: Coder(lambda y: y.mul(torch.ones(6, dtype=y.dtype)[: y.shape[-1] // 6 * 6])),
+        (),
+        "",
+    ),
+    "other numbers each time": (lambda: Coder(lambda y: y + next(NUMBERS)), ("encoder",), "something else each time"),
+}
+NUMBERS = iter(range(1000))
+
+
+def tried(make: Callable[[], nn.Module], rules: Rules = "auto") -> list[tuple[RewrittenModel, nn.Module]]:
+    torch.manual_seed(0)
+    whole = make().double()
+    whole_state, random = copy.deepcopy(whole.state_dict()), torch.get_rng_state()
+    x = torch.randn(2, 4, dtype=torch.float64)
+
+    def act(group: ThreadCollective) -> tuple[RewrittenModel, nn.Module]:
+        torch.manual_seed(0)
+        model = make().double()
+        model.load_state_dict(whole_state)
+        return split(model, rules, group, Trial(x)), model
+
+    torch.set_rng_state(random)
+    return together(2, act)
+
+
+@pytest.mark.parametrize("name", sorted(HARD))
+def test_what_cannot_be_split_stays_whole_and_the_rest_computes_the_same(name: str) -> None:
+    make, stays, said = HARD[name]
+    made = tried(make)
+    (one, model), (other, _) = made
+    assert one.kinds == other.kinds
+    assert not set(stays) & one.kinds.keys()
+    assert said in "\n".join(one.notices)
+    assert model.training
+    if name == "other numbers each time":
+        return
+    torch.manual_seed(0)
+    whole, x = make().double(), torch.randn(5, 4, dtype=torch.float64)
+    whole.load_state_dict(tensors_of(made))
+    expected = whole.eval()(x)
+    outputs: dict[int, Tensor] = {}
+
+    def run(rank: int) -> None:
+        # The layers' own collectives meet, those of the threads that have split them.
+        outputs[rank] = made[rank][1].eval()(x)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((outputs[rank] - expected).abs().max() < 1e-11 for rank in (0, 1))
+
+
+def tensors_of(made: list[tuple[RewrittenModel, nn.Module]]) -> dict[str, Tensor]:
+    """Returns the state of the whole model, of all parts."""
+    whole = {}
+    for name, tensor in made[0][1].state_dict(keep_vars=True).items():
+        cut = made[0][0].cuts.get(name)
+        parts = [model.state_dict()[name] for _, model in made]
+        whole[name] = tensor.detach() if cut is None else cut.join(parts)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("make", "rules", "words"),
+    [
+        (Mirror, {"encoder": "column"}, "'encoder' cannot be split by 'column': it has a parameter that the model"),
+        (normed, {"enc*": "column"}, r"it computes its weight of weight_g and weight_v.*give it 'replicate'"),
+        (hooked, {"*": "row"}, "'encoder' cannot be split by 'row': it has hooks"),
+        (
+            lambda: Coder(lambda y: F.relu(y) / y.shape[-1]),
+            {"encoder": "column", "decoder": "row"},
+            "rules split 'decoder', and then its output changes.*or use rules='auto'",
+        ),
+    ],
+)
+def test_rules_by_hand_that_would_change_the_model_are_refused(
+    make: Callable[[], nn.Module], rules: Rules, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        tried(make, rules)
+
+
+def test_trying_a_model_leaves_it_and_random_numbers_as_they_were() -> None:
+    class Counting(Coder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(self.norm(x) + torch.rand(()) * 0)
+
+    torch.manual_seed(5)
+    model, x = Counting().double(), torch.randn(2, 4, dtype=torch.float64)
+    state, buffers = torch.get_rng_state(), copy.deepcopy(dict(model.named_buffers()))
+    hooks = len(model._forward_hooks) + len(model.encoder._forward_hooks)
+    together(1, lambda group: split(model, "auto", group, Trial(x)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.calls == 0
+    assert model.training
+    assert hooks == len(model._forward_hooks) + len(model.encoder._forward_hooks) == 0
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+
+
+def test_a_rank_that_fails_or_ends_early_ends_the_others() -> None:
+    """All know at once, and go on together."""
+
+    def act(group: ThreadCollective) -> list[str]:
+        def fails() -> str:
+            if group.rank == 1:
+                raise ValueError("3 is no shape")
+            return sums(2)()
+
+        def sums(times: int) -> Callable[[], str]:
+            def run() -> str:
+                for _ in range(times):
+                    guard.all_reduce(torch.ones(1))
+                return ""
+
+            return run
+
+        guard = GuardedCollective(group)
+        said = [guard.attempt(fails), guard.attempt(sums(1 + group.rank)), guard.attempt(sums(2))]
+        return [*said, str(group.sum([1.0])[0])]
+
+    first, second = together(2, act)
+    assert first == ["it fails on another device", "devices communicate differently often", "", "2.0"]
+    assert second == ["it fails: ValueError: 3 is no shape", "it fails on another device", "", "2.0"]
