@@ -27,7 +27,7 @@ ENTRIES = {"headrace.strategies", "headrace.data.sources"}
 
 MODULES = 12
 FORBIDDEN_WORDS = {"common", "helper", "helpers", "manager", "managers", "util", "utils", "v2"}
-FILE_LINES, FUNCTION_LINES, METHODS, ARGUMENTS, FIELDS = 400, 60, 10, 8, 14
+FILE_LINES, FUNCTION_LINES, METHODS, ARGUMENTS, FIELDS = 400, 60, 10, 8, 15
 
 READS_ENVIRONMENT = {"engine", "cli", "machine"}
 SHIPS_CODE = {"engine"}

@@ -17,7 +17,7 @@ from headrace import metrics
 from headrace.errors import DataError, UnknownName, UsageError
 from headrace.spec.options import require_count
 
-__all__ = ["Task", "binary", "multiclass", "multilabel", "own_loss", "regression"]
+__all__ = ["Task", "binary", "language_model", "multiclass", "multilabel", "own_loss", "regression"]
 
 Metric = Callable[[Any, Any], Tensor | metrics.Mean]
 
@@ -145,6 +145,66 @@ def multiclass(classes: int, *, top_k: int | None = None) -> Task:
     )
 
 
+def language_model(ignore_index: int = -100, *, shifted: bool = True) -> Task:
+    """The next token of every token, or masked tokens; the mean is over the tokens that count, on any split.
+
+    Output: logits `(batch, tokens, vocabulary)`, or an object with them as `.logits`. Target: labels, integers
+    `(batch, tokens)`, or a dict with them as "labels".
+
+    Args:
+        ignore_index: the label of tokens that do not count, such as padding.
+        shifted: compares the prediction at each token with the label of the next, so that labels may be the input
+            itself. Give False where the label at a token is what is predicted there.
+    """
+    count = partial(_token_mean, ignore_index=ignore_index, shifted=shifted)
+    return Task(
+        name=f"language_model(ignore_index={ignore_index}, shifted={shifted})",
+        loss=partial(count, measure=partial(torch.nn.functional.cross_entropy, reduction="none")),
+        activation=lambda output: _logits(output).softmax(dim=-1),
+        metrics={"accuracy": partial(count, measure=_token_hits)},
+        check=partial(_check_language_model, ignore_index=ignore_index),
+    )
+
+
+def _token_mean(
+    output: Any, target: Any, measure: Callable[[Tensor, Tensor], Tensor], ignore_index: int, shifted: bool
+) -> metrics.Mean:
+    logits, labels = _logits(output), _labels(target)
+    if shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    kept = labels != ignore_index
+    values = measure(logits.flatten(0, 1), labels.masked_fill(~kept, 0).flatten())
+    return metrics.Mean((values * kept.flatten()).sum(), kept.sum())
+
+
+def _token_hits(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(-1) == labels).to(logits.dtype)
+
+
+def _logits(output: Any) -> Tensor:
+    logits = output if isinstance(output, Tensor) else _named(output, "logits")
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        found = _form(logits) if isinstance(logits, Tensor) else type(output).__name__
+        raise UsageError(f"language_model takes logits (batch, tokens, vocabulary), or .logits, got output {found}")
+    return logits
+
+
+def _named(tree: Any, name: str) -> Any:
+    return tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
+
+
+def _check_language_model(output: Any, target: Any, ignore_index: int) -> None:
+    logits, labels = _logits(output), _labels(target)
+    counted = labels[labels != ignore_index]
+    whole = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+    low, high = (int(counted.min()), int(counted.max())) if whole and counted.numel() else (0, 0)
+    if not whole or labels.shape != logits.shape[:2] or not 0 <= low <= high < logits.shape[2]:
+        raise DataError(
+            f"language_model takes labels, integers {tuple(logits.shape[:2])} between 0 and {logits.shape[2] - 1}, or "
+            f"{ignore_index} for tokens that do not count; got {_form(labels)}"
+        )
+
+
 def own_loss(ignore_index: int | None = None, *, shifted: bool = True) -> Task:
     """The model computes its loss: it gets the whole batch, a dict with labels, and returns an object with `.loss`.
 
@@ -169,7 +229,7 @@ def own_loss(ignore_index: int | None = None, *, shifted: bool = True) -> Task:
 
 
 def _own_loss(output: Any, target: Any, ignore_index: int | None, shifted: bool) -> Tensor | metrics.Mean:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = _named(output, "loss")
     if not isinstance(loss, Tensor):
         raise UsageError(
             f"own_loss takes what the model returns as .loss, and {type(output).__name__} has none; put labels into "
@@ -183,11 +243,11 @@ def _own_loss(output: Any, target: Any, ignore_index: int | None, shifted: bool)
 
 
 def _labels(target: Any) -> Tensor:
-    labels = target.get("labels") if isinstance(target, Mapping) else None
+    labels = target if isinstance(target, Tensor) else _named(target, "labels")
     if not isinstance(labels, Tensor):
         raise DataError(
-            f"own_loss(ignore_index=...) counts batch['labels'], and the loss gets a {type(target).__name__} without "
-            "them; let batches be dicts with labels, and leave out Job(target=...)"
+            f"the loss counts batch['labels'], and gets a {type(target).__name__} without them; let batches be dicts "
+            "with labels, or select these with Job(target=...)"
         )
     return labels
 
@@ -201,8 +261,8 @@ def _check_own_loss(output: Any, target: Any, ignore_index: int | None, shifted:
     if ignore_index is None:
         return
     labels = _labels(target)
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    logits = _named(output, "logits")
+    loss = _named(output, "loss")
     if not isinstance(logits, Tensor) or not isinstance(loss, Tensor) or logits.shape[:-1] != labels.shape:
         return
     plain, moved = (

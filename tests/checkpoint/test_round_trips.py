@@ -88,8 +88,6 @@ def test_what_is_read_does_not_change_with_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"a": torch.zeros(2, dtype=torch.complex128)}, "complex128"),
-        ({"a": torch.zeros(2).to_sparse()}, "sparse"),
         ({"a": torch.zeros(2, device="meta")}, "meta"),
         ({"__metadata__": torch.zeros(2)}, "keeps for itself"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,18 +11,21 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from headrace.api.probes.finding import names_of, without_compilers
+from headrace.api.probes.layers import modes_text
+from headrace.api.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
-from headrace.spec.job import Job
+from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.tasks import Task
-from headrace.training.compute import describe
+from headrace.training.compute import describe, evaluating, set_train_modes
 from headrace.training.optimizer import build, is_elementwise, state_copies
 from headrace.training.update import make, plain
 from headrace.training.whole_model import call, cut, select_target
-from headrace.worker.session import build_module, objective_of
+from headrace.worker.session import make_module, objective_of
 
 _TRIED_EXAMPLES = 2
 
@@ -30,8 +34,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job that was inspected; `weighed` tells whether its loss is a `Mean`."""
+    """A job that was inspected.
 
+    Attributes:
+        job: what runs: the job that was given, or one whose model has been materialised.
+        weighed: whether its loss is a `Mean`.
+    """
+
+    job: Job
     module: nn.Module
     model: ModelSpec
     weighed: bool
@@ -54,14 +64,9 @@ def inspect_job(job: Job) -> JobInfo:
     _check_early_stopping(job)
     pipeline, notices = as_pipeline(job.data)
     with torch.random.fork_rng(devices=[]):
-        given = isinstance(job.model, nn.Module)
-        what = "the model cannot be copied; give a function that builds it" if given else "the model cannot be built"
-        module = _guarded(what, lambda: build_module(job))
-        if not isinstance(module, nn.Module):
-            raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
-        _refuse_sparse_and_lazy(module)
+        job, module, said = _made(job)
         weighed, more = _try(job, module, job.data, "data")
-        notices += more
+        notices += (*said, *more)
         if job.eval_data is not None:
             _, more = as_pipeline(job.eval_data)
             notices += more
@@ -75,7 +80,7 @@ def inspect_job(job: Job) -> JobInfo:
         kept = state_copies(job.optimizer, named) + (job.options.ema_decay is not None)
     # Each parameter, its gradient, and its optimizer state.
     spec = replace(describe(module, sliceable), copies=2 + kept)
-    return JobInfo(module, spec, weighed, len(pipeline), notices)
+    return JobInfo(job, module, spec, weighed, len(pipeline), notices)
 
 
 def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tuple[str, ...]]:
@@ -83,34 +88,60 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tu
 
     Returns whether the loss is a `Mean`, and the pipeline's notices.
     """
+    share, notices = _first_share(job, data, what)
+    if job.options.accumulate > 1 and what == "data" and share.examples > 1:
+        cut(share.batch, 0, 1, share.examples)
+    with evaluating(module), torch.no_grad(), without_compilers(), NoSparseGradients(module):
+        output = _guarded(f"the model cannot be run on {what}", lambda: call(module, share.batch, job.inputs))
+        target = select_target(share.batch, job.target)
+        if job.task:
+            job.task.check(output, target)
+        loss = _guarded(f"the loss cannot be computed on {what}", lambda: objective_of(job).loss(output, target))
+        weigh(loss, share.examples, "the loss")
+        metrics = {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
+        for name, metric in metrics.items():
+            value = _guarded(
+                f"the metric {name!r} cannot be computed on {what}", functools.partial(metric, output, target)
+            )
+            weigh(value, share.examples, name)
+    return isinstance(loss, Mean), notices
+
+
+def _first_share(job: Job, data: object, what: str) -> tuple[Share, tuple[str, ...]]:
+    """Returns the first examples, and the pipeline's notices."""
     pipeline, _ = as_pipeline(data)
-    count = min(_TRIED_EXAMPLES, len(pipeline))
-    loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
+    loader = Loader(pipeline, job.seed, min(_TRIED_EXAMPLES, len(pipeline)), (1,), 0, ordered=True)
     share = next((share for share in loader.sweep(alone=True) if share.examples), None)
     if share is None:
         raise DataError(f"nothing is left of {what}: a filter leaves out every one of {len(pipeline)} examples")
-    if job.options.accumulate > 1 and what == "data" and share.examples > 1:
-        cut(share.batch, 0, 1, share.examples)
-    training = module.training
-    try:
-        with torch.no_grad():
-            output = _guarded(
-                f"the model cannot be run on {what}", lambda: call(module.eval(), share.batch, job.inputs)
+    return share, tuple(loader.counters.notices)
+
+
+def _made(job: Job) -> tuple[Job, nn.Module, tuple[str, ...]]:
+    """Returns the job that runs, its model in the modes that it trains in, and what the user is told of it."""
+    given = isinstance(job.model, nn.Module)
+    what = "the model cannot be copied; give a function that builds it" if given else "the model cannot be built"
+    module = _guarded(what, lambda: make_module(job))
+    if not isinstance(module, nn.Module):
+        raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
+    refuse_sparse_layers(module)
+    came_in_eval = not module.training
+    set_train_modes(module)
+    notices = modes_text(module, came_in_eval)
+    lazy = lazy_tensors(module)
+    if lazy:
+        share, _ = _first_share(job, job.data, "data")
+        with evaluating(module), torch.no_grad():
+            _guarded("the model cannot be run on data", lambda: call(module, share.batch, job.inputs))
+        if left := lazy_tensors(module):
+            raise JobError(
+                f"{left[0]!r} has no shape yet, after a batch went through the model; leave out the lazy layer that "
+                "forward does not use, or use one that is not lazy"
             )
-            target = select_target(share.batch, job.target)
-            if job.task:
-                job.task.check(output, target)
-            loss = _guarded(f"the loss cannot be computed on {what}", lambda: objective_of(job).loss(output, target))
-            weigh(loss, share.examples, "the loss")
-            metrics = {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
-            for name, metric in metrics.items():
-                value = _guarded(
-                    f"the metric {name!r} cannot be computed on {what}", functools.partial(metric, output, target)
-                )
-                weigh(value, share.examples, name)
-    finally:
-        module.train(training)
-    return isinstance(loss, Mean), tuple(loader.counters.notices)
+        # Every worker gets this model: its own would have no shape before its first batch.
+        job = replace(job, model=copy.deepcopy(module))
+        notices += (f"lazy layers got their shapes from the first examples of the data: {names_of(lazy)}",)
+    return job, module, notices
 
 
 def _check_early_stopping(job: Job) -> None:
@@ -149,15 +180,6 @@ def _try_schedule(job: Job, module: nn.Module) -> None:
         optimizer = build(job.optimizer, module.named_parameters())
         scheduler = _guarded("the schedule cannot be made", lambda: make(factory, optimizer))
         plain(scheduler.state_dict(), "the schedule's state")
-
-
-def _refuse_sparse_and_lazy(module: nn.Module) -> None:
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            raise JobError(f"the layer {name!r} makes sparse gradients, which are not exchanged; use sparse=False")
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise JobError(f"the parameter {name!r} has no shape before the first batch; use a layer that is not lazy")
 
 
 def _guarded(what: str, function: Callable[[], T]) -> T:

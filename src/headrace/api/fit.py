@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.api.checks import JobInfo, check_options, inspect_job
+from headrace.api.probes.probing import needs_probes, probe, said_by
 from headrace.api.resume import ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import OnEvent, supervise
@@ -51,6 +52,7 @@ def fit(
     checkpoints: Checkpoints | bool | None = None,
     resume: bool | Path | str = False,
     reset_optimizer: bool = False,
+    check: bool = True,
 ) -> Run:
     """Trains a job and returns the run.
 
@@ -69,6 +71,7 @@ def fit(
         resume: True goes on from the last checkpoint of `run_dir`; or from that of another run's directory, or
             from one checkpoint. The strategy and the number of workers may be others than the saver's.
         reset_optimizer: leaves the checkpoint's optimizer state and schedule behind; its class may be another.
+        check: runs the model on a few examples before the start, and says what would differ from one device.
 
     Raises:
         UsageError: the job, the strategy or the numbers do not fit together, or there is nothing to resume.
@@ -79,7 +82,7 @@ def fit(
         RunFailed: a worker failed or was lost.
     """
     arguments = FitArguments(
-        device, run_dir, on_event, timeout_s, engine, seconds, checkpoints, resume, reset_optimizer
+        device, run_dir, on_event, timeout_s, engine, seconds, checkpoints, resume, reset_optimizer, check
     )
     return _without_our_frames(job, None, strategy, arguments)
 
@@ -97,6 +100,7 @@ def launch(
     checkpoints: Checkpoints | bool | None = None,
     resume: bool | Path | str = False,
     reset_optimizer: bool = False,
+    check: bool = True,
 ) -> Run:
     """Runs a training loop of one's own in every worker.
 
@@ -107,10 +111,12 @@ def launch(
     Args:
         train: the loop; it is called with a `Worker` in each worker. A resumed one begins with the first batch
             that the checkpoint has not seen.
-        job, strategy, device, run_dir, on_event, timeout_s, engine, checkpoints, resume, reset_optimizer: as for
-            `fit`, with the same errors.
+        job, strategy, device, run_dir, on_event, timeout_s, engine, checkpoints, resume, reset_optimizer, check: as
+            for `fit`, with the same errors.
     """
-    arguments = FitArguments(device, run_dir, on_event, timeout_s, engine, None, checkpoints, resume, reset_optimizer)
+    arguments = FitArguments(
+        device, run_dir, on_event, timeout_s, engine, None, checkpoints, resume, reset_optimizer, check
+    )
     return _without_our_frames(job, train, strategy, arguments)
 
 
@@ -127,6 +133,7 @@ class FitArguments:
     checkpoints: Checkpoints | bool | None
     resume: bool | Path | str
     reset_optimizer: bool
+    check: bool
 
 
 def _without_our_frames(
@@ -152,6 +159,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     ranks = launched_ranks() if arguments.engine is None else None
     cluster = detect(arguments.device, ranks)
     info = inspect_job(job)
+    job = info.job
     check_options(job.options, cluster.device)
     chosen.check(job.options)
     cluster = join(cluster)
@@ -160,6 +168,9 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     info = _inspected(job, info, chosen, cluster)
     plan = chosen.plan(info.model, cluster)
     _check_split(job, info, plan)
+    if arguments.check and needs_probes(plan, job.options.accumulate):
+        findings = probe(job, info.module, objective_of(job, info.weighed))
+        info = replace(info, notices=(*info.notices, *said_by(findings, plan, job.options.accumulate)))
     checkpoints = _checkpoints(job, chosen, arguments)
     keeper = TemporaryRunDir() if wanted is None else None
     directory = wanted or Path(keeper.path if keeper else ".")

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,8 +18,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
+from headrace.checkpoint import forms
 from headrace.errors import RunFailed, UnfitMachine, UsageError
 from headrace.report.model.events import read_events
 from headrace.report.model.summary import Summary, summarize
@@ -26,6 +28,7 @@ from headrace.report.views.page import write_page
 from headrace.spec.events import LAUNCHER, Event, decode
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
+from headrace.training.compute import is_dense, restore
 from headrace.training.whole_model import call
 from headrace.worker.run_spec import events_path
 
@@ -177,7 +180,7 @@ class Run:
         if not path.is_file():
             raise RunFailed(f"there is no {path}: the run ended before a model was saved")
         module = copy.deepcopy(self.template)
-        module.load_state_dict(load_file(path))
+        _load(module, forms.decode(load_file(path)))
         return module.eval()
 
     @cached_property
@@ -250,3 +253,16 @@ class Run:
     def report(self, path: Path | str | None = None) -> Path:
         """Writes the page of this run; returns where."""
         return write_page(path or self.run_dir / "report.html", [self.summary])
+
+
+def _load(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Loads the tensors and the extra state of a whole model, saved under the names of `state_dict`."""
+    own = module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if isinstance(tensor, Tensor) and not is_dense(tensor):
+                restore(tensor, saved[name])
+    dense = {name: tensor for name, tensor in saved.items() if name in own and is_dense(tensor)}
+    rest = {name: value for name, value in own.items() if not (isinstance(value, Tensor) and is_dense(value))}
+    module.load_state_dict({**dense, **rest})
+    forms.load_extra_states(module, saved)

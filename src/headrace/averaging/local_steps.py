@@ -98,6 +98,8 @@ def check_local_steps(strategy: str, options: Options, when: str) -> None:
         ("on_nonfinite", "rollback", "use 'skip', which leaves out the one step, or 'raise'"),
         ("batch_norm", "sync", "use batch_norm='local', whose statistics are averaged with the parameters"),
         ("precision", "fp16", "use precision='bf16', which needs no loss scale that all agree on"),
+        ("sync_buffers", "mean", "use mirrored, or sync_buffers='local'"),
+        ("sync_buffers", "first", "use mirrored, or sync_buffers='local'"),
     ):
         if getattr(options, name) == value:
             raise UsageError(

@@ -75,21 +75,22 @@ class Checkpoint:
 
     def read(self, rank: int) -> dict[str, Tensor]:
         """Returns a rank's tensors, on the CPU: views of one buffer, digested while it is filled."""
-        from headrace.checkpoint import tensors
+        from headrace.checkpoint import forms, tensors
 
         record = self._record(rank)
         with self._opened(record.name) as file, Digest(behind_bytes=record.bytes) as digest:
             entries, count = _read_header(file, record, digest)
             buffer, memory = tensors.allocate(count)
             _read_rest(file, record, digest, (memory[at : at + CHUNK] for at in range(0, count, CHUNK)))
-        return tensors.views(buffer, entries)
+            return forms.decode(tensors.views(buffer, entries))
 
     def shapes(self, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns the shapes and types ("float32") of a rank's tensors, from the header of its file alone."""
         record = self._record(rank)
         with self._opened(record.name) as file, Digest() as digest:
             entries, _ = _read_header(file, record, digest)
-        return {entry.name: (entry.shape, header.NAMES[entry.dtype]) for entry in entries}
+        whole = filter(None, map(header.whole, entries))
+        return {name: (shape, dtype) for name, shape, dtype in whole}
 
     def _record(self, rank: int) -> FileRecord:
         if rank not in self.ranks:
@@ -157,11 +158,12 @@ class CheckpointFolder:
 
     def write(self, step: int, rank: int, tensors: Mapping[str, Tensor]) -> FileRecord:
         """Writes and syncs a rank's file; returns the record for `commit`."""
+        from headrace.checkpoint.forms import encode
         from headrace.checkpoint.tensors import write
 
         name = manifest.file_name(rank)
         with self._storage.create(f"{_name(step, '.part')}/{name}") as file:
-            return write(file, name, tensors)
+            return write(file, name, encode(tensors))
 
     def commit(self, step: int, files: Sequence[FileRecord], description: Mapping[str, Any], keep: int) -> bool:
         """Makes what was written the newest checkpoint, durably, and deletes all but the last `keep`.

@@ -44,6 +44,13 @@ NAMES = {
 BYTES = {name: int("".join(filter(str.isdigit, name.partition("_")[0])) or 8) // 8 for name in NAMES}
 """Bytes of one element of each dtype, from the bits in its name."""
 
+FORM = re.compile(
+    r"(.*)\|(coo|csr|csc|bsr|bsc)\[((?:[0-9]{1,18}(?:,[0-9]{1,18}){0,63})?)\]\.(indices|compressed|values)"
+)
+"""Names of the parts of a sparse tensor: of the tensor, its layout, its size, and which part it is."""
+COMPLEX = "|complex128"
+"""The end of the names of complex128 tensors, of which the file has real and imaginary parts, last in float64."""
+
 _NUMBER = rb"(?:0|[1-9][0-9]{0,18}+)"
 _ENTRY = re.compile(
     # Possessive, so that no header causes backtracking.
@@ -134,3 +141,14 @@ def _entry(match: re.Match[bytes], place: int) -> TensorEntry:
             f"its shape, its type and the tensors before it make {place} to {entry.end}"
         )
     return entry
+
+
+def whole(entry: TensorEntry) -> tuple[str, tuple[int, ...], str] | None:
+    """Returns name, shape and torch's type of the tensor that an entry stands for; None if another one does."""
+    name, shape, dtype = entry.name, entry.shape, NAMES[entry.dtype]
+    if name.endswith(COMPLEX):
+        name, shape, dtype = name.removesuffix(COMPLEX), shape[:-1], "complex128"
+    match = FORM.fullmatch(name)
+    if match is None:
+        return name, shape, dtype
+    return (match[1], tuple(map(int, match[3].split(","))), dtype) if match[4] == "values" else None

@@ -1,4 +1,4 @@
-"""Writes tensors to a file, and makes tensors of its bytes; the only module here that imports torch."""
+"""Writes tensors to a file, and makes tensors of its bytes; without torch the others find what is saved."""
 
 from __future__ import annotations
 

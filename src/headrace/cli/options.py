@@ -101,6 +101,10 @@ ResetOptimizerOption = Annotated[
     bool,
     typer.Option("--reset-optimizer", help="Leave the checkpoint's optimizer state behind; it may be another class."),
 ]
+CheckOption = Annotated[
+    bool,
+    typer.Option("--check/--no-check", help="Say before the start what would differ from one device."),
+]
 TensorBoardOption = Annotated[
     Path | None,
     _option("--tensorboard", metavar="DIR", help="Write curves for TensorBoard there, too."),

@@ -18,6 +18,13 @@ ITEM_BYTES = {
     "int8": 1,
     "uint8": 1,
     "bool": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
 }
 """Bytes of one element by the name of its type, as in `torch.float32`."""
 

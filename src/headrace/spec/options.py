@@ -50,6 +50,9 @@ class Options:
     compile: compiles the model (`torch.compile`).
     batch_norm: "local" normalises by a worker's own share of the batch; "sync" by the global batch, and then
         N workers equal one device.
+    sync_buffers: buffers that forward changes (codebooks, target networks), beside those of BatchNorm. "local": each
+        worker's follow its own share. "mean", weighted by examples, or "first", rank 0's: one on all workers after
+        each round; integers are rank 0's.
     ema_decay: keeps an exponential moving average of the weights, with this decay a round; evaluations and the
         trained model use it. None for none.
     eval_every: rounds between evaluations; None for one after each epoch.
@@ -70,6 +73,7 @@ class Options:
     precision: str = "fp32"
     compile: bool = False
     batch_norm: str = "local"
+    sync_buffers: str = "local"
     ema_decay: float | None = None
     eval_every: int | None = None
     eval_batch_size: int | None = None
@@ -82,6 +86,7 @@ class Options:
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise UsageError(f"{name} must be a number above 0, got {value!r}; None switches it off")
         _check_choice("batch_norm", self.batch_norm, ("local", "sync"))
+        _check_choice("sync_buffers", self.sync_buffers, ("local", "mean", "first"))
         _check_choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         _check_choice("schedule_every", self.schedule_every, ("step", "epoch"))
         _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))

@@ -160,6 +160,11 @@ def describe_processes(plan: Plan) -> str:
     return text
 
 
+def cuts_shares(plan: Plan) -> bool:
+    """Whether a replica's share is computed in micro-batches, from stage to stage."""
+    return bool(plan.partition)
+
+
 def needs_snapshots(plan: Plan) -> bool:
     """Whether there are processes whose state no other process holds, while workers go on without them."""
     return bool(plan.servers) and not plan.backups

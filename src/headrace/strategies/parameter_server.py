@@ -41,7 +41,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.context import ServerContext, WorkerContext
-from headrace.strategies.strategy import ServedStrategy, check_count, describe_options
+from headrace.strategies.strategy import ServedStrategy, check_count, describe_options, refuse_synced_buffers
 from headrace.training.exchange import Replica
 
 
@@ -102,6 +102,7 @@ class ParameterServer(ServedStrategy):
 
     def check(self, options: Options) -> None:
         check_served(options)
+        refuse_synced_buffers(self.name, options)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         plan = plan_with_servers(

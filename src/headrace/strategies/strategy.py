@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import Collective
 from headrace.errors import UsageError
 from headrace.parameter_server.server.server import Server
@@ -17,6 +19,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
+from headrace.training.compute import is_dense, restore
 from headrace.training.exchange import Replica
 
 
@@ -68,6 +71,15 @@ class ServedStrategy(Strategy):
         """Builds what the process of a rank runs that is a server or a backup in the plan."""
 
 
+def refuse_synced_buffers(name: str, options: Options) -> None:
+    """Raises UsageError if buffers are to be one on all workers, under a strategy without rounds that all end."""
+    if options.sync_buffers != "local":
+        raise UsageError(
+            f"sync_buffers={options.sync_buffers!r} combines buffers after each round of all workers, and those of "
+            f"{name} do not end rounds together; use mirrored, or sync_buffers='local'"
+        )
+
+
 def describe_options(strategy: Strategy) -> dict[str, object]:
     """Returns a strategy's fields as JSON values."""
     assert dataclasses.is_dataclass(strategy)
@@ -91,7 +103,21 @@ def broadcast_tensors(tensors: Iterable[Tensor], collective: Collective) -> None
     for tensor in tensors:
         if tensor.is_meta:
             continue
+        if not is_dense(tensor):
+            _broadcast_sparse(tensor, collective)
+            continue
         dense = tensor.data.contiguous()
         collective.broadcast(dense)
         if dense.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(dense)
+
+
+def _broadcast_sparse(tensor: Tensor, collective: Collective) -> None:
+    own = torch.frombuffer(bytearray(pack({"": tensor.cpu()})), dtype=torch.uint8)
+    # The others' may have other elements, and so another size.
+    (size,) = collective.sum([float(len(own)) if collective.rank == 0 else 0.0])
+    content = own if collective.rank == 0 else own.new_empty(int(size))
+    content = content.to(tensor.device)
+    collective.broadcast(content)
+    if collective.rank != 0:
+        restore(tensor, unpack(content.cpu().numpy().tobytes())[""])

@@ -17,6 +17,7 @@ from headrace.metrics import weigh
 from headrace.spec.job import Job, Share
 from headrace.spec.options import EarlyStopping
 from headrace.training.batch_norm import averaged_buffers
+from headrace.training.compute import evaluating
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import select_target
 
@@ -43,13 +44,10 @@ class Evaluation:
         measures = {"loss": task.loss if task else job.loss, **(task.metrics if task else {}), **(job.metrics or {})}
         sums = [0.0] * (2 * len(measures) + 1)
         module = self._replica.compute.module
-        training = module.training
-        with self._replica.trained_weights(), self._averaged(weight):
-            module.eval()
+        with self._replica.trained_weights(), self._averaged(weight), evaluating(module):
             for share in self._loader(self._group.rank, self._group.world).sweep():
                 if share.examples:
                     self._measure(share, measures, sums)
-        module.train(training)
         totals = self._group.sum(sums)
         metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(measures) if totals[2 * i + 1]}
         return metrics, int(totals[-1])

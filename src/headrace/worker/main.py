@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.checkpoint import CheckpointFolder
+from headrace.checkpoint.forms import encode, extra_states
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import HeadraceError, PeerLost, user_traceback
 from headrace.shared_memory.control_page import ControlPage
@@ -213,9 +214,10 @@ def _save(module: nn.Module, saved: Mapping[str, Tensor], run: RunSpec, rank: in
     first = {id(parameter): f"parameter/{name}" for name, parameter in module.named_parameters()}
     first |= {id(buffer): f"buffer/{name}" for name, buffer in module.named_buffers()}
     state = module.state_dict(keep_vars=True)
-    own = {name: saved.get(first.get(id(tensor), ""), tensor) for name, tensor in state.items()}
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()}
+    own = {name: saved.get(first.get(id(each), ""), each) for name, each in state.items()}
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    dense = {name: tensor.contiguous() for name, tensor in encode({**tensors, **extra_states(module)}).items()}
     # A name of its own, because several hosts may have one file system.
     part = run.run_dir / f"model.safetensors.part-{rank}"
-    save_file(tensors, part)
+    save_file(dense, part)
     part.rename(run.run_dir / "model.safetensors")

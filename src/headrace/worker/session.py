@@ -23,6 +23,7 @@ from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, Role, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
+from headrace.training.compute import set_train_modes
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import Objective
 from headrace.worker.evaluation import Evaluation
@@ -114,10 +115,17 @@ class WorkerSession:
         return self.replica.compute.mates or self.group
 
 
-def build_module(job: Job) -> nn.Module:
-    """Builds the job's model from its seed, or copies the one that it is."""
+def make_module(job: Job) -> nn.Module:
+    """Makes the job's model from its seed, or copies the one that it is."""
     torch.manual_seed(job.seed)
     return copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+
+
+def build_module(job: Job) -> nn.Module:
+    """Makes the model in the modes that it is trained in."""
+    module = make_module(job)
+    set_train_modes(module)
+    return module
 
 
 def objective_of(job: Job, weighed: bool = False) -> Objective:

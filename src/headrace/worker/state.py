@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from headrace.checkpoint import Checkpoint
+from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.errors import CorruptCheckpoint, HeadraceError
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.batch_norm import averaged_buffers
-from headrace.training.compute import Compute, parameters_and_buffers
+from headrace.training.compute import Compute, parameters_and_buffers, restore
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.evaluation import EarlyStopper, average
@@ -48,6 +49,7 @@ class WorkerState:
             average(list(averaged.values()), self._mates, weight)
             leads = self._run.plan.leads(rank)
             tensors |= model_tensors(self._replica.compute, leads, self._mates.world, averaged)
+        tensors |= extra_states(self._model)
         description = {
             **self._run.description,
             "epoch": done // self._rounds_per_epoch,
@@ -176,11 +178,15 @@ class LoadedCheckpoint:
             if name.startswith(("parameter/", "buffer/"))
         }
 
+        # Of the first rank that has it.
+        every = (self._by_rank[rank] for rank in sorted(self._by_rank, reverse=True))
+        self._extra = {name: each for own in every for name, each in own.items() if name.startswith("extra/")}
+
     def load_module(self, module: nn.Module) -> None:
         """Loads the parameters, and the buffers that all ranks share, into a whole module."""
         with torch.no_grad():
             for name, tensor in parameters_and_buffers(module):
-                tensor.copy_(self._model[name])
+                restore(tensor, self._model[name])
 
     def load_buffers(self, module: nn.Module, rank: int, world: int) -> None:
         """Loads this rank's own buffers into a module, or the shared ones if it has none."""
@@ -192,7 +198,8 @@ class LoadedCheckpoint:
                     continue
                 # One that is not part of the model's state may have grown, and is made again.
                 if saved.shape == buffer.shape or f"buffer/{name}" in self._model:
-                    buffer.copy_(saved)
+                    restore(buffer, saved)
+            load_extra_states(module, {**self._extra, **own})
 
     def random(self, rank: int) -> dict[str, Tensor]:
         """Returns the states of a rank's generators."""

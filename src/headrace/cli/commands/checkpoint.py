@@ -194,7 +194,7 @@ def _tensors(found: Checkpoint) -> list[dict[str, Any]]:
     """Returns names, shapes, types and sizes, the largest first."""
     from headrace.checkpoint.header import BYTES, NAMES
 
-    element = {NAMES.get(code, code): size for code, size in BYTES.items()}
+    element = {**{NAMES[code]: size for code, size in BYTES.items()}, "complex128": 16}
     several = len(found.ranks) > 1
     tensors = [
         {

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.listening import Listener, listeners
-from headrace.cli.options import JsonOption, help_option
+from headrace.cli.options import JsonOption, SettingsOption, help_option
 from headrace.cli.output import ExitCode, answering
+from headrace.errors import HeadraceError
 from headrace.machine import core_quota, cores, memory_limit_bytes, spare_memory_bytes
 from headrace.report.format import byte_count
 from headrace.spec.plain import to_plain
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """
   headrace doctor
+  headrace doctor job.py
   headrace doctor --json | jq '.checks[] | select(.verdict != "ok")'
 """
 
@@ -241,17 +244,50 @@ CHECKS: tuple[Callable[[], Iterable[Check]], ...] = (
 """What is checked, in the order of the lines."""
 
 
+def _job(path: Path, settings: Sequence[str]) -> Iterator[Check]:
+    """Looks at a job as a run does before its start, and says all that probes find."""
+    find_job(path)
+    try:
+        job = load_job(path, settings)
+        # Lazily: they import torch.
+        from headrace.api.checks import inspect_job
+        from headrace.api.probes.probing import probe
+        from headrace.worker.session import objective_of
+
+        info = inspect_job(job)
+        findings = probe(info.job, info.module, objective_of(info.job, info.weighed))
+    except HeadraceError as error:
+        yield _problem("job", str(error), f"correct {path}; nothing would have been trained")
+        return
+    parameters = sum(parameter.elements for parameter in info.model.trainable)
+    yield _ok("job", f"{path}: {parameters:,} trained parameters, {info.examples:,} examples")
+    for notice in info.notices:
+        yield _ok("job", notice)
+    for finding in findings:
+        found = f"{finding.where}: {finding.what} (matters for {finding.scope.value})"
+        yield _warning("job", found, finding.remedy)
+
+
 def doctor(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[JOB.py]",
+            show_default=False,
+            help="A job file to look at, too: what would differ between one device and several.",
+        ),
+    ] = None,
+    settings: SettingsOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Say what this machine has and what it lacks.
 
     Versions, cores, memory, shared memory, accelerators, disk: each line is ok, a warning or a problem,
-    with a remedy; a problem makes the exit code 3.
+    with a remedy; a problem makes the exit code 3. With a job file: what its runs would say before the start.
     """
     with answering(as_json) as answer:
-        checks = examine()
+        checks = examine() + (list(_job(path, settings or ())) if path else [])
         verdict = worst(checks)
         if answer.as_json:
             answer.document({"verdict": verdict.value, "checks": [to_plain(check) for check in checks]})

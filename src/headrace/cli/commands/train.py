@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
+    CheckOption,
     CheckpointEveryOption,
     Device,
     DeviceOption,
@@ -42,6 +43,9 @@ from headrace.cli.options import (
 from headrace.cli.output import ExitCode, answering, show_comparison, show_run
 from headrace.errors import UsageError
 from headrace.spec.call import parse_call
+
+if TYPE_CHECKING:
+    from headrace.strategies import Strategy
 
 _EXAMPLES = """
   headrace train job.py
@@ -77,6 +81,7 @@ def train(
     resume: ResumeOption = False,
     resume_from: ResumeFromOption = None,
     reset_optimizer: ResetOptimizerOption = False,
+    check: CheckOption = True,
     tensorboard: TensorBoardOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
@@ -96,13 +101,10 @@ def train(
         with own_engine() as engine, saying_where(where):
             job = load_job(path, settings or ())
             from headrace.api.fit import fit
-            from headrace.strategies import COUNTS, resolve
+            from headrace.strategies import resolve
 
             chosen = resolve(strategy, workers)
-            count = next((n for each in COUNTS if (n := getattr(chosen, each, None)) is not None), 1)
-            if workers is not None and workers != count:
-                other = "try --strategy mirrored" if count == 1 else "say it once"
-                raise UsageError(f"--workers {workers}: {strategy} runs on {count}; {other}")
+            _check_workers(workers, strategy, chosen)
             with tensorboards(tensorboard) as on_event:
                 run = fit(
                     job,
@@ -115,11 +117,21 @@ def train(
                     checkpoints=(checkpoints or False) if chosen.one_model else None,
                     resume=going,
                     reset_optimizer=reset_optimizer,
+                    check=check,
                 )
         if launched_rank() in (None, 0):
             show_run(answer, where)
     if run.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _check_workers(workers: int | None, strategy: str, chosen: Strategy) -> None:
+    from headrace.strategies import COUNTS
+
+    count = next((n for each in COUNTS if (n := getattr(chosen, each, None)) is not None), 1)
+    if workers is not None and workers != count:
+        other = "try --strategy mirrored" if count == 1 else "say it once"
+        raise UsageError(f"--workers {workers}: {strategy} runs on {count}; {other}")
 
 
 def _going(resume: bool, resume_from: Path | None, run_dir: Path | None) -> bool | Path:

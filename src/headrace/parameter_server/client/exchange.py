@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.core.events import Reason
@@ -224,7 +224,7 @@ class ServedExchange(Exchange):
             for shard in range(len(self._layouts[server])):
                 blob = self.client.ask(server, Message(Kind.STATE, shard, 1))
                 # In one order on all ranks, because the ranks of a replica may join their pieces.
-                pieces += [StatePiece.parse(name, value) for name, value in sorted(load(blob).items())]
+                pieces += [StatePiece.parse(name, value) for name, value in sorted(unpack(blob).items())]
         return tuple(pieces)
 
     def settings(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class ServedExchange(Exchange):
             self.client.ask(server, Message(Kind.LOAD), b"" if settings is None else json.dumps(settings).encode())
             for shard, spec in enumerate(self._layouts[server].pieces):
                 own = by_parameter.get(spec.parameter, ())
-                blob = save({each.name: each.value.contiguous() for each in own})
+                blob = pack({each.name: each.value for each in own})
                 self.client.ask(server, Message(Kind.LOAD, shard, 1), blob)
 
     def load_values(self, places: Sequence[Sequence[Tensor]], only_state: bool = False) -> None:
@@ -250,7 +250,7 @@ class ServedExchange(Exchange):
             for shard, (spec, value) in enumerate(zip(layout.pieces, own, strict=True)):
                 if spec.exact or not only_state:
                     state = StatePiece(spec.parameter, PARAMETER, spec.start, value)
-                    self.client.ask(server, Message(Kind.LOAD, shard, 1), save({state.name: value.cpu()}))
+                    self.client.ask(server, Message(Kind.LOAD, shard, 1), pack({state.name: value.cpu()}))
 
     def memory(self) -> tuple[int, int]:
         return self.parameter_bytes, 0

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from headrace.checkpoint.forms import pack, unpack
 from headrace.machine import give_back
 from headrace.parameter_server.wire import ShardLayout, like
 from headrace.spec.model import ParameterSpec
@@ -152,7 +152,7 @@ class ShardOptimizer:
         if shard is None:
             return json.dumps(self._updater.settings()).encode()
         self._require(shard)
-        return save({piece.name: piece.value for piece in self._updater.state(shard)})
+        return pack({piece.name: piece.value for piece in self._updater.state(shard)})
 
     def load(self, state: bytes, shard: int | None = None) -> None:
         """Loads a shard's state, with its parameters if it has them.
@@ -164,7 +164,7 @@ class ShardOptimizer:
                 self._updater.load([], json.loads(state) if state else None)
                 return
             self._require(shard)
-            pieces = [StatePiece.parse(name, value) for name, value in load(state).items()]
+            pieces = [StatePiece.parse(name, value) for name, value in unpack(state).items()]
         except Exception as error:
             raise ValueError(f"no state of a shard: {error}") from error
         self._updater.load(pieces, index=shard)

@@ -27,6 +27,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from headrace.checkpoint import forms
 from headrace.checkpoint.header import NAMES, PREFIX, TensorEntry, encode, length, parse
 from headrace.checkpoint.storage import Storage
 from headrace.checkpoint.tensors import views
@@ -95,7 +96,7 @@ def pack(state: ServerState, tensors: Mapping[str, Tensor], allocate: Callable[[
     """Copies a server's state into bytes at the place that `allocate` returns, `(bytes,)` uint8."""
     rest = torch.frombuffer(bytearray(json.dumps(to_plain(state)).encode()), dtype=torch.uint8)
     # The widest elements first, so that every tensor is aligned.
-    ordered = sorted([*tensors.items(), (_REST, rest)], key=lambda item: -item[1].element_size())
+    ordered = sorted([*forms.encode(tensors).items(), (_REST, rest)], key=lambda item: -item[1].element_size())
     entries: list[TensorEntry] = []
     for name, tensor in ordered:
         entries.append(TensorEntry(name, _NAMES[tensor.dtype], tuple(tensor.shape), entries[-1].end if entries else 0))
@@ -114,6 +115,7 @@ def unpack(packed: memoryview) -> tuple[ServerState, dict[str, Tensor]]:
         entries = parse(bytes(packed[PREFIX:begin]), len(packed) - begin)
         tensors = views(torch.frombuffer(packed, dtype=torch.uint8, offset=begin), entries)
         rest = bytes(tensors.pop(_REST).numpy())
+        tensors = forms.decode(tensors)
         state = from_plain(ServerState, json.loads(rest, parse_constant=_refuse))
     except (ValueError, TypeError, KeyError, RecursionError, RuntimeError) as error:
         raise ValueError(f"no snapshot of a server: {error}") from error

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 
 from headrace.collectives.base import ProcessGroup
 from headrace.data import delivered
@@ -17,7 +16,7 @@ from headrace.errors import UsageError
 from headrace.spec.events import ParametersAveraged
 from headrace.spec.job import Share
 from headrace.spec.plan import replica_leader
-from headrace.training.batch_norm import averaged_buffers
+from headrace.training.buffers import BufferSync, copy_first_buffers
 from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop
@@ -90,6 +89,10 @@ class LockstepLoop(RoundLoop):
     def __init__(self, session: WorkerSession, control: RunControl) -> None:
         # Workers that decide together report together; each of the others reports its own rounds.
         super().__init__(session, control, 0 if session.run.strategy.lock_step else session.rank)
+        how = session.run.job.options.sync_buffers
+        # Workers that never synchronize train models of their own.
+        combines = how != "local" and self.needs_every_step
+        self._buffers = BufferSync(session.replica.compute.module, how == "mean") if combines else None
 
     @property
     def needs_every_step(self) -> bool:
@@ -109,19 +112,14 @@ class LockstepLoop(RoundLoop):
         return Share(batch, share.examples, of, share.epoch)
 
     def synchronize(self) -> float:
-        if self.needs_every_step and self._session.progress.share.of < self._session.mates.world:
-            _broadcast_buffers(self._session.replica.compute.module, self._session.mates)
+        share, mates = self._session.progress.share, self._session.mates
+        if self._buffers:
+            began = perf_counter()
+            self._buffers.synchronize(mates, float(share.examples))
+            return perf_counter() - began
+        if self.needs_every_step and share.of < mates.world:
+            copy_first_buffers(self._session.replica.compute.module, mates)
         return 0.0
-
-
-def _broadcast_buffers(module: nn.Module, group: ProcessGroup) -> None:
-    """Copies rank 0's buffers to workers that had no example, whose forward has not changed theirs."""
-    averaged = {id(buffer) for buffer in averaged_buffers(module)}
-    for buffer in module.buffers():
-        if id(buffer) not in averaged:
-            near = buffer.cpu()
-            group.broadcast(near)
-            buffer.copy_(near)
 
 
 def count_examples(share: Share, drops: bool, group: ProcessGroup, counts: bool = True) -> Share:

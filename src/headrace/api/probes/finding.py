@@ -1,0 +1,102 @@
+"""What a probe finds, and the trial in which probes run a model and leave it as it was."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace.training.compute import restore
+from headrace.training.whole_model import Objective, call, select_target
+
+NAMED = 3
+"""Most names that a finding has; of the others it says how many."""
+
+
+class Scope(StrEnum):
+    """Where a finding makes a difference: `headrace doctor job.py` says all of them."""
+
+    SHARES = "several shares of a batch"
+    PIECES = "several micro-batches in one process"
+    EQUALITY = "a comparison with one device"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about a job that is told before the start.
+
+    Attributes:
+        what: what was found, with the numbers.
+        where: the layer, buffer or part of the job.
+        remedy: what to do about it.
+        scope: where it makes a difference.
+    """
+
+    what: str
+    where: str
+    remedy: str
+    scope: Scope
+
+    @property
+    def line(self) -> str:
+        """The finding as one line."""
+        return f"{self.where}: {self.what}; {self.remedy}"
+
+
+def names_of(names: list[str]) -> str:
+    """Returns the first names, quoted, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(repr(name) for name in names[:NAMED]) + more
+
+
+def loss_of(module: nn.Module, batch: Any, objective: Objective) -> Any:
+    """Runs the model and the loss."""
+    output = call(module, batch, objective.inputs)
+    return objective.loss(output, select_target(batch, objective.target))
+
+
+@contextmanager
+def trial(module: nn.Module) -> Iterator[None]:
+    """Runs without gradients and without compilers; afterwards, the module and all generators are as they were."""
+    parts = list(module.modules())
+    attributes = [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
+    frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
+    values = [(tensor, tensor.detach().clone()) for tensor in (*frozen, *module.buffers())]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), without_compilers():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for part, held, buffers in attributes:
+            vars(part).clear()
+            vars(part).update(held)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, value in values:
+                restore(tensor, value)
+
+
+@contextmanager
+def without_compilers() -> Iterator[None]:
+    """Runs compiled parts of a model eagerly: compiling them for small batches takes longer than running them."""
+    with ExitStack() as stack:
+        # Where nothing has been compiled, the compiler need not be imported.
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def drawn() -> tuple[bytes, object, bytes]:
+    """Returns the states of the generators, which tell whether numbers were drawn."""
+    return (torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state()[1].tobytes())  # type: ignore[index]

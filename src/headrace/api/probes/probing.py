@@ -1,0 +1,73 @@
+"""Runs the probes over a job, and chooses what a run says of their findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from headrace.api.probes.changing_buffers import probe_changing_buffers
+from headrace.api.probes.finding import Finding, Scope
+from headrace.api.probes.layers import probe_random_layers
+from headrace.api.probes.split_loss import probe_split_loss
+from headrace.data import Loader, as_pipeline
+from headrace.errors import DataError
+from headrace.spec.job import Job
+from headrace.spec.plan import Plan, cuts_shares
+from headrace.training.whole_model import Objective, cut
+
+Probe = Callable[[nn.Module, Any, Objective], Sequence[Finding]]
+"""Takes the model, a small batch and the objective; leaves the model as it was."""
+
+PROBES: tuple[Probe, ...] = (probe_split_loss, probe_changing_buffers, probe_random_layers)
+_LEAST, _MOST = 4, 8
+"""Examples of the batch: at least two halves of two, because BatchNorm takes no batch of one."""
+
+
+def probe(job: Job, module: nn.Module, objective: Objective, probes: Iterable[Probe] = PROBES) -> tuple[Finding, ...]:
+    """Runs the probes on the first examples of the job's data."""
+    pipeline, _ = as_pipeline(job.data)
+    count = min(_MOST, max(_LEAST, job.global_batch_size), len(pipeline))
+    loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
+    share = next((share for share in loader.sweep(alone=True) if share.examples), None)
+    if share is None or share.examples < _LEAST:
+        return ()
+    try:
+        cut(share.batch, 0, 1, share.examples, "a probe")
+    except DataError as error:
+        return (_left_out("the batch cannot be cut into parts", error),)
+    findings: list[Finding] = []
+    for each in probes:
+        try:
+            findings += each(module, share.batch, objective)
+        except Exception as error:  # whatever a user's model raises
+            findings.append(_left_out(f"the model failed on part of a batch of {share.examples} examples", error))
+    return tuple(findings)
+
+
+def _left_out(reason: str, error: Exception) -> Finding:
+    said = " ".join(str(error).split())
+    return Finding(
+        f"{reason}: {type(error).__name__}: {said:.200}",
+        "not probed",
+        "compare a short run with one_device yourself",
+        Scope.EQUALITY,
+    )
+
+
+def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int) -> tuple[str, ...]:
+    """Returns the lines that a run under a plan says."""
+    scopes = _scopes(plan, accumulate)
+    return tuple(finding.line for finding in findings if finding.scope in scopes)
+
+
+def needs_probes(plan: Plan, accumulate: int) -> bool:
+    """Tells whether a run under a plan says anything that probes find."""
+    return bool(_scopes(plan, accumulate))
+
+
+def _scopes(plan: Plan, accumulate: int) -> set[Scope]:
+    if cuts_shares(plan) or accumulate > 1:
+        return {Scope.SHARES, Scope.PIECES}
+    return {Scope.SHARES} if len(plan.shares) > 1 else set()

@@ -1,0 +1,274 @@
+"""What is found before the start: planted cases must be found, and nothing is said of clean models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import headrace as hr
+from headrace.api.checks import inspect_job
+from headrace.api.probes.finding import Finding, Scope, trial
+from headrace.api.probes.layers import modes_text
+from headrace.api.probes.probing import PROBES, probe, said_by
+from headrace.machine import detect
+from headrace.models import zoo
+from headrace.spec.model import ModelSpec
+from headrace.worker.session import objective_of
+
+CLASSES = 4
+
+
+def rows(*shape: int, count: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(count, *shape, generator=generator)
+    return inputs, torch.randint(0, CLASSES, (count,), generator=generator)
+
+
+def found(model: Any, loss: Any = None, data: Any = None, **changes: Any) -> tuple[Finding, ...]:
+    named = {"task": hr.tasks.multiclass(CLASSES)} if loss is None else {"loss": loss}
+    job = hr.Job(
+        **{
+            "model": model,
+            "optimizer": partial(torch.optim.SGD, lr=0.1),
+            "data": rows(8) if data is None else data,
+            "global_batch_size": 8,
+            "steps": 1,
+            **(named if "task" not in changes else {}),
+            **changes,
+        }
+    )
+    info = inspect_job(job)
+    return probe(info.job, info.module, objective_of(info.job, info.weighed))
+
+
+def of(findings: tuple[Finding, ...], scope: Scope) -> list[str]:
+    return [finding.where for finding in findings if finding.scope is scope]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(8, CLASSES)
+
+
+class Codebook(nn.Module):
+    """Its buffer follows the data in train mode."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, CLASSES)
+        self.register_buffer("codes", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.codes.lerp_(x.detach().mean(0), 0.1)
+        out: Tensor = self.layer(x + self.codes)
+        return out
+
+
+class Target(nn.Module):
+    """A copy that follows the weights: as a buffer that is replaced, or as a frozen parameter that is written to."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, CLASSES)
+        copy = self.layer.weight.detach().clone()
+        self.frozen = frozen
+        if frozen:
+            self.target = nn.Parameter(copy, requires_grad=False)
+        else:
+            self.register_buffer("target", copy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = 0.9 * self.target + 0.1 * self.layer.weight.detach()
+        if self.frozen:
+            self.target.data.copy_(moved)
+        else:
+            self.target = moved
+        out: Tensor = self.layer(x) + F.linear(x, self.target)
+        return out
+
+
+class Cache(nn.Module):
+    """Makes a table again in forward, which is not saved, as rotary positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, CLASSES)
+        self.register_buffer("table", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = torch.arange(len(x), dtype=x.dtype)
+        out: Tensor = self.layer(x) + self.table[:, None]
+        return out
+
+
+class Noisy(nn.Module):
+    """Draws in eval mode, too, as a variational autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x + torch.randn_like(x))
+        return out
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def over_tokens(output: Tensor, target: Tensor) -> Tensor:
+    labels = target.masked_fill(torch.arange(len(target)) % 5 < 3, -100)
+    return F.cross_entropy(output, labels, ignore_index=-100)
+
+
+def wrongly_weighed(output: Tensor, target: Tensor) -> hr.Mean:
+    counted = target > 1
+    return hr.Mean((F.cross_entropy(output, target, reduction="none") * counted).sum() / counted.sum(), len(target))
+
+
+@pytest.mark.parametrize("loss", [contrastive, over_tokens, wrongly_weighed])
+def test_a_loss_that_is_no_mean_over_examples_is_found(loss: Callable[..., Any]) -> None:
+    (finding,) = found(linear, loss)
+    assert (finding.scope, finding.where) == (Scope.SHARES, "the loss")
+    assert "batch of 8 examples" in finding.what
+    assert "hr.Mean" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("model", "scope", "where"),
+    [
+        (Codebook, Scope.SHARES, "'codes'"),
+        (partial(Target, frozen=False), Scope.PIECES, "'target'"),
+        (partial(Target, frozen=True), Scope.SHARES, "'target'"),
+        (lambda: nn.utils.spectral_norm(linear()), Scope.PIECES, "'weight_u', 'weight_v'"),
+        (
+            lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(),
+                                  linear()),
+            Scope.SHARES,
+            "'1.running_mean', '1.running_var'",
+        ),
+    ],
+    ids=["codebook", "target", "frozen target", "spectral norm", "instance norm"],
+)  # fmt: skip
+def test_buffers_that_forward_changes_are_found(model: Callable[[], nn.Module], scope: Scope, where: str) -> None:
+    (finding,) = found(model)
+    assert (finding.scope, finding.where) == (scope, where)
+
+
+def test_random_numbers_are_found() -> None:
+    dropout = found(lambda: nn.Sequential(nn.Dropout(0.5), linear(), nn.Dropout(0.0)))
+    assert of(dropout, Scope.EQUALITY) == ["'0'"]
+    undecided, draws = found(Noisy)
+    assert "not compared" in undecided.what
+    assert (undecided.scope, draws.scope, draws.where) == (Scope.EQUALITY, Scope.EQUALITY, "the model")
+
+
+def test_a_model_that_fails_on_part_of_a_batch_is_told() -> None:
+    class Fixed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.view(-1, 8)) if len(x) % 2 == 0 else x[7]
+
+    (finding,) = found(lambda: Fixed(8, CLASSES))
+    assert "IndexError" in finding.what
+
+
+class Residual(nn.Module):
+    """Convolutions with BatchNorm, and a way around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU())
+        self.head = nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head((x + self.block(x)).mean((2, 3)))
+        return out
+
+
+def norm(layer: type[nn.Module], **options: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), layer(16, **options), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (linear, (8,)),
+        (lambda: zoo.mlp(8, 16, CLASSES), (8,)),
+        (partial(norm, nn.BatchNorm1d), (8,)),
+        (partial(norm, nn.BatchNorm1d, track_running_stats=False), (8,)),
+        (partial(norm, nn.LayerNorm), (8,)),
+        (lambda: norm(nn.BatchNorm1d).to(torch.float64), (8,)),
+        (Residual, (3, 8, 8)),
+        (Cache, (8,)),
+        (lambda: nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES)), (8,)),
+        (lambda: zoo.fashion_cnn(CLASSES), (1, 28, 28)),
+    ],
+    ids=["linear", "mlp", "batch norm", "no statistics", "layer norm", "double", "residual", "cache", "lazy", "cnn"],
+)
+def test_nothing_is_said_of_clean_models(model: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    inputs, target = rows(*shape)
+    double = any(parameter.dtype == torch.float64 for parameter in model().parameters())
+    findings = found(model, data=(inputs.double() if double else inputs, target))
+    assert [finding for finding in findings if finding.scope is not Scope.EQUALITY] == []
+
+
+def test_half_precision_has_its_tolerance() -> None:
+    inputs, target = rows(8)
+    model = partial(lambda: norm(nn.LayerNorm).to(torch.bfloat16))
+    assert found(model, data=(inputs.bfloat16(), target)) == ()
+
+
+@pytest.mark.parametrize("each", PROBES)
+@pytest.mark.parametrize("model", [Codebook, partial(Target, frozen=True), partial(norm, nn.BatchNorm1d)])
+def test_a_probe_leaves_everything_as_it_was(each: Any, model: Callable[[], nn.Module]) -> None:
+    module = model()
+    next(iter(module.children())).eval()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    modes, drawn = [part.training for part in module.modules()], torch.get_rng_state()
+    each(module, rows(8), objective_of(hr.Job(model, lambda _: None, (), 1, loss=nn.CrossEntropyLoss(), steps=1)))
+    assert [part.training for part in module.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_trial_ends_after_an_error() -> None:
+    module = Codebook()
+
+    def fail() -> None:
+        with trial(module):
+            module.codes = torch.ones(3)
+            module.eval()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert module.training
+    assert module.codes.shape == (8,)
+
+
+def test_modes() -> None:
+    module = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1), nn.ReLU()))
+    assert modes_text(module, False) == ()
+    module[1].eval()
+    assert modes_text(module, False) == ("in eval mode during training, as the model has it: '1'",)
+    assert "came in eval mode" in modes_text(module, True)[0]
+
+
+def test_what_a_run_says() -> None:
+    findings = tuple(Finding(scope.name, "x", "y", scope) for scope in Scope)
+    model = ModelSpec(())
+    cluster = detect("cpu", None)
+    one, two = (strategy.plan(model, cluster) for strategy in (hr.OneDevice(), hr.Mirrored(2)))
+    assert said_by(findings, one, 1) == ()
+    assert said_by(findings, two, 1) == ("x: SHARES; y",)
+    assert said_by(findings, one, 2) == ("x: SHARES; y", "x: PIECES; y")
