@@ -14,7 +14,7 @@ from torch import nn
 
 import headrace as hr
 import torchvision_ops
-from headrace.errors import DataError, UsageError
+from headrace.errors import DataError, JobError, UsageError
 
 torchvision_ops.declare()
 
@@ -120,3 +120,12 @@ def test_a_batch_without_labels_is_refused_before_the_start() -> None:
     )
     with pytest.raises((DataError, UsageError), match="labels"):
         hr.fit(make_job(data=data, eval_data=None), engine=THREADS)
+
+
+def test_an_index_beyond_an_embedding_is_explained() -> None:
+    data = make_job().data
+    too_long = hr.data.from_hugging_face(
+        datasets.Dataset.from_dict({"input_ids": [[1] * 17] * 4}), collator=data.batching.collate.function
+    )
+    with pytest.raises(JobError, match=r"an embedding has no such row: .* a sequence is longer than"):
+        hr.fit(make_job(data=too_long, eval_data=None), engine=THREADS)

@@ -188,4 +188,10 @@ def _guarded(what: str, function: Callable[[], T]) -> T:
     except HeadraceError:
         raise
     except Exception as error:
-        raise JobError(f"{what}: {type(error).__name__}: {error}") from error
+        # torch's words do not say which table, or that it may be one of positions.
+        beyond = (
+            "; an embedding has no such row: a token or class is not in the vocabulary, or a sequence is longer than "
+            "the model's positions"
+        )
+        remedy = beyond if str(error) == "index out of range in self" else ""
+        raise JobError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
