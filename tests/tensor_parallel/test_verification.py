@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from collectives.seats import together
 from headrace.collectives.threads import ThreadCollective
 from headrace.errors import UsageError
+from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.tensor_parallel.recording import Trial
 from headrace.tensor_parallel.replica import RewrittenModel
 from headrace.tensor_parallel.rewriting import split
@@ -83,6 +85,14 @@ def spectral() -> nn.Module:
     return model
 
 
+def compiled() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    # What torch.compile(inner) makes of the module, but for the program.
+    inner.forward = functools.partial(inner.forward)  # type: ignore[method-assign]
+    inner.forward._torchdynamo_orig_callable = inner.forward  # type: ignore[attr-defined]
+    return nn.Sequential(inner, nn.Linear(4, 6))
+
+
 def parametrised() -> nn.Module:
     model = Coder()
     torch.nn.utils.parametrizations.weight_norm(model.encoder)
@@ -124,6 +134,7 @@ HARD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], str]] = {
     "a hook outside": (hooked_outside, (), ""),
     "a forward of its own": (with_own_forward, ("encoder",), "encoder: it has hooks, or a forward of its own"),
     "TorchScript": (scripted, ("0.0", "0.2"), ""),
+    "a compiled module": (compiled, ("0.0", "0.2"), "0.0, 0.2: it is inside a compiled module"),
     "complex buffers": (Rotated, (), ""),
     "features that are counted": (
         lambda: Coder(lambda y: F.relu(y) / y.shape[-1]),
@@ -238,6 +249,19 @@ def test_trying_a_model_leaves_it_and_random_numbers_as_they_were() -> None:
     assert hooks == len(model._forward_hooks) + len(model.encoder._forward_hooks) == 0
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name])
+
+
+def test_the_launcher_knows_what_devices_will_leave_whole() -> None:
+    torch.manual_seed(0)
+    model, x = Mirror().double(), torch.randn(2, 4, dtype=torch.float64)
+    before = copy.deepcopy(model.state_dict())
+    cuts = TensorParallel(devices=2).cuts(model, 2, Trial(x))
+    assert cuts == {name: cut.dim for name, cut in tried(Mirror)[0][0].cuts.items()}
+    assert "encoder.weight" not in cuts
+    assert "decoder.weight" in cuts
+    assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
+    with pytest.raises(UsageError, match="'encoder' cannot be split by 'column'"):
+        TensorParallel(devices=2, rules={"encoder": "column"}).cuts(model, 2, Trial(x))
 
 
 def test_a_rank_that_fails_or_ends_early_ends_the_others() -> None:

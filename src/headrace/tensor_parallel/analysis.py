@@ -50,8 +50,10 @@ def is_elementwise(function: object) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns whether a module's forward is a program of `torch.compile`."""
-    # The name alone, because importing the compiler takes a second.
-    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
+    own = vars(module)
+    # By names alone, because importing the compiler takes a second.
+    compiled_forward = getattr(own.get("forward"), "_torchdynamo_orig_callable", None) is not None
+    return type(module).__name__ == "OptimizedModule" or own.get("_compiled_call_impl") is not None or compiled_forward
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -77,6 +79,7 @@ def obstacles(module: nn.Module, found: Mapping[str, tuple[nn.Module, Splittable
     for name, (layer, form) in found.items():
         parts = list(layer.modules())
         if any(name.startswith(prefix) for prefix in compiled):
+            # The compiler would trace into the collectives of split layers.
             reasons[name] = "is inside a compiled module"
         elif form.sort != "attention" and not {"weight"} <= layer._parameters.keys() <= {"weight", "bias"}:
             others = [each for each in layer._parameters if each not in ("weight", "bias")]

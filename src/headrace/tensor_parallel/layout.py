@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from headrace.errors import UnknownName, UsageError
 from headrace.tensor_parallel.analysis import analyze_graph, obstacles, splittable
 from headrace.tensor_parallel.blocks import Block, find_blocks
 from headrace.tensor_parallel.recording import ForwardRecord, Trial, record, unchanged
-from headrace.tensor_parallel.rules import KINDS, Flow, Splittable, ValueStep, choose, follow
+from headrace.tensor_parallel.rules import KINDS, Flow, Splittable, ValueStep, any_number, choose, follow
 
 RULES = ("column", "row", "channels", "heads", "batch", "replicate")
 """What may be said of a layer: see `TensorParallel`."""
@@ -70,11 +69,6 @@ class Layout:
         flow = self.flow
         text = repr((sorted(self.kinds.items()), sorted(flow.gathers), sorted(flow.takes.items()), self.blocks))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6])
-
-
-def any_number(text: str) -> str:
-    """Returns a text with a star in the place of every number in a module's name."""
-    return re.sub(r"(?<![^.'])\d+(?=\.)|(?<=\.)\d+(?![^.'])", "*", text)
 
 
 def lay_out(module: nn.Module, rules: Rules, world: int, trial: Trial | None, seed: bool) -> Layout:

@@ -17,6 +17,7 @@ from headrace.metrics import Mean
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.tensor_parallel.collectives import all_gather
+from headrace.tensor_parallel.rules import any_number
 from headrace.training.compute import Compute, Computed, parameters_and_buffers
 from headrace.training.gradients import GradientSink
 from headrace.training.optimizer import StatePiece
@@ -85,8 +86,10 @@ class RewrittenModel:
         return f"split over {world} devices: {'; '.join(said)}; each holds {held / max(1, whole):.0%} of the parameters"
 
     def _by_kind(self) -> list[tuple[str, list[str]]]:
-        kinds = dict.fromkeys(self.kinds.values())
-        return [(kind, [name or "the model" for name, each in self.kinds.items() if each == kind]) for kind in kinds]
+        names: dict[str, dict[str, None]] = {}
+        for name, kind in self.kinds.items():
+            names.setdefault(kind, {})[any_number(name) or "the model"] = None
+        return [(kind, list(each)) for kind, each in names.items()]
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter and buffer whole, by checkpoint name, on the first rank; all ranks do it together."""

@@ -9,10 +9,11 @@ from torch import nn
 from headrace.collectives.base import Collective
 from headrace.collectives.threads import ThreadCollective
 from headrace.errors import UsageError
-from headrace.tensor_parallel.layout import RULES, Layout, Rules, any_number, lay_out
+from headrace.tensor_parallel.layout import RULES, Layout, Rules, lay_out
 from headrace.tensor_parallel.recording import Trial
 from headrace.tensor_parallel.replica import RewrittenModel
 from headrace.tensor_parallel.rewriter import Rewriter
+from headrace.tensor_parallel.rules import any_number
 from headrace.tensor_parallel.verification import Expected, expected, verified
 
 __all__ = ["RULES", "split"]

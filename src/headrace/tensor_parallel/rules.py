@@ -12,6 +12,7 @@ Where slices would reach any other step, they are gathered first, so every choic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -271,3 +272,8 @@ def _goes_through(step: ValueStep) -> bool:
 def _alone(layer: Splittable, world: int) -> str:
     """Returns the rule for a layer by itself; "" if it cannot be divided."""
     return next((kind for kind in KINDS[layer.sort] if layer.divisible(kind, world)), "")
+
+
+def any_number(text: str) -> str:
+    """Returns a text with a star in the place of a number between names: that of a block in a list of blocks."""
+    return re.sub(r"(?<=\.)\d+(?=\.[A-Za-z_])", "*", text)
