@@ -68,13 +68,14 @@ class UnknownName(UsageError):
         kind: what the name should be, for the message ("strategy", "option").
         name: the name that was given.
         known: the names that exist.
+        of: what they belong to, for the message ("mirrored").
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], of: str = "") -> None:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        super().__init__(f"there is no {kind} {name!r}; {hint}known: {', '.join(names) or 'none'}")
+        super().__init__(f"there is no {kind} {name!r}{of and f' of {of}'}; {hint}known: {', '.join(names) or 'none'}")
 
 
 class JobError(UsageError):

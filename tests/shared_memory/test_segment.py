@@ -84,6 +84,17 @@ def test_memory_that_the_system_refuses_is_an_error_here(monkeypatch: pytest.Mon
     assert descriptors() <= before
 
 
+def test_a_limit_of_file_sizes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    before = descriptors()
+    with pytest.raises(UnfitMachine, match=r"test segment needs 4,096 bytes .*RLIMIT_FSIZE.*ulimit -f unlimited"):
+        SharedSegment.create(4_096, "test")
+    assert descriptors() <= before
+
+
 def test_another_error_of_the_system_is_not_about_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(errno.EINVAL, "no")

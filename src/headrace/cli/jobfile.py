@@ -136,7 +136,7 @@ def _values(path: Path, make: Callable[..., Any], settings: Sequence[str]) -> di
         if key in values:
             raise UsageError(f"--set {key} is given twice")
         if key not in named and not open_ended:
-            raise UnknownName(f"parameter of job() in {path}", key, named)
+            raise UnknownName("parameter", key, named, f"job() in {path}")
         default = named[key].default if key in named else inspect.Parameter.empty
         values[key] = _value(key, text.strip(), default)
     missing = [name for name, it in named.items() if it.default is it.empty and name not in values]

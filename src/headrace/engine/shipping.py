@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import JobError
-from headrace.shared_memory.segment import memory_file
+from headrace.shared_memory.segment import memory_file, set_length
 
 _LARGE_BYTES = 64 * 1024
 _ALIGN = 64
@@ -96,7 +96,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not self._tensors:
             return -1
         descriptor = memory_file("data")
-        os.ftruncate(descriptor, self.length)
+        try:
+            set_length(descriptor, self.length, "data")
+        except BaseException:
+            os.close(descriptor)
+            raise
         with mmap.mmap(descriptor, self.length) as memory:
             whole = torch.frombuffer(memory, dtype=torch.uint8)
             for start, tensor in self._tensors:

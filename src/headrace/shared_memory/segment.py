@@ -34,6 +34,19 @@ def is_sealed(descriptor: int) -> bool:
         return False  # a kind of file that has no seals
 
 
+def set_length(descriptor: int, nbytes: int, label: str) -> None:
+    """Sets the length of a file in memory; an UnfitMachine if the user's limit of file sizes is below it."""
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise UnfitMachine(
+            f"the {label} segment needs {nbytes:,} bytes of shared memory, and the limit of file sizes (RLIMIT_FSIZE) "
+            "is below that; raise it, such as by `ulimit -f unlimited`"
+        ) from error
+
+
 class SharedSegment:
     """One mapped segment of shared memory, `nbytes` long."""
 
@@ -55,12 +68,15 @@ class SharedSegment:
             )
         descriptor = memory_file(label)
         try:
-            os.ftruncate(descriptor, nbytes)
+            set_length(descriptor, nbytes, label)
             # Allocated now, so that a full machine is an error here and not a SIGBUS in the middle of a step.
             os.posix_fallocate(descriptor, 0, nbytes)
             # A process that maps a file dies if another one shortens it.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             return cls(descriptor, nbytes)
+        except UnfitMachine:
+            os.close(descriptor)
+            raise
         except OSError as error:
             os.close(descriptor)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):

@@ -112,7 +112,7 @@ def _options(call: Call, known: Sequence[str]) -> dict[str, object]:
     options = dict(zip(known, call.values, strict=False))
     for option, value in call.options.items():
         if option not in known:
-            raise UnknownName(f"option of {call.name}", option, known)
+            raise UnknownName("option", option, known, call.name)
         if option in options:
             raise UsageError(f"{call.name} gets {option} twice: {options[option]!r} and {value!r}")
         options[option] = value
