@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from harness import machine
 
 from headrace.models import char_lstm, cnn, fashion_cnn, mlp
+from headrace.modules import describe
 from headrace.pipeline.partition import Terms, split
 from headrace.pipeline.profile import Sweep, profile
 from headrace.pipeline.stage import cut
 from headrace.pipeline.trace.tracing import Traced, trace
 from headrace.spec.model import ModelSpec
-from headrace.training.compute import describe
 from headrace.training.whole_model import Objective
 
 EXAMPLES = 32

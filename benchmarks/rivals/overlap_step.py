@@ -22,9 +22,9 @@ from workloads import EXAMPLES_A_WORKER, MODELS, examples
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.torch_distributed import TorchDistributed
+from headrace.modules import describe
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
-from headrace.training.compute import describe
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
 
 WORKERS = 2

@@ -20,10 +20,10 @@ from headrace.collectives.base import HostMap
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.torch_distributed import MultiHostGroup, TorchDistributed, connect
 from headrace.errors import PeerLost, UsageError
+from headrace.modules import describe
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.training.clipping import squared_norm
-from headrace.training.compute import describe
 from headrace.training.gradients import UsedParameters
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
 

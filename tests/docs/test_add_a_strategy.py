@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.pages import ROOT, Block, blocks
-from warm.programs import PYTHON
+from warm.programs import PYTHON, programs
 
 PAGE = ROOT / "docs" / "guide" / "add-a-strategy.md"
 NEW = ("first_worker", "ring_gossip")
@@ -70,7 +70,8 @@ def run(tree: Path, *command: str) -> str:
 
 
 def python(tree: Path, *arguments: str) -> str:
-    return run(tree, PYTHON, *arguments)
+    """Runs Python with the copy's package and torch imported already, and all that it starts as well."""
+    return run(tree, str(programs(tree / "src") / "python"), *arguments)
 
 
 def to_read(begins: str, ends: str, lines: list[str]) -> int:
@@ -100,15 +101,19 @@ def test_the_strategies_keep_the_contract_and_the_rules_of_the_house(
     tree: Path, request: pytest.FixtureRequest
 ) -> None:
     """In the usual run, the contract itself; with --full, whatever is said of every strategy."""
-    quiet = ("-q", "-p", "no:cacheprovider")
+    # A warm Python has imported some of pytest's plug-ins already.
+    quiet = ("-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
     full = request.config.getoption("--full")
     where = ["--full", "tests/strategies"] if full else ["tests/strategies/test_contract.py"]
     rules = ["tests/test_architecture.py", "tests/test_exports.py"]
-    chosen = " or ".join([*NEW, "every_strategy_has_its_row", "test_architecture", "test_exports"])
+    first, *others = NEW
+    # In the usual run, processes are tried under the first alone: what the other runs in them is gossip's.
+    mine = [first, *(other if full else f"({other} and not process)" for other in others)]
+    chosen = " or ".join([*mine, "every_strategy_has_its_row", "test_architecture", "test_exports"])
     shown = python(tree, "-m", "pytest", *quiet, *where, *rules, "-k", chosen)
     passed = re.search(r"(\d+) passed", shown)
     assert passed, shown
-    assert int(passed[1]) > (250 if full else 170)
+    assert int(passed[1]) > (250 if full else 150)
     assert "skipped" not in shown
     for name in NEW:
         new = f"src/headrace/strategies/{name}.py"

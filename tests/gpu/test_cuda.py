@@ -15,8 +15,8 @@ from headrace import errors, machine
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.engine.local.engine import LocalEngine
+from headrace.modules import describe
 from headrace.spec.events import Stepped, WorkerStarted
-from headrace.training.compute import describe
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction
 
 pytestmark = [

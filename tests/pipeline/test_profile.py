@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.models import mlp
+from headrace.modules import describe
 from headrace.pipeline.partition import Terms, costs, split
 from headrace.pipeline.profile import _saved, profile
-from headrace.training.compute import describe
 from headrace.training.whole_model import Objective
 from headrace.trees import map_tensors
 from pipeline.zoo import ZOO, Normalised

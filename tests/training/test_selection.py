@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import JobError
-from headrace.training.compute import describe
+from headrace.modules import describe
 from headrace.training.whole_model import call, examples_of, select_target
 
 X, Y, Z = torch.ones(4, 2), torch.zeros(4), torch.full((4,), 2.0)

@@ -12,7 +12,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-PYTHON = sys.executable
+PYTHON = str(Path(sys.prefix, "bin", "python"))
 """The interpreter itself, also while `sys.executable` is a warm one."""
 ROOT = Path(__file__).resolve().parents[2]
 _CLIENT = Path(__file__).with_name("client.py")
@@ -33,6 +33,10 @@ def programs(source: Path = ROOT / "src") -> Path:
     Args:
         source: the folder of the package that they have imported.
     """
+    begun = Path(sys.executable).parent
+    if source == ROOT / "src" and (begun / "socket").exists():
+        # This process is such a program itself, and its server goes on.
+        return begun
     folder = _joined[0] if _joined and source == ROOT / "src" else launch(source)
     server = _servers.get(folder)
     deadline = time.monotonic() + _START_S

@@ -17,11 +17,11 @@ from headrace.api.special_layers import NoSparseGradients, lazy_tensors, refuse_
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
+from headrace.modules import describe, evaluating, set_train_modes
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.tasks import Task
-from headrace.training.compute import describe, evaluating, set_train_modes
 from headrace.training.optimizer import build, is_elementwise, state_copies
 from headrace.training.update import make, plain
 from headrace.training.whole_model import call, cut, select_target

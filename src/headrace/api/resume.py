@@ -16,11 +16,11 @@ from headrace.api.run import RunDirLock, refuse_living
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UsageError
 from headrace.machine import versions
+from headrace.modules import parameters_and_buffers
 from headrace.parameter_server.server.snapshots import SnapshotSet, forget, newest_of
 from headrace.spec.job import Job
 from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
-from headrace.training.compute import parameters_and_buffers
 from headrace.training.optimizer import build
 from headrace.training.update import group_settings, make, plain
 from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec

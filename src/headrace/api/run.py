@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from headrace.checkpoint import forms
 from headrace.errors import RunFailed, UnfitMachine, UsageError
+from headrace.modules import is_dense, restore
 from headrace.report.model.events import read_events
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.views.page import write_page
 from headrace.spec.events import LAUNCHER, Event, decode
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
-from headrace.training.compute import is_dense, restore
 from headrace.training.whole_model import call
 from headrace.worker.run_spec import events_path
 

@@ -23,11 +23,11 @@ from headrace.engine.torchrun.engine import LaunchedGroup
 from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnknownName, UsageError
 from headrace.machine import cores
+from headrace.modules import describe
 from headrace.policies.roles import threads_per_worker
 from headrace.policies.sharding import whole
 from headrace.strategies.strategy import broadcast
 from headrace.training.central_storage import place_parameters, share_parameters
-from headrace.training.compute import describe
 from headrace.training.reduction import CollectiveReduction, Reduction, SharedMemoryReduction
 from headrace.worker.loops.rounds import count_examples
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import Collective
 from headrace.errors import UsageError
+from headrace.modules import is_dense, restore
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
-from headrace.training.compute import is_dense, restore
 from headrace.training.exchange import Replica
 
 

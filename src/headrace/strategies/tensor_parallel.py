@@ -24,6 +24,7 @@ from torch import nn
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import PeerLost, UnknownName, UsageError
+from headrace.modules import describe
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
@@ -36,7 +37,6 @@ from headrace.strategies.strategy import Strategy, broadcast, check_count, descr
 from headrace.tensor_parallel.recording import Trial
 from headrace.tensor_parallel.replica import RewrittenModel, SlicedReplica
 from headrace.tensor_parallel.rewriting import RULES, split
-from headrace.training.compute import describe
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import ModelParallelGroup
 from headrace.trees import map_tensors

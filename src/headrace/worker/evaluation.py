@@ -14,10 +14,10 @@ from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
 from headrace.errors import UsageError
 from headrace.metrics import weigh
+from headrace.modules import evaluating
 from headrace.spec.job import Job, Share
 from headrace.spec.options import EarlyStopping
 from headrace.training.batch_norm import averaged_buffers
-from headrace.training.compute import evaluating
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import select_target
 

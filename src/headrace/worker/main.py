@@ -16,12 +16,13 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import encode, extra_states
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import HeadraceError, PeerLost, user_traceback
+from headrace.modules import parameters_and_buffers
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Role
 from headrace.training.batch_norm import averaged_buffers
-from headrace.training.compute import Compute, parameters_and_buffers
+from headrace.training.compute import Compute
 from headrace.training.synchronization import DataLeases, PeriodicSync
 from headrace.worker.control import RunControl
 from headrace.worker.evaluation import average

@@ -16,6 +16,7 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.errors import UsageError
 from headrace.machine import cores
+from headrace.modules import set_train_modes
 from headrace.parameter_server.replication.failover import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
@@ -23,7 +24,6 @@ from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, Role, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
-from headrace.training.compute import set_train_modes
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import Objective
 from headrace.worker.evaluation import Evaluation

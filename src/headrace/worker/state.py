@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from headrace.checkpoint import Checkpoint
 from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.errors import CorruptCheckpoint, HeadraceError
+from headrace.modules import parameters_and_buffers, restore
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.batch_norm import averaged_buffers
-from headrace.training.compute import Compute, parameters_and_buffers, restore
+from headrace.training.compute import Compute
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.evaluation import EarlyStopper, average

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from headrace.api.probes.finding import Finding, Scope, names_of, trial
-from headrace.training.compute import restore
+from headrace.modules import restore
 from headrace.training.whole_model import Objective, call, cut, examples_of
 
 _NUDGE = 1e-2

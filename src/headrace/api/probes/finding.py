@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.training.compute import restore
+from headrace.modules import restore
 from headrace.training.whole_model import Objective, call, select_target
 
 NAMED = 3
