@@ -227,6 +227,12 @@ def test_rules_by_hand_that_would_change_the_model_are_refused(
         tried(make, rules)
 
 
+def test_rules_by_hand_for_what_cannot_be_tried_are_followed_and_that_is_said() -> None:
+    made = tried(lambda: Coder(lambda y: y + next(NUMBERS)), {"encoder": "column"})
+    assert made[0][0].kinds == {"encoder": "column"}
+    assert made[0][0].notices == ("rules are followed without having been tried: it computes something else each time",)
+
+
 def test_trying_a_model_leaves_it_and_random_numbers_as_they_were() -> None:
     class Counting(Coder):
         def __init__(self) -> None:
@@ -262,6 +268,19 @@ def test_the_launcher_knows_what_devices_will_leave_whole() -> None:
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
     with pytest.raises(UsageError, match="'encoder' cannot be split by 'column'"):
         TensorParallel(devices=2, rules={"encoder": "column"}).cuts(model, 2, Trial(x))
+
+
+def test_devices_with_other_examples_leave_all_whole_and_say_so() -> None:
+    def act(group: ThreadCollective) -> tuple[dict[str, str], tuple[str, ...]]:
+        torch.manual_seed(0)
+        made = split(Coder().double(), "auto", group, Trial(torch.ones(2 + group.rank, 4, dtype=torch.float64)))
+        return dict(made.kinds), made.notices
+
+    for kinds, notices in together(2, act):
+        assert kinds == {}
+        assert notices == (
+            "left whole on every device: the model: devices have other examples, or see it do other things",
+        )
 
 
 def test_a_rank_that_fails_or_ends_early_ends_the_others() -> None:

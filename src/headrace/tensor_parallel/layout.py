@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def digest(self) -> int:
-        """A number that differs between layouts."""
+        """A number of 48 bits that differs between layouts."""
         flow = self.flow
         text = repr((sorted(self.kinds.items()), sorted(flow.gathers), sorted(flow.takes.items()), self.blocks))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6])

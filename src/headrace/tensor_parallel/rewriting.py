@@ -14,7 +14,7 @@ from headrace.tensor_parallel.recording import Trial
 from headrace.tensor_parallel.replica import RewrittenModel
 from headrace.tensor_parallel.rewriter import Rewriter
 from headrace.tensor_parallel.rules import any_number
-from headrace.tensor_parallel.verification import Expected, expected, verified
+from headrace.tensor_parallel.verification import ALL, Expected, expected, verified
 
 __all__ = ["RULES", "split"]
 
@@ -36,15 +36,20 @@ def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial | Non
         layout, reasons = lay_out(module, rules, group.world, None, seed=False), dict[str, str]()
     else:
         layout, reasons = _tried(module, rules, group, trial)
-    if reasons and not isinstance(rules, str):
+    untried = reasons.get(ALL)
+    if untried and not isinstance(rules, str):
+        said = [f"rules are followed without having been tried: {untried}"]
+    elif reasons and not isinstance(rules, str):
         name, reason = next(iter(reasons.items()))
         raise UsageError(
             f"rules split {name!r}, and then {reason}; give it 'replicate' before the patterns that fit it, or use "
             "rules='auto'"
         )
+    else:
+        layout, said = layout.only(layout.keys if not untried else ()), _notices(layout.obstacles, reasons)
     cuts = Rewriter(module, group, layout).cut()
     kinds = {**layout.kinds, **dict.fromkeys(layout.batches.values(), "batch")}
-    return RewrittenModel(module, group, cuts, shapes, kinds, tuple(_notices(layout.obstacles, reasons)))
+    return RewrittenModel(module, group, cuts, shapes, kinds, tuple(said))
 
 
 def _tried(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> tuple[Layout, dict[str, str]]:
@@ -59,11 +64,12 @@ def _tried(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> 
             right = expected(module, trial, seed=True)
     group.barrier()
     assert layout is not None
-    own = float(layout.digest)
+    # A double holds both numbers exactly.
+    own = float(layout.digest ^ trial.digest)
     first, last = group.sum([own if group.rank == 0 else 0.0, own if group.rank == group.world - 1 else 0.0])
     (differ,) = group.sum([float(own != first or own != last)])
     if differ:
-        return layout.only(()), {"the model": "devices see it do different things"}
+        return layout, {ALL: "devices have other examples, or see it do other things"}
     return verified(module, layout, group, trial, right, seed=not threads)
 
 
@@ -73,7 +79,7 @@ def _notices(obstacles: Mapping[str, str], reasons: Mapping[str, str]) -> list[s
     for name, reason in obstacles.items():
         lines.setdefault(any_number(f"it {reason}"), []).append(any_number(name) or "the model")
     for name, reason in reasons.items():
-        lines.setdefault(f"split, {reason}", []).append(name)
+        lines.setdefault(reason if name == ALL else f"split, {reason}", []).append(name)
     found = []
     for reason, names in lines.items():
         shown = list(dict.fromkeys(names))

@@ -27,6 +27,10 @@ _SMALL = 1e-3
 """Gradients that are smaller than this part of the largest one are compared with that part of it."""
 
 
+ALL = "the model"
+"""What a reason is for that is one for every layer."""
+
+
 class Abandoned(Exception):
     """Another rank has failed."""
 
@@ -167,7 +171,8 @@ def verified(
 ) -> tuple[Layout, dict[str, str]]:
     """Returns what of a layout can be split so that nothing changes, and why the rest cannot be, by group of layers.
 
-    All ranks call it, and decide alike. `right` is what the whole model computes.
+    All ranks call it, and decide alike. `right` is what the whole model computes. A reason for `ALL` is one why the
+    layout, then returned as it was given, cannot be tried.
     """
     if not layout.kinds and not layout.batches:
         return layout, {}
@@ -175,7 +180,7 @@ def verified(
     (others,) = group.sum([float(unknown)])
     if isinstance(right, str) or others:
         reason = right if isinstance(right, str) else "it fails on another device"
-        return layout.only(()), {"the model": f"cannot be tried before the start, because {reason}"}
+        return layout, {ALL: reason}
     sure: Expected = right
 
     def wrong(candidate: Layout) -> str:
@@ -203,5 +208,5 @@ def verified(
 
     kept = right_ones(layout.keys)
     if reasons and kept and (reason := wrong(layout.only(kept))):
-        return layout.only(()), {"the model": reason}
+        return layout.only(()), {**reasons, **dict.fromkeys(kept, reason)}
     return layout.only(kept), reasons
