@@ -14,6 +14,7 @@ from torch import nn
 
 import headrace as hr
 import torchvision_ops
+from headrace.api.checks import inspect_job
 from headrace.errors import DataError, JobError, UsageError
 
 torchvision_ops.declare()
@@ -31,9 +32,9 @@ ROWS = [
 ]
 
 
-def tokenizer() -> Any:
+def tokenizer(**special: str) -> Any:
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(29)} | {"<pad>": 29}, "w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", **special)
 
 
 def model() -> nn.Module:
@@ -129,3 +130,18 @@ def test_an_index_beyond_an_embedding_is_explained() -> None:
     )
     with pytest.raises(JobError, match=r"an embedding has no such row: .* a sequence is longer than"):
         hr.fit(make_job(data=too_long, eval_data=None), engine=THREADS)
+
+
+def test_a_collator_that_draws_from_the_process_is_told() -> None:
+    def collate(rows: list[Any]) -> Any:
+        ids = torch.tensor([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": ids.where(torch.rand(ids.shape) < 0.9, -100)}
+
+    def notices(collator: Any) -> str:
+        rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4})
+        job = make_job(data=hr.data.from_hugging_face(rows, collator=collator), eval_data=None)
+        return " ".join(inspect_job(job).notices)
+
+    assert "the collator collate draws from the process's own random numbers" in notices(collate)
+    masking = DataCollatorForLanguageModeling(tokenizer(mask_token="w1"), mlm_probability=0.5)
+    assert "draws" not in notices(masking)

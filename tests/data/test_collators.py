@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,6 +78,18 @@ def test_steps_come_before_the_collator() -> None:
     pipeline = hr.data.from_hugging_face(datasets.Dataset.from_dict(TOKENS), collator=lambda rows: torch.tensor(rows))
     lengths = pipeline.map(lambda row: len(row["input_ids"])).filter(lambda length: length > 1).batch(3)
     assert [batch.tolist() for batch in hr.data.batches(lengths)] == [[3, 5], [2, 4, 2], [6]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["threads", "processes"])
+def test_batches_of_any_length_come_from_threads_and_processes(parallel: str) -> None:
+    collator = DataCollatorForLanguageModeling(tokenizer(pad_token="<pad>", mask_token="<mask>"), mlm_probability=0.5)
+    pipeline = hr.data.from_hugging_face(datasets.Dataset.from_dict(TOKENS), collator=collator).map(dict)
+    ahead = dataclasses.replace(pipeline, reading=dataclasses.replace(pipeline.reading, parallel=parallel, count=2))
+    shares = [list(hr.data.Loader(each, 0, 2, (1,), 0).rounds(0, 8)) for each in (pipeline, ahead)]
+    assert len({share.batch["input_ids"].shape for share in shares[0]}) > 2
+    for inline, other in zip(*shares, strict=True):
+        assert all(torch.equal(inline.batch[name], other.batch[name]) for name in inline.batch)
 
 
 @pytest.mark.parametrize(
