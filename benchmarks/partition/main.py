@@ -27,8 +27,8 @@ from headrace.models import char_lstm, cnn, fashion_cnn, mlp
 from headrace.modules import describe
 from headrace.pipeline.partition import Terms, split
 from headrace.pipeline.profile import Sweep, profile
-from headrace.pipeline.stage import cut
-from headrace.pipeline.trace.tracing import Traced, trace
+from headrace.pipeline.stage import TracedModel, cut
+from headrace.pipeline.trace.tracing import trace
 from headrace.spec.model import ModelSpec
 from headrace.training.whole_model import Objective
 
@@ -99,7 +99,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Batch, Callable[..., Tensor]]] = {
 }
 
 
-def every_stage(traced: Traced, batch: Batch, loss: Callable[..., Tensor], rounds: int) -> dict[Bounds, float]:
+def every_stage(traced: TracedModel, batch: Batch, loss: Callable[..., Tensor], rounds: int) -> dict[Bounds, float]:
     """Returns the seconds of every stage that there could be: of all splits into three, in turn."""
     names = [layer.name for layer in traced.layers]
     places = [0, *(index + 1 for index, layer in enumerate(traced.layers) if not layer.joined)]

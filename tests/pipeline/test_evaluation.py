@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.pipeline.stage import cut
-from headrace.pipeline.trace.recorded_forward import tensors
+from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.tracing import trace
 from pipeline.test_stage import forward, partitions
 
@@ -86,7 +86,7 @@ def test_stages_do_what_the_model_does_in_training_and_in_evaluation(kind: type[
         expected = model.train()(x)
         torch.manual_seed(1)
         output, _ = forward(traced, made, x)
-        assert all(torch.equal(*pair) for pair in zip(tensors(output), tensors(expected), strict=True))
+        assert all(torch.equal(*pair) for pair in zip(tensors_of(output), tensors_of(expected), strict=True))
         model.eval()
         output, _ = forward(traced.evaluated, [stage.evaluated for stage in made], x + 1)
         assert not made[0].evaluated.last

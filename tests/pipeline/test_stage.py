@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.pipeline.stage import OUTPUT, Stage, cut
-from headrace.pipeline.trace.tracing import Traced, trace
+from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, cut
+from headrace.pipeline.trace.tracing import trace
 from headrace.training.whole_model import call
 from headrace.trees import map_tensors
 from pipeline.zoo import ZOO, Case
 
 
-def partitions(traced: Traced, stages: int, about: int) -> list[list[list[str]]]:
+def partitions(traced: TracedModel, stages: int, about: int) -> list[list[list[str]]]:
     """Returns all that can be had, or about so many of them."""
     layers = traced.layers
     places = [index + 1 for index, layer in enumerate(layers[:-1]) if not layer.joined]
@@ -29,7 +29,7 @@ def partitions(traced: Traced, stages: int, about: int) -> list[list[list[str]]]
 
 
 def forward(
-    traced: Traced, stages: Sequence[Stage], batch: Any
+    traced: TracedModel, stages: Sequence[Stage], batch: Any
 ) -> tuple[Any, list[tuple[Stage, dict[str, Any], dict[str, Any]]]]:
     """Runs stages with nothing in common but what crosses; returns the output, and what each stage got and gave."""
     inputs = traced.inputs(batch)

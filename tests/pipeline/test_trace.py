@@ -13,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import JobError, UsageError
 from headrace.pipeline.stage import OUTPUT, Value, cut
-from headrace.pipeline.trace.tracing import trace
+from headrace.pipeline.trace.graph_tracing import trace_graph
+from headrace.pipeline.trace.inputs import arguments
+from headrace.pipeline.trace.recorded_forward import Untraceable
+from headrace.pipeline.trace.tracing import trace, unchanged
 from pipeline.zoo import ZOO, Gated, Normalised, Several, Tied, UNet, dense
 
 
@@ -99,17 +102,37 @@ UNTRACEABLE: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNTRACEABLE)
-def test_what_cannot_be_recorded_is_refused_or_kept_whole(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(UNTRACEABLE.keys() - {"decided by chance"}))
+@pytest.mark.parametrize("make", [Model, Whole])
+def test_what_cannot_be_recorded_as_a_graph_is_replayed(name: str, make: Callable[..., nn.Module]) -> None:
     between, reason = UNTRACEABLE[name]
     torch.manual_seed(0)
-    with pytest.raises(JobError, match=f"Model cannot be cut into stages: .*{reason}.* Move that into a submodule"):
+    model, batch = make(between), torch.randn(4, 4)
+    args, kwargs = arguments(batch, None)
+    if make is Model:
+        with unchanged(model), pytest.raises(Untraceable, match=reason):
+            trace_graph(model, args, kwargs, None)
+    else:
+        with unchanged(model):
+            (notice,) = trace_graph(model, args, kwargs, None).notices
+        assert notice.startswith("Model is one layer, not cut: ")
+        assert reason in notice
+    traced = trace(model, batch)
+    names = [layer.name for layer in traced.layers]
+    assert [each.removeprefix("inner.") for each in names] == ["first", "second", "third"]
+    one, two = cut(traced, [names[:1], names[1:]])
+    torch.manual_seed(2)
+    expected = model(batch)
+    torch.manual_seed(2)
+    values = {**traced.inputs(batch), **one.run(traced.inputs(batch))}
+    torch.manual_seed(2)
+    torch.testing.assert_close(two.run(values)[OUTPUT], expected)
+
+
+def test_what_neither_tracer_takes_is_refused_with_both_reasons() -> None:
+    between, reason = UNTRACEABLE["decided by chance"]
+    with pytest.raises(JobError, match=f"Model cannot be cut into stages: .*{reason}.*; nor between the calls of its"):
         trace(Model(between), torch.randn(4, 4))
-    traced = trace(Whole(between), torch.randn(4, 4))
-    assert [layer.name for layer in traced.layers] == ["inner"]
-    (notice,) = traced.notices
-    assert notice.startswith("Model is one layer, not cut: ")
-    assert reason in notice
 
 
 def in_place(model: nn.Module, x: Tensor) -> Tensor:

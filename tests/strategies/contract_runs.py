@@ -24,7 +24,8 @@ from headrace.api.checks import inspect_job
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.base import Engine
-from headrace.pipeline.trace.tracing import Traced, trace
+from headrace.pipeline.stage import TracedModel
+from headrace.pipeline.trace.tracing import trace
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Stepped
 from headrace.spec.job import Share
@@ -255,7 +256,7 @@ def drive(
     return with_replicas(job, strategy, workers, rounds, saved, wired, estranged, start)
 
 
-def layers_of(traced: Traced) -> tuple[LayerSpec, ...]:
+def layers_of(traced: TracedModel) -> tuple[LayerSpec, ...]:
     """Returns the layers of a model as if each took as long."""
     return tuple(LayerSpec(each.name, each.parameters, 0, 1.0, 1.0, 0, 0, bool(each.joined)) for each in traced.layers)
 

@@ -30,8 +30,8 @@ from headrace.errors import UnfitMachine
 from headrace.machine import give_back
 from headrace.metrics import weigh
 from headrace.pipeline.runner import out_of_memory
-from headrace.pipeline.stage import OUTPUT, Stage, cut
-from headrace.pipeline.trace.tracing import Traced, trace, unchanged
+from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, at_once, cut
+from headrace.pipeline.trace.tracing import trace, unchanged
 from headrace.spec.job import Job
 from headrace.spec.model import LayerSpec, ProfileRequest
 from headrace.training.whole_model import Objective, select_target
@@ -97,7 +97,7 @@ def _loss(objective: Objective, batch: Any) -> Callable[[Any], Tensor]:
     return loss
 
 
-def _groups(traced: Traced) -> list[list[str]]:
+def _groups(traced: TracedModel) -> list[list[str]]:
     """Returns the names of layers, those together that cannot be parted."""
     groups: list[list[str]] = [[]]
     for layer in traced.layers:
@@ -169,6 +169,7 @@ class Sweep:
     inputs: dict[str, Tensor]
     loss: Callable[[Any], Tensor]
     device: torch.device
+    _began: tuple[float, float] = (0.0, 0.0)
 
     def run(self) -> list[tuple[LayerTiming, LayerTiming]]:
         """Returns what each layer took, forward and backward."""
@@ -178,12 +179,12 @@ class Sweep:
             # The second time counts, when gradients add up, as they do from micro-batch to micro-batch.
             for _ in range(2):
                 values = _received(got)
-                began = self._now()
-                gave, roots = self._forward(stage, values)
+                # What forward does on the way to the layer is done once a stage, not once a layer.
+                gave, roots = self._forward(stage, values, self._begin)
                 forwarded = self._now()
                 self._backward(stage, roots)
                 ended = self._now()
-            passes.append((_between(began, forwarded), _between(forwarded, ended)))
+            passes.append((_between(self._began, forwarded), _between(forwarded, ended)))
             return gave
 
         self._each(measure)
@@ -227,9 +228,11 @@ class Sweep:
             for name in stage.parameters:
                 self.module.get_parameter(name).grad = None
 
-    def _forward(self, stage: Stage, values: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+    def _forward(
+        self, stage: Stage, values: dict[str, Any], begun: Callable[[], None] = at_once
+    ) -> tuple[dict[str, Any], list[Tensor]]:
         """Returns what a layer gives, and what of it has a gradient."""
-        gave = stage.run(values)
+        gave = stage.run(values, begun)
         if stage.last:
             gave[OUTPUT] = self.loss(gave[OUTPUT])
         roots = [value for value in gave.values() if isinstance(value, Tensor) and value.requires_grad]
@@ -256,6 +259,9 @@ class Sweep:
         if roots:
             with stage.gradients.adding():
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+    def _begin(self) -> None:
+        self._began = self._now()
 
     def _now(self) -> tuple[float, float]:
         """Returns the time of the clock, and of the processor."""

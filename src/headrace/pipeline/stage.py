@@ -1,23 +1,21 @@
-"""A stage: a contiguous part of a model, on the model's own modules."""
+"""A stage: a contiguous part of a model, on the model's own modules; and what a model must be to be cut into them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torch import fx
-from torch.fx.node import map_arg
+from torch import Tensor, nn
 
-from headrace.errors import JobError, UsageError
+from headrace.errors import UsageError
 from headrace.pipeline.backward import WeightGradients
 from headrace.pipeline.buffers import SavedBuffers
-from headrace.pipeline.trace.recorded_forward import answer, execute
-from headrace.pipeline.trace.tracing import Traced
-from headrace.trees import map_leaves, nbytes
+from headrace.pipeline.trace.layers import Layer
+from headrace.trees import nbytes
 
 OUTPUT = "output"
 """Under this name the last stage gives what the model returns."""
@@ -32,94 +30,89 @@ class Value:
     consumers: tuple[int, ...]
 
 
-class Stage:
+def at_once() -> None:
+    """Does nothing, for callers of `Stage.run` that do not ask when its layers begin."""
+
+
+class Stage(ABC):
     """One of the parts that a model is cut into.
 
-    It holds the model's own modules, which follow `train()` and `eval()`, and whose hooks run. Its layers are those
-    within `bounds`; `values` are all that cross cuts.
+    It holds the model's own modules, which follow `train()` and `eval()`, and whose hooks run. `values` are all that
+    cross cuts.
 
     Attributes:
+        layers: the names of those that it has.
         parameters, buffers: the names of those that it uses; what is tied is used by several stages.
-        inputs: names of the model's inputs that it needs, from `Traced.inputs`.
+        receives, sends: what it gets from earlier stages, and gives to later ones.
+        producers, consumers: the indices of these stages, ascending.
+        inputs: names of the model's inputs that it needs, from `TracedModel.inputs`.
         evaluated: the stage that runs in evaluation: itself, unless the model's forward is another one there.
+        gradients: calls layers whose weights' gradients can be added up in place, or made later.
     """
 
+    inputs: tuple[str, ...] = ()
+
     def __init__(
-        self, traced: Traced, index: int, bounds: tuple[int, int], values: Sequence[Value], last: bool
+        self, module: nn.Module, layers: Sequence[Layer], index: int, values: Sequence[Value], last: bool
     ) -> None:
-        layers = traced.layers[slice(*bounds)]
+        self.module = module
         self.index = index
+        self.last = last
         self.layers = tuple(layer.name for layer in layers)
         self.parameters = _once(name for layer in layers for name in layer.parameters)
         self.buffers = _once(name for layer in layers for name in layer.buffers)
-        self.last = last
-        self.evaluated = self
-        self.gradients = WeightGradients()
         self.receives = tuple(value for value in values if index in value.consumers)
         self.sends = tuple(value for value in values if value.producer == index)
         self.producers = sorted({value.producer for value in self.receives})
         self.consumers = sorted({consumer for value in self.sends for consumer in value.consumers})
-        self._recording = traced.recording
-        received = {value.name for value in self.receives}
-        self._nodes = _needed(traced, bounds, received, last)
-        self.inputs = tuple(node.name for node in self._nodes if node.op == "placeholder")
-        self._outside = received | set(self.inputs)
-        # A value that other stages hold, too, is copied before it is changed.
-        self._copied = {target for writer, target in self._recording.writes if writer in self._nodes}
-        self._drop = _last_uses(self._nodes)
+        self.evaluated: Stage = self
+        self.gradients = WeightGradients()
+
+    @abstractmethod
+    def run(self, values: Mapping[str, Any], begun: Callable[[], None] = at_once) -> dict[str, Any]:
+        """Runs its part of forward on the inputs that it needs and the values that it receives, by name.
+
+        Returns what it sends, by name; of the last stage the model's output, as `OUTPUT`. `begun` is called when the
+        first of its own layers begins. Raises a `JobError` if forward would do something else than for the examples
+        that it was traced with.
+        """
 
     def parameter_bytes(self) -> int:
         """Returns the bytes of the parameters that it uses."""
-        return sum(nbytes(self._recording.module.get_parameter(name)) for name in self.parameters)
+        return sum(nbytes(self.module.get_parameter(name)) for name in self.parameters)
 
     def changing_buffers(self) -> SavedBuffers:
         """Returns its buffers, which forward may change."""
-        return SavedBuffers(self._recording.module, self.buffers)
-
-    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs its part of forward on the inputs that it needs and the values that it receives, by name.
-
-        Returns what it sends, by name; of the last stage the model's output, as `OUTPUT`. Raises a `JobError` if
-        forward would do something else than for the examples that it was traced with.
-        """
-        recording = self._recording
-        held: dict[fx.Node, Any] = {}
-        out: dict[str, Any] = {}
-        sent = {value.name for value in self.sends}
-        for node, drop in zip(self._nodes, self._drop, strict=True):
-            if node.op == "output":
-                leaves: Any = map_arg(node.args[0], held.__getitem__)
-                out[OUTPUT] = map_leaves(partial(_leaf, leaves), recording.output)
-            elif node.name in self._outside:
-                value = values[node.name]
-                held[node] = value.clone() if node in self._copied else value
-            else:
-                held[node] = self._do(node, held)
-                if node.name in sent:
-                    out[node.name] = held[node]
-            for old in drop:
-                del held[old]
-        return out
-
-    def _do(self, node: fx.Node, held: Mapping[fx.Node, Any]) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), held.__getitem__)
-        recording = self._recording
-        if node.op == "call_module" and len(args) == 1 and not kwargs and node not in recording.gradless:
-            value = self.gradients.call(recording.module.get_submodule(str(node.target)), args[0])
-        else:
-            value = execute(recording, node, args, kwargs)
-        guards = recording.guards
-        if node in guards and answer(value) != guards[node]:
-            owner = type(recording.owners[node]).__name__
-            raise JobError(
-                f"the model was cut by what it does where {node.name} in the forward of {owner} is {guards[node]!r}, "
-                f"and now that is {answer(value)!r}; give every batch the same form, or move what depends on it into "
-                "a submodule of its own"
-            )
-        return value
+        return SavedBuffers(self.module, self.buffers)
 
 
-def cut(traced: Traced, partition: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
+class TracedModel(ABC):
+    """A model whose forward is known, and can be cut between its layers.
+
+    Attributes:
+        module: the model itself.
+        layers: in the order of forward.
+        notices: what the user should know of the cuts.
+        evaluated: what it does in evaluation, where that is something else; None where it is the same.
+        places: of `evaluated`: for each of its layers the index of the one in training that it stays with.
+    """
+
+    module: nn.Module
+    layers: tuple[Layer, ...]
+    notices: tuple[str, ...]
+    evaluated: TracedModel | None
+    places: tuple[int, ...]
+
+    @abstractmethod
+    def inputs(self, batch: Any) -> dict[str, Tensor]:
+        """Returns the model's inputs in a batch of the form that was traced, by the names that stages know them by."""
+
+    @abstractmethod
+    def stages(self, placed: Sequence[int], count: int) -> tuple[Stage, ...]:
+        """Returns `count` stages; `placed` is that of each layer, ascending."""
+
+
+def cut(traced: TracedModel, partition: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
     """Cuts a model into stages of its layers, all of them in order, by name."""
     names = [layer.name for layer in traced.layers]
     if [name for part in partition for name in part] != names or not all(partition):
@@ -134,69 +127,17 @@ def cut(traced: Traced, partition: Sequence[Sequence[str]]) -> tuple[Stage, ...]
                 f"no cut can stand between {names[stop - 1]} and {names[stop]}: {traced.layers[stop - 1].joined}"
             )
     placed = [bisect_right(stops, index) for index in range(len(names))]
-    stages = _stages(traced, placed, len(stops))
+    stages = traced.stages(placed, len(stops))
     if traced.evaluated:
-        others = _stages(traced.evaluated, [placed[place] for place in traced.evaluated.places], len(stops))
+        others = traced.evaluated.stages([placed[place] for place in traced.evaluated.places], len(stops))
         for stage, other in zip(stages, others, strict=True):
             stage.evaluated = other
     return stages
 
 
-def _stages(traced: Traced, placed: Sequence[int], count: int) -> tuple[Stage, ...]:
-    """Returns the stages of a forward; `placed` is that of each layer, ascending."""
-    values = _values(traced, placed, count - 1)
-    bounds = pairwise(bisect_left(placed, index) for index in range(count + 1))
-    return tuple(Stage(traced, index, bound, values, index == count - 1) for index, bound in enumerate(bounds))
-
-
-def _values(traced: Traced, stage: Sequence[int], last: int) -> list[Value]:
-    """Returns what crosses cuts; `stage` is that of each layer, and the output is that of the last one."""
-    layer = traced.layout.layer
-    values = []
-    for node, index in layer.items():
-        users = {stage[layer[user]] if user in layer else last for user in node.users}
-        later = users - {stage[index]}
-        if later:
-            values.append(Value(node.name, stage[index], tuple(sorted(later))))
-    return values
-
-
-def _needed(traced: Traced, bounds: tuple[int, int], received: set[str], last: bool) -> tuple[fx.Node, ...]:
-    """Returns the nodes of a stage, in order: its own, and what every stage does for itself."""
-    layer, recording = traced.layout.layer, traced.recording
-    needed: set[fx.Node] = set()
-
-    def need(node: fx.Node) -> None:
-        if node not in needed:
-            needed.add(node)
-            if node.name not in received:
-                for other in node.all_input_nodes:
-                    need(other)
-
-    for node in recording.graph.nodes:
-        if node.op == "output":
-            if last:
-                need(node)
-        elif bounds[0] <= layer.get(node, -1) < bounds[1]:
-            need(node)
-        elif bounds[0] == 0 and node not in layer and node in recording.guards:
-            # One stage must check it.
-            need(node)
-    return tuple(node for node in recording.graph.nodes if node in needed)
-
-
-def _last_uses(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Returns for each node whose value is not needed any more when it is done."""
-    last = {other: place for place, node in enumerate(nodes) for other in (node, *node.all_input_nodes)}
-    drop: list[list[fx.Node]] = [[] for _ in nodes]
-    for node, place in last.items():
-        if node.op != "output" and node in set(nodes):
-            drop[place].append(node)
-    return drop
-
-
-def _leaf(leaves: Sequence[Any], name: str, index: int) -> Any:
-    return leaves[index]
+def bounds_of(placed: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Returns the layers [start, stop) of each stage; `placed` is that of each layer, ascending."""
+    return list(pairwise(bisect_left(placed, index) for index in range(count + 1)))
 
 
 def _once(names: Iterable[str]) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.metrics import Mean, weigh
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.runner import MicroBatch, Runner, explain_out_of_memory
+from headrace.pipeline.stage import TracedModel
 from headrace.pipeline.stage_module import StageModule
-from headrace.pipeline.trace.tracing import Traced
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
@@ -44,7 +44,7 @@ class StagedModel(Compute):
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedModel,
         part: StageModule,
         runner: Runner,
         channels: Channels,

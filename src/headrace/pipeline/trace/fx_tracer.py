@@ -21,8 +21,9 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils import checkpoint
 
+from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.proxies import RecordingTracer, ValueProxy, is_instance, item_of, value_of
-from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute, tensors
+from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
 from headrace.trees import map_leaves
 
 _LOOKED_INTO = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
@@ -240,7 +241,7 @@ class _Recorder(RecordingTracer):
                     self.recording.written.append((node, what))
                 else:
                     self.recording.writes.append((node, what))
-        self._versions += [(node, tensor, tensor._version) for tensor in tensors(value)]
+        self._versions += [(node, tensor, tensor._version) for tensor in tensors_of(value)]
         if not isinstance(value, Tensor):
             told = node.target not in _SHAPES and node.op != "get_attr"
             values = self.recording.values

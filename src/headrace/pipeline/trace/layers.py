@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
-from headrace.pipeline.trace.recorded_forward import Recording, tensors
+from headrace.pipeline.trace.inputs import tensors_of
+from headrace.pipeline.trace.recorded_forward import Recording
 
 _SENDABLE = (Tensor, torch.Size, int, float)
 """What may cross a cut."""
@@ -89,7 +90,7 @@ def _is_free(node: fx.Node, recording: Recording, layer: dict[fx.Node, int]) -> 
     """Returns whether every stage does a node for itself."""
     if node.op in ("placeholder", "get_attr"):
         return True
-    if node.op == "call_module" or tensors(recording.values[node]):
+    if node.op == "call_module" or tensors_of(recording.values[node]):
         return False
     return not any(
         other in layer or (other.op == "get_attr" and isinstance(recording.values[other], Tensor))
@@ -142,11 +143,11 @@ def _bound(recording: Recording, writer: fx.Node, target: fx.Node) -> set[fx.Nod
     A node that reads the written value later must be there too; where others share its memory, all of them.
     """
     order = {node: index for index, node in enumerate(recording.graph.nodes)}
-    own = {tensor.untyped_storage()._cdata for tensor in tensors(recording.values[target])}
+    own = {tensor.untyped_storage()._cdata for tensor in tensors_of(recording.values[target])}
     family = {
         node
         for node, value in recording.values.items()
-        if order[node] < order[writer] and own & {tensor.untyped_storage()._cdata for tensor in tensors(value)}
+        if order[node] < order[writer] and own & {tensor.untyped_storage()._cdata for tensor in tensors_of(value)}
     }
     readers = {user for node in family for user in node.users if order[user] > order[writer]}
     alone = all(set(user.all_input_nodes) & family == {target} for user in readers)

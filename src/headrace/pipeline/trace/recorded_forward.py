@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -10,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-
-from headrace.trees import map_leaves, map_tensors
 
 
 class Untraceable(Exception):
@@ -78,28 +75,3 @@ def execute(recording: Recording, node: fx.Node, args: tuple[Any, ...], kwargs: 
 def answer(value: Any) -> Any:
     """Returns what a guard holds of a value: the length of what is taken apart, else the value itself."""
     return len(value) if isinstance(value, tuple | list | dict) and not isinstance(value, torch.Size) else value
-
-
-def places(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors in the arguments of a forward, and what else there is, by their places."""
-    found: dict[str, Tensor] = {}
-    settled: dict[str, Any] = {}
-
-    def put(name: str, leaf: Any) -> None:
-        if isinstance(leaf, Tensor):
-            found[name] = leaf
-        else:
-            settled[name] = leaf
-
-    for name, value in inspect.signature(module.forward).bind(*args, **kwargs).arguments.items():
-        map_leaves(put, value, name)
-    return found, settled
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    """Returns the tensors of a tree."""
-    found: list[Tensor] = []
-    map_tensors(found.append, tree)
-    return found

@@ -1,0 +1,61 @@
+"""A module whose forward runs several times, each time from the same attributes and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.training.whole_model import without_data
+
+
+class Isolation:
+    """Gives a module's attributes and buffers back as they were, between the runs of stages."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = [(part, dict(vars(part))) for part in module.modules()]
+        self._held = [(part._buffers, dict(part._buffers)) for part in self._plain(module)]
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        named = (*module.named_parameters(), *module.named_buffers())
+        self._names = {id(tensor): name for name, tensor in named}
+        self._empty = {id(tensor): without_data(tensor) for _, tensor in named if tensor.layout is torch.strided}
+        self._module = module
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Gives attributes and buffers back afterwards."""
+        try:
+            yield
+        finally:
+            for part, attributes in self._attributes:
+                vars(part).clear()
+                vars(part).update(attributes)
+            for buffers, held in self._held:
+                buffers.update(held)
+            with torch.no_grad():
+                for buffer, was in self._buffers:
+                    buffer.copy_(was)
+
+    @contextmanager
+    def released(self, held: set[str]) -> Iterator[None]:
+        """Leaves no data in the parameters and buffers that are not held."""
+        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for part in self._plain(self._module):
+            held_here: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+            for tensors in held_here:
+                changed.append((tensors, dict(tensors)))
+                for name, tensor in tensors.items():
+                    if tensor is not None and self._names.get(id(tensor)) not in held:
+                        tensors[name] = self._empty.get(id(tensor), tensor)
+        try:
+            yield
+        finally:
+            for tensors, before in changed:
+                tensors.update(before)
+
+    def _plain(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the modules whose tensors can be replaced."""
+        return [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]

@@ -1,0 +1,311 @@
+"""What a forward does between the calls of tracked modules, seen while it runs on a few examples.
+
+Two modes of torch watch the code between the calls, and are off within them. One sees operations on tensors, and so
+which outputs of earlier calls each later call gets a part of; the other sees which of these outputs are looked at at
+all, be it for their shape.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headrace.pipeline.replay.interception import intercepted
+from headrace.pipeline.replay.structure import leaves_of, map_parts, template
+
+Leaf = tuple[int, int]
+"""A tensor that a call has returned: the call's index, and the tensor's among those of the call."""
+
+_READ = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr}
+"""What reads a tensor's values without an operation of torch."""
+
+DEVICE = Tensor.device.__get__
+
+
+@dataclass(frozen=True)
+class RandomDraw:
+    """A draw of random numbers between the calls."""
+
+    index: int
+
+
+Source = Leaf | RandomDraw
+
+
+@dataclass
+class ModuleCall:
+    """A call of a tracked module.
+
+    Attributes:
+        name: the module's path, with ":2" where it is called for the second time.
+        needs: what of earlier calls its arguments were made of, or decided that it is called.
+        template: what it returns, with leaves in the places of tensors.
+        inside: tracked modules that it has called itself.
+        written: tensors of its output that are written to later.
+    """
+
+    path: str
+    name: str
+    needs: frozenset[Source]
+    template: Any = None
+    tensors: int = 0
+    inside: list[str] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Calls:
+    """A recorded forward.
+
+    Attributes:
+        needs: what of the calls the output is made of.
+        touched: by tensor of a call: behind how many calls it is looked at first, outside of calls.
+        held: names of parameters and buffers that are read outside of calls: behind how many calls first.
+        owned: paths of modules, of those that were unsure, whose output is not made of inputs alone.
+    """
+
+    calls: list[ModuleCall] = field(default_factory=list)
+    needs: frozenset[Source] = frozenset()
+    template: Any = None
+    touched: dict[Leaf, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    owned: set[str] = field(default_factory=set)
+    places_asked: bool = False
+
+    def merge(self, other: Calls) -> None:
+        """Takes over what another recording of the same calls has seen."""
+        for mine, theirs in zip(self.calls, other.calls, strict=True):
+            mine.needs |= theirs.needs
+            mine.written |= theirs.written
+        self.needs |= other.needs
+        self.touched = {leaf: _least(self.touched, other.touched, leaf) for leaf in {**self.touched, **other.touched}}
+        self.held = {name: _least(self.held, other.held, name) for name in {**self.held, **other.held}}
+        self.places_asked |= other.places_asked
+
+    def differs_from(self, other: Calls) -> str:
+        """Returns what another recording does otherwise; "" where it is the same."""
+        for mine, theirs in zip(self.calls, other.calls, strict=False):
+            if mine.path != theirs.path:
+                return f"it calls {theirs.path} where it called {mine.path}"
+            if leaves_of(mine.template) != leaves_of(theirs.template):
+                now, before = leaves_of(theirs.template), leaves_of(mine.template)
+                return f"{mine.name} returns {now!r:.100} instead of {before!r:.100}"
+        if len(self.calls) != len(other.calls):
+            return f"it makes {len(other.calls)} calls of its modules instead of {len(self.calls)}"
+        return ""
+
+
+class Irreplayable(Exception):
+    """A model cannot be cut between calls of its modules."""
+
+
+class CallRecorder:
+    """Records one forward; `tracked` are modules by path, `unsure` those of them that may turn out to be free."""
+
+    def __init__(self, module: nn.Module, tracked: Mapping[str, nn.Module], unsure: set[str]) -> None:
+        self.found = Calls()
+        self._tracked = tracked
+        self._unsure = unsure
+        self._names = {id(each): name for name, each in (*module.named_parameters(), *module.named_buffers())}
+        self._buffers = {_memory(each) for each in module.buffers()}
+        self._sources: dict[int, frozenset[Source]] = {}
+        self._leaves: dict[int, Leaf] = {}
+        self._versions: list[tuple[Leaf, Tensor, int]] = []
+        self._alive: list[Any] = []
+        self._control: frozenset[Source] = frozenset()
+        self._counts: dict[str, int] = {}
+        self._inside: list[str] = []
+        self._draws = 0
+        self._python = random.getstate()
+        self.silent = False
+        self._modes = (_Operations(self), _Looks(self))
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Runs forward once; returns what it returns, and notes what it did in `found`."""
+        self._python = random.getstate()
+        with intercepted(self._tracked, self), self._modes[0], self._modes[1]:
+            output = forward()
+        self._check_python()
+        self.silent = True
+        self.found.template, tensors = template(output)
+        self.found.needs = self._of(tensors) | self._control
+        for leaf, tensor, version in self._versions:
+            if tensor._version != version:
+                self.found.calls[leaf[0]].written.add(leaf[1])
+        return output
+
+    def __call__(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Stands for the call of a tracked module."""
+        if self.silent:
+            # A module that is called by another tracked one is a part of it.
+            self._inside.append(path)
+            return original(*args, **kwargs)
+        if path in self._unsure:
+            return self._call_unsure(path, original, args, kwargs)
+        self._check_python()
+        ended = self._silence()
+        needs = self._of(_arguments((args, kwargs))) | self._control
+        self._inside = []
+        output = original(*args, **kwargs)
+        calls = self.found.calls
+        count = self._counts[path] = self._counts.get(path, 0) + 1
+        # A tensor of its own tells each output apart from what it was made of.
+        output = map_parts(lambda _, each: each.clone() if isinstance(each, Tensor) else each, output)
+        made, tensors = template(output, (args, kwargs))
+        name = path if count == 1 else f"{path}:{count}"
+        calls.append(ModuleCall(path, name, needs, made, len(tensors), self._inside))
+        for index, tensor in enumerate(tensors):
+            leaf = (len(calls) - 1, index)
+            self._leaves[id(tensor)] = leaf
+            self._sources[_memory(tensor)] = frozenset({leaf})
+            self._versions.append((leaf, tensor, tensor._version))
+        self._alive += tensors
+        self._python = random.getstate()
+        self._watch(ended)
+        return output
+
+    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Notes an operation between calls."""
+        given, made = _tensors((args, kwargs)), _tensors(result)
+        sources = self._of(given)
+        for tensor in given:
+            if id(tensor) in self._names:
+                self.found.held.setdefault(self._names[id(tensor)], len(self.found.calls))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draws += 1
+            sources |= {RandomDraw(self._draws)}
+        if func is torch.ops.aten.lt.Scalar and args[1] <= 0:
+            # Random numbers are compared with a rate of 0 (LayerDrop), which none is below.
+            sources = frozenset(each for each in sources if not isinstance(each, RandomDraw))
+        if not made:
+            self._control |= sources
+        for tensor in made:
+            self._sources[_memory(tensor)] = sources | self._sources.get(_memory(tensor), frozenset())
+        self._alive += made
+        if func._schema.is_mutable:
+            for tensor in given:
+                if _memory(tensor) in self._buffers and any(_memory(each) == _memory(tensor) for each in made):
+                    self._control |= sources
+
+    def look(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Notes that something is asked of tensors between calls."""
+        given = _tensors((args, kwargs))
+        for tensor in given:
+            if id(tensor) in self._leaves:
+                self.found.touched.setdefault(self._leaves[id(tensor)], len(self.found.calls))
+        if func in _READ:
+            self._control |= self._of(given)
+        if func == DEVICE and given and id(given[0]) in self._names:
+            self.found.places_asked = True
+
+    def _call_unsure(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        module = self._tracked[path]
+        ended = self._silence()
+        saved = [each.clone() for each in module.buffers()]
+        self._watch(ended)
+        output = original(*args, **kwargs)
+        ended = self._silence()
+        same = all(torch.equal(one, other) for one, other in zip(module.buffers(), saved, strict=True))
+        if not same or self._of(template(output)[1]):
+            self.found.owned.add(path)
+        self._watch(ended)
+        return output
+
+    def _check_python(self) -> None:
+        if random.getstate() != self._python:
+            raise Irreplayable("it draws Python's random numbers, which decide what it does")
+
+    def _of(self, tensors: Sequence[Tensor]) -> frozenset[Source]:
+        none: frozenset[Source] = frozenset()
+        return none.union(*(self._sources.get(_memory(each), none) for each in tensors))
+
+    def _silence(self) -> int:
+        """Ends the modes for as long as a tracked module runs; those below a mode of forward's own stay, and see it."""
+        self.silent = True
+        operations, looks = self._modes
+        count = 0
+        if _top_function_mode() is looks:
+            looks.__exit__(None, None, None)
+            count += 1
+        if _top_dispatch_mode() is operations:
+            operations.__exit__(None, None, None)
+            count += 2
+        return count
+
+    def _watch(self, ended: int) -> None:
+        operations, looks = self._modes
+        if ended & 2:
+            operations.__enter__()  # type: ignore[no-untyped-call]
+        if ended & 1:
+            looks.__enter__()  # type: ignore[no-untyped-call]
+        self.silent = False
+
+
+class _Operations(TorchDispatchMode):
+    """Tells the recorder each operation on tensors."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch imports its compiler, for seconds, to keep it away from here; no compiled code runs within.
+        return False
+
+    def __init__(self, recorder: CallRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._recorder.silent:
+            self._recorder.operation(func, args, kwargs, result)
+        return result
+
+
+class _Looks(TorchFunctionMode):
+    """Tells the recorder each function of a tensor, be it of its shape."""
+
+    def __init__(self, recorder: CallRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._recorder.silent:
+            self._recorder.look(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _least(one: Mapping[Any, int], other: Mapping[Any, int], key: Any) -> int:
+    return min(each[key] for each in (one, other) if key in each)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _arguments(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_parts(lambda _, each: found.append(each) if isinstance(each, Tensor) else None, tree)
+    return found
+
+
+def _memory(tensor: Tensor) -> int:
+    """Returns the identity of the memory that a tensor shares with its views."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return int(tensor.untyped_storage()._cdata) if strided else id(tensor)
+
+
+def _top_function_mode() -> Any:
+    count = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(count - 1) if count else None
+
+
+def _top_dispatch_mode() -> Any:
+    count = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(count - 1) if count else None

@@ -1,0 +1,104 @@
+"""A model's forward as a graph, from which layers are cut: recorded in training and in evaluation, and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from headrace.pipeline.trace.fx_tracer import record
+from headrace.pipeline.trace.graph_stage import RecordedModel
+from headrace.pipeline.trace.inputs import longer_batch, masked_otherwise, places
+from headrace.pipeline.trace.layers import LayerMap, align, lay_out
+from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
+
+_NUMBER = "what it does depends on the number of examples"
+_MASK = "what it does depends on the mask"
+
+
+def trace_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Any) -> RecordedModel:
+    """Records what a model does as a graph.
+
+    What cannot be recorded of a submodule keeps it whole, as one layer. Where evaluation is something else than
+    training, both are recorded. Raises an `Untraceable` if the model itself cannot be recorded.
+    """
+    whole: dict[type[nn.Module], str] = {}
+    while True:
+        try:
+            recording = record(module.train(), args, kwargs, tuple(whole))
+            _verify(recording, module, *longer_batch(args, kwargs), _NUMBER)
+            for masked in masked_otherwise(args, kwargs):
+                _verify(recording, module, *masked, _MASK)
+            evaluated = _evaluated(recording, module.eval(), args, kwargs, tuple(whole))
+            break
+        except Untraceable as error:
+            if error.owner is module or type(error.owner) in whole:
+                raise
+            whole[type(error.owner)] = error.reason
+    notices = [f"{kind.__name__} is one layer, not cut: {reason}" for kind, reason in whole.items()]
+    if recording.recomputes:
+        notices.append("torch.utils.checkpoint is left out of what is cut; recompute='always' does as much here")
+    layout = _laid_out(recording)
+    traced = RecordedModel(module, layout.layers, recording, layout, tuple(notices), inputs)
+    if evaluated is None:
+        return traced
+    other = _laid_out(evaluated, whole=False)
+    layers, places_ = align(layout.layers, other.layers)
+    return replace(
+        traced,
+        layers=layers,
+        evaluated=RecordedModel(module, other.layers, evaluated, other, select=inputs, notices=(), places=places_),
+    )
+
+
+def _laid_out(recording: Recording, whole: bool = True) -> LayerMap:
+    layout = lay_out(recording, whole)
+    recording.values.clear()
+    return layout
+
+
+def _evaluated(
+    recording: Recording,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    whole: tuple[type[nn.Module], ...],
+) -> Recording | None:
+    """Records what a model does in evaluation, where that is something else than was recorded."""
+    try:
+        _verify(recording, module, args, kwargs, "what it does in training is not what it does else")
+    except Untraceable:
+        evaluated = record(module, args, kwargs, whole)
+        _verify(
+            evaluated,
+            module,
+            *longer_batch(args, kwargs),
+            "what it does in evaluation depends on the number of examples",
+        )
+        return evaluated
+    return None
+
+
+def _verify(
+    recording: Recording, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str
+) -> None:
+    """Runs what was recorded once more; raises an `Untraceable` if forward's questions do not get the same answers."""
+    found, _ = places(module, args, kwargs)
+    values: dict[fx.Node, Any] = {}
+    for node in recording.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            values[node] = found[node.target]
+            continue
+        try:
+            with torch.no_grad():
+                values[node] = execute(recording, node, *map_arg((node.args, node.kwargs), values.__getitem__))
+        except Exception as error:
+            raise Untraceable(recording.owners[node], f"{why}: {type(error).__name__}: {error}") from error
+        if node in recording.guards and answer(values[node]) != recording.guards[node]:
+            raise Untraceable(recording.owners[node], why)
