@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,6 +48,18 @@ def describe(module: nn.Module, sliceable: bool = True) -> ModelSpec:
         buffers=tuple(_spec(name, tensor) for name, tensor in module.named_buffers()),
         sliceable=sliceable,
     )
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """Returns a deep copy."""
+    # Of sparse tensors that are stored by row or column, torch makes no deep copies.
+    compressed = (
+        value
+        for part in module.modules()
+        for value in (*part._buffers.values(), *vars(part).values())
+        if isinstance(value, Tensor) and value.layout not in (torch.strided, torch.sparse_coo)
+    )
+    return copy.deepcopy(module, {id(tensor): tensor.clone() for tensor in compressed})
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from headrace.api.special_layers import NoSparseGradients, lazy_tensors, refuse_
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
-from headrace.modules import describe, evaluating, set_train_modes
+from headrace.modules import copy_module, describe, evaluating, set_train_modes
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -155,7 +154,7 @@ def _made(job: Job) -> tuple[Job, nn.Module, tuple[str, ...]]:
                 "forward does not use, or use one that is not lazy"
             )
         # Every worker gets this model: its own would have no shape before its first batch.
-        job = replace(job, model=copy.deepcopy(module))
+        job = replace(job, model=copy_module(module))
         notices += (f"lazy layers got their shapes from the first examples of the data: {names_of(lazy)}",)
     return job, module, notices
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import fcntl
 import os
 import shutil
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from headrace.checkpoint import forms
 from headrace.errors import RunFailed, UnfitMachine, UsageError
-from headrace.modules import is_dense, restore
+from headrace.modules import copy_module, is_dense, restore
 from headrace.report.model.events import read_events
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.views.page import write_page
@@ -179,7 +178,7 @@ class Run:
         path = self.run_dir / "model.safetensors"
         if not path.is_file():
             raise RunFailed(f"there is no {path}: the run ended before a model was saved")
-        module = copy.deepcopy(self.template)
+        module = copy_module(self.template)
         _load(module, forms.decode(load_file(path)))
         return module.eval()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.errors import UsageError
 from headrace.machine import cores
-from headrace.modules import set_train_modes
+from headrace.modules import copy_module, set_train_modes
 from headrace.parameter_server.replication.failover import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
@@ -118,7 +117,7 @@ class WorkerSession:
 def make_module(job: Job) -> nn.Module:
     """Makes the job's model from its seed, or copies the one that it is."""
     torch.manual_seed(job.seed)
-    return copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+    return copy_module(job.model) if isinstance(job.model, nn.Module) else job.model()
 
 
 def build_module(job: Job) -> nn.Module:
