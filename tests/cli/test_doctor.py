@@ -5,6 +5,7 @@ import shutil
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,3 +175,33 @@ def test_this_machine() -> None:
     assert found["torch"].verdict is Verdict.OK
     assert all(check.remedy for check in found.values() if check.verdict is not Verdict.OK)
     assert [check for check in found.values() if check.verdict is Verdict.PROBLEM] == []
+
+
+JOB = """
+import functools
+import torch
+import headrace as hr
+
+def loss(output, target):
+    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+def job(features: int = 3):
+    data = (torch.randn(16, features), torch.zeros(16))
+    return hr.Job(functools.partial(torch.nn.Linear, 3, 3), functools.partial(torch.optim.SGD, lr=0.1), data, 8,
+                  loss=loss, steps=1)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    assert run(["doctor", str(tmp_path / "job.py"), "--json"]) == 0
+    checks = [check for check in json.loads(capsys.readouterr().out)["checks"] if check["name"] == "job"]
+    assert [check["verdict"] for check in checks] == ["ok", "warning"]
+    assert "12 trained parameters, 16 examples" in checks[0]["found"]
+    assert "the loss: that of a batch of 8 examples" in checks[1]["found"]
+    assert "hr.Mean" in checks[1]["remedy"]
+    assert run(["doctor", str(tmp_path / "job.py"), "--set", "features=4", "--json"]) == 3
+    *_, last = json.loads(capsys.readouterr().out)["checks"]
+    assert last["verdict"] == "problem"
+    assert "the model cannot be run on data" in last["found"]

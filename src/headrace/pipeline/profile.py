@@ -29,6 +29,7 @@ from headrace.data import Loader, as_pipeline
 from headrace.errors import UnfitMachine
 from headrace.machine import give_back
 from headrace.metrics import weigh
+from headrace.modules import is_dense
 from headrace.pipeline.runner import out_of_memory
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, at_once, cut
 from headrace.pipeline.trace.tracing import trace, unchanged
@@ -243,7 +244,7 @@ class Sweep:
         kept: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            kept[_place(tensor)] = tensor.untyped_storage().nbytes()
+            kept[_place(tensor)] = _stored_bytes(tensor)
             # Detached, because a layer that keeps what it has made would hold itself for ever.
             return tensor.detach()
 
@@ -253,7 +254,7 @@ class Sweep:
         except RuntimeError:
             # torch.func.grad permits no hooks; any other error is raised again.
             gave, roots = self._forward(stage, _received(got))
-            return {_place(tensor): tensor.untyped_storage().nbytes() for tensor in _saved(roots)}, gave
+            return {_place(tensor): _stored_bytes(tensor) for tensor in _saved(roots)}, gave
 
     def _backward(self, stage: Stage, roots: Sequence[Tensor]) -> None:
         if roots:
@@ -306,7 +307,14 @@ def _saved(roots: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    # A sparse tensor has no memory of its own, but that of its indices and values.
+    return tensor.untyped_storage().data_ptr() if is_dense(tensor) else id(tensor)
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    if is_dense(tensor):
+        return tensor.untyped_storage().nbytes()
+    return (tensor._values() if tensor.is_sparse else tensor.values()).nbytes
 
 
 def _received(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace.checkpoint import CheckpointFolder
-from headrace.checkpoint.forms import encode, extra_states
+from headrace.checkpoint.forms import encode, extra_states, pack, unpack
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import HeadraceError, PeerLost, user_traceback
-from headrace.modules import parameters_and_buffers
+from headrace.modules import is_dense, parameters_and_buffers
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
@@ -197,7 +197,19 @@ def _gathered(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor of the model that some rank holds, on the ranks that keep it."""
     specs = {spec.name: spec for spec in (*model.parameters, *model.buffers)}
-    for name, _ in parameters_and_buffers(module):
+    for name, local in parameters_and_buffers(module):
+        if not is_dense(local):
+            # Only its holder knows how many elements it has.
+            content = torch.empty(0, dtype=torch.uint8)
+            if name in own:
+                content = torch.frombuffer(bytearray(pack({name: own[name]})), dtype=torch.uint8)
+            (size,) = group.sum([float(len(content))])
+            packed = torch.zeros(int(size), dtype=torch.uint8)
+            packed[: len(content)] = content
+            group.all_reduce(packed)
+            if keep:
+                yield from unpack(packed.numpy().tobytes()).items()
+            continue
         spec = specs[name.partition("/")[2]]
         whole = torch.zeros(spec.bytes, dtype=torch.uint8)
         if name in own:

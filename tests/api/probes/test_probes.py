@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import headrace as hr
+import torchvision_ops
 from headrace.api.checks import inspect_job
 from headrace.api.probes.finding import Finding, Scope, trial
 from headrace.api.probes.layers import modes_text
 from headrace.api.probes.probing import PROBES, probe, said_by
+from headrace.errors import JobError
 from headrace.machine import detect
 from headrace.models import zoo
 from headrace.spec.model import ModelSpec
@@ -227,6 +230,35 @@ def test_half_precision_has_its_tolerance() -> None:
     assert found(model, data=(inputs.bfloat16(), target)) == ()
 
 
+def tokens() -> dict[str, Tensor]:
+    ids = torch.randint(1, 50, (16, 12), generator=torch.Generator().manual_seed(1))
+    lengths = 3 + torch.arange(16) % 7
+    padded = torch.arange(12) >= lengths[:, None]
+    return {
+        "input_ids": ids.masked_fill(padded, 0),
+        "attention_mask": (~padded).long(),
+        "labels": ids.masked_fill(padded, -100),
+    }
+
+
+def gpt2() -> nn.Module:
+    torchvision_ops.declare()
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(vocab_size=50, bos_token_id=0, eos_token_id=0, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@pytest.mark.slow
+def test_a_transformer_is_clean_if_its_loss_is_weighed_by_tokens() -> None:
+    data = tokens()
+    wrong = found(gpt2, data=data, task=hr.tasks.own_loss())
+    assert of(wrong, Scope.SHARES) == ["the loss"]
+    for task in (hr.tasks.own_loss(-100), hr.tasks.language_model()):
+        assert of(found(gpt2, data=data, task=task), Scope.SHARES) == []
+
+
 @pytest.mark.parametrize("each", PROBES)
 @pytest.mark.parametrize("model", [Codebook, partial(Target, frozen=True), partial(norm, nn.BatchNorm1d)])
 def test_a_probe_leaves_everything_as_it_was(each: Any, model: Callable[[], nn.Module]) -> None:
@@ -254,6 +286,49 @@ def test_a_trial_ends_after_an_error() -> None:
         fail()
     assert module.training
     assert module.codes.shape == (8,)
+
+
+def test_lazy_layers_get_their_shapes_in_the_launcher() -> None:
+    job = hr.Job(
+        model=lambda: nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES)),
+        task=hr.tasks.multiclass(CLASSES),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=rows(8),
+        global_batch_size=8,
+        steps=2,
+    )
+    assert "'0.weight', '0.bias', '1.weight' and 5 more" in inspect_job(job).notices[-1]
+    runs = [hr.fit(job, strategy, engine=hr.ThreadEngine()) for strategy in (hr.OneDevice(), hr.CentralStorage(1))]
+    one, other = (run.model.state_dict() for run in runs)
+    assert one["0.weight"].shape == (16, 8)
+    torch.testing.assert_close(one, other)
+
+
+def test_sparse_gradients_made_by_a_function_are_refused() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(3, CLASSES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.embedding((x.sum(1) > 0).long(), self.rows, sparse=True)
+
+    with pytest.raises(JobError, match=r"sparse gradients of the parameter 'rows' .*use sparse=False"):
+        found(Table)
+    with pytest.raises(JobError, match=r"the parameter 'weight' is sparse .*make it dense"):
+        found(sparse_weight)
+
+
+def sparse_weight() -> nn.Module:
+    layer = nn.Linear(8, CLASSES)
+    layer.weight = nn.Parameter(layer.weight.detach().to_sparse())
+    return layer
+
+
+def test_a_probe_of_a_small_model_is_quick() -> None:
+    began = time.process_time()
+    found(lambda: zoo.mlp(8, 16, CLASSES))
+    assert time.process_time() - began < 0.5
 
 
 def test_modes() -> None:
