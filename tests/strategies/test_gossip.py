@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import headrace as hr
+from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, RunFailed, UnknownName, UsageError
 from headrace.spec.events import ParametersAveraged
 from headrace.strategies.gossip import neighbours
-from strategies.contract_checks import MOMENTUM, job_of
+from strategies import references
+from strategies.contract_checks import DOUBLE, MOMENTUM, job_of
 from strategies.contract_models import ADAM, Case, Convolutional, dense, images
 from strategies.contract_runs import CLUSTER, MODEL, distance, train
 
@@ -70,6 +72,13 @@ def test_a_hypercube_has_a_power_of_two_of_workers() -> None:
 def test_options_that_need_equal_workers_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(changes))):
         hr.fit(job_of(Case(dense, options=hr.Options(**changes))), hr.Gossip(2), engine=THREADS)
+
+
+@pytest.mark.slow
+def test_processes_compute_what_the_paper_says() -> None:
+    job = job_of(Case(dense, optimizer=MOMENTUM))
+    with LocalEngine() as engine:
+        assert distance(train(job, hr.Gossip(4), engine).tensors, references.gossip(job, 4).tensors) <= DOUBLE
 
 
 def fit(job: hr.Job, folder: Path, resume: bool = False) -> hr.Run:
