@@ -78,6 +78,10 @@ def one_device() -> hr.Run:
         pytest.param(hr.CentralStorage(2), marks=pytest.mark.full),
         pytest.param(hr.ParameterServer(2, staleness_bound=0), marks=pytest.mark.full),
         pytest.param(hr.TensorParallel(2), marks=pytest.mark.full),
+        hr.Pipeline(2),
+        pytest.param(hr.Pipeline(2, schedule="1f1b"), marks=pytest.mark.full),
+        pytest.param(hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)), marks=pytest.mark.full),
+        pytest.param(hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)), marks=pytest.mark.full),
     ],
     ids=lambda strategy: strategy.name,
 )

@@ -49,8 +49,10 @@ def one_device(job: hr.Job) -> hr.Run:
         hr.Mirrored(2),
         pytest.param(hr.TensorParallel(2), marks=pytest.mark.full),
         hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)),
+        hr.Pipeline(2),
+        pytest.param(hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)), marks=pytest.mark.full),
     ],
-    ids=["mirrored", "tensor_parallel", "hybrid"],
+    ids=["mirrored", "tensor_parallel", "hybrid", "pipeline", "hybrid of pipelines"],
 )
 def test_it_gives_the_loss_of_one_device(job: hr.Job, one_device: hr.Run, strategy: hr.Strategy) -> None:
     run = hr.fit(job, strategy, engine=THREADS)
