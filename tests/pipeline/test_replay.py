@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import JobError
 from headrace.pipeline.replay.tracing import trace_calls
@@ -294,3 +295,33 @@ def test_nothing_is_left_of_a_run() -> None:
     assert [dict(vars(module)) for module in model.modules()] == before
     copy.deepcopy(model)
     assert tensors_of(list(model.parameters()))
+
+
+class Recomputing(nn.Module):
+    """Recomputes its blocks in backward, and sets an attribute."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = len(x)
+        for block in self.blocks:
+            x = checkpoint(lambda value, block=block: block(value)[0], x, use_reentrant=self.reentrant)
+        return x
+
+
+def test_checkpoints_of_blocks_are_recomputed_in_stages() -> None:
+    torch.manual_seed(0)
+    model = Recomputing(reentrant=False)
+    traced = trace(model, torch.randn(3, 4))
+    assert type(traced).__name__ == "ReplayedModel"
+    assert not any(layer.joined for layer in traced.layers)
+    assert_staged(model, traced, torch.randn(4, 4), lambda output: output.sum())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_blocks_within_a_function_with_its_own_backward_are_refused() -> None:
+    with pytest.raises(JobError, match=r"within a function that has its own backward, .* use_reentrant=False, or"):
+        trace(Recomputing(reentrant=True), torch.randn(3, 4))

@@ -121,3 +121,27 @@ def test_a_model_that_does_something_else_in_evaluation_is_one_device(kind: type
     one, stages = (hr.fit(job, strategy, engine=hr.ThreadEngine()) for strategy in (hr.OneDevice(), hr.Pipeline(2, 2)))
     assert stages.metrics == pytest.approx(one.metrics, abs=1e-9)
     assert distance(stages.model.state_dict(), one.model.state_dict()) <= 1e-9
+
+
+def scripted() -> nn.Module:
+    torch.manual_seed(0)
+    script = torch.jit.script(nn.Linear(4, 6).double())
+    return nn.Sequential(nn.Linear(4, 4).double(), script, nn.Tanh(), nn.Linear(6, 3).double())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("partition", [[1, 3], [2, 2]])
+def test_a_script_module_is_a_layer_of_one_stage(partition: list[int]) -> None:
+    x = torch.randn(COUNT, 4, dtype=torch.float64)
+    job = hr.Job(
+        model=scripted,
+        loss=nn.functional.cross_entropy,
+        optimizer=partial(SGD, lr=0.1),
+        data=(x, x[:, :3].argmax(1)),
+        global_batch_size=5,
+        epochs=1,
+    )
+    strategies = (hr.OneDevice(), hr.Pipeline(2, 2, partition=partition))
+    one, stages = (hr.fit(job, strategy, device="cpu", engine=hr.ThreadEngine()) for strategy in strategies)
+    assert distance(stages.model.state_dict(), one.model.state_dict()) <= 1e-9

@@ -107,15 +107,6 @@ def test_a_loop_of_ones_own_does_whole_steps(stages: int, message: str) -> None:
         train(job(MODELS["mlp"]), hr.Pipeline(stages), loop=loop)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_torchscript_is_refused_by_name() -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(torch.jit.script(nn.Linear(4, 6).double()), nn.Linear(6, 3).double())
-
-    with pytest.raises(JobError, match=r"0 is a TorchScript module, .* build it without torch\.jit\.script"):
-        train(replace(job(MODELS["mlp"]), model=model), hr.Pipeline(2))
-
-
 class Hungry(nn.Module):
     """Wants a petabyte from the second round on; what looks at the data is kept whole."""
 

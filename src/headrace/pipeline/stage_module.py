@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.errors import JobError, UsageError
+from headrace.errors import UsageError
 from headrace.pipeline.channels import Channels, Edge
 from headrace.pipeline.stage import Stage
 from headrace.training.whole_model import without_data
@@ -45,15 +45,15 @@ class StageModule:
 
     def release(self) -> None:
         """Releases what other ranks hold; names, shapes and ties stay as they are."""
-        for name, module in self.module.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                raise JobError(
-                    f"{name or 'the model'} is a TorchScript module, whose parameters cannot be left to one stage; "
-                    "build it without torch.jit.script"
-                )
         names = (*self.module.named_parameters(), *self.module.named_buffers())
-        released = {id(tensor): without_data(tensor) for name, tensor in names if name not in self._held}
+        # TorchScript does not let go of its tensors, which every rank has then, and one of them trains.
+        scripted = [module for module in self.module.modules() if isinstance(module, torch.jit.ScriptModule)]
+        fixed = {id(each) for module in scripted for each in (*module.parameters(), *module.buffers())}
+        left = [(name, tensor) for name, tensor in names if name not in self._held and id(tensor) not in fixed]
+        released = {id(tensor): without_data(tensor) for _, tensor in left}
         for module in self.module.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             held: tuple[dict[str, Any], ...] = module._parameters, module._buffers
             for tensors in held:
                 tensors.update({name: released[id(each)] for name, each in tensors.items() if id(each) in released})

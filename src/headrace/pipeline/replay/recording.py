@@ -7,6 +7,7 @@ all, be it for their shape.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ Leaf = tuple[int, int]
 
 _READ = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr}
 """What reads a tensor's values without an operation of torch."""
+
+_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
 
 DEVICE = Tensor.device.__get__
 
@@ -151,6 +154,11 @@ class CallRecorder:
         if path in self._unsure:
             return self._call_unsure(path, original, args, kwargs)
         self._check_python()
+        if _inside_function():
+            raise Irreplayable(
+                f"it calls {path} within a function that has its own backward, as torch.utils.checkpoint does with "
+                "use_reentrant=True; use_reentrant=False, or Pipeline(recompute='always') in its place, can be cut"
+            )
         ended = self._silence()
         needs = self._of(_arguments((args, kwargs))) | self._control
         self._inside = []
@@ -279,6 +287,14 @@ class _Looks(TorchFunctionMode):
         if not self._recorder.silent:
             self._recorder.look(func, args, kwargs)
         return func(*args, **(kwargs or {}))
+
+
+def _inside_function() -> bool:
+    """Returns whether an autograd function is running, which differentiates what it calls by itself."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _least(one: Mapping[Any, int], other: Mapping[Any, int], key: Any) -> int:
