@@ -73,7 +73,9 @@ class Mirrored(Strategy):
             reduction = CollectiveReduction(trainable, group, devices, context.device)
         updater = context.updater_of(plan.segments)
         views = dict(zip(reduction.layout.names, reduction.layout.views(reduction.result), strict=True))
-        parameters = [module.get_parameter(name) for name in views]
+        # Not get_parameter(), which script modules lack.
+        named = dict(module.named_parameters())
+        parameters = [named[name] for name in views]
         copies = devices is None and group.world > 1 and may_write_gradients(updater.optimizer)
         exchange = MirroredExchange(
             updater, context.clipper(views), reduction, parameters, context.model.parameter_bytes, copies

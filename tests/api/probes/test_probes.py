@@ -201,6 +201,7 @@ def norm(layer: type[nn.Module], **options: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), layer(16, **options), nn.ReLU(), nn.Linear(16, CLASSES))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
@@ -211,11 +212,24 @@ def norm(layer: type[nn.Module], **options: Any) -> nn.Module:
         (partial(norm, nn.LayerNorm), (8,)),
         (lambda: norm(nn.BatchNorm1d).to(torch.float64), (8,)),
         (Residual, (3, 8, 8)),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, CLASSES))), (8,)),
         (Cache, (8,)),
         (lambda: nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES)), (8,)),
         (lambda: zoo.fashion_cnn(CLASSES), (1, 28, 28)),
     ],
-    ids=["linear", "mlp", "batch norm", "no statistics", "layer norm", "double", "residual", "cache", "lazy", "cnn"],
+    ids=[
+        "linear",
+        "mlp",
+        "batch norm",
+        "no statistics",
+        "layer norm",
+        "double",
+        "residual",
+        "script",
+        "cache",
+        "lazy",
+        "cnn",
+    ],
 )
 def test_nothing_is_said_of_clean_models(model: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     inputs, target = rows(*shape)

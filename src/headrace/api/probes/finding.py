@@ -66,7 +66,8 @@ def loss_of(module: nn.Module, batch: Any, objective: Objective) -> Any:
 @contextmanager
 def trial(module: nn.Module) -> Iterator[None]:
     """Runs without gradients and without compilers; afterwards, the module and all generators are as they were."""
-    parts = list(module.modules())
+    # Attributes of script modules live in TorchScript, and forward does not replace them.
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     attributes = [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
     frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
     values = [(tensor, tensor.detach().clone()) for tensor in (*frozen, *module.buffers())]
