@@ -23,7 +23,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree with the page's blocks applied."""
     copy = tmp_path_factory.mktemp("tree")
     forgotten = shutil.ignore_patterns("__pycache__", "docs", ".*")
-    for folder in ("src", "tests", "examples"):
+    for folder in ("src", "tests", "examples", "benchmarks"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=forgotten)
     for name in ("pyproject.toml", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, copy)
