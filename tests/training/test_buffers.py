@@ -161,14 +161,15 @@ def test_a_submodule_in_eval_mode_stays_so(model: Any) -> None:
         global_batch_size=8,
         epochs=2,
     )
-    results = [hr.fit(job, strategy, engine=THREADS) for strategy in (hr.OneDevice(), hr.Mirrored(2))]
+    results = [hr.fit(job, strategy, engine=THREADS) for strategy in (hr.OneDevice(), hr.Mirrored(2), hr.Pipeline(2))]
     for run in results:
         said = [event.text for event in run.events if isinstance(event, Notice)]
         assert any("in eval mode during training" in text for text in said)
         statistics = [tensor for name, tensor in run.model.state_dict().items() if "running_mean" in name]
         assert all(not tensor.any() for tensor in statistics)
-    one, two = (run.model.state_dict() for run in results)
-    torch.testing.assert_close(one, two)
+    one, *others = (run.model.state_dict() for run in results)
+    for other in others:
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from headrace.data import Loader, as_pipeline
 from headrace.errors import UnfitMachine
 from headrace.machine import give_back
 from headrace.metrics import weigh
-from headrace.modules import is_dense
+from headrace.modules import is_dense, set_train_modes
 from headrace.pipeline.runner import out_of_memory
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, at_once, cut
 from headrace.pipeline.trace.tracing import trace, unchanged
@@ -72,7 +72,8 @@ def profile(
     with unchanged(module), _threads(threads), context:
         traced = trace(module, batch if sample is None else sample, objective.inputs)
         groups = _groups(traced)
-        sweep = Sweep(module.train(), cut(traced, groups), traced.inputs(batch), _loss(objective, batch), device)
+        set_train_modes(module)
+        sweep = Sweep(module, cut(traced, groups), traced.inputs(batch), _loss(objective, batch), device)
         saved, crossing = sweep.count()
         times: list[list[LayerTiming]] = []
         until = perf_counter() + seconds

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.modules import set_train_modes
 from headrace.pipeline.replay.check import CutCheck
 from headrace.pipeline.replay.isolation import Isolation
 from headrace.pipeline.replay.recording import CallRecorder, Calls, Irreplayable, RandomDraw, Source
@@ -31,7 +32,8 @@ def trace_calls(module: nn.Module, arguments: Arguments, inputs: Any, check: boo
     """
     if is_whole(module):
         raise Irreplayable("it has forward hooks, parametrizations or a compiled forward, for the whole model alone")
-    isolation = Isolation(module.train())
+    set_train_modes(module)
+    isolation = Isolation(module)
     tracked = _owned(module, isolation, tracked_modules(module), arguments)
     longer = longer_batch(*arguments)
     trained = _recorded(module, isolation, tracked, [arguments, longer])

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
+from headrace.modules import evaluating, set_train_modes
 from headrace.pipeline.trace.fx_tracer import record
 from headrace.pipeline.trace.graph_stage import RecordedModel
 from headrace.pipeline.trace.inputs import longer_batch, masked_otherwise, places
@@ -29,11 +30,13 @@ def trace_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     whole: dict[type[nn.Module], str] = {}
     while True:
         try:
-            recording = record(module.train(), args, kwargs, tuple(whole))
+            set_train_modes(module)
+            recording = record(module, args, kwargs, tuple(whole))
             _verify(recording, module, *longer_batch(args, kwargs), _NUMBER)
             for masked in masked_otherwise(args, kwargs):
                 _verify(recording, module, *masked, _MASK)
-            evaluated = _evaluated(recording, module.eval(), args, kwargs, tuple(whole))
+            with evaluating(module):
+                evaluated = _evaluated(recording, module, args, kwargs, tuple(whole))
             break
         except Untraceable as error:
             if error.owner is module or type(error.owner) in whole:
