@@ -130,14 +130,18 @@ class Examples(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {name: tensor[index] for name, tensor in self.batch.items()}
 
 
+def _built(name: str) -> nn.Module:
+    # By its name, so that a process imports this module, and torchvision as it does, before the library.
+    return ZOO[name].model().double()
+
+
 def job_of(name: str, learning_rate: float = 0.01) -> hr.Job:
     """Returns a job of three steps in double precision, the last with half a batch."""
     entry = ZOO[name]
-    torch.manual_seed(0)
     batch = {key: value.double() if value.is_floating_point() else value for key, value in entry.batch().items()}
     data = Examples(batch)
     return hr.Job(
-        model=entry.model().double(),
+        model=partial(_built, name),
         optimizer=partial(torch.optim.SGD, lr=learning_rate),
         data=data,
         eval_data=data,
