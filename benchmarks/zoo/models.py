@@ -1,4 +1,4 @@
-"""Tiny models of the transformers library and of torchvision, as they come, with a few examples for each.
+"""Tiny models of the transformers library, as they come, with a few examples for each.
 
 Each trains three steps on a CPU in a second or two. Dropout is 0, so that any strategy can equal one device.
 """
@@ -99,19 +99,8 @@ def pairs() -> dict[str, Tensor]:
     return {**text(labels=""), "pixel_values": image()["pixel_values"]}
 
 
-def torchvision_batch(size: int = 64) -> dict[str, Tensor]:
-    """Returns images and classes, under the names of torchvision."""
-    batch = image(size)
-    return {"x": batch["pixel_values"], "labels": batch["labels"]}
-
-
 def loss_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Returns the loss of a model that returns none: cross-entropy, or the similarity of each pair.
-
-    A contrastive loss of CLIP's is another one on a part of a batch.
-    """
-    if isinstance(output, Tensor):
-        return torch.nn.functional.cross_entropy(output, batch["labels"])
+    """Returns the similarity of each pair. CLIP's own loss is contrastive: on a part of a batch it is another loss."""
     weights = torch.arange(output.text_embeds.shape[1], dtype=output.text_embeds.dtype)
     similarity: Tensor = (output.text_embeds * output.image_embeds * weights).sum(-1).square().mean()
     return similarity
@@ -131,13 +120,13 @@ class Examples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def _built(name: str) -> nn.Module:
-    # By its name, so that a process imports this module, and torchvision as it does, before the library.
-    return ZOO[name].model().double()
+    # By its name, so that a process imports this module, and torchvision as it does before the library.
+    return TRANSFORMERS[name].model().double()
 
 
 def job_of(name: str, learning_rate: float = 0.01) -> hr.Job:
     """Returns a job of three steps in double precision, the last with half a batch."""
-    entry = ZOO[name]
+    entry = TRANSFORMERS[name]
     batch = {key: value.double() if value.is_floating_point() else value for key, value in entry.batch().items()}
     data = Examples(batch)
     return hr.Job(
@@ -150,7 +139,6 @@ def job_of(name: str, learning_rate: float = 0.01) -> hr.Job:
         seed=1,
         task=None if entry.task is None else hr.tasks.own_loss(**entry.task),
         loss=loss_of if entry.task is None else None,
-        inputs=("x",) if "x" in batch else None,
     )
 
 
@@ -158,12 +146,6 @@ def _of(model: str, config: str, **options: Any) -> nn.Module:
     import transformers
 
     return getattr(transformers, model)(getattr(transformers, config)(**options))
-
-
-def _vision(name: str, **options: Any) -> nn.Module:
-    import torchvision
-
-    return getattr(torchvision.models, name)(num_classes=CLASSES, **options)
 
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -341,12 +323,4 @@ def _transformers() -> dict[str, Entry]:
     }
 
 
-_CLASSIFIERS = (
-    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "mnasnet0_5", "mobilenet_v2"),
-    *("mobilenet_v3_small", "regnet_x_400mf", "resnet18", "resnext50_32x4d", "shufflenet_v2_x0_5"),
-    *("squeezenet1_1", "swin_t", "vgg11", "vit_b_32", "wide_resnet50_2"),
-)
-
 TRANSFORMERS = _transformers()
-VISION = {name: Entry(partial(_vision, name), torchvision_batch, None) for name in _CLASSIFIERS}
-ZOO = TRANSFORMERS | VISION
