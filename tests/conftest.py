@@ -98,10 +98,21 @@ def pytest_configure_node(node: Any) -> None:
         node.workerinput[_WARM] = str(launch())
 
 
+_LIBRARIES = os.environ.get("LD_LIBRARY_PATH")
+
+
 def pytest_collection_finish() -> None:
-    """Leaves what was collected out of later garbage collections."""
+    """Leaves what was collected out of later garbage collections, and the environment as it was.
+
+    OpenCV extends LD_LIBRARY_PATH when it is imported. A program that is started with another one than the warm process
+    cannot begin warm.
+    """
     gc.freeze()
     gc.enable()
+    if _LIBRARIES is None:
+        os.environ.pop("LD_LIBRARY_PATH", None)
+    else:
+        os.environ["LD_LIBRARY_PATH"] = _LIBRARIES
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

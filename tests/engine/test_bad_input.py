@@ -75,7 +75,6 @@ JOBS: dict[str, tuple[dict[str, Any], type[HeadraceError], str]] = {
     "model does not fit": ({"model": lambda: nn.Linear(5, 1)}, JobError, r"cannot be run on data: .*\(2x4 and 5x1\)"),
     "model has another type": ({"model": lambda: nn.Linear(4, 1).double()}, JobError, "cannot be run on data: "),
     "all frozen": ({"model": frozen}, JobError, "no parameter to train: all are frozen, or there is none"),
-    "lazy": ({"model": lambda: nn.LazyLinear(1)}, JobError, "'weight' has no shape before the first batch"),
     "sparse": (
         {"model": sparse, "data": (torch.zeros(8, 4).long(), TARGETS[:8])},
         JobError,
