@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import headrace as hr
 from headrace.engine.base import Engine
@@ -13,7 +15,7 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.spec.cluster import Cluster, Host
 from headrace.strategies import resolve
-from strategies.contract_models import MODELS, VARIANTS
+from strategies.contract_models import MODELS, SGD, VARIANTS
 from strategies.contract_runs import GIGABYTE, MODEL, distance, train
 
 CASES = {**MODELS, **VARIANTS}
@@ -94,3 +96,34 @@ def test_a_launcher_s_processes_are_shared_out() -> None:
 def test_a_hybrid_has_a_name_on_the_command_line() -> None:
     text = "hybrid(outer='mirrored(workers=2)', inner='tensor_parallel(devices=2)')"
     assert resolve(text) == hr.Hybrid(TWO, SLICES)
+
+
+class FrozenStage(nn.Module):
+    """The last of two stages has no parameter to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.act = nn.Tanh()
+        self.last = nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x)))
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_a_stage_without_a_parameter_to_train(server: bool) -> None:
+    draw = torch.Generator().manual_seed(1)
+    rows = [(torch.randn(4, generator=draw), torch.tensor(index % 3)) for index in range(9)]
+    job = hr.Job(
+        model=FrozenStage,
+        loss=nn.functional.cross_entropy,
+        data=rows,
+        global_batch_size=4,
+        epochs=2,
+        optimizer=SGD,
+        options=hr.Options(clip_value=0.05) if server else hr.Options(clip_norm=0.5),
+    )
+    outer = hr.ParameterServer(workers=2, servers=1, staleness_bound=0) if server else TWO
+    staged = train(job, hr.Hybrid(outer, hr.Pipeline(2, 2, partition=[2, 1])))
+    assert distance(staged.tensors, train(job, outer if server else hr.OneDevice()).tensors) <= 1e-6

@@ -155,7 +155,8 @@ class FlatGradients:
         self._used = used
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
-        if self._used.publish(gradients):
+        # A stage of a pipeline may have no parameter to train, and torch takes no empty lists.
+        if self._used.publish(gradients) and self._views:
             torch._foreach_copy_(self._views, cast(tuple[Tensor, ...], gradients))
             return
         for view, gradient in zip(self._views, gradients, strict=True):

@@ -86,7 +86,7 @@ class GradientBuffer:
         if (not clipped and total is None) or (value is None and norm is None):
             return
         # Into new memory: autograd may share a tensor between parameters.
-        if value is not None:
+        if value is not None and clipped:
             clipped = list(torch._foreach_clamp_max(torch._foreach_clamp_min(clipped, -value), value))
         if norm is not None and total is not None:
             # A gradient that several ranks hold is measured by the rank that pushes it.
