@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import headrace as hr
 from engine.victims import Faulty, fail, long_job, make_job
@@ -17,6 +19,7 @@ from headrace.api import comparison, measuring
 from headrace.engine.base import Engine
 from headrace.errors import UsageError, WorkerFailed
 from headrace.policies.measurement import Measurement
+from headrace.report.model.summary import summarize
 from headrace.spec.events import Event
 
 THREADS = hr.ThreadEngine()
@@ -76,6 +79,19 @@ def test_a_doubtful_run_is_measured_again_and_marked(tmp_path: Path, monkeypatch
     assert "disturbed, so not recommended: mirrored" in str(result).replace("\n", " ")
     document = json.loads((tmp_path / "comparison.json").read_text())
     assert document["references"]["doubts"] == {"mirrored": ["its rate varied by 50 %"]}
+
+
+@pytest.mark.slow
+def test_references_repeat_no_lines_and_what_may_differ_is_named(tmp_path: Path) -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(output, target, reduction="sum")
+
+    changes = {"loss": loss, "task": None, "epochs": 2}
+    result = compare([hr.Mirrored(2), hr.LocalSGD(2)], tmp_path, **changes)
+    said = {path.name: " ".join(summarize(path).outcome.notices) for path in tmp_path.iterdir() if path.is_dir()}
+    assert {name for name, notices in said.items() if "hr.Mean" in notices} == {"mirrored", "parameter_averaging"}
+    assert result.references.may_differ == ("parameter_averaging",)
+    assert "may differ" in str(result)
 
 
 def test_a_directory_that_holds_a_comparison(tmp_path: Path) -> None:

@@ -39,6 +39,16 @@ def test_a_comparison_shows_every_number_in_80_columns(runs):
         assert word in text, word
 
 
+def test_strategies_that_need_not_equal_one_device_are_named(runs):
+    lines = _render(comparison_table(runs, References(may_differ=(runs[1].label,))))
+    assert max(map(len, lines)) <= 80
+    said = "Need not equal one device, so their loss may differ from its: central_storage."
+    assert said in " ".join(lines)
+    plain = comparison_plain(runs, References(may_differ=(runs[1].label,)))
+    assert [run["may_differ"] for run in plain["runs"]] == [False, True]
+    assert "Need not equal" not in " ".join(_render(comparison_table(runs, References())))
+
+
 def test_large_numbers_and_hostile_names_stay_in_80_columns(runs):
     big = []
     for run in runs:

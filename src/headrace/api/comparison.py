@@ -109,11 +109,14 @@ def compare(
                 engine=own,
                 seconds=seconds,
                 checkpoints=False,
+                # A measurement repeats a training, whose lines have been said.
+                check=seconds is None,
             )
 
         session = _Session(job, run, retries)
         runs = session.train(chosen)
         references = References() if runs[-1].interrupted else session.references(runs)
+        references = replace(references, may_differ=session.may_differ)
     return Comparison(tuple(runs), references, directory, _write(directory, runs, references), keeper)
 
 
@@ -131,6 +134,11 @@ class _Session:
         self._short = replace(job, eval_data=None, options=replace(job.options, early_stopping=None))
         self._strategies: dict[str, Strategy] = {}
         self._measured: dict[str, Measurement] = {}
+
+    @property
+    def may_differ(self) -> tuple[str, ...]:
+        """The labels of strategies that need not equal one device."""
+        return tuple(label for label, each in self._strategies.items() if not each.equals_one_device)
 
     def train(self, strategies: Sequence[Strategy]) -> list[Run]:
         """Trains the job under each strategy, until one run is interrupted."""

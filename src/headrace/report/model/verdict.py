@@ -26,7 +26,8 @@ class References:
     `ceiling_examples_per_s` maps a number of workers to the rate of so many unconnected workers at the same time, in
     the same malloc environment, all together. `doubts` maps a run's label to why its rate is not to be believed,
     `one_device_doubts` says so of one process; `measured_again` maps a run's label to the directory of the short run
-    from which its rate and step times are taken.
+    from which its rate and step times are taken. `may_differ` has the labels of runs under strategies that do not
+    promise what one device gives on the same global batch.
     """
 
     one_device_examples_per_s: float | None = None
@@ -35,6 +36,7 @@ class References:
     doubts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     one_device_doubts: tuple[str, ...] = ()
     measured_again: Mapping[str, str] = field(default_factory=dict)
+    may_differ: tuple[str, ...] = ()
 
     def to_one_device(self, summary: Summary) -> float | None:
         """Returns the run's rate over one process with all threads; None where either is unknown."""

@@ -144,6 +144,8 @@ def _legend(summaries: Sequence[Summary], references: References, metric: str | 
         "MB/step: moved by all workers together. peak MB: of the largest process.",
         "ms: of a worker's mean step in compute, exchange, update, waiting for data.",
     ]
+    differ = ", ".join(each.name for each in summaries if each.label in references.may_differ)
+    lines += [f"Need not equal one device, so their loss may differ from its: {differ}."] if differ else []
     lines += [f"{each.name}: {server_line(each.servers)}." for each in summaries if each.servers is not None]
     lines += [f"{each.name}: {averaging_line(each.averaging)}." for each in summaries if each.averaging is not None]
     lines += [f"{each.name}: {each.bottleneck.line}." for each in summaries if each.bottleneck is not None]
@@ -303,6 +305,7 @@ def comparison_plain(summaries: Sequence[Summary], references: References) -> di
                 "ratio_to_one_device": references.to_one_device(each),
                 "ratio_to_ceiling": references.to_ceiling(each),
                 "disturbed": references.disturbed(each) or None,
+                "may_differ": each.label in references.may_differ,
             }
             for each in summaries
         ],
