@@ -135,3 +135,18 @@ def test_an_error_in_a_source_of_ones_own_names_the_example(transformed: bool) -
     with pytest.raises(DataError, match="example 5 cannot be had: the source raised KeyError: 'label'") as failed:
         list(hr.data.batches(pipeline.batch(3)))
     assert isinstance(failed.value.__cause__, KeyError)
+
+
+def test_a_bare_data_set_with_lists_names_from_hugging_face() -> None:
+    ragged = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3], [4, 5, 6]], "label": [0, 1, 0]})
+    said = (
+        r"columns 'input_ids' are not numbers or text, .* give hr\.data\.from_hugging_face\(dataset, collator=\.\.\.\)"
+    )
+    with pytest.raises(DataError, match=said):
+        as_pipeline(ragged)
+    with pytest.raises(DataError, match=said):
+        as_pipeline(DataLoader(ragged))
+    # What forms batches as it is stays allowed.
+    assert len(as_pipeline(ragged.select_columns(["label"]))[0]) == 3
+    assert len(as_pipeline(ragged.with_format("torch"))[0]) == 3
+    assert len(as_pipeline(DataLoader(ragged, collate_fn=list))[0]) == 3

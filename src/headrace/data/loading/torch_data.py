@@ -119,12 +119,37 @@ def _from_dataset(dataset: Any, collate_fn: Any = None) -> InputPipeline:
             "given to them; make it a Dataset with __len__ and __getitem__, or read it into memory by "
             "hr.data.from_torch(...)"
         )
+    if collate_fn is None:
+        _require_columns_that_stack(dataset)
     # Not a subclass, whose __getitem__ may do more than index the tensors.
     if type(dataset) is TensorDataset and collate_fn is None:
         return from_arrays(*dataset.tensors)
     if isinstance(dataset, Dataset | _MapStyle) and not isinstance(dataset, str | bytes):
         return InputPipeline(DatasetSource(dataset, collate_fn))
     raise DataError(f"data cannot be a {type(dataset).__name__}; give {_FORMS}")
+
+
+def _require_columns_that_stack(dataset: Any) -> None:
+    """Refuses a `datasets.Dataset` whose examples have lists of Python, which torch's collate function transposes."""
+    # Not imported for others: it is an extra.
+    if type(dataset).__module__.partition(".")[0] != "datasets":
+        return
+    import datasets
+
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] is not None:
+        return
+    lists = [
+        name
+        for name, feature in dataset.features.items()
+        if not isinstance(feature, datasets.Value | datasets.ClassLabel)
+    ]
+    if lists:
+        raise DataError(
+            f"data is a bare datasets.Dataset, whose columns {', '.join(map(repr, lists))} are not numbers or text, so "
+            "its examples do not become a batch by themselves; give "
+            "hr.data.from_hugging_face(dataset, collator=...).shuffle() with a collator that pads, or without "
+            "collator= if all lists of a column are equally long"
+        )
 
 
 def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...]]:
