@@ -17,7 +17,7 @@ from headrace.tasks import Task
 ALL = [
     *(tasks.regression(), tasks.regression("absolute_error"), tasks.binary(), tasks.binary("hinge")),
     *(tasks.multilabel(5), tasks.multilabel(5, loss="squared_hinge"), tasks.multiclass(10, top_k=5)),
-    *(tasks.own_loss(), tasks.own_loss(-100)),
+    *(tasks.own_loss(), tasks.own_loss(-100), tasks.language_model()),
 ]
 
 
@@ -262,3 +262,80 @@ def test_a_model_without_loss_or_labels_is_refused() -> None:
         tasks.own_loss().loss(torch.ones(2), {})
     with pytest.raises(DataError, match=r"counts batch\['labels'\]"):
         tasks.own_loss(-100).loss({"loss": torch.tensor(1.0)}, {})
+
+
+def tokens(examples: int = 6, length: int = 5) -> tuple[Tensor, Tensor]:
+    """Logits over 7 words and labels; each example has one token more of padding, the last has nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(examples, length, 7, generator=generator, dtype=torch.float64)
+    labels = torch.randint(7, (examples, length), generator=generator)
+    for row in range(examples):
+        labels[row, length - row :] = -100
+    return logits, labels
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_tokens_weigh_the_same_on_any_split(shifted: bool) -> None:
+    task = tasks.language_model(shifted=shifted)
+    logits, labels = tokens()
+    task.check(logits, labels)
+    scores, wanted = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+    expected = torch.nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), ignore_index=-100)
+    hits = (scores.argmax(-1) == wanted)[wanted != -100].double().mean()
+    for measure, whole in ((task.loss, expected), (task.metrics["accuracy"], hits)):
+        for sizes in ([6], [1, 5], [2, 2, 2], [1] * 6):
+            parts = [measure(*both) for both in zip(logits.split(sizes), labels.split(sizes), strict=True)]
+            means = [part for part in parts if isinstance(part, metrics.Mean)]
+            assert len(means) == len(sizes)
+            total, weight = sum(float(each.total) for each in means), sum(float(each.weight) for each in means)
+            assert weight == int((wanted != -100).sum())
+            assert total / weight == pytest.approx(float(whole), rel=1e-12)
+
+
+def test_tokens_are_found_in_outputs_and_batches() -> None:
+    logits, labels = tokens()
+    task = tasks.language_model(ignore_index=-1)
+    labels = labels.where(labels != -100, -1)
+    plain = task.loss(logits, labels)
+    assert isinstance(plain, metrics.Mean)
+    for output in ({"logits": logits}, SimpleNamespace(logits=logits)):
+        task.check(output, {"labels": labels})
+        made = task.loss(output, {"labels": labels})
+        assert isinstance(made, metrics.Mean)
+        assert (float(made.total), float(made.weight)) == (float(plain.total), float(plain.weight))
+    torch.testing.assert_close(task.activation({"logits": logits}).sum(-1), torch.ones(6, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_a_batch_of_ignored_tokens_weighs_nothing(shifted: bool) -> None:
+    task = tasks.language_model(shifted=shifted)
+    logits, labels = torch.randn(2, 3, 4, requires_grad=True), torch.full((2, 3), -100)
+    task.check(logits, labels)
+    made = task.loss(logits, labels)
+    assert isinstance(made, metrics.Mean)
+    made.total.backward()
+    assert (float(made.total.detach()), float(made.weight)) == (0.0, 0.0)
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "kind", "said"),
+    [
+        (
+            torch.zeros(2, 3),
+            ints(2, 3),
+            UsageError,
+            r"logits \(batch, tokens, vocabulary\).* got output float32 \(2, 3\)",
+        ),
+        ({"loss": torch.zeros(())}, ints(2, 3), UsageError, r"or \.logits, got output dict"),
+        (torch.zeros(2, 3, 4), {"input_ids": ints(2, 3)}, DataError, r"counts batch\['labels'\], and gets a dict"),
+        (torch.zeros(2, 3, 4), ints(2, 2), DataError, r"integers \(2, 3\) between 0 and 3.*int64 \(2, 2\)"),
+        (torch.zeros(2, 3, 4), ints(2, 3).float(), DataError, r"labels, integers \(2, 3\).*got float32 \(2, 3\)"),
+        (torch.zeros(2, 3, 4), ints(2, 3, high=5), DataError, "between 0 and 3, or -100 .*from 0 to 4"),
+        (torch.zeros(2, 3, 4), ints(2, 3) - 1, DataError, "between 0 and 3, or -100 .*from -1 to 0"),
+    ],
+)
+def test_tokens_of_another_form_are_refused(output: object, target: object, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        tasks.language_model().check(output, target)
