@@ -120,7 +120,7 @@ def job(entry: Entry, accumulate: int) -> hr.Job:
         model=partial(built, entry.model),
         task=entry.task,
         loss=entry.loss,
-        optimizer=partial(torch.optim.SGD, lr=0.02),
+        optimizer=partial(torch.optim.SGD, lr=0.01),
         data=Examples(entry.batch()),
         global_batch_size=entry.global_batch_size,
         epochs=1,
