@@ -302,6 +302,30 @@ def test_a_run_goes_on_from_its_checkpoint(outer: OuterStep | None, codec: str, 
     assert distance(rest.model.state_dict(), whole.model.state_dict()) <= (DOUBLE if codec == "plain" else 0.02)
 
 
+@pytest.mark.parametrize(
+    ("workers", "optimizer", "given", "equal"),
+    [
+        (1, ADAM, {}, True),
+        (2, DESCENT, {}, True),
+        (2, DESCENT, {"outer": "nesterov"}, True),
+        (2, ADAM, {"average_optimizer_state": True}, True),
+        (2, ADAM, {}, False),
+    ],
+    ids=["one", "sgd", "nesterov", "mean-state", "own-state"],
+)
+def test_only_workers_with_states_of_their_own_resume_with_another(
+    workers: int, optimizer: Any, given: dict[str, Any], equal: bool, tmp_path: Path
+) -> None:
+    saves = hr.Checkpoints(every_steps=4, every_s=None, keep=9)
+    fit = partial(
+        hr.fit, job_of(optimizer), THROUGH(workers, period=3, **given), engine=hr.ThreadEngine(), checkpoints=saves
+    )
+    # It saves in the same rounds, because a save is a sync point.
+    whole = fit(run_dir=tmp_path / "a")
+    rest = fit(run_dir=tmp_path / "b", resume=tmp_path / "a" / "checkpoints" / "step-00000004")
+    assert (distance(rest.model.state_dict(), whole.model.state_dict()) <= DOUBLE) == equal
+
+
 @pytest.mark.parametrize("ways", [("server", "all_reduce"), ("all_reduce", "server")], ids="-".join)
 def test_an_outer_momentum_goes_on_the_other_way(ways: tuple[str, str], tmp_path: Path) -> None:
     first, then = (hr.ParameterAveraging(3, period=3, outer=Nesterov(), via=way) for way in ways)
