@@ -92,3 +92,12 @@ def _spec(name: str, tensor: Tensor) -> ParameterSpec:
         dtype=str(tensor.dtype).removeprefix("torch."),
         trainable=tensor.requires_grad,
     )
+
+
+def stateful_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the modules that define extra state (`get_extra_state`), once each, by name."""
+    return [
+        (name, each)
+        for name, each in module.named_modules()
+        if type(each).get_extra_state is not nn.Module.get_extra_state and not isinstance(each, torch.jit.ScriptModule)
+    ]

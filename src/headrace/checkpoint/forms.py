@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from headrace.checkpoint.header import COMPLEX, FORM
 from headrace.errors import UsageError
+from headrace.modules import stateful_modules
 
 _JSON = "|json"
 _TUPLE = "tuple"
@@ -108,14 +109,18 @@ def _joined(name: str, kind: str, size: Sequence[int], parts: Mapping[str, Tenso
         raise ValueError(f"the parts of its sparse tensor {name!r} do not fit together: {error}") from error
 
 
-def extra_states(module: nn.Module) -> dict[str, Tensor]:
+def extra_states(module: nn.Module, of: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
     """Returns what the modules with `get_extra_state` have beside tensors, as tensors by name.
+
+    `of` chooses among these modules, by name.
 
     Raises:
         UsageError: it has something that is no tensor and that JSON has no word for.
     """
     found: dict[str, Tensor] = {}
-    for name, owner in _owners(module):
+    for name, owner in stateful_modules(module):
+        if not of(name):
+            continue
         tensors: list[Tensor] = []
         text = json.dumps(_plain(owner.get_extra_state(), tensors, name))
         found[f"extra/{name}{_JSON}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -126,20 +131,11 @@ def extra_states(module: nn.Module) -> dict[str, Tensor]:
 
 def load_extra_states(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Gives the modules of a module what `extra_states` returned; those that it has nothing of stay as they are."""
-    for name, owner in _owners(module):
+    for name, owner in stateful_modules(module):
         text = saved.get(f"extra/{name}{_JSON}")
         if text is not None:
             tree = json.loads(text.numpy().tobytes())
             owner.set_extra_state(_tree(tree, saved, f"extra/{name}|"))
-
-
-def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the modules that define extra state, once each, by name."""
-    return [
-        (name, each)
-        for name, each in module.named_modules()
-        if type(each).get_extra_state is not nn.Module.get_extra_state and not isinstance(each, torch.jit.ScriptModule)
-    ]
 
 
 def _plain(value: Any, tensors: list[Tensor], module: str) -> Any:

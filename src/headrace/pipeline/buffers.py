@@ -1,4 +1,4 @@
-"""Buffers that forward changes: power iterations of a spectral norm, running averages, counters.
+"""Buffers and extra state that forward changes: power iterations of a spectral norm, running averages, counters.
 
 A forward that is run again must start from the buffers as they were at its first time, or it would compute something
 else, and leave them as they are now.
@@ -9,6 +9,7 @@ else, and leave them as they are now.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from headrace.modules import stateful_modules
 from headrace.training.batch_norm import move_running_averages
 
 
@@ -30,10 +32,19 @@ class SavedBuffer:
     value: Tensor
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """A copy of a module's extra state (`get_extra_state`)."""
+
+    owner: nn.Module
+    value: Any
+
+
 class SavedBuffers:
-    """Saves those of the named buffers of a module that a forward changes."""
+    """Saves those of the named buffers of a module that a forward changes, and its extra state."""
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self._stateful = [part for _, part in stateful_modules(module)]
         wanted = {id(buffer) for name, buffer in module.named_buffers() if name in names}
         self._places = [
             (owner, name)
@@ -43,12 +54,12 @@ class SavedBuffers:
         ]
 
     @contextmanager
-    def watched(self) -> Iterator[list[SavedBuffer]]:
-        """Yields a list that afterwards holds the buffers that were changed meanwhile, as they were before."""
+    def watched(self) -> Iterator[list[SavedBuffer | SavedState]]:
+        """Yields a list that afterwards holds what was changed meanwhile, as it was before."""
         before = [(owner, name, _buffer(owner, name)) for owner, name in self._places]
         # A buffer that several modules have stays one.
         copies = {id(buffer): buffer.clone() for _, _, buffer in before}
-        kept: list[SavedBuffer] = []
+        kept: list[SavedBuffer | SavedState] = [*self._states()]
         yield kept
         for owner, name, buffer in before:
             # By value, because batch_norm moves its averages without a new version.
@@ -56,17 +67,26 @@ class SavedBuffers:
                 kept.append(SavedBuffer(owner, name, copies[id(buffer)]))
 
     @contextmanager
-    def as_before(self, kept: Sequence[SavedBuffer]) -> Iterator[None]:
+    def as_before(self, kept: Sequence[SavedBuffer | SavedState]) -> Iterator[None]:
         """Puts the saved buffers in their places for a while; what forward does to them is lost."""
         # Not their values: a backward pass may need what was computed with, and the buffers themselves are not touched.
-        now = [(each, _buffer(each.owner, each.name)) for each in kept]
-        for each in kept:
+        buffers = [each for each in kept if isinstance(each, SavedBuffer)]
+        now, states = [(each, _buffer(each.owner, each.name)) for each in buffers], self._states()
+        for each in buffers:
             each.owner._buffers[each.name] = each.value
+        for state in kept:
+            if isinstance(state, SavedState):
+                state.owner.set_extra_state(state.value)
         try:
             yield
         finally:
             for each, buffer in now:
                 each.owner._buffers[each.name] = buffer
+            for present in states:
+                present.owner.set_extra_state(present.value)
+
+    def _states(self) -> list[SavedState]:
+        return [SavedState(part, copy.deepcopy(part.get_extra_state())) for part in self._stateful]
 
 
 def _buffer(owner: nn.Module, name: str) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.errors import UnfitMachine
 from headrace.machine import resident_bytes
 from headrace.pipeline.backward import WeightGradient
-from headrace.pipeline.buffers import RunningStatistics, SavedBuffer
+from headrace.pipeline.buffers import RunningStatistics, SavedBuffer, SavedState
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.schedules.schedule import Action, PassKind
 from headrace.pipeline.stage import OUTPUT, Stage
@@ -58,7 +58,7 @@ class _Saved:
     received: dict[int, list[str]]
     outputs: dict[str, Any] = field(default_factory=dict)
     rng_state: tuple[Tensor, ...] = ()
-    buffers: Sequence[SavedBuffer] = ()
+    buffers: Sequence[SavedBuffer | SavedState] = ()
 
 
 class SavedCounter(Protocol):

@@ -43,6 +43,7 @@ class Stage(ABC):
     Attributes:
         layers: the names of those that it has.
         parameters, buffers: the names of those that it uses; what is tied is used by several stages.
+        modules: paths of the modules that its layers call.
         receives, sends: what it gets from earlier stages, and gives to later ones.
         producers, consumers: the indices of these stages, ascending.
         inputs: names of the model's inputs that it needs, from `TracedModel.inputs`.
@@ -61,6 +62,7 @@ class Stage(ABC):
         self.layers = tuple(layer.name for layer in layers)
         self.parameters = _once(name for layer in layers for name in layer.parameters)
         self.buffers = _once(name for layer in layers for name in layer.buffers)
+        self.modules = _once(path for layer in layers for path in layer.modules)
         self.receives = tuple(value for value in values if index in value.consumers)
         self.sends = tuple(value for value in values if value.producer == index)
         self.producers = sorted({value.producer for value in self.receives})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from headrace.errors import UsageError
+from headrace.modules import stateful_modules
 from headrace.pipeline.channels import Channels, Edge
 from headrace.pipeline.stage import Stage
 from headrace.training.whole_model import without_data
@@ -17,7 +18,8 @@ from headrace.training.whole_model import without_data
 class StageModule:
     """The part of a model that one rank holds; `placement` is the rank of each stage.
 
-    `saved` are the names of the parameters and buffers that no rank before this one holds.
+    `saved` are the names of the parameters and buffers that no rank before this one holds, `stateful` those of the
+    modules whose extra state (`get_extra_state`) this rank has.
     """
 
     def __init__(self, module: nn.Module, stages: Sequence[Stage], placement: Sequence[int], rank: int) -> None:
@@ -27,6 +29,7 @@ class StageModule:
         self._rank = rank
         self._held = {name for name, ranks_ in holders.items() if rank in ranks_}
         self.saved = frozenset(name for name in self._held if holders[name][0] == rank)
+        self.stateful = frozenset(name for name, stage in _callers(module, stages) if placement[stage] == rank)
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._tied = {name: holders[name] for name in sorted(self._held & trained) if len(holders[name]) > 1}
 
@@ -113,6 +116,14 @@ def _holders(stages: Sequence[Stage], placement: Sequence[int]) -> dict[str, tup
         for name in (*stage.parameters, *stage.buffers):
             found.setdefault(name, set()).add(placement[stage.index])
     return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+
+
+def _callers(module: nn.Module, stages: Sequence[Stage]) -> Iterator[tuple[str, int]]:
+    """Yields the names of the modules with extra state, and the stage that calls each in forward."""
+    called = [{id(part) for path in stage.modules for part in module.get_submodule(path).modules()} for stage in stages]
+    for name, owner in stateful_modules(module):
+        # What lies around the layers runs on every stage, and to its end on the last one.
+        yield name, next((index for index, parts in enumerate(called) if id(owner) in parts), len(stages) - 1)
 
 
 def _refuse(module: nn.Module, inputs: Any) -> None:

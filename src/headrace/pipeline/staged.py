@@ -124,6 +124,9 @@ class StagedModel(Compute):
             if name.partition("/")[2] in self._part.saved:
                 yield name, tensor
 
+    def has_state_of(self, module: str) -> bool:
+        return module in self._part.stateful
+
     def _finish(
         self, piece: Any, examples: int, share: Share, losses: dict[int, tuple[Tensor, float]], index: int, output: Any
     ) -> Tensor:

@@ -77,6 +77,10 @@ class Compute(ABC):
         if leads:
             yield from ((name, tensor) for name, tensor in parameters_and_buffers(self.module) if not tensor.is_meta)
 
+    def has_state_of(self, module: str) -> bool:
+        """Tells whether this rank calls a module, given by name, that has extra state (`get_extra_state`)."""
+        return True
+
     def place(self, batch: Any) -> Any:
         """Returns a batch on the model's device."""
         if self.device.type == "cpu":

@@ -16,7 +16,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import encode, extra_states, pack, unpack
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import HeadraceError, PeerLost, user_traceback
-from headrace.modules import is_dense, parameters_and_buffers
+from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
@@ -180,14 +180,16 @@ def _failed(rank: int, session: WorkerSession | None, events: EventWriter, error
 def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) -> None:
     """Writes the whole model to the run's directory, once a host; all workers call it."""
     plan, roles = run.plan, run.plan.roles
+    extra = extra_states(compute.module, compute.has_state_of)
     tensors = {name: tensor.cpu() for name, tensor in compute.whole_tensors(plan.leads(group.rank))}
     first = group.rank == 0
     if not group.one_memory:
         first = rank == min(role.rank for role in roles if role.host == roles[rank].host)
     if not group.one_memory or plan.replicas < plan.workers:
         tensors = dict(_gathered(run.model, compute.module, tensors, group, first))
+        extra = dict(_gathered_extra(compute, group))
     if first:
-        _save(compute.module, tensors, run, rank)
+        _save(compute.module, tensors, extra, run, rank)
     # Under a launcher every rank continues with the saved model.
     group.barrier()
 
@@ -200,15 +202,10 @@ def _gathered(
     for name, local in parameters_and_buffers(module):
         if not is_dense(local):
             # Only its holder knows how many elements it has.
-            content = torch.empty(0, dtype=torch.uint8)
-            if name in own:
-                content = torch.frombuffer(bytearray(pack({name: own[name]})), dtype=torch.uint8)
-            (size,) = group.sum([float(len(content))])
-            packed = torch.zeros(int(size), dtype=torch.uint8)
-            packed[: len(content)] = content
-            group.all_reduce(packed)
+            content = pack({name: own[name]}) if name in own else b""
+            gathered = _sum_of_bytes(content, group)
             if keep:
-                yield from unpack(packed.numpy().tobytes()).items()
+                yield from gathered.items()
             continue
         spec = specs[name.partition("/")[2]]
         whole = torch.zeros(spec.bytes, dtype=torch.uint8)
@@ -220,7 +217,32 @@ def _gathered(
             yield name, whole.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def _save(module: nn.Module, saved: Mapping[str, Tensor], run: RunSpec, rank: int) -> None:
+def _gathered_extra(compute: Compute, group: ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    """Yields the extra state of every module, of the first rank that has it; all ranks get it."""
+    names = [name for name, _ in stateful_modules(compute.module)]
+    if not names:
+        return
+    has = torch.zeros(group.world, len(names), dtype=torch.int32)
+    has[group.rank] = torch.tensor([compute.has_state_of(name) for name in names])
+    group.all_reduce(has)
+    first = {name: int(rank) for name, rank in zip(names, has.argmax(0).tolist(), strict=True)}
+    own = extra_states(compute.module, lambda name: first[name] == group.rank)
+    for rank in range(group.world):
+        if rank in first.values():
+            yield from _sum_of_bytes(pack(own) if rank == group.rank else b"", group).items()
+
+
+def _sum_of_bytes(content: bytes, group: ProcessGroup) -> dict[str, Tensor]:
+    """Returns what one rank has packed, on all of them."""
+    (size,) = group.sum([float(len(content))])
+    packed = torch.zeros(int(size), dtype=torch.uint8)
+    if content:
+        packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    group.all_reduce(packed)
+    return unpack(packed.numpy().tobytes())
+
+
+def _save(module: nn.Module, saved: Mapping[str, Tensor], extra: Mapping[str, Tensor], run: RunSpec, rank: int) -> None:
     from safetensors.torch import save_file
 
     # A tensor may have several names in the module's state, and has one in a checkpoint.
@@ -229,7 +251,7 @@ def _save(module: nn.Module, saved: Mapping[str, Tensor], run: RunSpec, rank: in
     state = module.state_dict(keep_vars=True)
     own = {name: saved.get(first.get(id(each), ""), each) for name, each in state.items()}
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in own.items() if isinstance(tensor, Tensor)}
-    dense = {name: tensor.contiguous() for name, tensor in encode({**tensors, **extra_states(module)}).items()}
+    dense = {name: tensor.contiguous() for name, tensor in encode({**tensors, **extra}).items()}
     # A name of its own, because several hosts may have one file system.
     part = run.run_dir / f"model.safetensors.part-{rank}"
     save_file(dense, part)

@@ -50,7 +50,7 @@ class WorkerState:
             average(list(averaged.values()), self._mates, weight)
             leads = self._run.plan.leads(rank)
             tensors |= model_tensors(self._replica.compute, leads, self._mates.world, averaged)
-        tensors |= extra_states(self._model)
+        tensors |= extra_states(self._model, self._replica.compute.has_state_of)
         description = {
             **self._run.description,
             "epoch": done // self._rounds_per_epoch,

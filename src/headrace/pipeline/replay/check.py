@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.checkpoint.forms import extra_states
 from headrace.pipeline.replay.interception import intercepted
 from headrace.pipeline.replay.isolation import Isolation
 from headrace.pipeline.replay.recording import Irreplayable, Leaf
@@ -28,6 +29,7 @@ class PlainRun:
     Attributes:
         made: the tensors that tracked calls have returned.
         output: the tensors of its output.
+        state: the model's own extra state afterwards.
         before, after: torch's random state at the begin and at the end of each call.
     """
 
@@ -35,6 +37,7 @@ class PlainRun:
     start: Tensor = field(default_factory=torch.get_rng_state)
     made: dict[Leaf, Tensor] = field(default_factory=dict)
     output: list[Tensor] = field(default_factory=list)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
     before: list[Tensor] = field(default_factory=list)
     after: list[Tensor] = field(default_factory=list)
     _inside: bool = False
@@ -91,7 +94,11 @@ class CutCheck:
         run = PlainRun(values)
         with self._isolation.isolated(), intercepted(self._model.tracked, run):
             run.output = [each.detach().clone() for each in template(self._model.call(values))[1]]
+            run.state = self._state()
         return run
+
+    def _state(self) -> Mapping[str, Tensor]:
+        return extra_states(self._model.module, lambda name: not name)
 
     def _fault(self, start: int, stop: int) -> str:
         """Returns what a stage of these layers does otherwise than the whole model; "" where it does the same."""
@@ -108,6 +115,7 @@ class CutCheck:
             try:
                 with self._isolation.isolated(), self._isolation.released(held):
                     out = stage.run({**run.values, **stage.given(run.made)})
+                    state = self._state()
             except Exception as error:
                 return f"{stage.layers[-1]} fails without the layers before it: {_in_one_line(error)}"
             for name, tensor in stage.expected(run.made).items():
@@ -117,6 +125,8 @@ class CutCheck:
                 output = template(out[OUTPUT])[1]
                 if len(output) != len(run.output) or not all(map(_same, output, run.output)):
                     return "the output gets something from an earlier layer past its arguments"
+                if state.keys() != run.state.keys() or not all(_same(state[name], run.state[name]) for name in state):
+                    return "get_extra_state of the model returns something that depends on an earlier layer"
         return ""
 
 

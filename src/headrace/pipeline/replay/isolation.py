@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.modules import stateful_modules
 from headrace.training.whole_model import without_data
 
 
 class Isolation:
-    """Gives a module's attributes and buffers back as they were, between the runs of stages."""
+    """Gives a module's attributes, buffers and extra state back as they were, between the runs of stages."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = [(part, dict(vars(part))) for part in module.modules()]
         self._held = [(part._buffers, dict(part._buffers)) for part in self._plain(module)]
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
         named = (*module.named_parameters(), *module.named_buffers())
         self._names = {id(tensor): name for name, tensor in named}
         self._empty = {id(tensor): without_data(tensor) for _, tensor in named if tensor.layout is torch.strided}
@@ -33,6 +36,8 @@ class Isolation:
             for part, attributes in self._attributes:
                 vars(part).clear()
                 vars(part).update(attributes)
+            for part, state in self._states:
+                part.set_extra_state(copy.deepcopy(state))
             for buffers, held in self._held:
                 buffers.update(held)
             with torch.no_grad():

@@ -17,7 +17,7 @@ from headrace.pipeline.replay.recording import CallRecorder, Calls, Irreplayable
 from headrace.pipeline.replay.replayed import ReplayedModel
 from headrace.pipeline.replay.tracked import is_whole, tracked_modules
 from headrace.pipeline.trace.inputs import longer_batch, masked_otherwise, places
-from headrace.pipeline.trace.layers import Layer, align
+from headrace.pipeline.trace.layers import Layer, align, shared_states
 from headrace.trees import map_leaves
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -30,7 +30,7 @@ def trace_calls(module: nn.Module, arguments: Arguments, inputs: Any, check: boo
     With `check` every cut is tried, and where a stage would not do as the whole model does there is none; that is done
     once, before the start, and not again by each worker. Raises an `Irreplayable` if the model cannot be cut.
     """
-    if is_whole(module):
+    if is_whole(module, root=True):
         raise Irreplayable("it has forward hooks, parametrizations or a compiled forward, for the whole model alone")
     set_train_modes(module)
     isolation = Isolation(module)
@@ -92,6 +92,8 @@ def _traced(
     layers = _layers(module, tracked, recording, whole)
     traced = ReplayedModel(module, layers, recording, tracked, settled, tuple(found), tree, select=inputs)
     joined = _joined(recording, layers)
+    for first, last, why in shared_states(module, [layer.modules for layer in layers]):
+        joined[first:last] = [each or why for each in joined[first:last]]
     return replace(traced, layers=_with_joints(layers, joined))
 
 
@@ -133,6 +135,7 @@ def _layers(module: nn.Module, tracked: Mapping[str, nn.Module], recording: Call
             call.name,
             tuple(name for name in parameters if name in tensors),
             tuple(name for name in buffers if name in tensors),
+            modules=(call.path, *call.inside),
         )
         for call, tensors in zip(recording.calls, used, strict=True)
     )

@@ -38,7 +38,7 @@ def tracked_modules(root: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def is_whole(module: nn.Module) -> bool:
+def is_whole(module: nn.Module, root: bool = False) -> bool:
     """Returns whether nothing inside a module can be a layer of its own."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     # A compiled module's type is torch's own, too.
@@ -47,6 +47,8 @@ def is_whole(module: nn.Module) -> bool:
         or module._compiled_call_impl is not None
         or any(hooks)
         or parametrize.is_parametrized(module)
+        # Forward may change its state by all that it sees, so it runs where that is.
+        or (not root and type(module).get_extra_state is not nn.Module.get_extra_state)
         or (type(module).__module__.startswith("torch.") and not isinstance(module, _LOOKED_INTO))
     )
 

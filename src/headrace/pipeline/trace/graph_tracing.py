@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from headrace.modules import evaluating, set_train_modes
+from headrace.modules import evaluating, set_train_modes, stateful_modules
 from headrace.pipeline.trace.fx_tracer import record
 from headrace.pipeline.trace.graph_stage import RecordedModel
 from headrace.pipeline.trace.inputs import longer_batch, masked_otherwise, places
@@ -28,6 +28,12 @@ def trace_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     training, both are recorded. Raises an `Untraceable` if the model itself cannot be recorded.
     """
     whole: dict[type[nn.Module], str] = {}
+    for _, owner in stateful_modules(module):
+        # Forward may change the state by means that are not seen, such as the items of a dictionary.
+        reason = "its get_extra_state returns what forward may change, and a graph has no more than tensors"
+        if owner is module:
+            raise Untraceable(module, reason)
+        whole[type(owner)] = reason
     while True:
         try:
             set_train_modes(module)

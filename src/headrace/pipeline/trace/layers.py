@@ -10,13 +10,13 @@ every stage does it for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from headrace.modules import is_dense
+from headrace.modules import is_dense, stateful_modules
 from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.recorded_forward import Recording
 
@@ -31,12 +31,14 @@ class Layer:
     Attributes:
         name: path of its module, "blocks.0.conv"; ":2" is added where it is called for the second time.
         joined: why no cut may stand behind it; "" where one may.
+        modules: paths of the modules that it calls.
     """
 
     name: str
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     joined: str = ""
+    modules: tuple[str, ...] = ()
 
 
 @dataclass
@@ -51,7 +53,10 @@ def lay_out(recording: Recording, whole: bool = True) -> LayerMap:
     """Finds the layers, and where there can be no cut; with `whole`, unused tensors belong to the first layer."""
     names, layer = _assign(recording)
     used = _used(recording, layer, len(names))
+    called = _called(layer, len(names))
     joined = _joined(recording, layer, names, used)
+    for first, last, why in shared_states(recording.module, called):
+        joined[first:last] = [each or why for each in joined[first:last]]
     parameters = [name for name, _ in recording.module.named_parameters()]
     buffers = [name for name, _ in recording.module.named_buffers()]
     if whole:
@@ -62,6 +67,7 @@ def lay_out(recording: Recording, whole: bool = True) -> LayerMap:
             tuple(parameter for parameter in parameters if parameter in used[index]),
             tuple(buffer for buffer in buffers if buffer in used[index]),
             joined[index],
+            tuple(called[index]),
         )
         for index, name in enumerate(names)
     )
@@ -112,6 +118,27 @@ def _used(recording: Recording, layer: dict[fx.Node, int], count: int) -> list[s
             if other.op == "get_attr" and str(other.target) in names.values():
                 used[index].add(str(other.target))
     return used
+
+
+def _called(layer: dict[fx.Node, int], count: int) -> list[list[str]]:
+    """Returns the paths of the modules that each layer calls."""
+    called: list[list[str]] = [[] for _ in range(count)]
+    for node, index in layer.items():
+        if node.op == "call_module":
+            called[index].append(str(node.target))
+    return called
+
+
+def shared_states(module: nn.Module, called: Sequence[Sequence[str]]) -> Iterator[tuple[int, int, str]]:
+    """Yields the first and last of the layers that call a module with extra state, if several do, and why they stay.
+
+    `called` are the paths of the modules that each layer calls. Two stages would each have a part of what it counts.
+    """
+    parts = [{id(part) for path in paths for part in module.get_submodule(path).modules()} for paths in called]
+    for name, owner in stateful_modules(module):
+        users = [index for index, part in enumerate(parts) if id(owner) in part]
+        if len(users) > 1:
+            yield users[0], users[-1], f"both call {name}, whose get_extra_state is one for all calls"
 
 
 def _joined(recording: Recording, layer: dict[fx.Node, int], names: list[str], used: list[set[str]]) -> list[str]:

@@ -10,6 +10,7 @@ BatchNorm's buffers and checkpoints by module would have to be found again.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from headrace.errors import JobError
+from headrace.modules import stateful_modules
 from headrace.pipeline.replay.recording import Irreplayable
 from headrace.pipeline.replay.tracing import trace_calls
 from headrace.pipeline.stage import TracedModel
@@ -76,6 +78,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = {parameter.device.index for parameter in module.parameters() if parameter.device.type == "cuda"}
+    states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
     python_state = random.getstate()
     try:
         with torch.random.fork_rng(devices=sorted(index or 0 for index in devices)):
@@ -87,6 +90,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             vars(part).update(held)
         for part, mode in modes:
             part.training = mode
+        for part, state in states:
+            part.set_extra_state(state)
         with torch.no_grad():
             for buffer, was in buffers:
                 buffer.copy_(was)
