@@ -161,8 +161,11 @@ def describe_processes(plan: Plan) -> str:
 
 
 def cuts_shares(plan: Plan) -> bool:
-    """Whether a replica's share is computed in micro-batches, from stage to stage."""
-    return bool(plan.partition)
+    """Whether a replica's share is computed in several micro-batches, from stage to stage."""
+    # Those of a hybrid are options of its inner strategy.
+    inner = plan.options.get("inner")
+    options = inner if isinstance(inner, Mapping) else plan.options
+    return bool(plan.partition) and options.get("micro_batches") != 1
 
 
 def needs_snapshots(plan: Plan) -> bool:

@@ -22,7 +22,9 @@ from headrace.errors import JobError
 from headrace.machine import detect
 from headrace.models import zoo
 from headrace.spec.model import ModelSpec
+from headrace.strategies import Strategy
 from headrace.worker.session import objective_of
+from strategies.contract_runs import CLUSTER, MODEL
 
 CLASSES = 4
 
@@ -165,6 +167,39 @@ def test_a_loss_that_is_no_mean_over_examples_is_found(loss: Callable[..., Any])
 def test_buffers_that_forward_changes_are_found(model: Callable[[], nn.Module], scope: Scope, where: str) -> None:
     (finding,) = found(model)
     assert (finding.scope, finding.where) == (scope, where)
+
+
+class Counting(nn.Linear):
+    """Counts its forwards within a dictionary."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__(8, CLASSES)
+        self.moves, self.seen = moves, {"forwards": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["forwards"] += self.moves
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return dict(self.seen)
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = dict(state)
+
+
+def test_extra_state_that_forward_changes_is_found() -> None:
+    (finding,) = found(lambda: nn.Sequential(Counting(moves=True), nn.Identity()))
+    assert (finding.scope, finding.where) == (Scope.PIECES, "'0'")
+    assert "Pipeline(micro_batches=1)" in finding.remedy
+    assert not found(partial(Counting, moves=False))
+
+
+@pytest.mark.parametrize("stages", [hr.Pipeline(2, 2), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 1))])
+def test_what_moves_once_a_micro_batch_is_said_where_there_are_several(stages: Strategy) -> None:
+    plan = stages.plan(MODEL, CLUSTER)
+    findings = found(lambda: nn.utils.spectral_norm(linear()))
+    several = isinstance(stages, hr.Pipeline)
+    assert bool(said_by(findings, plan, accumulate=1)) == several
 
 
 def test_random_numbers_are_found() -> None:

@@ -1,4 +1,4 @@
-"""Which buffers, or frozen parameters, does forward change, beside the running statistics of BatchNorm?
+"""Which buffers, frozen parameters or extra state does forward change, beside the running statistics of BatchNorm?
 
 Each worker's forward sees its own share. What depends on the data then differs between workers; what does not (the
 vectors of spectral norm, a target network that follows the weights) moves once a forward, so once a micro-batch.
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from headrace.api.probes.finding import Finding, Scope, names_of, trial
-from headrace.modules import restore
+from headrace.checkpoint.forms import extra_states
+from headrace.modules import restore, stateful_modules
 from headrace.training.whole_model import Objective, call, cut, examples_of
 
 _NUDGE = 1e-2
@@ -28,8 +29,9 @@ def probe_changing_buffers(module: nn.Module, batch: Any, objective: Objective) 
     if count < 2:
         return ()
     watched = _watched(module)
+    findings = _stateful_findings(module, batch, objective)
     if not watched:
-        return ()
+        return findings
     start = {name: tensor.detach().clone() for name, tensor in watched.items()}
     results = []
     with torch.no_grad(), _nudged(module):
@@ -42,7 +44,35 @@ def probe_changing_buffers(module: nn.Module, batch: Any, objective: Objective) 
     first, second = results
     names = [name for name in watched if name in first or name in second]
     differing = [name for name in names if not _same(first.get(name, start[name]), second.get(name, start[name]))]
-    return _findings(module, differing, [name for name in names if name not in differing])
+    return (*_findings(module, differing, [name for name in names if name not in differing]), *findings)
+
+
+def _stateful_findings(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+    """Tells of which modules a forward changes the extra state."""
+    if not stateful_modules(module):
+        return ()
+    with trial(module):
+        before = extra_states(module)
+        call(module, batch, objective.inputs)
+        after = extra_states(module)
+    changed = [
+        entry
+        for entry in before.keys() | after.keys()
+        if entry not in before or entry not in after or not _same(before[entry], after[entry])
+    ]
+    names = [
+        name for name, _ in stateful_modules(module) if any(entry.startswith(f"extra/{name}|") for entry in changed)
+    ]
+    if not names:
+        return ()
+    return (
+        Finding(
+            "each forward changes what get_extra_state returns, and a micro-batch is a forward of its own",
+            names_of(names),
+            "with one micro-batch a share (accumulate=1, Pipeline(micro_batches=1)) it changes as on one device",
+            Scope.PIECES,
+        ),
+    )
 
 
 def _findings(module: nn.Module, differing: list[str], alike: list[str]) -> Sequence[Finding]:
@@ -64,7 +94,7 @@ def _findings(module: nn.Module, differing: list[str], alike: list[str]) -> Sequ
             Finding(
                 "each forward moves these buffers, and a micro-batch is a forward of its own",
                 names_of(alike),
-                "with one micro-batch a share (accumulate=1, no pipeline) they move as on one device",
+                "with one micro-batch a share (accumulate=1, Pipeline(micro_batches=1)) they move as on one device",
                 Scope.PIECES,
             )
         )

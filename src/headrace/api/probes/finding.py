@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.modules import restore
+from headrace.modules import restore, stateful_modules
 from headrace.training.whole_model import Objective, call, select_target
 
 NAMED = 3
@@ -71,6 +72,7 @@ def trial(module: nn.Module) -> Iterator[None]:
     attributes = [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
     frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
     values = [(tensor, tensor.detach().clone()) for tensor in (*frozen, *module.buffers())]
+    states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), without_compilers():
@@ -83,6 +85,8 @@ def trial(module: nn.Module) -> Iterator[None]:
             vars(part).update(held)
             part._buffers.clear()
             part._buffers.update(buffers)
+        for part, state in states:
+            part.set_extra_state(state)
         with torch.no_grad():
             for tensor, value in values:
                 restore(tensor, value)
