@@ -19,9 +19,18 @@ from strategies.contract_runs import distance, train
 STAGES: dict[str, Strategy] = {
     "two": hr.Pipeline(2, 2),
     "three": hr.Pipeline(3, 2, "1f1b"),
+    "late weights": hr.Pipeline(2, 2, "zb_h1"),
+    "recomputed": hr.Pipeline(2, 2, recompute="always"),
     "replicas": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 2)),
 }
-DIAGONAL = {("gpt2-padded", "three"), ("t5", "two"), ("bert", "replicas"), ("mixtral", "two")}
+DIAGONAL = {
+    ("gpt2-padded", "three"),
+    ("gpt2-padded", "late weights"),
+    ("gpt2-padded", "recomputed"),
+    ("t5", "two"),
+    ("bert", "replicas"),
+    ("mixtral", "two"),
+}
 
 
 @pytest.fixture(autouse=True)
