@@ -16,7 +16,6 @@ from warm.programs import PYTHON, ROOT, programs, real
 
 pytestmark = pytest.mark.slow
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 ASK = """
 import json, os, sys
 print(json.dumps([__name__, sys.argv, sys.path[:2], os.getcwd(), dict(os.environ), sys.stdin.read(),
@@ -36,15 +35,20 @@ ENDS = {
 }
 
 
+def environment(**changes: str) -> dict[str, str]:
+    """Returns that of this process as it is now; modules that are imported while tests are collected change it."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), **changes}
+
+
 def start(*command: object, **how: object) -> subprocess.Popen[str]:
     return subprocess.Popen([programs() / "python", *map(str, command)], text=True, stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            **{"env": ENVIRONMENT, **how})  # type: ignore[call-overload, no-any-return]  # fmt: skip
+                            **{"env": environment(), **how})  # type: ignore[call-overload, no-any-return]  # fmt: skip
 
 
 def asked(*command: object, python: Path, **how: object) -> list[object]:
     done = subprocess.run([python, *map(str, command)], input="given", capture_output=True, text=True, check=True,
-                          **{"env": ENVIRONMENT, **how})  # type: ignore[call-overload]  # fmt: skip
+                          **{"env": environment(), **how})  # type: ignore[call-overload]  # fmt: skip
     assert done.stderr == "said"
     return list(json.loads(done.stdout))
 
@@ -89,7 +93,7 @@ def test_it_is_ended_with_whom_the_signal_meets(number: signal.Signals) -> None:
 def test_what_counts_when_a_library_is_loaded_is_left_to_python(change: dict[str, str]) -> None:
     code = "import os, sys; print('torch' in sys.modules, os.environ[sys.argv[1]])"
     (name,) = change
-    process = start("-c", code, name, env={**ENVIRONMENT, **change})
+    process = start("-c", code, name, env=environment(**change))
     assert process.communicate(timeout=30)[0] == f"False {change[name]}\n"
 
 
@@ -118,7 +122,7 @@ def test_the_process_that_a_program_is_can_be_found() -> None:
 def test_an_engine_is_warm() -> None:
     """The fork server's environment must not send it to a cold Python, which imports torch again for every run."""
     code = "import sys; sys.exit(5 if 'torch' in sys.modules else 6)"
-    process = start("-P", "-c", code, env={**fork_server.ENVIRONMENT, **ENVIRONMENT})
+    process = start("-P", "-c", code, env={**fork_server.ENVIRONMENT, **environment()})
     process.communicate(timeout=30)
     assert process.returncode == 5
 
@@ -126,6 +130,6 @@ def test_an_engine_is_warm() -> None:
 def test_the_number_of_threads_is_honoured() -> None:
     code = "import sys, torch; sys.exit(torch.get_num_threads())"
     for threads in (1, 3):
-        process = start("-c", code, env={**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)})
+        process = start("-c", code, env=environment(OMP_NUM_THREADS=str(threads)))
         process.communicate(timeout=30)
         assert process.returncode == threads
