@@ -32,7 +32,7 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "batc
     """
     if isinstance(tree, Mapping):
         mapped = {key: map_leaves(function, value, f"{name}[{key!r}]") for key, value in tree.items()}
-        return _like(tree, mapped)
+        return like(tree, mapped)
     if isinstance(tree, tuple | list):
         items = [map_leaves(function, value, f"{name}[{index}]") for index, value in enumerate(tree)]
         make: Callable[[Any], Any] = getattr(type(tree), "_make", type(tree))
@@ -40,7 +40,8 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "batc
     return function(name, tree)
 
 
-def _like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Mapping[Any, Any]:
+def like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Returns mapped values as a mapping of the same kind as the tree, where that can be written to; else as a dict."""
     if type(tree) is dict or not isinstance(tree, MutableMapping):
         return mapped
     # Outputs that are dicts with attributes (Hugging Face's) are copied, since their constructors differ.

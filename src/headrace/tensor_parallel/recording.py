@@ -198,7 +198,7 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def end(self, output: Any) -> None:
-        """Notes that the caller takes the output, and somebody unseen what no step has taken."""
+        """Notes that the caller takes the output, and code that was not seen takes what no step has taken."""
         with torch._C.DisableTorchFunction():
             self._add("other", "", list(tensors_of(output)), None)
         steps = self.recording.steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import JobError
+from headrace.trees import like
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
@@ -99,22 +100,12 @@ def map_parts(function: Callable[[str, Any], Any], tree: Any, name: str = "outpu
             object.__setattr__(made, each.name, value)
         return made
     if isinstance(tree, Mapping):
-        return _like(tree, {key: map_parts(function, each, f"{name}[{key!r}]") for key, each in tree.items()})
+        return like(tree, {key: map_parts(function, each, f"{name}[{key!r}]") for key, each in tree.items()})
     if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
         items = [map_parts(function, value, f"{name}[{index}]") for index, value in enumerate(tree)]
         make: Callable[[Any], Any] = getattr(type(tree), "_make", type(tree))
         return make(items)
     return function(name, tree)
-
-
-def _like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Mapping[Any, Any]:
-    if type(tree) is dict or not isinstance(tree, MutableMapping):
-        return mapped
-    # Outputs that are dicts with attributes are copied, since their constructors differ.
-    made = copy.copy(tree)
-    for key, value in mapped.items():
-        made[key] = value
-    return made
 
 
 def template(tree: Any, arguments: Any = ()) -> tuple[Any, list[Tensor]]:
