@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,15 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.embedding(text))).transpose(1, 2)
 
 
+def gpt2() -> nn.Module:
+    """GPT-2 with 12 blocks as transformers makes it: with its cache, and the head tied to the embedding."""
+    # Here, because the other models need no transformers.
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = {"vocab_size": 5000, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(n_layer=12, n_embd=256, n_head=8, **tokens))
+
+
 def linears() -> nn.Module:
     return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
 
@@ -80,12 +90,16 @@ def classes(*shape: int) -> Batch:
     return torch.randn(EXAMPLES, *shape), torch.randint(0, 10, (EXAMPLES,))
 
 
-def text(vocab: int) -> Batch:
-    return torch.randint(0, vocab, (EXAMPLES, 64)), torch.randint(0, vocab, (EXAMPLES, 64))
+def text(vocab: int, examples: int = EXAMPLES) -> Batch:
+    return torch.randint(0, vocab, (examples, 64)), torch.randint(0, vocab, (examples, 64))
 
 
 def characters(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def tokens(output: Any, target: Tensor) -> Tensor:
+    return characters(output.logits, target)
 
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Batch, Callable[..., Tensor]]] = {
@@ -96,6 +110,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Batch, Callable[..., Tensor]]] = {
     "8 linear layers": (linears, classes(1024), F.cross_entropy),
     "u-net": (UNet, (torch.randn(8, 1, 64, 64), torch.randn(8, 1, 64, 64)), F.mse_loss),
     "encoder": (Encoder, text(1000), F.cross_entropy),
+    "gpt2, 12 blocks": (gpt2, text(5000, 4), tokens),
 }
 
 
@@ -166,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", nargs="*", default=list(ZOO), choices=list(ZOO))
+    parser.add_argument("--name", default="partition", help="of the file in results/")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for name in arguments.models for row in compare(name, arguments.rounds)]
@@ -174,7 +190,7 @@ def main() -> None:
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     document = {**machine(), "rounds": arguments.rounds, "worst": worst, "rows": rows}
-    (results / "partition.json").write_text(json.dumps(document, indent=1) + "\n")
+    (results / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
