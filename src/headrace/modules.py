@@ -67,6 +67,12 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Tells whether two tensors, dense or sparse, have the same shape and elements."""
+    one, other = (each if is_dense(each) else each.to_dense() for each in (one, other))
+    return torch.equal(one, other)
+
+
 def restore(tensor: Tensor, value: Tensor) -> None:
     """Gives a tensor a value of the same form; a sparse one may have other elements than before."""
     if is_dense(tensor):

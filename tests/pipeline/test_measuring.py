@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.errors import UnfitMachine
+from headrace.pipeline import profile as module_of_profile
 from headrace.pipeline.profile import measure
 from headrace.spec.model import ProfileRequest
 from headrace.training.whole_model import Objective
@@ -131,3 +132,38 @@ def test_a_launcher_has_no_more_memory_when_it_has_measured() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
     # Of 40 activations of 1 MB each.
     assert int(done.stdout) < 6 << 20
+
+
+def test_a_model_is_traced_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.first, self.second, self.scale = nn.Linear(4, 4), nn.Linear(4, 1), scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu()) * self.scale
+
+    def without_relu(self: Any, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * self.scale
+
+    job = job_of(Net)
+    traced: list[nn.Module] = []
+    real = module_of_profile.trace
+
+    def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        traced.append(module)
+        return real(module, *args, **kwargs)
+
+    monkeypatch.setattr(module_of_profile, "trace", counted)
+
+    def traces(scale: float = 1.0, examples: int = 5) -> int:
+        """Measures a new model, and returns how many were traced."""
+        made = Net(scale)
+        found = measure(job, made, Objective(squared), ProfileRequest(examples, threads=1), "cpu")
+        assert [layer.name for layer in found.layers] == ["first", "second"]
+        return len(traced)
+
+    assert [traces(), traces()] == [1, 1]
+    assert [traces(scale=2.0), traces(examples=6)] == [2, 3]
+    monkeypatch.setattr(Net, "forward", without_relu)
+    assert [traces(), traces()] == [4, 4]

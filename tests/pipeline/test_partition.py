@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.pipeline.partition import COSTS, Terms, costs, read, split
+from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec
+from headrace.strategies import Pipeline
 
 NAMES = "abcdefghij"
 
@@ -54,8 +57,7 @@ TERMS = st.builds(
     limit_bytes=st.none() | st.integers(0, 600),
     again=st.sampled_from([0.0, 0.75, 1.0]),
     bytes_per_s=st.sampled_from([1.0, 10.0]),
-    hosts=st.lists(st.sampled_from("ab"), max_size=4).map(tuple),
-    link_bytes_per_s=st.sampled_from([0.5, 2.0]),
+    link_bytes_per_s=st.lists(st.sampled_from([0.5, 2.0, math.inf]), max_size=4).map(lambda each: (math.inf, *each)),
 )
 
 
@@ -171,8 +173,8 @@ def test_a_partition_that_does_not_add_up_is_refused(wish: list[int], said: str)
 def test_a_cut_between_hosts_is_where_little_crosses_it() -> None:
     # By time alone the cut would be behind b, where 40 bytes cross; behind a and c it is 1.
     model = model_of(*(layer(index, 10, crossing=crossing) for index, crossing in enumerate((1, 40, 1, 0))))
-    near = Terms(hosts=("x", "x"), link_bytes_per_s=0.5)
-    far = Terms(hosts=("x", "y"), link_bytes_per_s=0.5)
+    near = Terms(link_bytes_per_s=(math.inf, math.inf))
+    far = Terms(link_bytes_per_s=(math.inf, 0.5))
     assert split(model, 2, near) == (("a", "b"), ("c", "d"))
     assert split(model, 2, far) in ((("a",), ("b", "c", "d")), (("a", "b", "c"), ("d",)))
     # Values one way, gradients the other, while the stage computes for 60 s.
@@ -182,5 +184,16 @@ def test_a_cut_between_hosts_is_where_little_crosses_it() -> None:
 def test_a_link_that_is_faster_than_the_stages_costs_nothing() -> None:
     model = model_of(*(layer(index, 10, crossing=10) for index in range(4)))
     parts = (("a", "b"), ("c", "d"))
-    one, two = (costs(model, parts, Terms(hosts=hosts, link_bytes_per_s=1.0)) for hosts in ((), ("x", "y")))
+    one, two = (costs(model, parts, Terms(link_bytes_per_s=rates)) for rates in ((), (math.inf, 1.0)))
     assert one == two
+
+
+def test_measured_links_move_the_cut() -> None:
+    hosts = (Host("x", 2, 2**30, ranks=(0,)), Host("y", 2, 2**30, ranks=(1,)))
+    model = model_of(*(layer(index, 10, crossing=crossing) for index, crossing in enumerate((1, 40, 1, 0))))
+    known = Cluster(hosts, 2, links=(Link("x", "y", 1.0), Link("y", "x", 0.5)))
+    assert Pipeline(2, cost="time").plan(model, Cluster(hosts, 2)).partition == (("a", "b"), ("c", "d"))
+    assert Pipeline(2, cost="time").plan(model, known).partition in (
+        (("a",), ("b", "c", "d")),
+        (("a", "b", "c"), ("d",)),
+    )

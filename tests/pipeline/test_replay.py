@@ -224,6 +224,30 @@ def test_what_goes_past_arguments_and_results_is_not_cut() -> None:
     assert_staged(model, traced, torch.randn(4, 4), lambda output: output.sum())
 
 
+class Left(nn.Module):
+    """A layer that leaves a value in an attribute, which the model adds to its output."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.left = super().forward(x)
+            return self.left
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), self.Layer(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x))) + self.second.left.square().mean()
+
+
+def test_what_a_layer_leaves_in_an_attribute_is_no_constant() -> None:
+    torch.manual_seed(0)
+    model = Left()
+    traced = trace(model, torch.randn(3, 4))
+    assert [bool(layer.joined) for layer in traced.layers] == [False, True, False]
+    assert_staged(model, traced, torch.randn(4, 4), lambda output: output.sum())
+
+
 class Skipping(nn.Module):
     """Leaves out layers by a number that can be set."""
 

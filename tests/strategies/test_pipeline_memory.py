@@ -171,6 +171,45 @@ def test_of_buffers_only_those_are_kept_that_move() -> None:
     assert all(torch.equal(buffer, moved[name]) for name, buffer in module.named_buffers())
 
 
+class Following(nn.Module):
+    """A copy of its weight follows that, in place, and is computed with."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, dtype=torch.float64)
+        slow = torch.zeros(2, 2, dtype=torch.float64)
+        if frozen:
+            self.slow = nn.Parameter(slow, requires_grad=False)
+        else:
+            self.register_buffer("slow", slow)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.lerp_(self.layer.weight, 0.5)
+        out: Tensor = self.layer(x) @ self.slow
+        return out
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_backward_pass_gets_what_its_forward_has_computed_with(frozen: bool) -> None:
+    torch.manual_seed(0)
+    module, batches = Following(frozen), torch.randn(2, 3, 2, dtype=torch.float64)
+    alone = copy.deepcopy(module)
+    buffers, slow = SavedBuffers(module, ["slow"]), module.slow
+    outputs = []
+    for batch in batches:
+        with buffers.left_to_backward():
+            outputs.append(module(batch))
+    for output in outputs:
+        output.sum().backward()
+    buffers.settle()
+    for batch in batches:
+        alone(batch).sum().backward()
+    assert module.slow is slow
+    assert torch.equal(module.slow, alone.slow)
+    torch.testing.assert_close(module.layer.weight.grad, alone.layer.weight.grad)
+
+
 def normalised() -> nn.Module:
     first = (nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.ReLU(inplace=True))
     return nn.Sequential(*first, nn.Conv2d(3, 2, 2), nn.BatchNorm2d(2, momentum=None), nn.Flatten(), nn.Linear(8, 3))

@@ -97,6 +97,18 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
+class Slope(nn.Module):
+    """Returns the gradient of an energy, which training differentiates once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(self.inner(x).square().sum(), x, create_graph=True)
+        return slope
+
+
 @dataclass(frozen=True)
 class Case:
     """Attributes:
@@ -154,6 +166,8 @@ CASES = {
     "alone": Case(lambda: nn.Linear(4, 6), vectors, kinds={"": "column"}),
     "opaque": Case(Opaque, vectors, kinds={"inner.0": "column", "inner.2": "row"}),
     "opaque, by hand": Case(Opaque, vectors, {"inner.0": "column", "outer": "column"}),
+    "its own gradient, one sum": Case(Slope, vectors, {"inner.0": "column", "inner.2": "row"}),
+    "its own gradient, gathered": Case(Slope, vectors, {"inner.0": "column", "inner.2": "column"}),
 }
 
 

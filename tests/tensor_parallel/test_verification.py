@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from collectives.seats import together
 from headrace.collectives.threads import ThreadCollective
 from headrace.errors import UsageError
+from headrace.spec.job import Share
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.tensor_parallel.recording import Trial
-from headrace.tensor_parallel.replica import RewrittenModel
+from headrace.tensor_parallel.replica import RewrittenModel, SplitModel
 from headrace.tensor_parallel.rewriting import split
 from headrace.tensor_parallel.verification import GuardedCollective
+from headrace.training.whole_model import Objective, WholeModel
 
 Rules = str | dict[str, str]
 
@@ -307,3 +309,21 @@ def test_a_rank_that_fails_or_ends_early_ends_the_others() -> None:
     first, second = together(2, act)
     assert first == ["it fails on another device", "devices communicate differently often", "", "2.0"]
     assert second == ["it fails: ValueError: 3 is no shape", "it fails on another device", "", "2.0"]
+
+
+def test_a_script_module_computes_whole() -> None:
+    model = scripted()[0]
+    x = torch.randn(2, 4)
+
+    def act(group: ThreadCollective) -> Tensor | None:
+        whole = copy.deepcopy(model)
+        made = split(whole, "auto", group, Trial(x))
+        assert not made.kinds
+        share = Share((x, torch.zeros(2, 4)), 2, 2, 0)
+        loss = SplitModel(WholeModel(whole, Objective(F.mse_loss)), made, group).run(share).loss
+        return None if loss is None else torch.as_tensor(loss)
+
+    loss, other = together(2, act)
+    assert loss is not None
+    assert other is None
+    torch.testing.assert_close(loss, F.mse_loss(model(x), torch.zeros(2, 4)).detach())

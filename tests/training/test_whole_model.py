@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from collectives.seats import together
 from headrace.collectives.threads import ThreadCollective
@@ -105,6 +106,26 @@ def test_contributions_add_up_to_the_gradient_of_the_global_mean(cuts: tuple[int
             )
     mean = sum(value * weight for _, value, weight in results if value is not None) / sum(w for _, _, w in results)
     assert mean == pytest.approx(float(on_one(module(), *examples(6)).detach()), rel=1e-12)
+
+
+class Recomputing(TiedAndIdle):
+    """Recomputes in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
+def test_reentrant_checkpoints_have_the_same_gradients() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Recomputing()
+    sink = Kept()
+    WholeModel(model, Objective(F.mse_loss), sink).run(part(0, 6))
+    for found, expected in zip(sink.gradients, gradients_of(lambda each, x, y: F.mse_loss(each(x), y)), strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_without_a_sink_gradients_are_where_torch_leaves_them() -> None:

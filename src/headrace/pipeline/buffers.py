@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from headrace.modules import stateful_modules
+from headrace.modules import restore, same_values, stateful_modules
 from headrace.training.batch_norm import move_running_averages
 
 
@@ -41,7 +41,10 @@ class SavedState:
 
 
 class SavedBuffers:
-    """Saves those of the named buffers of a module that a forward changes, and its extra state."""
+    """Saves those of the named buffers of a module that a forward changes, and its extra state.
+
+    Frozen parameters among the names are left to backward passes, too.
+    """
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
         self._stateful = [part for _, part in stateful_modules(module)]
@@ -52,6 +55,17 @@ class SavedBuffers:
             for name, buffer in owner._buffers.items()
             if id(buffer) in wanted
         ]
+        frozen = {id(each) for name, each in module.named_parameters() if name in names and not each.requires_grad}
+        # No backward pass needs the averages of BatchNorm that moves them.
+        self._writable: list[tuple[dict[str, Any], str]] = [
+            (tensors, name)
+            for owner in module.modules()
+            if not isinstance(owner, _BatchNorm)
+            for tensors, known in ((owner._buffers, wanted), (owner._parameters, frozen))
+            for name, tensor in tensors.items()
+            if id(tensor) in known
+        ]
+        self._replaced: dict[tuple[int, str], tuple[dict[str, Any], Tensor]] = {}
 
     @contextmanager
     def watched(self) -> Iterator[list[SavedBuffer | SavedState]]:
@@ -63,8 +77,31 @@ class SavedBuffers:
         yield kept
         for owner, name, buffer in before:
             # By value, because batch_norm moves its averages without a new version.
-            if owner._buffers[name] is not buffer or not torch.equal(buffer, copies[id(buffer)]):
+            if owner._buffers[name] is not buffer or not same_values(buffer, copies[id(buffer)]):
                 kept.append(SavedBuffer(owner, name, copies[id(buffer)]))
+
+    @contextmanager
+    def left_to_backward(self) -> Iterator[None]:
+        """Leaves what a forward within writes to as it is, because its backward pass may need it.
+
+        What comes after gets a copy in its place, until `settle`.
+        """
+        before = [(tensors, name, tensors[name]) for tensors, name in self._writable if tensors[name] is not None]
+        versions = [tensor._version for _, _, tensor in before]
+        yield
+        copies: dict[int, Tensor] = {}
+        for (tensors, name, tensor), version in zip(before, versions, strict=True):
+            if tensors[name] is tensor and tensor._version != version:
+                tensors[name] = copies.setdefault(id(tensor), tensor.detach().clone())
+                self._replaced.setdefault((id(tensors), name), (tensors, tensor))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Gives the tensors of the module, after the backward passes, the values of their copies."""
+        for (_, name), (tensors, tensor) in self._replaced.items():
+            restore(tensor, tensors[name])
+            tensors[name] = tensor
+        self._replaced.clear()
 
     @contextmanager
     def as_before(self, kept: Sequence[SavedBuffer | SavedState]) -> Iterator[None]:

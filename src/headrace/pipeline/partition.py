@@ -38,8 +38,8 @@ class Terms:
         limit_bytes: that a stage may take; None for any number.
         again: the part of the micro-batches whose forward is done again before their backward (recompute).
         bytes_per_s: at which what crosses a cut is copied; memory's, of one core.
-        hosts: the name of each stage's; () for one host.
-        link_bytes_per_s: at which what crosses a cut between hosts is sent.
+        link_bytes_per_s: at which what crosses the cut before each stage is sent; infinite within a host, and for
+            stages that it has no number of.
     """
 
     cost: str = "time"
@@ -47,8 +47,7 @@ class Terms:
     limit_bytes: int | None = None
     again: float = 0.0
     bytes_per_s: float = 5e9
-    hosts: tuple[str, ...] = ()
-    link_bytes_per_s: float = 125e6
+    link_bytes_per_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.cost not in COSTS:
@@ -58,9 +57,9 @@ class Terms:
         """Returns how many micro-batches a stage keeps."""
         return self.held[min(stage, len(self.held) - 1)]
 
-    def far(self, stage: int) -> bool:
-        """Returns whether a stage is on another host than the one before it."""
-        return 0 < stage < len(self.hosts) and self.hosts[stage] != self.hosts[stage - 1]
+    def sent_per_s(self, stage: int) -> float:
+        """Returns the bytes/s of the link before a stage; infinite where that is on the same host."""
+        return self.link_bytes_per_s[stage] if stage < len(self.link_bytes_per_s) else math.inf
 
 
 COSTS: Mapping[str, Callable[[StageCost, StageCost], float]] = {
@@ -182,11 +181,11 @@ class _Piece:
 
 def _cost(piece: _Piece, stage: int, terms: Terms) -> StageCost:
     # Values go one way, their gradients the other.
-    crossing = [(piece.received_bytes, terms.far(stage)), (piece.sent_bytes, terms.far(stage + 1))]
+    crossing = [(piece.received_bytes, terms.sent_per_s(stage)), (piece.sent_bytes, terms.sent_per_s(stage + 1))]
     moving_s = sum(2 * size for size, _ in crossing) / terms.bytes_per_s
     computing_s = piece.forward_s * (1 + terms.again) + piece.backward_s + moving_s
     # A network carries while stages compute: they wait for it where it takes longer than they do.
-    carrying_s = max(2 * size * far for size, far in crossing) / terms.link_bytes_per_s
+    carrying_s = max(2 * size / per_s for size, per_s in crossing)
     held = terms.held_by(stage)
     # What is done again is kept for one micro-batch alone, of the others what it begins with.
     kept = held * piece.received_bytes + (1 if terms.again else held) * piece.saved_bytes

@@ -30,6 +30,7 @@ from headrace.errors import UnfitMachine
 from headrace.machine import give_back
 from headrace.metrics import weigh
 from headrace.modules import is_dense, set_train_modes
+from headrace.pipeline.digest import digest
 from headrace.pipeline.runner import out_of_memory
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, at_once, cut
 from headrace.pipeline.trace.tracing import trace, unchanged
@@ -121,20 +122,28 @@ def _threads(count: int | None) -> Iterator[None]:
 
 _SAMPLED = 2
 """Examples with which the layers are found."""
+_KEPT = 16
+"""Measurements that a process keeps."""
+_measured: dict[str, MeasuredLayers] = {}
 
 
 def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileRequest, device: str) -> MeasuredLayers:
     """Measures the layers on the first examples of the job's data, and gives the memory back to the system.
 
-    Raises a `JobError` if the model cannot be cut, an `UnfitMachine` if there is not enough memory.
+    Returns what this process has measured before of a model of the same code and configuration, with examples of the
+    same form. Raises a `JobError` if the model cannot be cut, an `UnfitMachine` if there is not enough memory.
     """
     batch, sample = _first(job, request.examples), _first(job, _SAMPLED)
     if device != "cpu":
         module = copy.deepcopy(module).to(device)
         batch, sample = map_tensors(lambda tensor: tensor.to(device), (batch, sample))
     autocast = torch.bfloat16 if job.options.precision == "bf16" else None
+    form = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)
+    key = digest(module, objective, sample, form, request, torch.get_num_threads(), device, autocast)
+    if key in _measured:
+        return _measured[key]
     try:
-        return profile(module, objective, batch, sample=sample, threads=request.threads or None, autocast=autocast)
+        found = profile(module, objective, batch, sample=sample, threads=request.threads or None, autocast=autocast)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -145,6 +154,11 @@ def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileR
     finally:
         # The allocator of a launcher would keep it for ever.
         give_back()
+    if key is not None:
+        if len(_measured) == _KEPT:
+            del _measured[next(iter(_measured))]
+        _measured[key] = found
+    return found
 
 
 def _first(job: Job, examples: int) -> Any:

@@ -133,6 +133,8 @@ class Runner:
         finally:
             self._saved.clear()
             self._weights.clear()
+            for buffers in self._buffers.values():
+                buffers.settle()
         self._statistics.commit()
 
     @torch.no_grad()
@@ -170,7 +172,8 @@ class Runner:
             with torch.no_grad(), self._buffers[stage.index].watched() as saved.buffers:
                 outputs = self._run_stage(key, micro_batch, saved, first=True)
         else:
-            outputs = self._run_stage(key, micro_batch, saved, first=True)
+            with self._buffers[stage.index].left_to_backward():
+                outputs = self._run_stage(key, micro_batch, saved, first=True)
         differentiable = stage.index in self._trains or any(_needs_gradient(value) for value in values.values())
 
         def is_tracked(tensor: Tensor) -> bool:

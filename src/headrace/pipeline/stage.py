@@ -84,8 +84,8 @@ class Stage(ABC):
         return sum(nbytes(self.module.get_parameter(name)) for name in self.parameters)
 
     def changing_buffers(self) -> SavedBuffers:
-        """Returns its buffers, which forward may change."""
-        return SavedBuffers(self.module, self.buffers)
+        """Returns its buffers and frozen parameters, which forward may change."""
+        return SavedBuffers(self.module, (*self.buffers, *self.parameters))
 
 
 class TracedModel(ABC):

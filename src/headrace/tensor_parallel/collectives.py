@@ -12,7 +12,8 @@ the first two f and g):
     all_gather_to  split -> whole: all-gather      sum over ranks, each gets its slice (reduce-scatter)
 
 After `copy_to` and `all_gather_to` each rank computes something else from the whole value, so the gradients differ and
-are summed. After `reduce_from` and `gather_from` all ranks compute the same.
+are summed. After `reduce_from` and `gather_from` all ranks compute the same. Each backward is the crossing of the other
+direction, with a gradient of its own, so that forward may differentiate (`create_graph=True`).
 """
 
 from __future__ import annotations
@@ -121,7 +122,11 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        ctx.group.all_reduce(flat)
+        if torch.is_grad_enabled():
+            flat = reduce_from(flat, ctx.group)
+        else:
+            # In place, without a copy.
+            ctx.group.all_reduce(flat)
         parts = flat.split([gradient.numel() for gradient in gradients])
         return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))
 
@@ -129,13 +134,14 @@ class _CopyTo(torch.autograd.Function):
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Collective) -> Tensor:
+        ctx.group = group
         total = x.contiguous().clone()
         group.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+        return copy_to(gradients[0], ctx.group), None
 
 
 class _GatherFrom(torch.autograd.Function):
@@ -146,8 +152,19 @@ class _GatherFrom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        back = _reduce_scatter if ctx.sums else _own
-        return back(gradients[0], ctx.dim, ctx.group), None, None, None, None
+        back = _ReduceScatter.apply if ctx.sums else _ScatterTo.apply
+        return back(gradients[0], ctx.dim, ctx.group), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Collective) -> Tensor:
+        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather_to(gradients[0], ctx.dim, ctx.group, ctx.length), None, None
 
 
 class _ScatterTo(torch.autograd.Function):
@@ -158,4 +175,4 @@ class _ScatterTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradients[0], ctx.dim, ctx.group, ctx.length), None, None
+        return gather_from(gradients[0], ctx.dim, ctx.group, ctx.length), None, None

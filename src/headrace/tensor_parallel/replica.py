@@ -198,10 +198,13 @@ class SplitModel(Compute):
         self.mates = mates
         self._whole = whole
         self._split = split
-        # Before the first forward, which may be one in the user's own loop.
-        self._first = whole.module.register_forward_pre_hook(self._align)
+        self._aligned = False
+        # Before the first forward, which may be one in the user's own loop. ScriptModules take no hooks.
+        if not isinstance(whole.module, torch.jit.ScriptModule):
+            whole.module.register_forward_pre_hook(self._align)
 
     def run(self, share: Share) -> Computed:
+        self._align()
         return self._loss_of_one(self._whole.run(share))
 
     def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
@@ -220,7 +223,9 @@ class SplitModel(Compute):
 
     def _align(self, *_: object) -> None:
         """Gives all ranks the first one's generator states: what all of them draw must be the same."""
-        self._first.remove()
+        if self._aligned:
+            return
+        self._aligned = True
         group, device = self._split.group, self.device
         if not isinstance(group, ThreadCollective):
             torch.set_rng_state(_broadcast_rng_state(torch.get_rng_state(), group, device))

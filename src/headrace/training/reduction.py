@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.compression import PLAIN, Compression
 from headrace.errors import UsageError
 from headrace.spec.model import ParameterSpec
 from headrace.training.clipping import GradientClipper
@@ -89,15 +90,21 @@ class CollectiveReduction(Reduction):
     """Sums by a collective of the devices, when backward is over."""
 
     def __init__(
-        self, trainable: Sequence[ParameterSpec], group: ProcessGroup, collective: Collective, device: torch.device
+        self,
+        trainable: Sequence[ParameterSpec],
+        group: ProcessGroup,
+        collective: Collective,
+        device: torch.device,
+        compression: Compression = PLAIN,
     ) -> None:
         self._collective = collective
+        self._compression = compression
         self._lay_out(trainable, group, collective.rank, device)
         self.sink = FlatGradients(self.layout, self.result, self.used)
 
     def reduce(self) -> None:
         for total in self.held:
-            self._collective.all_reduce(total)
+            self._collective.start_all_reduce(total, self._compression)()
 
 
 class OverlappedReduction(Reduction):
@@ -109,10 +116,16 @@ class OverlappedReduction(Reduction):
     """
 
     def __init__(
-        self, trainable: Sequence[ParameterSpec], group: ProcessGroup, collective: Collective, module: nn.Module
+        self,
+        trainable: Sequence[ParameterSpec],
+        group: ProcessGroup,
+        collective: Collective,
+        module: nn.Module,
+        compression: Compression = PLAIN,
     ) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._collective = collective
+        self._compression = compression
         self._lay_out(trainable, group, collective.rank, next(module.parameters()).device)
         self.sink = self
         self._views = self.layout.views(self.result)
@@ -159,7 +172,7 @@ class OverlappedReduction(Reduction):
             self._send()
 
     def _send(self) -> None:
-        self._waits += [self._collective.start_all_reduce(flat) for flat in self._flats[self._sent]]
+        self._waits += [self._collective.start_all_reduce(flat, self._compression) for flat in self._flats[self._sent]]
         self._sent += 1
 
     def _send_rest(self) -> None:

@@ -27,6 +27,20 @@ from headrace.training.optimizer import StateSlices
 from headrace.trees import map_leaves, map_tensors
 
 
+def has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """Tells whether forward used `torch.utils.checkpoint(use_reentrant=True)`, which takes `loss.backward()` alone."""
+    seen, rest = set(), [loss.grad_fn]
+    while rest:
+        node = rest.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        rest += [following for following, _ in node.next_functions]
+    return False
+
+
 class CompiledModule:
     """A module and its compiled form, which runs batches of at least `full` examples.
 
@@ -86,7 +100,8 @@ class WholeModel(Compute):
     """Runs forward and backward on a worker's share, or on its micro-batches one after the other.
 
     Gradients come from `torch.autograd.grad` in one call and go to `sink` as they are, those of micro-batches when
-    they have added up in `.grad`. Without a sink they stay in `.grad`.
+    they have added up in `.grad`; so do those of a model with reentrant checkpoints, which the first loss tells.
+    Without a sink they stay in `.grad`.
 
     Args:
         total: sums numbers over workers.
@@ -115,6 +130,7 @@ class WholeModel(Compute):
         self._scale = scale
         self._half = HALF.get(options.precision)
         self._graph = graph
+        self._reentrant: bool | None = None
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
@@ -183,8 +199,20 @@ class WholeModel(Compute):
         if self._sink is None:
             self._scaled(part).backward()
         else:
-            self._sink.store(torch.autograd.grad(self._scaled(part), self._trained, allow_unused=True))
+            self._sink.store(self._gradients(self._scaled(part)))
         return Computed(mean, weight)
+
+    def _gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        if self._reentrant is None:
+            self._reentrant = has_reentrant_checkpoint(loss)
+        if not self._reentrant:
+            return torch.autograd.grad(loss, self._trained, allow_unused=True)
+        held = [parameter.grad for parameter in self._trained]
+        assign(self._trained, [None] * len(held))
+        loss.backward()
+        gradients = [parameter.grad for parameter in self._trained]
+        assign(self._trained, held)
+        return gradients
 
     def _accumulate(self, batch: Any, share: Share, pieces: int) -> Computed:
         """Does so for micro-batches, whose gradients torch adds up in `.grad`."""

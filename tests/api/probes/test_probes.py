@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import headrace as hr
 import torchvision_ops
+from api.probes.models import CLASSES, Cache, Codebook, Counting, Examples, Noisy, Target
 from headrace.api.checks import inspect_job
 from headrace.api.probes.finding import Finding, Scope, trial
 from headrace.api.probes.layers import modes_text
@@ -25,8 +26,6 @@ from headrace.spec.model import ModelSpec
 from headrace.strategies import Strategy
 from headrace.worker.session import objective_of
 from strategies.contract_runs import CLUSTER, MODEL
-
-CLASSES = 4
 
 
 def rows(*shape: int, count: int = 16) -> tuple[Tensor, Tensor]:
@@ -60,72 +59,6 @@ def linear() -> nn.Module:
     return nn.Linear(8, CLASSES)
 
 
-class Codebook(nn.Module):
-    """Its buffer follows the data in train mode."""
-
-    codes: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, CLASSES)
-        self.register_buffer("codes", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.codes.lerp_(x.detach().mean(0), 0.1)
-        out: Tensor = self.layer(x + self.codes)
-        return out
-
-
-class Target(nn.Module):
-    """A copy that follows the weights: as a buffer that is replaced, or as a frozen parameter that is written to."""
-
-    def __init__(self, frozen: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, CLASSES)
-        copy = self.layer.weight.detach().clone()
-        self.frozen = frozen
-        if frozen:
-            self.target = nn.Parameter(copy, requires_grad=False)
-        else:
-            self.register_buffer("target", copy)
-
-    def forward(self, x: Tensor) -> Tensor:
-        moved = 0.9 * self.target + 0.1 * self.layer.weight.detach()
-        if self.frozen:
-            self.target.data.copy_(moved)
-        else:
-            self.target = moved
-        out: Tensor = self.layer(x) + F.linear(x, self.target)
-        return out
-
-
-class Cache(nn.Module):
-    """Makes a table again in forward, which is not saved, as rotary positions do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, CLASSES)
-        self.register_buffer("table", torch.empty(0), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.table = torch.arange(len(x), dtype=x.dtype)
-        out: Tensor = self.layer(x) + self.table[:, None]
-        return out
-
-
-class Noisy(nn.Module):
-    """Draws in eval mode, too, as a variational autoencoder does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x + torch.randn_like(x))
-        return out
-
-
 def contrastive(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output @ output.T, torch.arange(len(output)))
 
@@ -152,6 +85,7 @@ def test_a_loss_that_is_no_mean_over_examples_is_found(loss: Callable[..., Any])
     ("model", "scope", "where"),
     [
         (Codebook, Scope.SHARES, "'codes'"),
+        (Examples, Scope.SHARES, "'count'"),
         (partial(Target, frozen=False), Scope.PIECES, "'target'"),
         (partial(Target, frozen=True), Scope.SHARES, "'target'"),
         (lambda: nn.utils.spectral_norm(linear()), Scope.PIECES, "'weight_u', 'weight_v'"),
@@ -162,36 +96,24 @@ def test_a_loss_that_is_no_mean_over_examples_is_found(loss: Callable[..., Any])
             "'1.running_mean', '1.running_var'",
         ),
     ],
-    ids=["codebook", "target", "frozen target", "spectral norm", "instance norm"],
+    ids=["codebook", "examples", "target", "frozen target", "spectral norm", "instance norm"],
 )  # fmt: skip
 def test_buffers_that_forward_changes_are_found(model: Callable[[], nn.Module], scope: Scope, where: str) -> None:
     (finding,) = found(model)
     assert (finding.scope, finding.where) == (scope, where)
 
 
-class Counting(nn.Linear):
-    """Counts its forwards within a dictionary."""
-
-    def __init__(self, moves: bool) -> None:
-        super().__init__(8, CLASSES)
-        self.moves, self.seen = moves, {"forwards": 0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen["forwards"] += self.moves
-        return super().forward(x)
-
-    def get_extra_state(self) -> dict[str, int]:
-        return dict(self.seen)
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.seen = dict(state)
-
-
 def test_extra_state_that_forward_changes_is_found() -> None:
-    (finding,) = found(lambda: nn.Sequential(Counting(moves=True), nn.Identity()))
+    (finding,) = found(lambda: nn.Sequential(Counting(lambda x: 1), nn.Identity()))
     assert (finding.scope, finding.where) == (Scope.PIECES, "'0'")
     assert "Pipeline(micro_batches=1)" in finding.remedy
-    assert not found(partial(Counting, moves=False))
+    assert not found(lambda: Counting(lambda x: 0))
+
+
+def test_extra_state_that_counts_examples_differs_on_shares() -> None:
+    (finding,) = found(lambda: nn.Sequential(Counting(len), nn.Identity()))
+    assert (finding.scope, finding.where) == (Scope.SHARES, "'0'")
+    assert "sync_buffers='mean'" in finding.remedy
 
 
 @pytest.mark.parametrize("stages", [hr.Pipeline(2, 2), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 1))])

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from headrace.api.probes.finding import Finding, Scope, names_of, trial
 from headrace.checkpoint.forms import extra_states
-from headrace.modules import restore, stateful_modules
+from headrace.modules import restore, same_values, stateful_modules
 from headrace.training.whole_model import Objective, call, cut, examples_of
 
 _NUDGE = 1e-2
@@ -24,55 +24,68 @@ _NUDGE = 1e-2
 
 
 def probe_changing_buffers(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
-    """Runs the halves of a batch in the model's own mode, and compares what forward has left."""
+    """Runs two parts of a batch in the model's own mode, and compares what forward has left."""
     count = examples_of(batch)
     if count < 2:
         return ()
     watched = _watched(module)
-    findings = _stateful_findings(module, batch, objective)
-    if not watched:
-        return findings
+    states = [name for name, _ in stateful_modules(module)]
+    if not watched and not states:
+        return ()
     start = {name: tensor.detach().clone() for name, tensor in watched.items()}
-    results = []
+    before = extra_states(module)
+    results, kept = [], []
     with torch.no_grad(), _nudged(module):
-        for low, high in ((0, count // 2), (count // 2, count)):
+        # Of other lengths, because a buffer may count examples.
+        for low, high in ((0, count // 2), (count // 2 - 1, count)):
             # Both begin with the same buffers and the same random numbers.
             with trial(module):
                 versions = {name: tensor._version for name, tensor in watched.items()}
                 call(module, cut(batch, low, high, count, "a probe"), objective.inputs)
                 results.append(_changed(module, watched, versions, start))
+                kept.append(extra_states(module))
     first, second = results
     names = [name for name in watched if name in first or name in second]
-    differing = [name for name in names if not _same(first.get(name, start[name]), second.get(name, start[name]))]
-    return (*_findings(module, differing, [name for name in names if name not in differing]), *findings)
-
-
-def _stateful_findings(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
-    """Tells of which modules a forward changes the extra state."""
-    if not stateful_modules(module):
-        return ()
-    with trial(module):
-        before = extra_states(module)
-        call(module, batch, objective.inputs)
-        after = extra_states(module)
-    changed = [
-        entry
-        for entry in before.keys() | after.keys()
-        if entry not in before or entry not in after or not _same(before[entry], after[entry])
-    ]
-    names = [
-        name for name, _ in stateful_modules(module) if any(entry.startswith(f"extra/{name}|") for entry in changed)
-    ]
-    if not names:
-        return ()
+    differing = [name for name in names if not same_values(first.get(name, start[name]), second.get(name, start[name]))]
     return (
-        Finding(
-            "each forward changes what get_extra_state returns, and a micro-batch is a forward of its own",
-            names_of(names),
-            "with one micro-batch a share (accumulate=1, Pipeline(micro_batches=1)) it changes as on one device",
-            Scope.PIECES,
-        ),
+        *_findings(module, differing, [name for name in names if name not in differing]),
+        *_stateful_findings(states, before, *kept),
     )
+
+
+def _stateful_findings(
+    modules: Sequence[str], before: Mapping[str, Tensor], first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+) -> Sequence[Finding]:
+    """Tells of which modules a forward changes the extra state, and whether by what it sees."""
+    changed = [name for name in modules if _differ(name, before, first) or _differ(name, before, second)]
+    differing = [name for name in changed if _differ(name, first, second)]
+    alike = [name for name in changed if name not in differing]
+    findings = []
+    if differing:
+        findings.append(
+            Finding(
+                "forward changes what get_extra_state returns by what it sees, which is its own share on each worker",
+                names_of(differing),
+                "rank 0's is saved; what all workers must agree on can be a buffer, with Options(sync_buffers='mean')",
+                Scope.SHARES,
+            )
+        )
+    if alike:
+        findings.append(
+            Finding(
+                "each forward changes what get_extra_state returns, and a micro-batch is a forward of its own",
+                names_of(alike),
+                "with one micro-batch a share (accumulate=1, Pipeline(micro_batches=1)) it changes as on one device",
+                Scope.PIECES,
+            )
+        )
+    return findings
+
+
+def _differ(module: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Tells whether two extra states of a module differ."""
+    entries = {entry for entry in (*one, *other) if entry.startswith(f"extra/{module}|")}
+    return any(entry not in one or entry not in other or not same_values(one[entry], other[entry]) for entry in entries)
 
 
 def _findings(module: nn.Module, differing: list[str], alike: list[str]) -> Sequence[Finding]:
@@ -144,12 +157,6 @@ def _changed(
     for name, tensor in watched.items():
         present = now.get(name, tensor)
         written = present is not tensor or present._version != versions[name]
-        if written or not _same(present, start[name]):
+        if written or not same_values(present, start[name]):
             changed[name] = present.detach().clone()
     return changed
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided or other.layout is not torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    return one.shape == other.shape and torch.equal(one, other)

@@ -31,7 +31,9 @@ def trace_calls(module: nn.Module, arguments: Arguments, inputs: Any, check: boo
     once, before the start, and not again by each worker. Raises an `Irreplayable` if the model cannot be cut.
     """
     if is_whole(module, root=True):
-        raise Irreplayable("it has forward hooks, parametrizations or a compiled forward, for the whole model alone")
+        raise Irreplayable(
+            "forward hooks, parametrizations and a forward that is scripted or compiled are for the whole model"
+        )
     set_train_modes(module)
     isolation = Isolation(module)
     tracked = _owned(module, isolation, tracked_modules(module), arguments)

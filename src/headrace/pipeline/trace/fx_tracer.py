@@ -50,6 +50,8 @@ def record(
     Buffers and random numbers change as in any forward. Modules of the types `whole` are not looked into. Raises an
     `Untraceable` with the module to keep whole.
     """
+    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+        raise Untraceable(module, "it is a ScriptModule, or compiled as a whole")
     if module._forward_hooks or module._forward_pre_hooks:
         raise Untraceable(module, "it has forward hooks, which would see no forward; register them on its layers")
     recorder = _Recorder(module, args, kwargs, whole)

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from headrace.modules import evaluating, set_train_modes, stateful_modules
+from headrace.modules import evaluating, same_values, set_train_modes, stateful_modules
 from headrace.pipeline.trace.fx_tracer import record
 from headrace.pipeline.trace.graph_stage import RecordedModel
 from headrace.pipeline.trace.inputs import longer_batch, masked_otherwise, places
@@ -39,6 +39,8 @@ def trace_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             set_train_modes(module)
             recording = record(module, args, kwargs, tuple(whole))
             _verify(recording, module, *longer_batch(args, kwargs), _NUMBER)
+            if recording.constants:
+                _compare_constants(recording, record(module, *longer_batch(args, kwargs), tuple(whole)))
             for masked in masked_otherwise(args, kwargs):
                 _verify(recording, module, *masked, _MASK)
             with evaluating(module):
@@ -62,6 +64,16 @@ def trace_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         layers=layers,
         evaluated=RecordedModel(module, other.layers, evaluated, other, select=inputs, notices=(), places=places_),
     )
+
+
+def _compare_constants(recording: Recording, other: Recording) -> None:
+    """Raises an `Untraceable` if tensors that forward has created itself are others for other examples."""
+    for node in recording.graph.nodes:
+        if node.op == "get_attr" and node.target in recording.constants:
+            found = other.constants.get(node.target)
+            if found is None or not same_values(found, recording.constants[node.target]):
+                reason = "it computes with what is left in an attribute by forward, or made by means that are not seen"
+                raise Untraceable(recording.owners[node], reason)
 
 
 def _laid_out(recording: Recording, whole: bool = True) -> LayerMap:
