@@ -12,11 +12,11 @@ pytestmark = pytest.mark.slow
 
 
 def test_tensors_of_every_kind_come_as_they_were_sent_in_memory_and_between_hosts(play: Play, tmp_path: Path) -> None:
-    assert play("exchange_everything", 3, store=str(tmp_path / "store")) == [[], [], []]
+    assert play("exchange_everything", 3) == [[], [], []]
 
 
 def test_a_sender_gets_as_far_ahead_as_there_is_room_and_no_further(play: Play, tmp_path: Path) -> None:
-    _, _, (ahead, came) = play("get_ahead", 3, store=str(tmp_path / "store"))
+    _, _, (ahead, came) = play("get_ahead", 3)
     assert came == 40
     # Two at either end, and what lies in the buffers of both machines' TCP: less than 16 MB.
     assert 2 <= ahead <= 2 + 2 + 4
@@ -32,6 +32,6 @@ def test_a_sender_gets_as_far_ahead_as_there_is_room_and_no_further(play: Play, 
     ],
 )
 def test_no_rank_waits_for_a_lost_one(play: Play, tmp_path: Path, how: str, expected: str, sends: bool) -> None:
-    _, (heard, soon), _ = play("wait_for_mail", 3, store=str(tmp_path / "store"), how=how, sends=sends)
+    _, (heard, soon), _ = play("wait_for_mail", 3, how=how, sends=sends)
     assert heard.startswith(expected)
     assert soon

@@ -9,16 +9,18 @@ import hashlib
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from time import monotonic
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
+from torch.distributed import FileStore
 
-from headrace.collectives.base import HostMap
+from headrace.collectives.base import HostMap, gather_texts
+from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
-from headrace.collectives.torch_distributed import MultiHostGroup, TorchDistributed, connect
+from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.errors import PeerLost, UsageError
 from headrace.modules import describe
 from headrace.shared_memory.control_page import ControlPage
@@ -168,28 +170,20 @@ def wire_of(host: SharedMemoryGroup, store: str) -> TorchDistributed:
     return TorchDistributed(FileStore(store, host.world), host.rank, host.world, "cpu", timeout_s=60.0)
 
 
-def between_hosts(
-    host: SharedMemoryGroup, page: ControlPage | None, store: str, hosts: Sequence[str] = ()
-) -> MultiHostGroup:
+def between_hosts(host: SharedMemoryGroup, page: ControlPage | None, hosts: Sequence[str] = ()) -> MultiHostGroup:
     """Connects the ranks as if each were on a host of its own; with a page of its own if none is given."""
 
-    def accuse(error: Exception, suspect: int | None) -> NoReturn:
-        raise PeerLost(1 - host.rank if suspect is None else suspect, "the other host", str(error))
+    def accuse(error: Exception, suspect: int) -> NoReturn:
+        raise PeerLost(suspect, "the other host", str(error))
 
-    group = connect(FileStore(store, host.world), host.rank, host.world, "127.0.0.1", timeout_s=60.0)
     own = page or ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
-
-    def grow(name: str, rank: int, world: int) -> ProcessGroupGloo:
-        return connect(PrefixStore(name, FileStore(store, host.world)), rank, world, "127.0.0.1", timeout_s=60.0)
-
-    made = MultiHostGroup(group, own, host.rank, host.check, accuse, grow)
-    made.home = HostMap(tuple(hosts or map(str, range(host.world))), "127.0.0.1")
-    return made
+    home = HostMap(tuple(hosts or map(str, range(host.world))), "127.0.0.1")
+    return MultiHostGroup(Watch(own, host.check, accuse, 10.0), host.rank, home, partial(gather_texts, host))
 
 
 def use_the_wire(host: SharedMemoryGroup, page: ControlPage, store: str, apart: bool = False) -> list[str]:
     """Returns which verb of torch.distributed gave the wrong result."""
-    wire = between_hosts(host, None, store) if apart else wire_of(host, store)
+    wire = between_hosts(host, None) if apart else wire_of(host, store)
     wrong = []
     for dtype in (torch.float64, torch.float32, torch.int64):
         for length in (1, 3, 70_001):
@@ -224,7 +218,7 @@ def meet_between_hosts(
 ) -> list[object]:
     """Returns what rank 0 has decided before each meeting, and which of three gradients no rank has."""
     own = ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
-    wire = between_hosts(host, own, store)
+    wire = between_hosts(host, own)
     used = UsedParameters(wire, 3)
     found: list[object] = []
     for turn in range(2):
@@ -253,7 +247,7 @@ def give_and_take(host: SharedMemoryGroup, page: ControlPage) -> list[str]:
 def meet_in_groups(host: SharedMemoryGroup, page: ControlPage, store: str) -> list[object]:
     """Four ranks meet in rows and in columns of a square; returns sums of their ranks, and what they have heard."""
     own = ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
-    whole = between_hosts(host, own, store) if store else host
+    whole = between_hosts(host, own) if store else host
     row, column = host.rank // 2 * 2, host.rank % 2
     across, down = whole.subgroup([row, row + 1]), whole.subgroup([column, column + 2])
     if host.rank == 0:
@@ -281,7 +275,7 @@ def meet_in_groups(host: SharedMemoryGroup, page: ControlPage, store: str) -> li
 
 def part_between_hosts(host: SharedMemoryGroup, page: ControlPage, store: str, how: str) -> str:
     """Returns what rank 0 hears in a meeting to which rank 1 does not come."""
-    wire = between_hosts(host, page, store)
+    wire = between_hosts(host, page)
     wire.barrier()
     if host.rank == 1:
         if how == "ended":

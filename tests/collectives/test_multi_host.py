@@ -1,4 +1,4 @@
-"""Collectives between hosts, over gloo in two processes of one."""
+"""Collectives between hosts, in processes of one."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from engine.conftest import until
-from headrace.engine.torchrun.store import HeartbeatRelay
+from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 
@@ -26,11 +26,15 @@ class BreakingStore:
     def __init__(self, store: HashStore) -> None:
         self.gone = False
         self.set = store.set
+        self.closed = False
         self._store = store
+
+    def close(self) -> None:
+        self.closed = True
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         if self.gone:
-            raise RuntimeError("connection reset")
+            raise ConnectionResetError("connection reset")
         return self._store.multi_get(keys)
 
 
@@ -57,6 +61,7 @@ def relays(pages: Pages, stores: list[BreakingStore]) -> Iterator[list[Heartbeat
     yield made
     for relay in made:
         relay.close()
+    assert all(store.closed for store in stores)
 
 
 def soon(condition: Callable[[], bool]) -> None:

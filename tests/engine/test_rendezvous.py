@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed import TCPStore
 
 from headrace.engine.torchrun import store
 from headrace.engine.torchrun.store import joined, of_first, own_address
 from headrace.errors import InfeasiblePlan, RunFailed, UsageError
 from headrace.machine import host_name
-from headrace.spec.cluster import Cluster, Host
+from headrace.spec.cluster import Cluster, Host, Link
 
 
 def seen(*names: str) -> list[Cluster]:
@@ -22,6 +23,14 @@ def test_processes_of_one_host_are_where_the_first_is() -> None:
 def test_every_host_is_listed_once_with_its_ranks() -> None:
     hosts = (Host("b", 2, 2**30, ranks=(0, 2)), Host("a", 2, 2**30 + 1, ranks=(1, 3)))
     assert joined(seen("b", "a", "b", "a")) == Cluster(hosts, 4)
+
+
+def test_the_links_are_those_that_rank_0_knows() -> None:
+    known, other = (Cluster((Host("a", 1, 1),), links=(Link("a", "b", rate),)) for rate in (1e6, 2e6))
+    mine, theirs = seen("a", "b")
+    assert joined([mine.with_links_of(known), theirs.with_links_of(other)]).links == known.links
+    with pytest.raises(UsageError, match="there is no host 'b' of the given cluster; known: a"):
+        known.require(joined([mine, theirs]).hosts)
 
 
 def test_devices_of_two_kinds_are_refused() -> None:
@@ -79,3 +88,32 @@ def test_what_stops_rank_0_stops_all(told: list[str], monkeypatch: pytest.Monkey
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(RunFailed, match="rank 0 refused to begin: too many stages"):
         of_first(only_the_first_makes_it)
+
+
+def test_beside_an_agent_that_has_the_port_the_first_says_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    asked: list[tuple[str, bytes]] = []
+
+    def serve(address: str, secret: bytes) -> str:
+        asked.append((address, secret))
+        return "tcp://127.0.0.1:5"
+
+    monkeypatch.setattr(store, "_serve", serve)
+    launched = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert store._at_master(0, b"secret") == store._at_master(1, b"secret") == "tcp://127.0.0.1:5"
+    assert asked == [("tcp://127.0.0.1:0", b"secret")]
+
+
+def test_without_a_secret_another_host_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    # An address that is for documentation, and no machine's (RFC 5737).
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(UsageError, match=r"^rank 1 on .* several hosts, and have no secret .*; make one: \(umask 077"):
+        store._on_one_host(1, 2, "192.0.2.1:1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(UsageError, match=r"^rank 0 on .* several hosts, and have no secret"):
+        store._on_one_host(0, 2, "127.0.0.1:1")

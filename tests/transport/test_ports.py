@@ -18,14 +18,14 @@ import torch
 from belongings import belongings, left_since
 from engine.conftest import until
 from headrace.transport.base import ClientTransport, ReceivedMessage, ServerTransport, Slots
-from transport.ways import DEADLINE_S, WAYS, filled, join, mail_of, next_of, open_link, open_port
+from transport.ways import DEADLINE_S, PORTS, filled, join, mail_of, next_of, open_link, open_port
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = (4, 0, 1, 100_000, (1 << 20) + 7, 2 << 20, 64)
 SMALL = Slots([8])
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=PORTS)
 def way(request: pytest.FixtureRequest) -> str:
     return request.param
 

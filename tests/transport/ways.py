@@ -12,6 +12,7 @@ import torch
 from headrace.transport.base import ClientTransport, ReceivedMessage, ServerTransport, Slots
 from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
+from headrace.transport.mixed_server import MixedServerTransport
 from headrace.transport.remote_client import RemoteClientTransport
 from headrace.transport.remote_server import RemoteServerTransport
 
@@ -19,19 +20,28 @@ T = TypeVar("T")
 
 SECRET = b"what a test may know of secrets."
 WAYS = ("local", "remote")
+PORTS = (*WAYS, "mixed local", "mixed remote")
 DEADLINE_S = 60.0
 
 
 def open_port(way: str, *slots: Slots | None) -> ServerTransport:
     """Opens a port for parameters, pushes and replies."""
-    return LocalServerTransport(*slots) if way == "local" else RemoteServerTransport(*slots, secret=SECRET)
+    if way == "local":
+        return LocalServerTransport(*slots)
+    if way == "remote":
+        return RemoteServerTransport(*slots, secret=SECRET)
+    local = LocalServerTransport(*slots)
+    mixed = MixedServerTransport(local, RemoteServerTransport(*slots, secret=SECRET, region=local.region))
+    # For clients of one kind or the other.
+    mixed.address = mixed.address.split()[way == "mixed remote"]
+    return mixed
 
 
 def open_link(way: str, address: str, *slots: Slots | None) -> ClientTransport:
     """Opens a link while another thread serves the port."""
     return (
         LocalClientTransport(address, *slots)
-        if way == "local"
+        if way.endswith("local")
         else RemoteClientTransport(address, *slots, secret=SECRET)
     )
 

@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import zmq
 
 from headrace.channels.mailbox import Inbox, Outbox, Receiver, Sender, head_bytes
 from headrace.channels.remote_mailbox import RemoteReceiver, RemoteSender
-from headrace.collectives.base import HostMap, ProcessGroup
+from headrace.collectives.base import HostMap, ProcessGroup, gather_texts
 from headrace.shared_memory.segment import SharedSegment
 
 
@@ -89,10 +88,10 @@ class Mailboxes:
                 own_addresses[index] = [os.getpid(), heads[index].descriptor]
             elif not near[index] and route.target == own:
                 check = _check(group, route.source)
-                receiver = RemoteReceiver(self._context, route.slots, check, home.address)
+                receiver = RemoteReceiver(self._context, route.slots, check, home.address, home.encrypt)
                 self.inboxes[index] = remote[index] = receiver
                 own_addresses[index] = [receiver.address, receiver.key.decode()]
-        addresses = _exchange_addresses(own_addresses, group)
+        addresses = [json.loads(text) for text in gather_texts(group, json.dumps(own_addresses))]
         for index, route in self._routes:
             if route.source == own and not near[index]:
                 where, key = addresses[route.target][str(index)]
@@ -125,13 +124,3 @@ def _check(group: ProcessGroup, peer: int) -> Callable[..., None]:
             group.check(peer, broken)
 
     return check
-
-
-def _exchange_addresses(own: dict[int, list[int | str]], group: ProcessGroup) -> list[dict[str, list]]:  # type: ignore[type-arg]
-    """Returns what every rank has sent, by rank."""
-    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    lengths = group.sum([float(len(text)) if rank == group.rank else 0.0 for rank in range(group.world)])
-    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
-    padded[: len(text)] = text
-    every = group.gather(padded)
-    return [json.loads(bytes(row[: int(n)].numpy())) for row, n in zip(every, lengths, strict=True)]

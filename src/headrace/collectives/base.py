@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from headrace.collectives.compression import PLAIN, Compression
 from headrace.shared_memory.barrier import FinishedRanks
 
 _Result = TypeVar("_Result")
@@ -17,17 +18,21 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class HostMap:
-    """The host of each rank of a group, by name, and the address at which the others reach this rank's host."""
+    """The host of each rank of a group, by name, and the address at which the others reach this rank's host.
+
+    `encrypt` is whether this rank's connections from other hosts are encrypted.
+    """
 
     hosts: tuple[str, ...]
     address: str
+    encrypt: bool = True
 
 
 class Collective(ABC):
     """A group of `world` ranks that communicate.
 
-    Every wait has an end: where a peer is lost, the others raise `PeerLost`. Sums are taken in rank order, so that all
-    ranks, and two runs, get the same bits.
+    Every wait has an end: where a peer is lost, the others raise `PeerLost`. Sums are taken in rank order, between
+    hosts in the order of hosts, so that all ranks, and two runs, get the same bits.
     """
 
     rank: int
@@ -43,8 +48,8 @@ class Collective(ABC):
     def all_reduce(self, tensor: Tensor) -> None:
         """Replaces a contiguous tensor, of the same shape and type on all ranks, by the sum over ranks."""
 
-    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins an `all_reduce`; returns a function that waits for the sum."""
+    def start_all_reduce(self, tensor: Tensor, compression: Compression = PLAIN) -> Callable[[], None]:
+        """Begins an `all_reduce`; returns a function that waits for the sum. Between hosts it goes by `compression`."""
         # Not in the background, where it would take the cores that compute.
         self.all_reduce(tensor)
         return lambda: None
@@ -133,3 +138,12 @@ class ProcessGroup(Collective):
         NotImplementedError if hosts have no memory in common.
         """
         raise NotImplementedError("processes on several hosts share no memory; they exchange by collectives")
+
+
+def gather_texts(group: ProcessGroup, text: str) -> list[str]:
+    """Returns every rank's text, by rank; every rank of the group calls it."""
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    lengths = group.sum([float(len(own)) if rank == group.rank else 0.0 for rank in range(group.world)])
+    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+    padded[: len(own)] = own
+    return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(group.gather(padded), lengths, strict=True)]

@@ -116,9 +116,13 @@ class AcceptLimiter:
 
 @dataclass(eq=False)
 class Connection:
-    """An accepted TCP connection; the descriptor belongs to ZeroMQ, `taken` counts the bytes read from its socket."""
+    """An accepted TCP connection; the descriptor belongs to ZeroMQ, `taken` counts the bytes read from its socket.
+
+    `peer` is the address of the other end, "" if that had gone already.
+    """
 
     descriptor: int
+    peer: str = ""
     since: float = field(default_factory=monotonic)
     taken: int = 0
     greeted: bool = False
@@ -233,7 +237,7 @@ class ConnectionGuard:
             if event == zmq.EVENT_ACCEPTED:
                 assert self._limiter is not None, "a socket accepts only after it listens"
                 self._limiter.count()
-                connection = self._connections[descriptor] = Connection(descriptor)
+                connection = self._connections[descriptor] = Connection(descriptor, _peer_address(descriptor))
                 self._half_open[connection] = None
                 continue
             ended = self._connections.pop(descriptor, None)
@@ -281,6 +285,13 @@ def _sent_bytes(descriptor: int) -> int:
     except (OSError, struct.error):
         # The connection has ended, which is about to be reported.
         return 0
+
+
+def _peer_address(descriptor: int) -> str:
+    """Returns the address of a connection's other end; "" if the connection has ended."""
+    with suppress(OSError), _socket_at(descriptor) as connection:
+        return str(connection.getpeername()[0])
+    return ""
 
 
 @contextmanager

@@ -63,7 +63,10 @@ class _Peer:
 
 
 class LocalServerTransport(ServerTransport):
-    """The server's end; its address is a name in Linux's abstract name space."""
+    """The server's end; its address is a name in Linux's abstract name space.
+
+    `region` has the parameters, and `descriptor` is readable when there may be something to receive.
+    """
 
     trusts_clients = True
 
@@ -72,7 +75,7 @@ class LocalServerTransport(ServerTransport):
         self._layout = TransportLayout(parameters, pushes, replies)
         head = head_bytes(parameters)
         self._shared = SharedSegment.create(head + parameters.nbytes, "parameters")
-        self._region = self._shared.tensor(start=head)
+        self.region = self._shared.tensor(start=head)
         self._words = self._shared.memory[: 8 * len(parameters)].cast("q")
         self._changing = _Writing(self._words)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -84,6 +87,7 @@ class LocalServerTransport(ServerTransport):
         self.address = f"local:{name}"
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
+        self.descriptor = self._poll.fileno()
         self._spin = Spin(SPIN_S)
         self._numbers = count()
         self._gone: list[int] = []
@@ -92,7 +96,7 @@ class LocalServerTransport(ServerTransport):
         self._half_open: dict[int, float] = {}
 
     def parameters(self, slot: int) -> Tensor:
-        return self._layout.parameters.of(self._region, slot)
+        return self._layout.parameters.of(self.region, slot)
 
     def writing(self, slots: Sequence[int]) -> _Writing:
         self._changing.slots = slots

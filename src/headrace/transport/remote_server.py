@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from select import EPOLLIN, epoll
 from time import monotonic
 
@@ -68,8 +69,11 @@ class RemoteServerTransport(ServerTransport):
     """The server's end; it belongs to one thread, and copies what it sends in `send` and `receive`.
 
     `address` is "tcp://host:port" of this machine, with port 0 for a free one. `secret` is the run's, which clients
-    need; on loopback a new one is made if there is none. Raises UsageError if it would listen to other machines without
-    a secret, or cannot listen there.
+    need; on loopback a new one is made if there is none. `region` is where the parameters are, `(nbytes,)` uint8; its
+    own memory if None. Raises UsageError if it would listen to other machines without a secret, or cannot listen there.
+
+    `descriptor` is readable when there may be something to receive, and `rest_s` says how long `receive` may rest after
+    a call that has found nothing.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class RemoteServerTransport(ServerTransport):
         replies: Slots | None = None,
         address: str = "tcp://127.0.0.1:0",
         secret: bytes | None = None,
+        region: Tensor | None = None,
     ) -> None:
         if secret is None and not is_loopback(address):
             raise UsageError(
@@ -89,7 +94,7 @@ class RemoteServerTransport(ServerTransport):
         keys = Keys(self.secret)
         self.moved_bytes = 0
         self._layout = TransportLayout(parameters, pushes, replies)
-        self._region = torch.zeros(parameters.nbytes, dtype=torch.uint8)
+        self._region = torch.zeros(parameters.nbytes, dtype=torch.uint8) if region is None else region
         self._content = self._region.numpy().data
         self._versions = [0] * len(parameters)
         self._numbers = count()
@@ -106,6 +111,7 @@ class RemoteServerTransport(ServerTransport):
         self._poll = epoll()
         for descriptor in (self._socket.FD, self._guard.ended_fd):
             self._poll.register(descriptor, EPOLLIN)
+        self.descriptor, self.rest_s = self._poll.fileno(), inf
         try:
             self.address = listen(self._socket, address)
         except BaseException:
@@ -133,14 +139,16 @@ class RemoteServerTransport(ServerTransport):
             # Last, because frames before an end count. The state of an ended client is needed until it is handled.
             self._reported = self._part(ended)
             received += [ReceivedMessage(peer.number, b"") for peer in self._reported]
+            # ZeroMQ reports only once that a client has room again, and sending to another may have consumed the
+            # report.
+            self.rest_s = 0.0 if waits(self._socket) else _AGAIN_S if waiting else inf
+            if not received and self.rest_s:
+                self._guard.disconnect_silent()
             left = deadline - monotonic()
             if received or left <= 0:
                 return received
-            if not waits(self._socket):
-                self._guard.disconnect_silent()
-                # ZeroMQ reports only once that a client has room again, and sending to another may have consumed the
-                # report.
-                self._poll.poll(min(left, _AGAIN_S) if waiting else left)
+            if self.rest_s:
+                self._poll.poll(min(left, self.rest_s))
 
     def pushed(self, peer: int, slot: int) -> Tensor:
         try:

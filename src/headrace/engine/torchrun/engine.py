@@ -17,11 +17,15 @@ import torch
 
 from headrace.collectives.base import HostMap, ProcessGroup
 from headrace.collectives.elastic import ElasticGroup
+from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_interrupts
-from headrace.engine.torchrun.store import MEET_S, HeartbeatRelay, gather, launched_store, own_address
+from headrace.engine.torchrun.failover import LaunchedFailover
+from headrace.engine.torchrun.heartbeats import HeartbeatRelay
+from headrace.engine.torchrun.store import MEET_S, gather, launched_store, own_address
 from headrace.errors import PeerLost, RunFailed
 from headrace.machine import cores, host_name
+from headrace.parameter_server.replication.failover import replaceable_ranks
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
@@ -30,6 +34,7 @@ from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import serve
 
 _BEAT_EVERY_S = 0.25
+_SLICE_S = 0.01
 
 _BROKEN_S = 2.0
 """How long a process may be silent when some connection has broken."""
@@ -48,7 +53,8 @@ class LaunchedGroup:
     marks. After `timeout_s` without a sign of life a process counts as lost.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, encrypt: bool = True) -> None:
+        self._encrypt = encrypt
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._timeout_s = timeout_s
         self._prefix = f"headrace/{next(_groups)}"
@@ -56,6 +62,7 @@ class LaunchedGroup:
         self._probes: dict[int, LivenessProbe] = {}
         self._over = threading.Event()
         self._relay: HeartbeatRelay | None = None
+        self._replaceable: tuple[int, ...] = ()
         self._deadline = monotonic() + MEET_S
         self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
         one = len(set(self.hosts)) == 1
@@ -84,17 +91,24 @@ class LaunchedGroup:
     def work(self, spec: RunSpec) -> None:
         """Does this rank's part of a run."""
         plan, computes = spec.plan, spec.plan.roles[self.rank].computes
+        if self._relay:
+            self._replaceable = replaceable_ranks(plan)
+            if self._replaceable and self.rank == 0:
+                self._relay.decide_by(LaunchedFailover(spec, self.page).look)
         workers: ProcessGroup = self.host
-        if plan.replaces and computes:
+        if plan.replaces and computes and self.host.one_memory:
             members = [(worker, 0) for worker in range(plan.workers)]
             workers = ElasticGroup(self.page, self.rank, members, self._check)
-        elif not plan.replaces and plan.workers < len(plan.roles):
+        elif plan.workers < len(plan.roles) and not (plan.replaces and self.host.one_memory):
             # Only processes of the same kind synchronize with each other.
             workers = self.host.subgroup([role.rank for role in plan.roles if role.computes == computes])
         if computes:
             work(spec, self.rank, workers, self.page)
         else:
-            serve(spec, self.rank, self.page, self._check)
+            serve(spec, self.rank, self.page, self._check, self.host.home.address if self.host.home else "")
+            if not self.host.one_memory:
+                # It waits for workers whose ends may come to its page before what they did after.
+                self.page.ranks[self.rank].heartbeat.finished = 1
 
     def close(self) -> None:
         """Leaves the group."""
@@ -111,8 +125,20 @@ class LaunchedGroup:
         self._agreed += 1
         agreed = self._say(f"agreed/{self._agreed}", text, 0)
         # The store ends with rank 0, which must not end before the others have read.
-        self.host.barrier()
+        if self._relay is None:
+            self.host.barrier()
+        else:
+            self._await_readers(f"{self._prefix}/read/{self._agreed}")
         return agreed
+
+    def _await_readers(self, key: str) -> None:
+        """Waits on rank 0 until all others have come here that are not lost."""
+        store = launched_store()
+        store.add(f"{key}/{self.rank}", 1)
+        for rank in range(1, self.world if self.rank == 0 else 1):
+            while not (store.add(f"{key}/{rank}", 0) or self.page.ranks[rank].restarts):
+                self._check()
+                self._over.wait(_SLICE_S)
 
     def agree_on_host(self, text: str) -> str:
         """Returns the text of this host's first rank, on every rank of the host; each calls it once."""
@@ -129,7 +155,7 @@ class LaunchedGroup:
             store.set(key, text)
         try:
             told: str = store.get(key).decode()
-        except RuntimeError as error:
+        except (ConnectionError, TimeoutError) as error:
             raise PeerLost(speaker, self.hosts[speaker], f"it has not answered: {error}") from error
         return told
 
@@ -150,38 +176,30 @@ class LaunchedGroup:
         return SharedMemoryGroup(self.page, self.rank, self._check)
 
     def _apart(self) -> ProcessGroup:
-        # Here, because importing torch.distributed costs what a run on one host need not pay.
-        from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
-
-        from headrace.collectives.torch_distributed import MultiHostGroup, connect
-
-        address, store = own_address(), launched_store()
-
-        def grow(name: str, rank: int, world: int) -> ProcessGroupGloo:
-            return connect(PrefixStore(f"{self._prefix}/gloo/{name}", store), rank, world, address, MEET_S)
-
-        group = grow("all", self.rank, self.world)
-        self._relay = HeartbeatRelay(store.clone(), self._prefix, self.page, self.rank)
-        host = MultiHostGroup(group, self.page, self.rank, self._check, self._accuse, grow)
-        host.home = HostMap(tuple(self.hosts), address)
-        return host
+        address = own_address()
+        self._relay = HeartbeatRelay(launched_store().clone(), self._prefix, self.page, self.rank)
+        watch = Watch(self.page, self._check, self._accuse, self._timeout_s)
+        return MultiHostGroup(watch, self.rank, HostMap(tuple(self.hosts), address, self._encrypt), gather)
 
     def _check(self) -> None:
         """Checks the other ranks' heartbeats, because no monitor watches them."""
         self._look(self._timeout_s)
 
-    def _accuse(self, error: Exception, suspect: int | None) -> NoReturn:
+    def _accuse(self, error: Exception, suspect: int) -> NoReturn:
         """Finds the rank that is lost after a connection between hosts has broken: the one without a heartbeat."""
         # Longer than that, because a heartbeat takes time, too.
         give_up = monotonic() + self._timeout_s + _BROKEN_S
         while monotonic() < give_up:
             self._look(min(self._timeout_s, _BROKEN_S))
-            silent_s = 0.0 if suspect is None else self._look_at(suspect)
-            if suspect is not None and silent_s > _PARTED_S:
+            silent_s = self._look_at(suspect)
+            if silent_s > _PARTED_S:
                 cause = f"its connection has broken, and it gave no sign of life for {silent_s:.1f} s"
                 raise PeerLost(suspect, self.hosts[suspect], cause)
             self._over.wait(_BEAT_EVERY_S)
-        raise RunFailed(f"a connection between hosts has broken, and all processes live: {error}") from error
+        raise RunFailed(
+            f"rank {self.rank} on {self.hosts[self.rank]} and rank {suspect} on {self.hosts[suspect]} live and do "
+            f"not reach each other ({error}); look for a firewall or a broken link between these two hosts"
+        ) from error
 
     def _look(self, timeout_s: float) -> None:
         if self.page.abort:
@@ -192,7 +210,10 @@ class LaunchedGroup:
             if self._relay.broken or unheard_s > self._timeout_s:
                 reason = self._relay.broken or f"no answer for {unheard_s:.1f} s"
                 raise PeerLost(0, self.hosts[0], f"the launcher's store on its host cannot be reached: {reason}")
-        silent_s = {rank: self._look_at(rank) for rank in range(self.world) if rank != self.rank}
+        if self.page.ranks[self.rank].restarts:
+            raise RunFailed(f"rank {self.rank} was taken for lost, and the others went on without it")
+        watched = set(range(self.world)).difference(self._replaceable, (self.rank,))
+        silent_s = {rank: self._look_at(rank) for rank in watched}
         rank = max(silent_s, key=lambda each: silent_s[each], default=self.rank)
         if silent_s.get(rank, 0.0) > timeout_s:
             raise PeerLost(rank, self.hosts[rank], f"gave no sign of life for {silent_s[rank]:.1f} s")
@@ -215,8 +236,8 @@ class LaunchedGroup:
 class LaunchedEngine(Engine):
     """Runs one worker, in this process; after `timeout_s` without a sign of life a process counts as lost."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self.group = LaunchedGroup(timeout_s)
+    def __init__(self, timeout_s: float, encrypt: bool = True) -> None:
+        self.group = LaunchedGroup(timeout_s, encrypt)
 
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         group = self.group

@@ -1,23 +1,23 @@
-"""The launcher's store: there its processes find each other, tell each other texts, and exchange signs of life."""
+"""Where a launcher's processes find each other and tell each other texts: a store that rank 0 serves."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import json
 import os
+import secrets
 import socket
-import struct
-import threading
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from time import monotonic
-from typing import Any
 
+from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient, StoreServer
+from headrace.engine.torchrun.secret import HOW_TO_MAKE, ask, given_secret, hand_out
 from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UsageError
 from headrace.machine import host_name
-from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import from_plain, to_plain
 
@@ -25,12 +25,6 @@ MEET_S = 120.0
 """How long processes wait for each other to start, seconds."""
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_EVERY_S = 0.25
-_LINGER_S = 2.0
-_MARKS = struct.Struct("<? 2q i 7q d q 32s")
-"""left, abort, stop, barrier counter; count, step, examples, pid, finished, saved bytes and error; loss; saved step,
-digest."""
-
 _gathered = itertools.count()
 
 
@@ -48,10 +42,14 @@ def launched_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
-def launched_store() -> Any:
+def launched_store() -> StoreClient:
     """Returns the store of all the launcher's processes."""
-    store, _ = _store(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    return store
+    return _store()[0]
+
+
+def launched_secret() -> bytes:
+    """Returns the run's secret, 32 bytes: the user's, or on one host one that rank 0 has made."""
+    return _store()[1]
 
 
 def gather(text: str) -> list[str]:
@@ -60,7 +58,12 @@ def gather(text: str) -> list[str]:
     # The same processes may gather again, so each time has keys of its own.
     prefix = f"headrace/told/{next(_gathered)}"
     store.set(f"{prefix}/{rank}", text)
-    texts = [store.get(f"{prefix}/{other}").decode() for other in range(world)]
+    texts = []
+    for other in range(world):
+        try:
+            texts.append(store.get(f"{prefix}/{other}").decode())
+        except TimeoutError as error:
+            raise RunFailed(f"rank {other} has not come: {error}; what it prints says why") from error
     if store.add(f"{prefix}/read", 1) == world:
         store.set(f"{prefix}/all", "read")
     if rank == 0:
@@ -111,7 +114,7 @@ def joined(seen: Sequence[Cluster]) -> Cluster:
     if len(ranks) == 1:
         return seen[0]
     hosts = tuple(replace(seen[each[0]].hosts[0], ranks=tuple(each)) for each in ranks.values())
-    return Cluster(hosts, len(seen), seen[0].device)
+    return replace(seen[0], hosts=hosts, ranks=len(seen))
 
 
 def total_of_hosts(count: int, cluster: Cluster) -> int:
@@ -126,11 +129,10 @@ def own_address() -> str:
     Raises:
         UsageError: that is this host's address for itself.
     """
-    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    family, kind, _, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
+    master, number = os.environ["MASTER_ADDR"], _master()
+    with socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Nothing is sent: the system looks up the route.
-        probe.connect(address)
+        probe.connect((number, int(os.environ["MASTER_PORT"])))
         own: str = probe.getsockname()[0]
     if own == "::1" or own.startswith("127."):
         raise UsageError(
@@ -141,129 +143,86 @@ def own_address() -> str:
 
 
 @functools.cache
-def _store(rank: int, world: int) -> tuple[Any, Any]:
-    # Here, because a process without a launcher need not import it.
-    from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
-
-    timeout = timedelta(seconds=MEET_S)
-    kept = None
-    listener = _listener() if rank == 0 else None
-    if listener is not None:
-        # Of several masters in a process, those that follow join the first.
-        kept = TCPStore(
-            *(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, True, timeout, False),
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-            use_libuv=True,
-        )
+def _store() -> tuple[StoreClient, bytes]:
+    """Joins the store, which rank 0 serves; returns a connection to it, and the run's secret."""
+    rank, world, given = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), given_secret()
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
-    except RuntimeError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise RunFailed(
-            f"rank {rank} on {host_name()} cannot reach rank 0 at {where} (MASTER_ADDR:MASTER_PORT): {error}"
+        if given is not None:
+            address, secret = _at_master(rank, given), given
+        else:
+            address, secret = _on_one_host(rank, world, place)
+        return StoreClient(address, secret, MEET_S), secret
+    except NotOfThisRun as error:
+        raise UsageError(
+            f"rank {rank} on {host_name()} cannot join the run: {error}. The process that listens there has another "
+            "secret, or is not of this run; what rank 0 prints says which addresses it has refused"
         ) from error
-    return store, kept
+    except (ConnectionError, TimeoutError) as error:
+        raise RunFailed(
+            f"rank {rank} on {host_name()} cannot reach rank 0 at {place} (MASTER_ADDR:MASTER_PORT): {error}"
+        ) from error
 
 
-def _listener() -> socket.socket | None:
-    """Returns a socket that listens at the launcher's address and nowhere else: torch's own listens everywhere."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None  # torchrun's agent holds the store
+def _on_one_host(rank: int, world: int, place: str) -> tuple[str, bytes]:
+    """Returns address and secret that rank 0 makes, and gives to processes of its user on its host alone."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world or not _is_here(_master()):
+        raise UsageError(
+            f"rank {rank} on {host_name()}: the launcher's processes are on several hosts, and have no secret to tell "
+            f"each other from strangers; make one: {HOW_TO_MAKE}"
+        )
+    if rank > 0:
+        address, secret = json.loads(ask(place, MEET_S))
+        return str(address), bytes.fromhex(secret)
+    made = secrets.token_bytes(32)
+    address = _serve("tcp://127.0.0.1:0", made)
+    atexit.register(hand_out(place, json.dumps([address, made.hex()])).close)
+    return address, made
+
+
+def _at_master(rank: int, secret: bytes) -> str:
+    """Returns where the store is: at the launcher's address, or beside the port that torchrun's agent has."""
+    host = f"[{_master()}]" if ":" in _master() else _master()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        address = f"tcp://{host}:{os.environ['MASTER_PORT']}"
+        return _serve(address, secret) if rank == 0 else address
+    # Here, because it costs what other launchers' processes need not pay.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    agent = TCPStore(_master(), int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=MEET_S))
+    # Not secret: what listens at a wrong address does not have the secret.
+    key = f"headrace/store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    if rank == 0:
+        agent.set(key, _serve(f"tcp://{host}:0", secret))
+    return str(agent.get(key).decode())
+
+
+def _serve(address: str, secret: bytes) -> str:
+    def tell(peer: str) -> None:
+        sys.stderr.write(
+            f"headrace: a process at {peer or 'an address that was gone too soon'} wanted to join the run without its "
+            "secret; it was refused, and the run goes on. If that is one of its hosts, the secret there is another\n"
+        )
+
+    server = StoreServer(address, secret, tell)
+    atexit.register(server.close)
+    return server.address
+
+
+def _master() -> str:
+    """Returns the number of MASTER_ADDR; raises UsageError if there is none."""
+    name, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_STREAM
-        )[0]
-        return socket.create_server(address[:2], family=family)
-    except OSError:
-        return None  # this process holds the port already, or has the address by another name: torch finds out
+        return str(socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, ValueError) as error:
+        raise UsageError(f"MASTER_ADDR={name} MASTER_PORT={port} on {host_name()} is no address: {error}") from error
 
 
-class HeartbeatRelay:
-    """A thread that copies heartbeats between the control pages of several hosts, through the store.
-
-        rank 0   page ──┐                        ┌─► page
-                        ├─► store: a key a rank ─┤            four times a second
-        rank 1   page ──┘                        └─► page
-
-    Attributes:
-        told_s: when it last sent and received, on the monotonic clock.
-        broken: why it has ended early; "" while it has not.
-    """
-
-    def __init__(self, store: Any, prefix: str, page: ControlPage, rank: int) -> None:
-        self.told_s = monotonic()
-        self.broken = ""
-        self._store = store
-        self._keys = [f"{prefix}/marks/{each}" for each in range(len(page.ranks))]
-        self._page = page
-        self._rank = rank
-        self._left: set[int] = set()
-        self._over = threading.Event()
-        # The first one waits until all ranks have started.
-        self._exchange()
-        self._thread = threading.Thread(target=self._follow, name="headrace-relay", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Sends this rank's marks a last time."""
-        self._over.set()
-        self._thread.join(_LINGER_S + 1)
-
-    def _follow(self) -> None:
+def _is_here(number: str) -> bool:
+    """Returns whether an address is one of this host's."""
+    with socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            while not self._over.wait(_EVERY_S):
-                self._exchange()
-            self._exchange()
-            if self._rank == 0:
-                self._linger()
-        except (RuntimeError, struct.error) as error:  # of the store, and of what is in it
-            self.broken = str(error).partition("\n")[0]
-
-    def _linger(self) -> None:
-        # The store may end with rank 0, and the others must read the reason before that.
-        pause = threading.Event()
-        give_up = monotonic() + _LINGER_S
-        lost = {0, self._page.abort - 1}
-        while self._page.abort and monotonic() < give_up and self._left | lost != set(range(len(self._page.ranks))):
-            pause.wait(_EVERY_S)
-            self._exchange()
-
-    def _exchange(self) -> None:
-        self._page.ranks[self._rank].heartbeat.count += 1
-        self._store.set(self._keys[self._rank], self._pack())
-        for rank, marks in enumerate(self._store.multi_get(self._keys)):
-            if rank != self._rank:
-                self._apply(rank, marks)
-        self.told_s = monotonic()
-
-    def _pack(self) -> bytes:
-        record = self._page.ranks[self._rank]
-        heartbeat, saved = record.heartbeat, record.saved
-        # Read first, because they say that the rest is complete.
-        finished, saved_step = heartbeat.finished, saved.step_plus_1
-        return _MARKS.pack(
-            *(self._over.is_set(), self._page.abort, self._page.stop, record.barrier_counter),
-            *(heartbeat.count, heartbeat.step, heartbeat.examples, heartbeat.pid, finished, saved.nbytes, saved.error),
-            *(heartbeat.loss, saved_step, bytes(saved.digest)),
-        )
-
-    def _apply(self, rank: int, marks: bytes) -> None:
-        page, record = self._page, self._page.ranks[rank]
-        heartbeat, saved = record.heartbeat, record.saved
-        left, abort, stop, counter, *numbers, loss, saved_step, digest = _MARKS.unpack(marks)
-        # Each only where it is set: this process may set it at the same time.
-        if abort and not page.abort:
-            page.abort = abort
-        if stop:
-            page.stop = stop
-        record.barrier_counter = counter
-        heartbeat.count, heartbeat.step, heartbeat.examples, heartbeat.pid, finished, saved.nbytes, saved.error = (
-            numbers
-        )
-        heartbeat.loss = loss
-        saved.digest[:] = list(digest)
-        # Last, because they say that the rest is complete.
-        saved.step_plus_1, heartbeat.finished = saved_step, finished
-        if left:
-            self._left.add(rank)
+            probe.bind((number, 0))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,157 @@
+"""Signs of life: the marks of a run's processes on one host come to the control pages of the others."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Protocol
+
+from headrace.shared_memory.control_page import ControlPage
+
+_EVERY_S = 0.25
+_TICK_S = 0.05
+_LINGER_S = 2.0
+_MARKS = struct.Struct("<? 2q i 8q d q 32s 191p 2q")
+"""left, abort, stop, barrier counter; count, step, examples, pid, promotable epoch, finished, saved bytes and error;
+loss; saved step, digest; address; suspected rank, and number of suspicions."""
+
+_DECIDED = struct.Struct("<4q")
+"""What rank 0 decides about each rank: restarts; epoch, primary and backup of its server view."""
+
+
+class _Store(Protocol):
+    """What the relay needs of `StoreClient`."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def close(self) -> None: ...
+
+
+class HeartbeatRelay:
+    """A thread that copies heartbeats between the control pages of several hosts, through the store, and closes it.
+
+        rank 0   page ──┐                        ┌─► page
+                        ├─► store: a key a rank ─┤            four times a second
+        rank 1   page ──┘                        └─► page
+
+    After a suspicion it does so at once. On the rank that decides which processes are lost, `decide` is called after
+    each exchange, and these follow each other faster.
+
+    Attributes:
+        told_s: when it last sent and received, on the monotonic clock.
+        broken: why it has ended early; "" while it has not.
+    """
+
+    def __init__(self, store: _Store, prefix: str, page: ControlPage, rank: int) -> None:
+        self.told_s = monotonic()
+        self.broken = ""
+        self._store = store
+        self._keys = [f"{prefix}/marks/{each}" for each in range(len(page.ranks))]
+        self._page = page
+        self._rank = rank
+        self._left: set[int] = set()
+        self._decide: Callable[[], None] | None = None
+        self._suspicions = 0
+        self._over = threading.Event()
+        try:
+            # The first one waits until all ranks have started.
+            self._exchange()
+        except BaseException:
+            store.close()
+            raise
+        self._thread = threading.Thread(target=self._follow, name="headrace-relay", daemon=True)
+        self._thread.start()
+
+    def decide_by(self, decide: Callable[[], None]) -> None:
+        """Makes this the rank that decides."""
+        self._decide = decide
+
+    def close(self) -> None:
+        """Sends this rank's marks a last time."""
+        self._over.set()
+        self._thread.join(_LINGER_S + 1)
+
+    def _follow(self) -> None:
+        try:
+            while not self._over.wait(_TICK_S):
+                suspicions = self._page.ranks[self._rank].suspicion.count
+                if self._decide or suspicions > self._suspicions or monotonic() - self.told_s > _EVERY_S:
+                    self._suspicions = suspicions
+                    self._exchange()
+                if self._decide:
+                    self._decide()
+            self._exchange()
+            if self._rank == 0:
+                self._linger()
+        except (OSError, struct.error) as error:  # of the store, and of what is in it
+            self.broken = str(error).partition("\n")[0]
+        finally:
+            # Here, because only this thread knows when it waits no more.
+            self._store.close()
+
+    def _linger(self) -> None:
+        # The store may end with rank 0, and the others must read the reason before that.
+        pause = threading.Event()
+        give_up = monotonic() + _LINGER_S
+        lost = {0, self._page.abort - 1}
+        while self._page.abort and monotonic() < give_up and self._left | lost != set(range(len(self._page.ranks))):
+            pause.wait(_EVERY_S)
+            self._exchange()
+
+    def _exchange(self) -> None:
+        self._page.ranks[self._rank].heartbeat.count += 1
+        self._store.set(self._keys[self._rank], self._pack())
+        for rank, marks in enumerate(self._store.multi_get(self._keys)):
+            if rank != self._rank:
+                self._apply(rank, marks)
+        self.told_s = monotonic()
+
+    def _pack(self) -> bytes:
+        record = self._page.ranks[self._rank]
+        heartbeat, saved = record.heartbeat, record.saved
+        # Read first, because they say that the rest is complete.
+        finished, saved_step = heartbeat.finished, saved.step_plus_1
+        marks = _MARKS.pack(
+            *(self._over.is_set(), self._page.abort, self._page.stop, record.barrier_counter, heartbeat.count),
+            *(heartbeat.step, heartbeat.examples, heartbeat.pid, heartbeat.promotable_epoch, finished),
+            *(saved.nbytes, saved.error, heartbeat.loss, saved_step, bytes(saved.digest)),
+            *(record.address.read().encode(), record.suspicion.rank, record.suspicion.count),
+        )
+        if self._rank == 0:
+            marks += b"".join(_DECIDED.pack(each.restarts, *each.server_view.read()) for each in self._page.ranks)
+        return marks
+
+    def _apply(self, rank: int, marks: bytes) -> None:
+        page, record = self._page, self._page.ranks[rank]
+        heartbeat, saved = record.heartbeat, record.saved
+        left, abort, stop, counter, *numbers, loss, saved_step, digest, address, suspect, count = _MARKS.unpack_from(
+            marks
+        )
+        if rank == 0:
+            self._follow_decisions(marks)
+        # Each only where it is set: this process may set it at the same time. A process without which the run goes on
+        # cannot end it.
+        if abort and not page.abort and not record.restarts:
+            page.abort = abort
+        if stop:
+            page.stop = stop
+        record.barrier_counter = counter
+        heartbeat.count, heartbeat.step, heartbeat.examples, heartbeat.pid, *numbers = numbers
+        heartbeat.promotable_epoch, finished, saved.nbytes, saved.error = numbers
+        heartbeat.loss = loss
+        if address and not record.address.length:
+            record.address.publish(address.decode())
+        record.suspicion.rank, record.suspicion.count = suspect, count
+        saved.digest[:] = list(digest)
+        # Last, because they say that the rest is complete.
+        saved.step_plus_1, heartbeat.finished = saved_step, finished
+        if left:
+            self._left.add(rank)
+
+    def _follow_decisions(self, marks: bytes) -> None:
+        for record, (restarts, *view) in zip(self._page.ranks, _DECIDED.iter_unpack(marks[_MARKS.size :]), strict=True):
+            record.restarts = restarts
+            if view[0] > record.server_view.epoch:
+                record.server_view.publish(*view)

@@ -1,0 +1,281 @@
+"""A key-value store: a thread of rank 0 serves it to the processes that have the run's secret, encrypted.
+
+request   operation, number, fields    DEALER ── CURVE ──► ROUTER     set: key, value;  get: keys;  add: key, number
+reply     operation, number, values                                   of a get as soon as all keys are there
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import monotonic
+
+import zmq
+
+from headrace.transport.connections import ConnectionGuard, wire_bytes
+from headrace.transport.frames import PART_BYTES
+from headrace.transport.zeromq import Keys, connect, listen, make_socket, news, waits, watch
+
+_SET, _GET, _ADD = b"s", b"g", b"a"
+_HEAD = struct.Struct("<cI")
+_NUMBER = struct.Struct("<q")
+_NUMBERS = 1 << 32
+_AGAIN_S = 0.05
+_TIDY_MS = 1_000
+_SHOWN_S = 1.0
+_GREETING_BYTES = 64
+_NAMED = 16
+"""Addresses of strangers that are named; more would fill the console."""
+
+_REFUSED = (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
+_ENDS = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this process's key",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it has ended the handshake",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak the protocol",
+    zmq.EVENT_DISCONNECTED: "it has closed the connection",
+}
+
+
+class NotOfThisRun(ConnectionError):
+    """A process listens at the store's address, and it has another secret, or none."""
+
+
+def encode(operation: bytes, number: int, fields: Sequence[bytes]) -> list[bytes]:
+    """Returns the frames of a message, none longer than `PART_BYTES`."""
+    content = b"".join(fields)
+    head = _HEAD.pack(operation, number) + struct.pack(f"<{len(fields)}I", *map(len, fields))
+    return [head, *(content[at : at + PART_BYTES] for at in range(0, len(content), PART_BYTES))]
+
+
+def decode(frames: Sequence[bytes]) -> tuple[bytes, int, list[bytes]]:
+    """Returns operation, number and fields; raises ValueError or struct.error if the frames are no message."""
+    operation, number = _HEAD.unpack_from(frames[0])
+    lengths = struct.unpack(f"<{(len(frames[0]) - _HEAD.size) // 4}I", frames[0][_HEAD.size :])
+    content = b"".join(frames[1:])
+    if sum(lengths) != len(content):
+        raise ValueError(f"{len(content):,} bytes where {sum(lengths):,} are announced")
+    fields, at = [], 0
+    for length in lengths:
+        fields.append(content[at : at + length])
+        at += length
+    return operation, number, fields
+
+
+class StoreServer:
+    """Serves a store at "tcp://host:port", port 0 for any that is free; `address` is where it listens.
+
+    `tell` is called once for each address from which a process has connected that has not authenticated itself; with
+    "" for those whose connection ended before its address was read.
+    Raises UsageError if it cannot listen there.
+    """
+
+    def __init__(self, address: str, secret: bytes, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._strangers: set[str] = set()
+        self._values: dict[bytes, bytes] = {}
+        self._waiting: list[tuple[bytes, int, list[bytes]]] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = make_socket(self._context, zmq.ROUTER)
+        self._guard = ConnectionGuard(self._socket, Keys(secret))
+        self._close_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._closing = False
+        try:
+            self.address = listen(self._socket, address)
+        except BaseException:
+            self._free()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="headrace-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the store; clients that wait raise ConnectionError."""
+        self._closing = True
+        os.eventfd_write(self._close_fd, 1)
+        self._thread.join()
+        self._free()
+
+    def _free(self) -> None:
+        self._guard.close()
+        self._socket.close(0)
+        self._context.term()
+        os.close(self._close_fd)
+
+    def _serve(self) -> None:
+        poll = zmq.Poller()
+        for watched in (self._socket, self._guard.ended_fd, self._close_fd):
+            poll.register(watched, zmq.POLLIN)
+        while not self._closing:
+            poll.poll(_TIDY_MS)
+            while waits(self._socket):
+                self._take(self._socket.recv_multipart(copy=False))
+            for connection in self._guard.take_ended():
+                if not connection.greeted:
+                    self._name(connection.peer)
+            self._guard.disconnect_silent()
+
+    def _name(self, peer: str) -> None:
+        if peer not in self._strangers and len(self._strangers) < _NAMED:
+            self._strangers.add(peer)
+            self._tell(peer)
+
+    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        connection = self._guard.find(int(frames[-1].get(zmq.SRCFD)))
+        if connection is None:
+            return  # it has ended meanwhile
+        self._guard.greet(connection)
+        connection.taken += sum(wire_bytes(len(frame)) for frame in frames[1:])
+        try:
+            self._handle(frames[0].bytes, *decode([frame.bytes for frame in frames[1:]]))
+        except (ValueError, IndexError, struct.error):
+            # Wrong frames end their sender's connection, and nothing else.
+            self._guard.disconnect(connection)
+
+    def _handle(self, client: bytes, operation: bytes, number: int, fields: list[bytes]) -> None:
+        if operation == _GET:
+            self._waiting.append((client, number, fields))
+        elif operation == _SET:
+            key, value = fields
+            self._values[key] = value
+        elif operation == _ADD:
+            key, added = fields
+            total = _NUMBER.unpack(self._values.get(key, bytes(_NUMBER.size)))[0] + _NUMBER.unpack(added)[0]
+            self._values[key] = _NUMBER.pack(total)
+        else:
+            raise ValueError(f"no operation: {operation!r}")
+        if operation != _GET:
+            self._reply(client, operation, number, [] if operation == _SET else [self._values[key]])
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answers those who wait for keys that are there."""
+        still = []
+        for client, number, keys in self._waiting:
+            if all(key in self._values for key in keys):
+                self._reply(client, _GET, number, [self._values[key] for key in keys])
+            else:
+                still.append((client, number, keys))
+        self._waiting = still
+
+    def _reply(self, client: bytes, operation: bytes, number: int, values: Sequence[bytes]) -> None:
+        # Without `router_mandatory` ZeroMQ drops what is for a client that has gone.
+        self._socket.send_multipart([client, *encode(operation, number, values)])
+
+
+class StoreClient:
+    """A connection to the store; any thread may use it, one at a time.
+
+    `get`, `multi_get` and `wait` wait until all keys are there. Every method raises ConnectionError if the store has
+    gone, and TimeoutError if it does not answer within `timeout_s`. The constructor waits as long for a process to
+    listen at `address`, and raises NotOfThisRun if that has another secret.
+    """
+
+    def __init__(self, address: str, secret: bytes, timeout_s: float) -> None:
+        self._address, self._secret, self._timeout_s = address, secret, timeout_s
+        self._lock = threading.Lock()
+        self._number = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        give_up, pause = monotonic() + timeout_s, threading.Event()
+        while not self._connected(give_up):
+            if monotonic() > give_up:
+                self._context.term()
+                raise TimeoutError(f"no process listens at {address} after {timeout_s:.0f} s")
+            pause.wait(_AGAIN_S)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Sets the value of a key."""
+        self._ask(_SET, [key.encode(), value.encode() if isinstance(value, str) else value])
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Returns the values of all keys."""
+        return self._ask(_GET, [key.encode() for key in keys])
+
+    def wait(self, keys: Sequence[str]) -> None:
+        """Waits until all keys are there."""
+        self.multi_get(keys)
+
+    def add(self, key: str, number: int) -> int:
+        """Adds a number to that of a key, which begins as 0, and returns the sum."""
+        (total,) = self._ask(_ADD, [key.encode(), _NUMBER.pack(number)])
+        return int(_NUMBER.unpack(total)[0])
+
+    def clone(self) -> StoreClient:
+        """Returns another connection, for another thread."""
+        return StoreClient(self._address, self._secret, self._timeout_s)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._disconnect()
+        self._context.term()
+
+    def _connected(self, give_up: float) -> bool:
+        """Connects; returns False if no process listens there yet."""
+        self._socket = make_socket(self._context, zmq.DEALER)
+        Keys(self._secret).protect_client(self._socket)
+        self._monitor = watch(self._socket, sum(event.value for event in (*_REFUSED, *_ENDS)))
+        self._poll = zmq.Poller()
+        for watched in (self._socket, self._monitor):
+            self._poll.register(watched, zmq.POLLIN)
+        try:
+            connect(self._socket, self._address)
+            # Answered at once.
+            self._ask(_GET, [], give_up)
+        except BaseException as error:
+            self._disconnect()
+            if isinstance(error, ConnectionRefusedError):
+                return False
+            self._context.term()
+            if isinstance(error, ConnectionResetError):
+                _show(self._address)
+                raise NotOfThisRun(str(error)) from error
+            raise
+        return True
+
+    def _disconnect(self) -> None:
+        self._socket.disable_monitor()
+        self._socket.close(0)
+        self._monitor.close(0)
+
+    def _ask(self, operation: bytes, fields: Sequence[bytes], give_up: float | None = None) -> list[bytes]:
+        with self._lock:
+            give_up = monotonic() + self._timeout_s if give_up is None else give_up
+            self._number = (self._number + 1) % _NUMBERS
+            self._check_end()
+            self._socket.send_multipart(encode(operation, self._number, fields))
+            while True:
+                while waits(self._socket):
+                    answered, number, values = decode(self._socket.recv_multipart())
+                    # An interrupt may have left the answer to an earlier request.
+                    if (answered, number) == (operation, self._number):
+                        return values
+                self._check_end()
+                left = give_up - monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"the store at {self._address} has not answered for {self._timeout_s:g} s")
+                self._poll.poll(int(left * 1000) + 1)
+
+    def _check_end(self) -> None:
+        for event, _ in news(self._monitor):
+            if event in _REFUSED:
+                raise ConnectionRefusedError(f"no process listens at {self._address}")
+            if event in _ENDS:
+                raise ConnectionResetError(f"the store at {self._address} is lost: {_ENDS[event]}")
+
+
+def _show(address: str) -> None:
+    """Stays connected for a second and says nothing, so that the store can read where this process is.
+
+    ZeroMQ ends a connection with a wrong key too soon for that.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _SHOWN_S) as shown:
+        shown.settimeout(_SHOWN_S)
+        while shown.recv(_GREETING_BYTES):
+            continue
