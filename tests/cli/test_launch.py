@@ -74,3 +74,64 @@ def test_a_script_that_is_not_there(launched, capsys: Capture) -> None:
     assert run(["launch", "trian.py"]) == 2
     assert "the script trian.py does not exist; did you mean train.py?" in capsys.readouterr().err
     assert launched == []
+
+
+@pytest.fixture
+def over_ssh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[list[tuple[str, str]], tuple[str, ...], int]]:
+    """Which hosts were to run which arguments of Python, in how many processes."""
+    calls = []
+
+    def launch_over_ssh(hosts: list[tuple[str, str]], command: tuple[str, ...], script: Path, workers: int, *_) -> int:
+        calls.append((hosts, command, workers))
+        return 5
+
+    monkeypatch.setattr(sys.modules["headrace.cli.commands.launch"], "over_ssh", launch_over_ssh)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import headrace")
+    (tmp_path / "job.py").write_text("def job(lr=0.1): ...")
+    (tmp_path / "c.toml").write_text(
+        "".join(f'[[hosts]]\nname = "{name}"\naddress = "10.0.0.{name}"\ncores = 1\nmemory_gb = 1\n' for name in "12")
+    )
+    return calls
+
+
+def test_a_script_on_several_hosts(over_ssh) -> None:
+    assert run(["launch", "--hosts", "a,b", "train.py", "--epochs", "3"]) == 5
+    assert run(["launch", "--cluster", "c.toml", "--hosts", "2", "--workers", "3", "train.py"]) == 5
+    assert over_ssh == [
+        ([("a", ""), ("b", "")], ("train.py", "--epochs", "3"), 2),
+        ([("10.0.0.2", "2")], ("train.py",), 3),
+    ]
+
+
+def test_a_job_on_several_hosts_is_trained(over_ssh) -> None:
+    assert run(["launch", "--cluster", "c.toml", "job.py", "--strategy", "mirrored", "--run-dir", "x"]) == 5
+    assert run(["launch", "--hosts", "a,b", "job.py"]) == 5
+    (hosts, command, workers), (_, unnamed, _) = over_ssh
+    assert (hosts, workers) == ([("10.0.0.1", "1"), ("10.0.0.2", "2")], 2)
+    assert command[2:] == ("train", "job.py", "--strategy", "mirrored", "--run-dir", "x", "--cluster", "c.toml")
+    assert unnamed[2:5] == ("train", "job.py", "--run-dir")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hosts", "a,,b"], "--hosts takes names or addresses with commas between them, got 'a,,b'"),
+        (["--hosts", "a,-oProxyCommand=x"], "--hosts takes names or addresses"),
+        (["--hosts", "a,b,a"], "--hosts names 'a' 2 times"),
+        (["--hosts", "1,3", "--cluster", "c.toml"], "there is no host '3' of c.toml; known: 1, 2"),
+    ],
+)
+def test_hosts_that_are_refused(over_ssh, arguments: list[str], said: str, capsys: Capture) -> None:
+    assert run(["launch", *arguments, "train.py"]) == 2
+    assert said in capsys.readouterr().err
+    assert over_ssh == []
+
+
+def test_fewer_workers_than_hosts(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert run(["launch", "--hosts", "a,b", "--workers", "1", "train.py"]) == 2
+    assert "--workers 1 on 2 hosts: every host needs at least one" in capsys.readouterr().err

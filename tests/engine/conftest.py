@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,14 @@ def below(pid: int) -> list[int]:
         generation = {child for child, parent in parents.items() if parent in generation}
         generation |= {real(child) for child in generation}
         found += sorted(generation)
+    return found
+
+
+def new_fork_server(others: Collection[int]) -> int:
+    """Returns the fork server that has just been started besides others."""
+    # A process that has just been started has no command line for a moment.
+    assert until(lambda: bool(set(fork_servers()) - set(others)), 10)
+    (found,) = set(fork_servers()) - set(others)
     return found
 
 

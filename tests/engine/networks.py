@@ -16,6 +16,7 @@ from headrace.engine.local.fork_server import ForkServer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "hosts"
 MASTER = "10.97.0.1"
+RUN_SECRET = "0123456789abcdef0123456789abcdef"
 
 Start = Callable[..., Ended]
 
@@ -46,7 +47,11 @@ def network(hosts: int, *options: str, kind: str = "t") -> Iterator[str]:
 
 def at(network: str, host: int) -> dict[str, str]:
     """The environment of a process that is to be on a host."""
-    return {"HEADRACE_HOST": f"host-{host}", "NETWORK_NAMESPACE": f"/run/netns/{network}-{host}"}
+    return {
+        "HEADRACE_SECRET": RUN_SECRET,
+        "HEADRACE_HOST": f"host-{host}",
+        "NETWORK_NAMESPACE": f"/run/netns/{network}-{host}",
+    }
 
 
 def starts(fork_server: ForkServer, network: str, script: Path, folder: Path) -> Start:

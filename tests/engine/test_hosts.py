@@ -173,3 +173,14 @@ def test_hosts_are_made_and_leave_nothing(hosts: str) -> None:
     assert "inet 10.97.0.3/24" in here.stdout
     assert "there is no host 4" in hosts_script(hosts, "exec", "4", "true").stderr
     assert hosts_script(hosts, "exec", "1", "sh", "-c", "exit 7").returncode == 7
+
+
+def test_two_hosts_that_do_not_reach_each_other_end_the_run_with_both_names(start: Start, hosts: str) -> None:
+    route = ["sh", "-c", 'ip route "$0" blackhole 10.97.0.3/32']
+    assert hosts_script(hosts, "exec", "1", *route, "add").returncode == 0
+    try:
+        ended = start("kill", "9", str(time.monotonic() + 200), on=(0, 1, 2))
+    finally:
+        assert hosts_script(hosts, "exec", "1", *route, "delete").returncode == 0
+    assert not {0, None} & set(ended.codes.values()), ended.logs
+    assert any("rank 1 on host-1 and rank 2 on host-2 live and do not reach each other" in log for log in ended.logs)

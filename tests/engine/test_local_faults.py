@@ -17,10 +17,10 @@ import torch
 
 import headrace as hr
 from engine import victims
-from engine.conftest import below, fork_servers, until
+from engine.conftest import below, fork_servers, new_fork_server, until
 from engine.victims import NOTICED_S, faulty, long_job, make_job, planted_at
 from headrace.engine.local.engine import LocalEngine
-from headrace.errors import PeerLost, RunFailed, UnfitMachine, WorkerFailed
+from headrace.errors import ForkServerLost, PeerLost, RunFailed, WorkerFailed
 from headrace.spec.events import Event
 
 pytestmark = pytest.mark.slow
@@ -173,13 +173,14 @@ def test_the_engine_is_as_good_as_new(engine: LocalEngine) -> None:
 def test_a_fork_server_that_is_killed_is_another_one_in_the_next_run() -> None:
     others = fork_servers()
     with LocalEngine() as engine:
-        (fork_server,) = set(fork_servers()) - set(others)
+        fork_server = new_fork_server(others)
 
         def kill(event: Event) -> None:
             if event.kind == "worker_started" and event.rank == 0:
                 os.kill(fork_server, signal.SIGKILL)
 
-        with pytest.raises((RunFailed, UnfitMachine), match="the process that starts the workers ended with code -9"):
+        killed = r"the process that starts the workers was lost, and they with it: killed by signal 9 \(SIGKILL\)"
+        with pytest.raises(ForkServerLost, match=killed):
             hr.fit(long_job(), PAIR, engine=engine, on_event=kill)
         assert hr.fit(make_job(), PAIR, engine=engine).status == "ok"
 
@@ -189,7 +190,7 @@ def test_a_fork_server_that_is_stopped_while_a_worker_dies() -> None:
     with LocalEngine() as engine:
         workers: list[int] = []
         hr.fit(make_job(), PAIR, engine=engine)
-        (fork_server,) = set(fork_servers()) - set(others)
+        fork_server = new_fork_server(others)
 
         def stop(event: Event) -> None:
             if event.kind == "stepped" and not workers:

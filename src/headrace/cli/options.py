@@ -69,6 +69,10 @@ TimeoutOption = Annotated[
         help="Seconds without a sign of life after which a process counts as lost.",
     ),
 ]
+SecretFileOption = Annotated[
+    Path | None,
+    _option("--secret-file", metavar="FILE", help="The secret of a run on several hosts, a file of mode 600."),
+]
 RunDirOption = Annotated[
     Path | None,
     _option("--run-dir", metavar="DIR", help="Where events, logs and models go. Default: a new folder under runs/."),
@@ -105,6 +109,11 @@ CheckOption = Annotated[
     bool,
     typer.Option("--check/--no-check", help="Say before the start what would differ from one device."),
 ]
+ClusterOption = Annotated[
+    Path | None,
+    _option("--cluster", metavar="FILE", help="The hosts and the links between them, see `headrace doctor --cluster`."),
+]
+SshOption = Annotated[str, typer.Option("--ssh", metavar="COMMAND", help="How other hosts are reached.")]
 TensorBoardOption = Annotated[
     Path | None,
     _option("--tensorboard", metavar="DIR", help="Write curves for TensorBoard there, too."),
@@ -241,10 +250,17 @@ def launched_rank() -> int | None:
     return int(os.environ["RANK"])
 
 
+def launched_world() -> int:
+    """Returns how many processes a launcher has started; 1 without one."""
+    return 1 if launched_rank() is None else int(os.environ["WORLD_SIZE"])
+
+
 @contextlib.contextmanager
-def own_engine() -> Iterator[LocalEngine | None]:
+def own_engine(secret_file: Path | None = None) -> Iterator[LocalEngine | None]:
     """Yields an engine of local processes; None under a launcher, whose processes are the workers."""
     if launched_rank() is not None:
+        if secret_file is not None:
+            os.environ["HEADRACE_SECRET_FILE"] = str(secret_file.absolute())
         yield None
         return
     # Lazily: `--help` need not wait for the engine.

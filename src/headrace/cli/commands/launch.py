@@ -1,25 +1,33 @@
-"""`headrace launch`: a plain script in several processes."""
+"""`headrace launch`: a plain script in several processes, or a script or a job on several hosts."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headrace.cli.jobfile import check_file
-from headrace.cli.options import JsonOption, help_option
+from headrace.cli.options import ClusterOption, JsonOption, SshOption, default_run_dir, help_option, job_name
 from headrace.cli.output import answering
+from headrace.errors import UnknownName, UsageError
+from headrace.spec.cluster import Cluster
 
 _EXAMPLES = """
   headrace launch train.py --workers 2
   headrace launch train.py --workers 2 --epochs 3     # the script gets --epochs
   headrace launch --workers 2 -- train.py --json      # and here --json, too
+  headrace launch --hosts a,b,c job.py --strategy mirrored
 """
+
+COMMAND_LINE = ("-c", "from headrace.cli import main; main()")
+"""Arguments of Python that are the command line."""
 
 
 def launch(
@@ -31,22 +39,49 @@ def launch(
         list[str] | None,
         typer.Argument(metavar="ARGUMENTS", show_default=False, help="What the script finds in sys.argv."),
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, help="How many processes run it.")] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", min=1, show_default=False, help="How many processes run it. Default: 2, or one a host."
+        ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", metavar="A,B,...", show_default=False, help="Runs it there, reached by ssh."),
+    ] = None,
+    cluster: ClusterOption = None,
+    port: Annotated[
+        int,
+        typer.Option("--port", min=0, max=65535, help="Of the first host, where all meet. 0: a free one."),
+    ] = 0,
+    ssh: SshOption = "ssh",
+    python: Annotated[
+        str, typer.Option("--python", metavar="PATH", show_default=False, help="On all hosts. Default: this one.")
+    ] = sys.executable,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Run a plain script in several processes.
 
     The script calls `headrace.setup`. Its output goes where it would go alone (with --json to stderr);
-    the exit code is the script's.
+    the exit code is the script's. With --hosts it runs on several hosts, and may also be a job file, which is
+    trained: then the arguments are those of `headrace train`.
     """
     with answering(as_json) as answer:
         check_file(script, "script")
-        # Lazily: --help need not wait for the engine.
-        from headrace.engine.local.engine import launch_script
-
+        given = tuple(arguments or ())
         with _stdout_for_results(as_json):
-            code = launch_script(script, tuple(arguments or ()), workers)
+            if hosts or cluster:
+                destinations = _destinations(hosts, cluster)
+                workers = workers or len(destinations)
+                what = _training(script, given, cluster) if _is_job(script) else (str(script), *given)
+                code = over_ssh(destinations, what, script, workers, port, ssh, python)
+            else:
+                # Lazily: --help need not wait for the engine.
+                from headrace.engine.local.engine import launch_script
+
+                workers = workers or 2
+                code = launch_script(script, given, workers)
         # A process that a signal ended has a negative code; shells call it 128 + signal.
         code = 128 - code if code < 0 else code
         if answer.as_json:
@@ -68,3 +103,64 @@ def _stdout_for_results(keep_clean: bool) -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def over_ssh(
+    hosts: Sequence[tuple[str, str]],
+    command: tuple[str, ...],
+    script: Path,
+    workers: int,
+    port: int = 0,
+    ssh: str = "ssh",
+    python: str = sys.executable,
+) -> int:
+    """Runs Python with these arguments on hosts, by (destination, name); returns the exit code."""
+    # Lazily: --help need not wait for the engine.
+    from headrace.engine.ssh.launcher import SshCommand, SshHost, launch_over_ssh
+
+    if workers < len(hosts):
+        raise UsageError(f"--workers {workers} on {len(hosts)} hosts: every host needs at least one")
+    wanted = SshCommand(command, script, workers, Path.cwd(), port, tuple(shlex.split(ssh)), python)
+    return launch_over_ssh([SshHost(*host) for host in hosts], wanted)
+
+
+def hosts_of(cluster: Path) -> list[tuple[str, str]]:
+    """Returns the address and the name of each host of a file."""
+    return [(host.address or host.name, host.name) for host in Cluster.load(cluster).hosts]
+
+
+def _destinations(text: str | None, cluster: Path | None) -> list[tuple[str, str]]:
+    known = {name: address for address, name in hosts_of(cluster)} if cluster else {}
+    if text is None:
+        return [(address, name) for name, address in known.items()]
+    names = text.split(",")
+    if not all(names) or any(name.startswith("-") for name in names):
+        raise UsageError(f"--hosts takes names or addresses with commas between them, got {text!r}")
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"--hosts names {name!r} {names.count(name)} times; once is enough, see --workers")
+        if known and name not in known:
+            raise UnknownName("host", name, known, str(cluster))
+    return [(known[name], name) if known else (name, "") for name in names]
+
+
+def _is_job(script: Path) -> bool:
+    """Whether a file defines `job`, so that it is trained and not run; it is not run to find out."""
+    try:
+        body = ast.parse(script.read_text(encoding="utf-8")).body
+    except (SyntaxError, UnicodeDecodeError):
+        return False  # Python says what is wrong with it
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return "job" in names
+
+
+def _training(script: Path, arguments: tuple[str, ...], cluster: Path | None) -> tuple[str, ...]:
+    known = ("--cluster", str(cluster)) if cluster else ()
+    # One name for all hosts, which may not begin in the same second.
+    named = any(argument.split("=")[0] == "--run-dir" for argument in arguments)
+    where = () if named else ("--run-dir", str(default_run_dir(job_name(script))))
+    return (*COMMAND_LINE, "train", str(script), *arguments, *where, *known)

@@ -11,6 +11,7 @@ from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     CheckOption,
     CheckpointEveryOption,
+    ClusterOption,
     Device,
     DeviceOption,
     JobFile,
@@ -20,6 +21,7 @@ from headrace.cli.options import (
     ResumeFromOption,
     ResumeOption,
     RunDirOption,
+    SecretFileOption,
     SettingsOption,
     SnapshotsEveryOption,
     TensorBoardOption,
@@ -82,6 +84,8 @@ def train(
     resume_from: ResumeFromOption = None,
     reset_optimizer: ResetOptimizerOption = False,
     check: CheckOption = True,
+    cluster: ClusterOption = None,
+    secret_file: SecretFileOption = None,
     tensorboard: TensorBoardOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
@@ -98,13 +102,11 @@ def train(
         going = _going(resume, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
         # In this order: the engine forks this process, which must not have run the job file before.
-        with own_engine() as engine, saying_where(where):
+        with own_engine(secret_file) as engine, saying_where(where):
             job = load_job(path, settings or ())
             from headrace.api.fit import fit
-            from headrace.strategies import resolve
 
-            chosen = resolve(strategy, workers)
-            _check_workers(workers, strategy, chosen)
+            chosen = _resolved(strategy, workers)
             with tensorboards(tensorboard) as on_event:
                 run = fit(
                     job,
@@ -118,6 +120,7 @@ def train(
                     resume=going,
                     reset_optimizer=reset_optimizer,
                     check=check,
+                    cluster=cluster,
                 )
         if launched_rank() in (None, 0):
             show_run(answer, where)
@@ -125,13 +128,15 @@ def train(
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-def _check_workers(workers: int | None, strategy: str, chosen: Strategy) -> None:
-    from headrace.strategies import COUNTS
+def _resolved(strategy: str, workers: int | None) -> Strategy:
+    from headrace.strategies import COUNTS, resolve
 
+    chosen = resolve(strategy, workers)
     count = next((n for each in COUNTS if (n := getattr(chosen, each, None)) is not None), 1)
     if workers is not None and workers != count:
         other = "try --strategy mirrored" if count == 1 else "say it once"
         raise UsageError(f"--workers {workers}: {strategy} runs on {count}; {other}")
+    return chosen
 
 
 def _going(resume: bool, resume_from: Path | None, run_dir: Path | None) -> bool | Path:

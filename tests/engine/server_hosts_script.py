@@ -1,0 +1,91 @@
+"""What a rank does where servers are on several hosts: `server_hosts_script.py DEED`; prints facts as JSON lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import headrace as hr
+from engine.conftest import until
+from engine.networks import go_there
+from engine.ranks import say, total
+from engine.victims import INPUTS, TARGETS, make_job, split_model
+from headrace.errors import HeadraceError
+
+RANK = int(os.environ["RANK"])
+
+
+def tell(run: hr.Run) -> None:
+    say(total=total(run.model), status=run.status, loss=run.metrics.get("loss", 0.0))
+
+
+def fit() -> None:
+    """What equals one device, with what is checked and saved; then the others."""
+    strategies = (
+        hr.ParameterServer(staleness_bound=0),
+        hr.ParameterAveraging(period=1, via="server"),
+        hr.ParameterServer(push_codec="int8", pull_codec="bf16"),
+        hr.Downpour(fetch_every=1, push_every=1),
+    )
+    for number, strategy in enumerate(strategies):
+        tell(hr.fit(make_job(epochs=2, eval_data=(INPUTS, TARGETS)), strategy, run_dir=f"run-{number}"))
+
+
+def replicas() -> None:
+    """Replicas of two ranks, on one host or on two; each part has a server."""
+    outer = hr.ParameterServer(servers=2, staleness_bound=0)
+    for inner in (hr.Pipeline(stages=2), hr.TensorParallel(devices=2)):
+        tell(hr.fit(make_job(model=split_model), hr.Hybrid(outer, inner)))
+
+
+def holds_all(worker: hr.Worker) -> bool:
+    """Returns whether a backup has told this rank that it holds all that its server has."""
+    return any(record.heartbeat.promotable_epoch for record in worker._session.page.ranks)
+
+
+def fail_over(strike: Callable[[], object]) -> None:
+    """Rank 0 strikes the primary, which is rank 2, when its backup holds all that it has."""
+
+    def train(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            worker.step(batch)
+            if worker.rank == 0 and worker.round == 40:
+                assert until(partial(holds_all, worker), 30)
+                say(struck=True)
+                strike()
+
+    Path(f"pid-{RANK}").write_text(str(os.getpid()))
+    strategy = hr.ParameterServer(staleness_bound=0, backups=1)
+    job = make_job(steps=80, epochs=None)
+    run = hr.launch(train, job, strategy, timeout_s=1, run_dir="run")
+    tell(run)
+    say(lost=[event.line for event in run.events if event.kind == "lost"])
+
+
+def kill() -> None:
+    fail_over(lambda: os.kill(int(Path("pid-2").read_text()), signal.SIGKILL))
+
+
+def cut() -> None:
+    network = os.environ["NETWORK_NAMESPACE"].rpartition("/")[2].rpartition("-")[0]
+    fail_over(lambda: subprocess.run(["ip", "-n", f"{network}-1", "link", "set", "eth0", "down"], check=True))
+
+
+DEEDS: dict[str, Callable[[], None]] = {"fit": fit, "replicas": replicas, "kill": kill, "cut": cut}
+
+
+def main() -> None:
+    go_there()
+    try:
+        DEEDS[sys.argv[1]]()
+    except HeadraceError as error:
+        say(error=type(error).__name__, message=str(error))
+        raise
+
+
+main()

@@ -1,0 +1,63 @@
+"""Strategies with servers on several hosts: the results of one host, and a server that is lost."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headrace as hr
+from engine.networks import Start, network, starts
+from engine.ranks import TESTS, total
+from engine.victims import make_job, split_model
+from headrace.engine.local.fork_server import ForkServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.net]
+
+SCRIPT = TESTS / "engine" / "server_hosts_script.py"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[str]:
+    """Three of them; the name of their network."""
+    with network(3, kind="s") as name:
+        yield name
+
+
+@pytest.fixture
+def start(fork_server: ForkServer, hosts: str, tmp_path: Path) -> Start:
+    return starts(fork_server, hosts, SCRIPT, tmp_path)
+
+
+def test_workers_and_servers_of_two_hosts_are_one_device(start: Start) -> None:
+    ended = start("fit", on=(0, 1, 0))
+    assert set(ended.codes.values()) == {0}, ended.logs
+    ours = hr.fit(make_job(epochs=2), engine=hr.ThreadEngine())
+    for said in ended.said:
+        assert [line["total"] for line in said[:2]] == pytest.approx([total(ours.model)] * 2, abs=1e-6)
+        assert all(line["loss"] < 0.1 for line in said)
+
+
+def test_replicas_of_one_host_and_of_two_and_their_servers_are_one_device(start: Start) -> None:
+    ended = start("replicas", on=(0, 0, 0, 1, 1, 0))
+    assert set(ended.codes.values()) == {0}, ended.logs
+    ours = hr.fit(make_job(model=split_model), engine=hr.ThreadEngine())
+    for said in ended.said:
+        assert [line["total"] for line in said] == pytest.approx([total(ours.model)] * 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(("deed", "cause"), [("kill", "its process has ended"), ("cut", "gave no sign of life for 1.")])
+def test_a_backup_on_another_host_takes_over(hosts: str, start: Start, deed: str, cause: str) -> None:
+    try:
+        ended = start(deed, on=(0, 0, 1, 2))
+    finally:
+        subprocess.run(["ip", "-n", f"{hosts}-1", "link", "set", "eth0", "up"], check=True)
+    survivors = (0, 1, 3)
+    assert [ended.codes[rank] for rank in survivors] == [0, 0, 0], ended.logs
+    assert f"rank 2 was lost ({cause}" in ended.one(0, "lost")["lost"][0]
+    ours = hr.fit(make_job(steps=80, epochs=None), engine=hr.ThreadEngine())
+    # Each gradient was applied once.
+    for rank in survivors:
+        assert ended.one(rank, "total")["total"] == pytest.approx(total(ours.model), abs=1e-6)

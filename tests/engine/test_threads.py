@@ -1,0 +1,37 @@
+"""Workers that are threads share one process: its generators, and what is patched while a model is traced."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import headrace as hr
+from engine.victims import make_job
+from headrace.engine import threads
+
+
+def slowly_built() -> torch.nn.Module:
+    first = torch.nn.Linear(4, 8)
+    time.sleep(0.05)
+    return torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def test_a_thread_seeds_nothing_while_another_builds_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's parameters count."""
+    work = threads.work
+
+    def late(spec: Any, rank: int, *others: Any) -> None:
+        if rank == 0:
+            time.sleep(0.05)
+        work(spec, rank, *others)
+
+    monkeypatch.setattr(threads, "work", late)
+    job = make_job(model=slowly_built, epochs=None, steps=1)
+    two, one = (
+        hr.fit(job, strategy, engine=hr.ThreadEngine(), check=False).model.state_dict()
+        for strategy in (hr.ParameterServer(2, staleness_bound=0), hr.OneDevice())
+    )
+    torch.testing.assert_close(two, one, atol=1e-6, rtol=0.0)
