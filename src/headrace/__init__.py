@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headrace.metrics import Mean
     from headrace.parameter_server.server.optimizer import Remedies
     from headrace.report.views.live import TensorBoard
+    from headrace.spec.cluster import Cluster
     from headrace.spec.job import Job
     from headrace.spec.options import Checkpoints, EarlyStopping, Options
     from headrace.strategies import (
@@ -43,6 +44,7 @@ __all__ = [
     "AutoPeriod",
     "CentralStorage",
     "Checkpoints",
+    "Cluster",
     "Comparison",
     "DiLoCo",
     "Downpour",
@@ -89,6 +91,7 @@ _MODULES = {
     "metrics": ("Mean",),
     "parameter_server.server.optimizer": ("Remedies",),
     "report.views.live": ("TensorBoard",),
+    "spec.cluster": ("Cluster",),
     "spec.job": ("Job",),
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
     "worker.worker": ("Worker",),

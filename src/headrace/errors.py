@@ -33,6 +33,7 @@ __all__ = [
     "CheckpointMismatch",
     "CorruptCheckpoint",
     "DataError",
+    "ForkServerLost",
     "HeadraceError",
     "InfeasiblePlan",
     "JobError",
@@ -139,7 +140,16 @@ class ServerRefused(HeadraceError):
 
 
 class RunFailed(HeadraceError):
-    """The run began and failed."""
+    """The run began and failed.
+
+    Attributes:
+        remedy: how to continue; "" where it is not known.
+    """
+
+    remedy = ""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; {self.remedy}" if self.remedy else super().__str__()
 
 
 class WorkerFailed(RunFailed):
@@ -221,7 +231,6 @@ class PeerLost(RunFailed):
 
     Attributes:
         rank, host, cause: the arguments.
-        remedy: how to continue; "" where it is not known.
     """
 
     exit_code = 4
@@ -231,10 +240,12 @@ class PeerLost(RunFailed):
         self.rank = rank
         self.host = host
         self.cause = cause
-        self.remedy = ""
 
-    def __str__(self) -> str:
-        return f"{super().__str__()}; {self.remedy}" if self.remedy else super().__str__()
+
+class ForkServerLost(RunFailed):
+    """The process that starts the workers has ended, and its workers with it."""
+
+    exit_code = 4
 
 
 class Replaced(RunFailed):

@@ -157,6 +157,12 @@ def prefer_large_pages(nbytes: int) -> None:
         _LIBRARY.free(ctypes.c_void_p(block))
 
 
+def is_full(folder: Path) -> bool:
+    """Tells whether this process can add nothing to the file system of a folder."""
+    found = os.statvfs(folder)
+    return not (found.f_bavail if os.geteuid() else found.f_bfree)
+
+
 def host_name() -> str:
     """Returns what this host is called: as HEADRACE_HOST says, else as the system does."""
     return os.environ.get("HEADRACE_HOST") or socket.gethostname()

@@ -82,7 +82,9 @@ def test_a_doubtful_run_is_measured_again_and_marked(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_references_repeat_no_lines_and_what_may_differ_is_named(tmp_path: Path) -> None:
+def test_references_repeat_no_lines_and_what_may_differ_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(output, target, reduction="sum")
 
@@ -92,6 +94,8 @@ def test_references_repeat_no_lines_and_what_may_differ_is_named(tmp_path: Path)
     assert {name for name, notices in said.items() if "hr.Mean" in notices} == {"mirrored", "parameter_averaging"}
     assert result.references.may_differ == ("parameter_averaging",)
     assert "may differ" in str(result)
+    # Shown once, although both runs have it on record.
+    assert capfd.readouterr().err.count("hr.Mean") == 1
 
 
 def test_a_directory_that_holds_a_comparison(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,16 @@ CLASSES = (INPUTS.sum(1) > 0).long()
 
 
 class Normed(nn.Sequential):
+    """Asks for the version of what it loads, as some models of torchvision do."""
+
+    _version = 2
+
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        assert metadata["version"] == 2
+        super()._load_from_state_dict(state, prefix, metadata, *others)
 
 
 @pytest.fixture(scope="module")

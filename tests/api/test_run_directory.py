@@ -21,8 +21,8 @@ from engine import lasting
 from engine.conftest import below, state, until
 from engine.lasting import OFTEN, files_of, lasting_job
 from headrace.api.run import RunDirLock, refuse_living
-from headrace.errors import UnfitMachine, UsageError
-from headrace.spec.events import LAUNCHER, Notice, decode
+from headrace.errors import UnfitMachine, UsageError, WorkerFailed
+from headrace.spec.events import LAUNCHER, Event, Notice, decode
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import events_path
 from warm.programs import ROOT
@@ -160,6 +160,22 @@ def test_a_disk_that_is_too_small_for_one_checkpoint(tmp_path: Path) -> None:
     message = r"a checkpoint takes about [\d,]+ bytes and .* has [\d,]+ left"
     with mounted(tmp_path / "disk", "size=4k"), pytest.raises(UnfitMachine, match=message):
         hr.fit(lasting_job(), run_dir=tmp_path / "disk", engine=hr.ThreadEngine())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
+def test_a_disk_that_is_full_at_the_end_of_a_run(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+
+    def fill(event: Event) -> None:
+        if event.kind == "worker_started":
+            with suppress(OSError), open(disk / "others", "ab", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+
+    message = f"No space left on device: the disk of {disk} is full, also for its own error"
+    with mounted(disk, "size=1m"), pytest.raises(WorkerFailed, match=message):
+        # Steps enough for the disk to be full before the model is written.
+        hr.fit(lasting_job("plain", epochs=60), hr.Mirrored(2), run_dir=disk, on_event=fill, checkpoints=False)
 
 
 @contextmanager

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies import roles as module
-from headrace.policies.roles import bounds, require_memory, split, threads_per_worker, worker_roles
+from headrace.policies.roles import (
+    bounds,
+    require_memory,
+    split,
+    threads_per_worker,
+    worker_and_server_roles,
+    worker_roles,
+)
 from headrace.spec.cluster import Cluster, Host
 
 CLUSTER = Cluster((Host("a", 8, 100, ranks=(0, 3)), Host("b", 3, 40, ranks=(1,)), Host("c", 2, 40, ranks=(2,))), 4)
@@ -93,3 +100,44 @@ def test_bounds_run_through_the_batch_without_gaps(count: int, shares: list[int]
     assert edges[-1][1] == count
     assert all(before[1] == after[0] for before, after in pairwise(edges))
     assert tuple(stop - start for start, stop in edges) == split(count, shares)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "workers"),
+    [("aba", "ab"), ("abba", "ab"), ("bbaa", "bb")],
+)
+def test_the_last_ranks_of_several_hosts_serve(hosts: str, workers: str) -> None:
+    servers = len(hosts) - len(workers)
+    roles = worker_and_server_roles("some", None, servers, _cluster(hosts))
+    assert [(role.rank, role.kind, role.host) for role in roles] == [
+        (rank, "worker" if rank < len(workers) else "server", host) for rank, host in enumerate(hosts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kinds"),
+    [
+        ("aab", "wsb"),
+        ("ababa", "wsbbs"),
+        ("aaabb", "wssbb"),
+        ("cabba", "wssbb"),
+    ],
+)
+def test_a_backup_is_on_another_host_than_its_server(hosts: str, kinds: str) -> None:
+    roles = worker_and_server_roles("some", None, (len(hosts) - 1) // 2, _cluster(hosts), 1)
+    assert "".join(role.kind[0] for role in roles) == kinds
+    assert "".join(role.host for role in roles) == hosts
+
+
+def test_backups_without_a_host_of_their_own_are_refused() -> None:
+    message = "the last 2 processes are rank 1 on b, rank 2 on b; let the launcher number these processes by turns"
+    with pytest.raises(InfeasiblePlan, match=message):
+        worker_and_server_roles("some", None, 1, _cluster("abb"), 1)
+    with pytest.raises(InfeasiblePlan, match="launcher started all processes on one host, with which a server and"):
+        worker_and_server_roles("some", None, 1, _cluster("aaa"), 1)
+
+
+def _cluster(hosts: str) -> Cluster:
+    """Returns the cluster of a launcher that has started each rank on the host of that letter."""
+    placed = {name: tuple(rank for rank, each in enumerate(hosts) if each == name) for name in sorted(set(hosts))}
+    return Cluster(tuple(Host(name, 4, 100, ranks=ranks) for name, ranks in placed.items()), len(hosts))

@@ -31,6 +31,15 @@ def test_lines_that_are_worth_one() -> None:
     ]
 
 
+def test_notices_that_were_shown_before_are_not_shown_again() -> None:
+    stream = io.StringIO()
+    show = Console("gossip", 10, plain=True, stream=stream, told={"the loss is a mean over tokens"})
+    for text in ("the loss is a mean over tokens", "2 workers"):
+        show.event(Notice(-1, 0.0, text))
+    show.close()
+    assert stream.getvalue() == "gossip: 2 workers\n"
+
+
 def test_a_save_has_a_line_where_there_is_no_bar() -> None:
     saved = Saved(0, 1.0, 120, 84_000_000, 0.01, 0.2)
     stream = io.StringIO()
@@ -199,7 +208,8 @@ def test_plain_false_draws_a_bar_into_a_file():
 
 def test_a_full_disk_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_CHECK_PERIOD_S", 0.0)
-    free = iter((10, 0, 0, 5, 0))
+    # Where there is room again, it is asked for the bytes, too.
+    free = iter((10, 0, 0, 5, 5, 0))
     real = os.statvfs(tmp_path)
 
     def found(place: Path) -> os.statvfs_result:

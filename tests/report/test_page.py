@@ -75,8 +75,25 @@ def test_the_page_is_well_formed_and_whole(compared):
     rows = [_words(row) for row in root.iter(f"{XHTML}tr")]
     assert "run1 (mirrored) 2 × 1 0.700 120 1.20 0.80 1.00 kB 70.0 20.0 9.00 1.00 300 MB" in rows
     text = _words(root)
-    for word in ("2026-10-03 14:05:11+02:00", "mill (cpu)", "torch 2.13.0", "run1 (mirrored): the batch is split"):
+    for word in (
+        "2026-10-03 14:05:11+02:00",
+        "mill (cpu)",
+        "torch 2.13.0",
+        "run0 (one_device), run1 (mirrored), run2",
+        ": the batch is split",
+    ):
         assert word in text, word
+
+
+def test_a_comparison_says_once_what_several_runs_say_and_names_those_that_may_differ(tmp_path, make_run):
+    both = [Notice(-1, 0.2, "the loss is a mean over tokens")]
+    runs = [summarize(make_run(tmp_path / name, name, extra=both)) for name in ("mirrored", "gossip")]
+    path = write_page(tmp_path / "report.html", runs, References(may_differ=("gossip",)))
+    text = _words(_parse(path.read_text()))
+    assert text.count("the loss is a mean over tokens") == 1
+    assert "mirrored, gossip: the loss is a mean over tokens" in text
+    assert "Need not equal one device, so their loss may differ from its: gossip." in text
+    assert "Need not equal" not in write_page(path, runs, References()).read_text()
 
 
 @pytest.mark.slow

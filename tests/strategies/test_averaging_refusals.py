@@ -51,6 +51,8 @@ def test_every_worker_steps_every_batch(tmp_path: Path) -> None:
         ({"post_local": -1}, "post_local must be a whole number of rounds of at least 0"),
         ({"average_optimizer_state": 1}, "must be True or False"),
         ({"codec": "int"}, "did you mean 'int8'"),
+        ({"pull_codec": "int"}, "did you mean 'int8'"),
+        ({"pull_codec": "int8"}, "via='all_reduce' has none; use codec, or via='server'"),
         ({"via": "all-reduce"}, "did you mean 'all_reduce'"),
         ({"wait": 3}, "via='all_reduce' needs every worker"),
     ],

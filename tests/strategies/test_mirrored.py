@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import headrace as hr
+from headrace.errors import InfeasiblePlan, UnknownName
 from headrace.training import reduction
 from strategies.contract_models import COUNTS, MODELS, VARIANTS
 from strategies.contract_options import OPTIONS
@@ -49,3 +50,14 @@ def test_a_wire_after_backward_is_one_device(model: str, workers: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_wire_during_backward_is_one_device(model: str, workers: int, bucket_bytes: int) -> None:
     assert_one_device(model, hr.Mirrored(workers), workers)
+
+
+def test_a_codec_on_one_host_is_refused() -> None:
+    sharded = hr.TensorParallel(devices=2)
+    for strategy in (hr.Mirrored(2, codec="int8"), hr.Hybrid(hr.Mirrored(2, codec="int8"), sharded)):
+        with pytest.raises(
+            InfeasiblePlan, match=r"codec='int8', which saves bytes between hosts, and there is one host"
+        ):
+            drive(MODELS["mlp"].job(COUNTS["tiny"]), strategy, 2, 0, 1)
+    with pytest.raises(UnknownName, match="int4"):
+        hr.Mirrored(codec="int4")

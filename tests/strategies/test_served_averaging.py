@@ -277,16 +277,21 @@ def test_who_has_parameters_that_are_no_numbers_is_left_out_and_gets_the_average
     assert torch.equal(run.model.unused, torch.ones(3, dtype=torch.float64))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("codec", "share", "off"), [("bf16", 0.5, 2e-3), ("int8", 0.3, 2e-2)])
-def test_what_is_pushed_may_travel_in_fewer_bytes(codec: str, share: float, off: float) -> None:
+@pytest.mark.parametrize(
+    ("option", "codec", "share", "off"),
+    [
+        *[("codec", "bf16", 0.5, 2e-3), ("codec", "int8", 0.3, 2e-2)],
+        *[("pull_codec", "bf16", 0.5, 1e-2), ("pull_codec", "int8", 0.3, 5e-2)],
+    ],
+)
+def test_what_travels_may_take_fewer_bytes(option: str, codec: str, share: float, off: float) -> None:
     job = dataclasses.replace(Case(partial(nn.Linear, 4, 512)).job(64, torch.float32, DESCENT), eval_data=None)
-    outcomes, pushed = [], []
-    for each in ("plain", codec):
-        run = hr.fit(job, THROUGH(2, period=2, codec=each), engine=hr.ThreadEngine())
-        outcomes.append(run.model.state_dict())
-        pushed.append(sum(shard.pushed_bytes for shard in served(run).shards))
-    assert pushed[1] <= share * pushed[0]
-    assert 0 < distance(outcomes[1], outcomes[0]) < off
+    ways = (THROUGH(2, period=2, **{option: each}) for each in ("plain", codec))
+    runs = [hr.fit(job, way, engine=hr.ThreadEngine()) for way in ways]
+    field = "pushed_bytes" if option == "codec" else "pulled_bytes"
+    plain, coded = (sum(getattr(shard, field) for shard in served(run).shards) for run in runs)
+    assert coded <= share * plain
+    assert 0 < distance(runs[1].model.state_dict(), runs[0].model.state_dict()) < off
 
 
 @pytest.mark.parametrize("codec", ["plain", "int8"])

@@ -40,6 +40,7 @@ class JobInfo:
     Attributes:
         job: what runs: the job that was given, or one whose model has been materialised.
         weighed: whether its loss is a `Mean`.
+        told: notices that another run has shown, and that are not shown again.
     """
 
     job: Job
@@ -48,6 +49,7 @@ class JobInfo:
     weighed: bool
     examples: int
     notices: tuple[str, ...]
+    told: frozenset[str] = frozenset()
 
 
 def inspect_job(job: Job) -> JobInfo:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headrace.api.fit import fit
+from headrace.api.fit import FitArguments, run_job
 from headrace.api.measuring import measured, settle
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.engine.base import Engine
@@ -96,12 +96,11 @@ def compare(
     directory = Path(keeper.path if keeper else run_dir or ".").absolute()
     if (directory / "comparison.json").exists():
         raise UsageError(f"{directory} holds a comparison already; name another run_dir, or delete it")
+    told: set[str] = set()
     with nullcontext(engine) if engine else kept_engine() as own:
 
         def run(strategy: Strategy, label: str, job: Job = job, seconds: float | None = None) -> Run:
-            return fit(
-                job,
-                strategy,
+            arguments = FitArguments(
                 device=device,
                 run_dir=directory / label,
                 on_event=on_event,
@@ -109,9 +108,15 @@ def compare(
                 engine=own,
                 seconds=seconds,
                 checkpoints=False,
-                # A measurement repeats a training, whose lines have been said.
+                resume=False,
+                reset_optimizer=False,
+                # A measurement repeats a training, whose model was probed.
                 check=seconds is None,
+                told=frozenset(told),
             )
+            found = run_job(job, None, strategy, arguments)
+            told.update(found.summary.outcome.notices)
+            return found
 
         session = _Session(job, run, retries)
         runs = session.train(chosen)

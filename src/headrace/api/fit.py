@@ -37,6 +37,10 @@ from headrace.worker.worker import Worker
 
 # A process has four heartbeats a second.
 _LEAST_TIMEOUT_S = 1.0
+_NOT_ENCRYPTED = (
+    "encrypt=False: gradients and activations between hosts can be read and changed by whoever is between them; "
+    "processes without the run's secret cannot join"
+)
 
 
 def fit(
@@ -53,6 +57,8 @@ def fit(
     resume: bool | Path | str = False,
     reset_optimizer: bool = False,
     check: bool = True,
+    cluster: Cluster | Path | str | None = None,
+    encrypt: bool = True,
 ) -> Run:
     """Trains a job and returns the run.
 
@@ -60,8 +66,7 @@ def fit(
         job: what to train.
         strategy: how, by name ("mirrored") or as a value (`hr.Mirrored(workers=2)`).
         device: "auto" takes CUDA where there is one, else the CPU; or "cpu", "cuda".
-        run_dir: where events, logs, checkpoints and the trained model go; None for a temporary directory that
-            goes with the returned run.
+        run_dir: where events, logs, checkpoints and the model go; None for a directory that goes with the returned run.
         on_event: called in this process with every event, in the order of their writing.
         timeout_s: a process without a sign of life for this long counts as lost.
         engine: what runs the workers; None for the launcher's processes (torchrun) where there are some, else for
@@ -72,6 +77,8 @@ def fit(
             from one checkpoint. The strategy and the number of workers may be others than the saver's.
         reset_optimizer: leaves the checkpoint's optimizer state and schedule behind; its class may be another.
         check: runs the model on a few examples before the start, and says what would differ from one device.
+        cluster: links between hosts, or their file (`headrace doctor` writes one); None for 1 Gbit/s. Rank 0's counts.
+        encrypt: False leaves gradients and activations between hosts unencrypted, for networks that are trusted.
 
     Raises:
         UsageError: the job, the strategy or the numbers do not fit together, or there is nothing to resume.
@@ -82,9 +89,20 @@ def fit(
         RunFailed: a worker failed or was lost.
     """
     arguments = FitArguments(
-        device, run_dir, on_event, timeout_s, engine, seconds, checkpoints, resume, reset_optimizer, check
+        device,
+        run_dir,
+        on_event,
+        timeout_s,
+        engine,
+        seconds,
+        checkpoints,
+        resume,
+        reset_optimizer,
+        check,
+        cluster,
+        encrypt,
     )
-    return _without_our_frames(job, None, strategy, arguments)
+    return run_job(job, None, strategy, arguments)
 
 
 def launch(
@@ -101,6 +119,8 @@ def launch(
     resume: bool | Path | str = False,
     reset_optimizer: bool = False,
     check: bool = True,
+    cluster: Cluster | Path | str | None = None,
+    encrypt: bool = True,
 ) -> Run:
     """Runs a training loop of one's own in every worker.
 
@@ -111,18 +131,29 @@ def launch(
     Args:
         train: the loop; it is called with a `Worker` in each worker. A resumed one begins with the first batch
             that the checkpoint has not seen.
-        job, strategy, device, run_dir, on_event, timeout_s, engine, checkpoints, resume, reset_optimizer, check: as
-            for `fit`, with the same errors.
+        job, strategy, device, run_dir, on_event, timeout_s, engine, checkpoints, resume, reset_optimizer, check,
+            cluster, encrypt: as for `fit`, with the same errors.
     """
     arguments = FitArguments(
-        device, run_dir, on_event, timeout_s, engine, None, checkpoints, resume, reset_optimizer, check
+        device,
+        run_dir,
+        on_event,
+        timeout_s,
+        engine,
+        None,
+        checkpoints,
+        resume,
+        reset_optimizer,
+        check,
+        cluster,
+        encrypt,
     )
-    return _without_our_frames(job, train, strategy, arguments)
+    return run_job(job, train, strategy, arguments)
 
 
 @dataclass(frozen=True)
 class FitArguments:
-    """The caller's arguments beside job and strategy."""
+    """The caller's arguments beside job and strategy; `told` are notices that another run has shown."""
 
     device: str
     run_dir: Path | str | None
@@ -134,11 +165,13 @@ class FitArguments:
     resume: bool | Path | str
     reset_optimizer: bool
     check: bool
+    cluster: Cluster | Path | str | None = None
+    encrypt: bool = True
+    told: frozenset[str] = frozenset()
 
 
-def _without_our_frames(
-    job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments
-) -> Run:
+def run_job(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
+    """Does what `fit` and `launch` do; errors show the caller's frames, not those of headrace."""
     try:
         return _run(job, train, strategy, arguments)
     except HeadraceError as error:
@@ -157,15 +190,20 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     request = _resume_request(arguments)
     chosen = resolve(strategy)
     ranks = launched_ranks() if arguments.engine is None else None
+    known = Cluster.load(arguments.cluster) if isinstance(arguments.cluster, str | Path) else arguments.cluster
     cluster = detect(arguments.device, ranks)
-    info = inspect_job(job)
+    if known:
+        cluster = cluster.with_links_of(known)
+    info = replace(inspect_job(job), told=arguments.told)
     job = info.job
     check_options(job.options, cluster.device)
     chosen.check(job.options)
     cluster = join(cluster)
+    if known and len(cluster.hosts) > 1:
+        known.require(cluster.hosts)
     if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:
         info = replace(info, examples=total_of_hosts(info.examples, cluster))
-    info = _inspected(job, info, chosen, cluster)
+    info = _inspected(job, info, chosen, cluster, arguments.encrypt)
     plan = chosen.plan(info.model, cluster)
     _check_split(job, info, plan)
     if arguments.check and needs_probes(plan, job.options.accumulate):
@@ -202,13 +240,13 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
 def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:
     if arguments.engine is not None:
         return nullcontext(arguments.engine)
-    return closing(LaunchedEngine(arguments.timeout_s)) if ranks else kept_engine()
+    return closing(LaunchedEngine(arguments.timeout_s, arguments.encrypt)) if ranks else kept_engine()
 
 
-def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster) -> JobInfo:
+def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, encrypt: bool) -> JobInfo:
     """Lets the strategy inspect the model."""
     objective = objective_of(job, info.weighed)
-    notices: list[str] = []
+    notices = [] if encrypt or len(cluster.hosts) == 1 else [_NOT_ENCRYPTED]
 
     def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:
         def measured() -> str:

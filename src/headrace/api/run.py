@@ -177,7 +177,10 @@ class Run:
         """
         path = self.run_dir / "model.safetensors"
         if not path.is_file():
-            raise RunFailed(f"there is no {path}: the run ended before a model was saved")
+            raise RunFailed(
+                f"there is no {path}: the run ended before a model was saved, or no worker was on this host: then name "
+                "a run_dir on a file system of all hosts"
+            )
         module = copy_module(self.template)
         _load(module, forms.decode(load_file(path)))
         return module.eval()
@@ -256,12 +259,13 @@ class Run:
 
 def _load(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Loads the tensors and the extra state of a whole model, saved under the names of `state_dict`."""
-    own = module.state_dict(keep_vars=True)
+    # It also holds the versions of the modules' forms, which a module may ask for.
+    state = module.state_dict(keep_vars=True)
     with torch.no_grad():
-        for name, tensor in own.items():
-            if isinstance(tensor, Tensor) and not is_dense(tensor):
-                restore(tensor, saved[name])
-    dense = {name: tensor for name, tensor in saved.items() if name in own and is_dense(tensor)}
-    rest = {name: value for name, value in own.items() if not (isinstance(value, Tensor) and is_dense(value))}
-    module.load_state_dict({**dense, **rest})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and is_dense(value):
+                state[name] = saved[name]
+            elif isinstance(value, Tensor):
+                restore(value, saved[name])
+    module.load_state_dict(state)
     forms.load_extra_states(module, saved)

@@ -19,7 +19,7 @@ from headrace.api.resume import ResumeRequest, begin_attempt
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.base import TERMINATED, Engine, RunProgress
 from headrace.engine.torchrun.engine import LaunchedEngine, LaunchedGroup
-from headrace.errors import PeerLost, RunFailed, UsageError
+from headrace.errors import ForkServerLost, PeerLost, RunFailed, UsageError
 from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.roles import split
@@ -147,7 +147,7 @@ def _lead(
 def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engine, on_event: OnEvent | None) -> str:
     # Without a callback steps are not read, which costs less.
     tail = Tail(spec.run_dir, skip=() if on_event else ("stepped",), new_only=True)
-    show = Console(spec.plan.strategy, _rounds(spec, info), plain=not can_paint(sys.stderr))
+    show = Console(spec.plan.strategy, _rounds(spec, info), plain=not can_paint(sys.stderr), told=info.told)
 
     served: dict[int, ServerStats] = {}
     log = LogTail(log_path(spec.run_dir, 0), until=LAST_LOG_LINE, new_only=True)
@@ -177,7 +177,7 @@ def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engi
             for uneven in imbalances(plan, served):
                 events.note(uneven)
         return status
-    except PeerLost as lost:
+    except (PeerLost, ForkServerLost) as lost:
         lost.remedy = _remedy(spec)
         raise
     finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
@@ -45,6 +47,19 @@ _CONNECT_S = 10.0
 """How long a client tries to connect to a server that may have been replaced."""
 
 _POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """The process of a server or a backup.
+
+    Attributes:
+        number: which no other process of the run ever has.
+        address: where other hosts reach this one; "" where the run is on one host.
+    """
+
+    number: int = 0
+    address: str = ""
 
 
 def check_served(options: Options) -> None:
@@ -128,7 +143,8 @@ def plan_with_servers(
     roles = worker_and_server_roles(strategy, workers, servers, cluster, backups)
     count = sum(role.kind == "worker" for role in roles)
     require_memory(strategy, (copies * count + 1 + 2 * backups) * model.trainable_bytes, cluster)
-    segments = assign_shards(model, range(count, count + servers), sharding, placement, transport)
+    ranks = [role.rank for role in roles if role.kind == "server"]
+    segments = assign_shards(model, ranks, sharding, placement, "tcp" if len(cluster.hosts) > 1 else transport)
     if spare_workers >= count:
         raise InfeasiblePlan(
             f"{spare_workers} of {count} workers cannot be backups; a round needs at least one gradient"
@@ -159,7 +175,7 @@ def layout_of(plan: Plan, model: ModelSpec, rank: int, state: MeanState | None =
     known = {parameter.name: parameter for parameter in model.parameters}
     shards = [_shard_of(segment, known[segment.parameter]) for segment in plan.segments if segment.owner == rank]
     shards += _state_shards(shards, known, state) if state else ()
-    # An option "codec" is of what is pushed; what is pulled is then sent as it is, the same for all workers.
+    # An option "codec" is of what is pushed.
     push = plan.options.get("push_codec", plan.options.get("codec", "plain"))
     pull = plan.options.get("pull_codec", "plain")
     return ShardLayout(shards, str(push), str(pull))
@@ -208,36 +224,39 @@ def build_server(
     policies: tuple[Admission, Combination],
     leases: tuple[LeaseTable, int, int, int],
     transport: str,
-    process: int,
+    process: ServerProcess,
     *,
     measures: bool = False,
 ) -> Server:
     """Builds what a server runs, or a backup, whose `rank` is that of its server: `server_of(plan, rank)`.
 
-    `leases` and `measures` are those of `Server`; only the first server uses the leases. `process` is the number of
-    this process, which no other process of the run ever has.
+    `leases` and `measures` are those of `Server`; only the first server uses the leases.
     """
     machines = [Shard(range(plan.replicas), *policies) for _ in range(len(layout))]
-    own = open_server_transport(layout, transport)
+    own = open_server_transport(layout, transport, process.address)
     replicated = None
     if plan.backups:
         primary = functools.partial(_open_client_transport, layout=layout, pushes=Slots(()), hello_s=_RECONNECT_HELLO_S)
-        replicated = ReplicatedTransport(own, layout.push_slots, layout.reply_slots, process, primary)
+        replicated = ReplicatedTransport(own, layout.push_slots, layout.reply_slots, process.number, primary)
         own = replicated.transport
     given = leases if rank == plan.servers[0] else None
     return Server(own, layout, optimizer, machines, given, replicated=replicated, measures=measures)
 
 
-def open_server_transport(layout: ShardLayout, transport: str) -> ServerTransport:
-    """Opens a server's end: "shared_memory" for clients of this host, or "tcp"."""
-    if transport == "shared_memory":
-        return LocalServerTransport(layout.slots, layout.push_slots, layout.reply_slots)
+def open_server_transport(layout: ShardLayout, transport: str, address: str = "") -> ServerTransport:
+    """Opens a server's end: "shared_memory" for clients of this host, or "tcp"; at an address also for other hosts."""
+    slots = layout.slots, layout.push_slots, layout.reply_slots
+    if transport == "shared_memory" and not address:
+        return LocalServerTransport(*slots)
+    from headrace.transport.mixed_server import MixedServerTransport
     from headrace.transport.remote_server import RemoteServerTransport
 
-    remote = RemoteServerTransport(layout.slots, layout.push_slots, layout.reply_slots)
-    # Only this run's processes read it, in memory that no other user sees.
+    host = f"[{address}]" if ":" in address else address or "127.0.0.1"
+    local = LocalServerTransport(*slots) if transport == "shared_memory" else None
+    remote = RemoteServerTransport(*slots, f"tcp://{host}:0", secrets.token_bytes(32), local.region if local else None)
+    # Only this run's processes read it, in the control page.
     remote.address += f"#{remote.secret.hex()}"
-    return remote
+    return MixedServerTransport(local, remote) if local else remote
 
 
 def brings_parameters(client: Client, rank: int) -> bool:
@@ -258,13 +277,16 @@ def connect(
     observes: bool = False,
     in_turn: bool = False,
     find: Callable[[int], str] | None = None,
+    suspect: Callable[[int], object] = int,
 ) -> Client:
     """Returns a client of the servers at some addresses; `closing` closes its connections.
 
-    `find` returns the present address of a server, by its index in `addresses`, when its connection has ended, and
-    raises ConnectionError if there is none; without it the address stays. The other options are those of `Client`.
+    `find` returns the present address of a server, by its index in `addresses`, and raises ConnectionError if there is
+    none; without it the address stays. `suspect` is called when the connection to a server has ended. The other options
+    are those of `Client`.
     """
     connections = []
+    used = list(addresses)
     for index, (address, layout, own, server) in enumerate(zip(addresses, layouts, places, servers, strict=True)):
         pushes = Slots(()) if observes else layout.push_slots
         open_one = functools.partial(_open_client_transport, layout=layout, pushes=pushes)
@@ -272,12 +294,21 @@ def connect(
         def reopen(
             index: int = index, address: str = address, open_one: Callable[..., ClientTransport] = open_one
         ) -> ClientTransport:
-            return open_one(find(index) if find else address, hello_s=_RECONNECT_HELLO_S)
+            suspect(index)
+            used[index] = find(index) if find else address
+            return open_one(used[index], hello_s=_RECONNECT_HELLO_S)
+
+        def has_moved(index: int = index) -> bool:
+            with suppress(ConnectionError):
+                return find is not None and find(index) != used[index]
+            return False
 
         first = functools.partial(open_one, address, hello_s=_HELLO_S)
         transport = _connect_once(first, reopen if find else None, check)
         closing.callback(transport.close)
-        connections.append(ServerConnection(transport, layout, own, server.rank, server.host, reopen))
+        connections.append(
+            ServerConnection(transport, layout, own, server.rank, server.host, reopen, has_moved=has_moved)
+        )
     client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)
     closing.callback(client.close)
     return client

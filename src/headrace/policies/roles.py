@@ -39,29 +39,39 @@ def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: b
 def worker_and_server_roles(
     strategy: str, workers: int | None, servers: int, cluster: Cluster, backups: int = 0
 ) -> tuple[Role, ...]:
-    """Places workers, then servers, then one backup of each server if `backups` is 1, on one host.
+    """Places workers, then servers, and one backup of each server if `backups` is 1.
 
-    Of a launcher's processes the last are servers. Raises an `InfeasiblePlan` if the numbers contradict the launcher or
-    the machine.
+    Of a launcher's processes the last are servers and backups; a backup is on another host than its server. Raises an
+    `InfeasiblePlan` if the numbers contradict the launcher or the machine.
     """
-    if cluster.ranks is not None and backups:
-        raise InfeasiblePlan(
-            f"{strategy} asks for backups={backups}, and a launcher started these processes: the engine that restarts "
-            "processes decides which one replaces a server; use backups=0, or start the run without a launcher"
-        )
-    if cluster.ranks is not None:
-        left = cluster.ranks - servers
-        if left < 1 or workers not in (None, left):
-            asked = f"{workers} workers and {servers}" if workers is not None else f"workers and {servers}"
-            raise InfeasiblePlan(
-                f"{strategy} asks for {asked} servers and the launcher started {cluster.ranks} processes, the last "
-                f"{servers} of which are servers; start {(workers or 1) + servers}, or ask for fewer"
-            )
-        cluster = replace(cluster, ranks=left)
-    roles = worker_roles(strategy, workers, cluster)
-    host = cluster.hosts[0].name
     kinds = ["server"] * servers + ["backup"] * servers * backups
-    return (*roles, *(Role(len(roles) + index, kind, host, "cpu", 1, -1) for index, kind in enumerate(kinds)))
+    if cluster.ranks is None:
+        roles = worker_roles(strategy, workers, cluster)
+        host = cluster.hosts[0].name
+        return (*roles, *(Role(len(roles) + index, kind, host, "cpu", 1, -1) for index, kind in enumerate(kinds)))
+    if backups and len(cluster.hosts) == 1:
+        raise InfeasiblePlan(
+            f"{strategy} asks for backups={backups}, and a launcher started all processes on one host, with which a "
+            "server and its backup would be lost; start them on several hosts, or use backups=0, or start the run "
+            "without a launcher"
+        )
+    left, serving = cluster.ranks - len(kinds), f"{servers} servers" + backups * f" and {servers} backups"
+    if left < 1 or workers not in (None, left):
+        asked = f"{workers} workers and {serving}" if workers is not None else f"workers and {serving}"
+        raise InfeasiblePlan(
+            f"{strategy} asks for {asked} and the launcher started {cluster.ranks} processes, the last "
+            f"{len(kinds)} of which are servers; start {(workers or 1) + len(kinds)}, or ask for fewer"
+        )
+    among = tuple(replace(host, ranks=tuple(rank for rank in host.ranks if rank < left)) for host in cluster.hosts)
+    if len(cluster.hosts) > 1:
+        _require_host_memory(strategy, cluster)
+        among = tuple(host for host in among if host.ranks)
+    roles = worker_roles(strategy, workers, replace(cluster, hosts=among, ranks=left), spread=True)
+    names = {rank: host.name for host in cluster.hosts for rank in host.ranks}
+    hosts = [names.get(rank, cluster.hosts[0].name) for rank in range(left, cluster.ranks)]
+    kinds = _pair_over_hosts(strategy, hosts, left) if backups else kinds
+    each = enumerate(zip(kinds, hosts, strict=True), left)
+    return (*roles, *(Role(rank, kind, host, "cpu", 1, -1) for rank, (kind, host) in each))
 
 
 def data_parallel_plan(
@@ -124,11 +134,7 @@ def _spread_roles(strategy: str, workers: int | None, cluster: Cluster, spread: 
         names = ", ".join(host.name for host in cluster.hosts)
         remedy = "start a process on each by a launcher" if spread else "use mirrored or parameter_averaging there"
         raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}; {remedy}")
-    if cluster.device != "cpu":
-        raise InfeasiblePlan(
-            f"{strategy} exchanges between hosts what lies in host memory, and the device is {cluster.device}; "
-            "use device='cpu', or one host"
-        )
+    _require_host_memory(strategy, cluster)
     _count(strategy, workers, cluster)
     roles = [
         Role(rank, "worker", host.name, "cpu", threads_per_worker(host.cores, len(host.ranks)), rank)
@@ -136,6 +142,31 @@ def _spread_roles(strategy: str, workers: int | None, cluster: Cluster, spread: 
         for rank in host.ranks
     ]
     return tuple(sorted(roles, key=lambda role: role.rank))
+
+
+def _require_host_memory(strategy: str, cluster: Cluster) -> None:
+    if cluster.device != "cpu":
+        raise InfeasiblePlan(
+            f"{strategy} exchanges between hosts what lies in host memory, and the device is {cluster.device}; "
+            "use device='cpu', or one host"
+        )
+
+
+def _pair_over_hosts(strategy: str, hosts: Sequence[str], first: int) -> list[str]:
+    """Returns which of the last ranks, from `first` on, are servers and which are backups, each on another host."""
+    pairs = len(hosts) // 2
+    server, backup = ["server"], ["backup"]
+    orders = (server * pairs + backup * pairs, (server + 2 * backup + server) * pairs, (server + backup) * pairs)
+    for kinds in orders:
+        ranks = {kind: [index for index, each in enumerate(kinds[: 2 * pairs]) if each == kind] for kind in set(kinds)}
+        paired = list(zip(ranks["server"], ranks["backup"], strict=False))
+        if len(paired) == pairs and all(hosts[own] != hosts[other] for own, other in paired):
+            return kinds[: 2 * pairs]
+    where = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts, first))
+    raise InfeasiblePlan(
+        f"{strategy} needs each backup on another host than its server, and the last {len(hosts)} processes are "
+        f"{where}; let the launcher number these processes by turns over the hosts, or use backups=0"
+    )
 
 
 def _count(strategy: str, workers: int | None, cluster: Cluster) -> int:

@@ -8,6 +8,7 @@
 │ segment offer                 │  a segment that the others of the rank's group may open
 │ saved part                    │  the rank's part of the last checkpoint
 │ restarts, leave, server view  │  written by the launcher
+│ suspicion                     │  whose connection has ended
 │ address                       │  where a server can be reached
 │ 2 x 4096 numbers              │  for sums, in alternation
 └───────────────────────────────┘  x ranks
@@ -106,6 +107,20 @@ class ServerView(Structure):
         return (epoch, primary, backup) if epoch and self.epoch == epoch else (0, 0, 0)
 
 
+class Suspicion(Structure):
+    """The rank to which a connection of this rank has ended, and how often one has; where a rank may be lost."""
+
+    rank: int
+    count: int
+    _fields_ = [(name, c_int64) for name in ("rank", "count")]
+
+    def raise_against(self, rank: int) -> None:
+        """Tells that the connection to a rank has ended, and no other could be opened yet."""
+        self.rank = rank
+        # Last, because it says that the rest is there.
+        self.count += 1
+
+
 class Address(Structure):
     """A text of at most 191 bytes that one process writes and others wait for."""
 
@@ -154,6 +169,7 @@ class RankRecord(Structure):
     restarts: int
     leave: int
     server_view: ServerView
+    suspicion: Suspicion
     address: Address
     numbers: Array[Array[c_double]]
     _fields_ = _on_lines(
@@ -162,6 +178,7 @@ class RankRecord(Structure):
         [("segment_offer", SegmentOffer)],
         [("saved", SavedPart)],
         [("restarts", c_int64), ("leave", c_int64), ("server_view", ServerView)],
+        [("suspicion", Suspicion)],
         [("address", Address)],
         [("numbers", c_double * NUMBERS * 2)],
     )

@@ -15,6 +15,7 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
 from headrace.parameter_server.client.exchange import ReplicaGroup
+from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.failover import ServerDirectory
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest
@@ -163,7 +164,7 @@ class ServerContext:
         optimizer: the job's factory.
         first: the round that the run begins with.
         until: the round before which the workers synchronize first.
-        process: the number of this process, where servers have backups; no other process ever has it.
+        process: the one that serves.
     """
 
     model: ModelSpec
@@ -172,7 +173,7 @@ class ServerContext:
     rounds_per_epoch: int
     first: int
     until: int
-    process: int = 0
+    process: ServerProcess = field(default_factory=ServerProcess)
 
 
 @dataclass(frozen=True)

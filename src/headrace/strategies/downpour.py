@@ -70,7 +70,7 @@ class Downpour(ServedStrategy):
         sharding, placement: as of `ParameterServer`.
         scale: "share" applies gradients with the learning rate times their share of the global batch, "full" with the
             whole learning rate, as the paper does; on the shards and in the local step.
-        transport: "shared_memory" on one host, or "tcp", encrypted, also on one.
+        transport: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
         push_codec, pull_codec: how gradients and parameters travel: "plain", "bf16", or "int8" with error feedback.
     """
 
@@ -158,7 +158,7 @@ class Downpour(ServedStrategy):
     ) -> ServerLinks:
         servers, check = context.servers, context.group.check
         roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
-        opens = functools.partial(connect, servers.addresses(), layouts, find=servers.find)
+        opens = functools.partial(connect, servers.addresses(), layouts, find=servers.find, suspect=servers.suspect)
         if not self.overlap:
             main = opens(places, who, check, roles, context.closing)
             return ServerLinks(main, places, self.fetch_every, replica_group)

@@ -111,6 +111,8 @@ class Hybrid(ServedStrategy):
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         replicas, devices = self._counts(cluster)
+        if isinstance(self.outer, Mirrored):
+            self.outer.require_network(self.name, cluster)
         roles = self._roles(cluster, replicas * devices)
         inner = self.inner.plan(model, _alone(cluster, devices))
         if isinstance(self.outer, Served):
@@ -190,7 +192,7 @@ class Hybrid(ServedStrategy):
         assert isinstance(self.inner, Pipeline)
         # A loss is weighed over all replicas, where these synchronize in every round.
         total = everyone.sum if isinstance(self.outer, Mirrored) else near.group.sum
-        compute = self.inner.compute(plan, near, total)
+        compute = self.inner.compute(plan, near, total, everyone)
         compute.mates = mates
         if near.options.clip_norm is not None and compute.tied and not isinstance(self.outer, Served):
             raise UsageError(

@@ -3,7 +3,7 @@
     compute                       synchronize                                   update
     the same on each worker,      all-reduce the gradients: through shared      optimizer on each mirror
     each on its share             memory on a CPU host, NCCL among GPUs,
-                                  gloo between hosts
+                                  encrypted between hosts
 
 On a CPU host, gradients go from autograd straight into shared memory. Rank r adds up the r-th part of all
 workers' gradients into one result that every worker's optimizer reads in place:
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.collectives.compression import Compression
+from headrace.errors import InfeasiblePlan, UnknownName
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -32,6 +34,7 @@ from headrace.training.reduction import (
     SharedMemoryReduction,
     may_write_gradients,
 )
+from headrace.transport.codec import CODECS
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,35 @@ class Mirrored(Strategy):
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
         overlap: exchange gradients among devices, or hosts, while backward still runs.
+        codec: how gradients travel between hosts: "plain", "bf16", or "int8" with error feedback.
     """
 
     workers: int | None = None
     overlap: bool = True
+    codec: str = "plain"
 
     name = "mirrored"
     equals_one_device = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
+        if self.codec not in CODECS:
+            raise UnknownName("codec", self.codec, CODECS)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        self.require_network(self.name, cluster)
         # Each worker: its mirror, what autograd makes, what it shares; all together: the result.
         return data_parallel_plan(
             self.name, describe_options(self), self.workers, model, cluster, copies=(3, 1), spread=True
         )
+
+    def require_network(self, name: str, cluster: Cluster) -> None:
+        """Refuses a codec with an `InfeasiblePlan` where nothing travels between hosts, in a strategy of this name."""
+        if self.codec != "plain" and len(cluster.hosts) == 1:
+            raise InfeasiblePlan(
+                f"{name} has codec={self.codec!r}, which saves bytes between hosts, and there is one host; use "
+                "codec='plain'"
+            )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         always = context.synchronise_batch_norm()
@@ -68,9 +84,9 @@ class Mirrored(Strategy):
             reduction = SharedMemoryReduction(trainable, group)
         elif self.overlap and not always and not _leaves_at_end(context):
             # If layers communicate during backward, a bucket that lacks a gradient on one worker would meet their sums.
-            reduction = OverlappedReduction(trainable, group, devices, module)
+            reduction = OverlappedReduction(trainable, group, devices, module, Compression(self.codec))
         else:
-            reduction = CollectiveReduction(trainable, group, devices, context.device)
+            reduction = CollectiveReduction(trainable, group, devices, context.device, Compression(self.codec))
         updater = context.updater_of(plan.segments)
         views = dict(zip(reduction.layout.names, reduction.layout.views(reduction.result), strict=True))
         # Not get_parameter(), which script modules lack.

@@ -75,12 +75,13 @@ class ParameterAveraging(ServedStrategy):
         average_optimizer_state: average the optimizers' state, too; else each worker keeps its own.
         post_local: rounds at the beginning after each of which workers synchronize; then, every `period` rounds.
         codec: how outer gradients travel: "plain", "bf16", or "int8" with error feedback.
+        pull_codec: how the average travels to workers, via "server".
         via: "all_reduce" among the workers, or "server", where workers may come and go.
         wait: whom an average waits for: "all", or so many workers, or so many seconds after the first has come (a
             float): a worker that comes later is left out, and goes on from the average. "nobody" is asynchronous EASGD.
         servers: how many hold shards, via "server".
         backups: of each server: with 1, nothing is lost with a server, and the run goes on.
-        transport: to them: "shared_memory" on one host, or "tcp".
+        transport: to them: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
     """
 
     workers: int | None = None
@@ -89,6 +90,7 @@ class ParameterAveraging(ServedStrategy):
     average_optimizer_state: bool = False
     post_local: int = 0
     codec: str = "plain"
+    pull_codec: str = "plain"
     via: str = "all_reduce"
     wait: str | int | float = "all"
     servers: int = 1
@@ -112,14 +114,20 @@ class ParameterAveraging(ServedStrategy):
             raise UsageError(f"average_optimizer_state must be True or False, got {self.average_optimizer_state!r}")
         if not isinstance(self.post_local, int) or isinstance(self.post_local, bool) or self.post_local < 0:
             raise UsageError(f"post_local must be a whole number of rounds of at least 0, got {self.post_local!r}")
-        if self.codec not in CODECS:
-            raise UnknownName("codec", self.codec, CODECS)
+        for codec in (self.codec, self.pull_codec):
+            if codec not in CODECS:
+                raise UnknownName("codec", codec, CODECS)
         if self.via == "server":
             check_count("servers", self.servers)
             _ = self._service
             return
         if self.via != "all_reduce":
             raise UnknownName("way", self.via, ("all_reduce", "server"))
+        if self.pull_codec != "plain":
+            raise UsageError(
+                f"pull_codec={self.pull_codec!r} is of what workers pull from servers, and via='all_reduce' has none; "
+                "use codec, or via='server'"
+            )
         if self.wait != "all":
             raise UsageError(
                 f"wait={self.wait!r} goes on without workers that are late, and via='all_reduce' needs every worker; "
@@ -232,6 +240,7 @@ class ParameterAveraging(ServedStrategy):
         client = connect(
             context.servers.addresses(), layouts, copy, (rank, context.servers.incarnation), context.group.check,
             servers, context.closing, together=True, in_turn=config.in_turn, find=context.servers.find,
+            suspect=context.servers.suspect,
         )  # fmt: skip
         center = CenterVariable(client, layouts, own, copy, beside, keeps=not config.outer.agrees)
         exchange = ServedAveragingExchange(

@@ -63,7 +63,7 @@ class ParameterServer(ServedStrategy):
         placement: which server gets a shard: "greedy" by bytes, or "round_robin".
         scale: "share" applies a gradient with the learning rate times its share of the global batch; "full" with the
             whole learning rate, as papers do.
-        transport: "shared_memory" on one host, or "tcp", encrypted, also on one.
+        transport: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
         push_codec, pull_codec: how gradients and parameters travel: "plain", "bf16", or "int8" with error feedback.
         remedies: for stale gradients; none by default.
     """
@@ -142,6 +142,7 @@ class ParameterServer(ServedStrategy):
             # A late gradient must be dropped in all shards.
             together=self.backup_workers > 0,
             find=servers.find,
+            suspect=servers.suspect,
         )
         if context.inside:
             client.pulled = context.inside.spread

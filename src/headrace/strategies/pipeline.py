@@ -10,10 +10,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from headrace.collectives.base import ProcessGroup
 from headrace.errors import UnknownName, UsageError
 from headrace.pipeline.buffers import RunningStatistics
 from headrace.pipeline.channels import Channels
@@ -158,11 +161,16 @@ class Pipeline(Strategy):
         return Replica(compute, PipelineExchange(plan, rank, compute, context.clipper(), updater))
 
     def compute(
-        self, plan: Plan, context: WorkerContext, total: Callable[[Sequence[float]], list[float]] | None = None
+        self,
+        plan: Plan,
+        context: WorkerContext,
+        total: Callable[[Sequence[float]], list[float]] | None = None,
+        everyone: ProcessGroup | None = None,
     ) -> StagedModel:
         """Builds what one rank runs, and releases the other ranks' parts of its module.
 
-        The group of `context` is the replica; `total` sums numbers over all workers, None where there is one replica.
+        The group of `context` is the replica; `everyone` are all workers, and `total` sums numbers over those whose
+        losses are weighed together. Both are None where there is one replica.
         """
         group, device = context.group, context.device
         if self.recompute != "never":
@@ -173,7 +181,8 @@ class Pipeline(Strategy):
             sample = map_tensors(lambda tensor: tensor.to(device), context.sample())
             # The cuts were checked before the start.
             traced = trace(context.module, sample, context.objective.inputs, check=False)
-        group.barrier()
+        # Also other replicas: what a thread changes in its module while another traces would get into that graph.
+        (everyone or group).barrier()
         stages = cut(traced, plan.partition)
         schedule = self._schedule(group.world)
         placement, count = schedule.placement(), schedule.micro_batches
@@ -193,12 +202,13 @@ class Pipeline(Strategy):
         return SCHEDULES[self.schedule](ranks, self._count(ranks), self.chunks)
 
     def _terms(self, schedule: PipelineSchedule, roles: Sequence[Role], cluster: Cluster) -> Terms:
-        count, placement = schedule.micro_batches, schedule.placement()
+        count = schedule.micro_batches
+        hosts = [roles[rank].host for rank in schedule.placement()]
         return Terms(
             self.cost,
             held=tuple(schedule.held(stage) for stage in range(schedule.stages())),
             limit_bytes=self.limit_bytes,
             again={"never": 0.0, "except_last": (count - 1) / count, "always": 1.0}[self.recompute],
-            hosts=tuple(roles[rank].host for rank in placement),
-            link_bytes_per_s=cluster.link_bytes_per_s,
+            # The first stage has no cut before it.
+            link_bytes_per_s=(math.inf, *cluster.bandwidths(list(pairwise(hosts)))),
         )

@@ -141,6 +141,7 @@ def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) 
         worker=role.data_rank,
         addresses=addresses,
         find=(lambda index: find(places[index])) if find else None,
+        suspect=lambda index: every.suspect(places[index]),
         incarnation=every.incarnation,
     )
     return outer.replica(of_outer(plan, outer), role.rank, replace(own, servers=servers))

@@ -55,7 +55,7 @@ def work(
     """Builds the replica, runs the loop, and writes the trained model to the run's directory (rank 0).
 
     Any error is written as a `Failed` event before it is raised. `building` is held while the model is built from the
-    seed, where workers share one random number generator.
+    seed, and while the generators are seeded, where workers share them.
     """
     events = EventWriter(run.run_dir, rank, run.started)
     session: WorkerSession | None = None
@@ -72,7 +72,9 @@ def work(
         compute, control = session.replica.compute, RunControl(session)
         loop = _loop_of(session, control)
         worker = Worker(session, control, loop)
-        _seed(run, rank, restarts)
+        with building or nullcontext():
+            # One that still builds its model draws from the generator that this seeds.
+            _seed(run, rank, restarts)
         if stored:
             control.resume(stored)
             del stored

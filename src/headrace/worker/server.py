@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from headrace.data import as_pipeline
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost, user_traceback
-from headrace.parameter_server.replication.failover import process_number, server_of
+from headrace.parameter_server.planning import ServerProcess
+from headrace.parameter_server.replication.failover import primary_address, process_number, server_of
 from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
@@ -30,8 +31,10 @@ T = TypeVar("T")
 _TELL_EVERY_S = 1.0
 
 
-def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None]) -> None:
+def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None], address: str = "") -> None:
     """Serves a rank's shards until the workers have ended; `check` raises if a process of the run was lost.
+
+    `address` is where other hosts reach this one; "" where the run is on one host.
 
     Any error is written as a `Failed` event before it is raised.
     """
@@ -40,7 +43,7 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None])
     try:
         process = process_number(page, rank)
         assert isinstance(run.strategy, ServedStrategy)
-        server = run.strategy.server(run.plan, rank, replace(_parts(run), process=process))
+        server = run.strategy.server(run.plan, rank, replace(_parts(run), process=ServerProcess(process, address)))
         owner = server_of(run.plan, rank)
         place = run.plan.servers.index(owner)
         if run.resume and run.resume.snapshots:
@@ -60,8 +63,10 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None])
             if snapshots:
                 snapshots.look()
             if server.replicated:
-                _follow_view(server.replicated, page, owner, process)
+                _follow_view(server.replicated, page, run.plan, rank, process)
                 page.ranks[rank].heartbeat.promotable_epoch = server.replicated.ready
+                if server.replicated.severed:
+                    _suspect_peer(page, rank, owner, process)
             if monotonic() - told > _TELL_EVERY_S:
                 told = monotonic()
                 events.write(_by_rank(server.counters.event(rank, events.now()), run.plan))
@@ -131,12 +136,20 @@ def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) 
         raise CorruptCheckpoint(folder / name, str(error)) from error
 
 
-def _follow_view(replicated: ReplicatedTransport, page: ControlPage, server: int, process: int) -> None:
+def _follow_view(replicated: ReplicatedTransport, page: ControlPage, plan: Plan, rank: int, process: int) -> None:
+    server = server_of(plan, rank)
     epoch, primary, backup = page.ranks[server].server_view.read()
-    address = page.ranks[primary % len(page.ranks)].address.read() if epoch else ""
+    address = primary_address(page, plan, server, rank) if epoch else ""
     # A backup needs the address of its primary.
     if epoch and (process != backup or address):
         replicated.view(View(epoch, primary, None if backup < 0 else backup), address)
+
+
+def _suspect_peer(page: ControlPage, rank: int, server: int, process: int) -> None:
+    """Tells that the connection between the server and its backup, of which this is one, has ended."""
+    epoch, primary, backup = page.ranks[server].server_view.read()
+    if epoch:
+        page.ranks[rank].suspicion.raise_against((backup if process == primary else primary) % len(page.ranks))
 
 
 def _parts(run: RunSpec) -> ServerContext:

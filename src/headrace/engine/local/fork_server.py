@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 
 from headrace.engine.base import LivenessProbe, end_with, leave_alone
-from headrace.errors import RunFailed, UnfitMachine, UsageError
+from headrace.errors import ForkServerLost, HeadraceError, RunFailed, UnfitMachine, UsageError
 from headrace.machine import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
 
 _START_S = 120.0
@@ -250,9 +250,16 @@ class ForkServer:
         received: dict[str, Any] = json.loads(message)
         return received
 
-    def _gone(self) -> UnfitMachine:
-        code = self._process.wait(_CLOSE_S)
-        return UnfitMachine(f"the process that starts the workers ended with code {code}; see above")
+    def _gone(self) -> HeadraceError:
+        ended = describe_end(self._process.wait(_CLOSE_S))
+        if self._ready:
+            return ForkServerLost(f"the process that starts the workers was lost, and they with it: {ended}")
+        return UnfitMachine(f"the process that imports torch for the workers could not begin: {ended}; see above")
+
+
+def describe_end(code: int) -> str:
+    """Returns how a process has ended, in words, from its exit code."""
+    return f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
 
 
 _open: weakref.WeakSet[ForkServer] = weakref.WeakSet()

@@ -28,11 +28,13 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def load() -> None:
-    """Imports torch, headrace, and what the first optimizer of a process would import."""
+    """Imports torch, headrace, and what the first optimizer or job of a process would import."""
     gc.disable()
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
+    import torch.utils.serialization.config  # noqa: F401
 
-    import headrace.engine.local.process  # noqa: F401
+    import headrace.engine.local.process
+    import headrace.tasks  # noqa: F401
 
     gc.enable()
 

@@ -12,16 +12,16 @@ Importing this module does not import torch, so that an engine can be made first
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from headrace.engine.base import LivenessProbe, RunProgress
-from headrace.engine.local.fork_server import ForkServer
+from headrace.engine.local.fork_server import ForkServer, describe_end
 from headrace.engine.local.scaling import ScaleRequests
 from headrace.errors import PeerLost, UsageError, WorkerFailed
+from headrace.machine import is_full
 from headrace.spec.events import LAUNCHER, Failed, Lost, Notice, decode
 from headrace.worker.run_spec import RunSpec, events_path, log_path
 
@@ -112,7 +112,7 @@ class Monitor:
                 self._page.ranks[rank].restarts += 1
                 continue
             if code < 0 and rank in self._replaceable:
-                self._lose(rank, self._replaceable[rank].cause or _killed_by(code))
+                self._lose(rank, self._replaceable[rank].cause or describe_end(code))
             elif code != 0 or not self._is_complete(rank):
                 self._fail(rank, ended)
         self._fork_server.check(self._spec.timeout_s)
@@ -240,15 +240,22 @@ class Monitor:
         while (code >= 0 or self._spec.snapshots_every_s) and self._running and monotonic() < deadline:
             codes |= self._collect()
         if code < 0:
-            raise self._lost(rank, _killed_by(code))
+            raise self._lost(rank, describe_end(code))
         failures = [failure for peer in codes for failure in self._failures(peer)]
         if not failures:
-            log = log_path(self._spec.run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
-            cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
-            failures = [Failed(rank, 0.0, 0, cause, log)]
+            failures = [self._unsaid(rank, code)]
         first = min(failures, key=lambda failure: failure.time_s)
         host, part = self._spec.plan.role(first.rank).host, self._spec.plan.part_of(first.rank)
         raise WorkerFailed(first.rank, host, first.cause, first.traceback, first.exit_code, part)
+
+    def _unsaid(self, rank: int, code: int) -> Failed:
+        """Returns the failure of a process that has written none."""
+        run_dir = self._spec.run_dir
+        log = log_path(run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
+        cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
+        if is_full(run_dir):
+            cause = f"No space left on device: the disk of {run_dir} is full, also for its own error (exit code {code})"
+        return Failed(rank, 0.0, 0, cause, log)
 
     def _abort(self, rank: int) -> None:
         if not self._page.abort:
@@ -288,7 +295,3 @@ class Monitor:
         self._abort(rank)
         plan = self._spec.plan
         return PeerLost(rank, plan.role(rank).host, cause, plan.part_of(rank))
-
-
-def _killed_by(code: int) -> str:
-    return f"killed by signal {-code} ({signal.Signals(-code).name})"

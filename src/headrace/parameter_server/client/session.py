@@ -39,6 +39,7 @@ class ServerConnection:
             while there is none. None if the end of the connection is an error.
         patience_s: how long to retry, and how long a server may be silent before its connection counts as broken.
         probe_s: how long to wait for an answer before asking whether a message was lost.
+        has_moved: whether another process is in the server's place than the one that is connected.
     """
 
     transport: ClientTransport
@@ -49,6 +50,7 @@ class ServerConnection:
     reopen: Callable[[], ClientTransport] | None = None
     patience_s: float = 10.0
     probe_s: float = 1.0
+    has_moved: Callable[[], bool] = bool
 
 
 class Session:
@@ -200,7 +202,10 @@ class Session:
         if self._connection.reopen is None:
             return
         now = monotonic()
-        if self._silent_since is None:
+        if self._connection.has_moved():
+            # A host that is cut off does not end its connections.
+            self.reconnect(ConnectionError("another process has taken its place"))
+        elif self._silent_since is None:
             self._silent_since = self._probed_at = now
         elif now - self._silent_since > self._connection.patience_s:
             self.reconnect(TimeoutError(f"it has been silent for {self._connection.patience_s:g} s"))

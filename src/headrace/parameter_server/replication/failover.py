@@ -20,17 +20,34 @@ def process_number(page: ControlPage, rank: int) -> int:
     return page.ranks[rank].restarts * len(page.ranks) + rank
 
 
-def primary_address(page: ControlPage, plan: Plan, server: int) -> str:
-    """Returns the present address of a server; "" if it has none. With backups it is that of its primary."""
+def primary_rank(page: ControlPage, plan: Plan, server: int) -> int:
+    """Returns the rank of a server's primary: the server's own without backups; -1 if there is none yet."""
     if not plan.backups:
-        return page.ranks[server].address.read()
+        return server
     epoch, primary, _ = page.ranks[server].server_view.read()
-    return page.ranks[primary % len(page.ranks)].address.read() if epoch else ""
+    return primary % len(page.ranks) if epoch else -1
+
+
+def primary_address(page: ControlPage, plan: Plan, server: int, rank: int) -> str:
+    """Returns where a rank reaches a server now; "" if it has no address. With backups it is that of its primary."""
+    primary = primary_rank(page, plan, server)
+    return nearest(page.ranks[primary].address.read(), plan, primary, rank) if primary >= 0 else ""
+
+
+def nearest(address: str, plan: Plan, server: int, rank: int) -> str:
+    """Returns the part of a server's address for a rank of the same host, or of another; "" of an empty one."""
+    ways = address.split() or [""]
+    return ways[0 if plan.role(server).host == plan.role(rank).host else -1]
 
 
 def server_of(plan: Plan, rank: int) -> int:
     """Returns the server whose shards a server or a backup holds: their owner in the plan's segments."""
     return plan.servers[plan.backups.index(rank)] if rank in plan.backups else rank
+
+
+def replaceable_ranks(plan: Plan) -> tuple[int, ...]:
+    """Returns the ranks of the servers that have backups, then of these: the run continues if one of them is lost."""
+    return (*plan.servers, *plan.backups) if plan.backups else ()
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,7 @@ class ServerDirectory:
     Attributes:
         addresses: blocks until every server can be reached; returns their addresses, in the order of `ranks`.
         find: returns where a server can be reached now, by its place in `ranks`; raises ConnectionError if it cannot.
+        suspect: tells whoever decides it that a server may be lost, by its place in `ranks`.
         incarnation: of this worker: how many processes there were in its place before.
     """
 
@@ -47,6 +65,7 @@ class ServerDirectory:
     worker: int = 0
     addresses: Callable[[], tuple[str, ...]] = tuple
     find: Callable[[int], str] | None = None
+    suspect: Callable[[int], object] = int
     incarnation: int = 0
 
 
@@ -55,18 +74,23 @@ def find_servers(plan: Plan, rank: int, page: ControlPage, group: ProcessGroup) 
     servers = plan.servers
 
     def wait_for(server: int) -> str:
-        while not (address := primary_address(page, plan, server)):
+        while not (address := primary_address(page, plan, server, rank)):
             group.check()
             time.sleep(_LOOK_EVERY_S)
         return address
 
     def find(index: int) -> str:
-        address = primary_address(page, plan, servers[index])
+        address = primary_address(page, plan, servers[index], rank)
         if not address:
             raise ConnectionError("no server has its address yet")
         return address
 
-    return ServerDirectory(servers, rank, lambda: tuple(map(wait_for, servers)), find, page.ranks[rank].restarts)
+    def suspect(index: int) -> None:
+        page.ranks[rank].suspicion.raise_against(primary_rank(page, plan, servers[index]))
+
+    return ServerDirectory(
+        servers, rank, lambda: tuple(map(wait_for, servers)), find, suspect, page.ranks[rank].restarts
+    )
 
 
 class FailoverController:

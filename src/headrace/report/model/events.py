@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from time import monotonic
 from typing import TypeVar
 
 from headrace.errors import DataError, UsageError
+from headrace.machine import is_full
 from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved, Stepped, decode
 
 
@@ -129,15 +130,15 @@ class DiskMonitor:
         if monotonic() < self._checked + _CHECK_PERIOD_S:
             return
         self._checked = monotonic()
-        found = os.statvfs(self._run_dir)
-        full = not (found.f_bavail if os.geteuid() else found.f_bfree)
+        full = is_full(self._run_dir)
         if full and not self._full:
             self._say(
                 f"the disk of {self._run_dir} is full: training goes on, without new checkpoints; events and notices "
                 "wait until there is room"
             )
         elif self._full and not full:
-            self._say(f"the disk of {self._run_dir} has room again: {found.f_bavail * found.f_frsize:,} bytes")
+            free = shutil.disk_usage(self._run_dir).free
+            self._say(f"the disk of {self._run_dir} has room again: {free:,} bytes")
         self._full = full
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -154,13 +154,24 @@ def _left_out_text(event: ParametersAveraged) -> str:
 
 
 class Console:
-    """A run's events as lines on stderr, and its progress bar; see `ProgressBar`."""
+    """A run's events as lines on stderr, and its progress bar; see `ProgressBar`.
 
-    def __init__(self, label: str, rounds: int | None, plain: bool | None = None, stream: TextIO | None = None) -> None:
+    `told` are the texts of notices that were shown before, and are not shown again.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        rounds: int | None,
+        plain: bool | None = None,
+        stream: TextIO | None = None,
+        told: Container[str] = (),
+    ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._plain = not self._stream.isatty() if plain is None else plain
         self._progress = ProgressBar(rounds, label, self._stream, self._plain)
         self._label = label
+        self._told = told
         self._non_finite = 0
         self._began: tuple[float, int] | None = None
 
@@ -195,7 +206,7 @@ class Console:
                 return _left_out_text(event)
             case Lost():
                 return event.line
-            case Notice():
+            case Notice() if event.text not in self._told:
                 return event.text
         return ""
 

@@ -15,7 +15,7 @@ from headrace.report.model.verdict import References, verdict
 from headrace.report.views.pictures import pictures
 from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles, style_variables
 from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, SERVERS
-from headrace.report.views.table import COLUMNS, ComparedRun, ending, first_metric, run_rows
+from headrace.report.views.table import COLUMNS, ComparedRun, differing_line, ending, first_metric, run_rows
 
 _HOW = {
     "Examples a second": (
@@ -115,7 +115,9 @@ def _runs(summaries: Sequence[Summary], references: References) -> str:
     if len(summaries) > 1:
         more = _section("Servers", summaries, to_heads(SERVERS), lambda each: to_cells(SERVERS, each.servers))
         more += _inputs(summaries)
-        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}\n</section>{more}"
+        differ = differing_line(summaries, references)
+        below = f'\n<p class="quiet">{_text(differ)}</p>' if differ else ""
+        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}{below}\n</section>{more}"
     rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice")]
     against = references.to_one_device(summaries[0])
     if against is not None:
@@ -227,11 +229,12 @@ def _key(items: Iterable[str]) -> str:
 
 
 def _notices(summaries: Sequence[Summary]) -> str:
-    lines = [
-        f"{each.name}: {notice}" if len(summaries) > 1 else notice
-        for each in summaries
-        for notice in each.outcome.notices
-    ]
+    said: dict[str, list[str]] = {}
+    for each in summaries:
+        for notice in each.outcome.notices:
+            said.setdefault(notice, []).append(each.name)
+    # What is said of the job is the same under several strategies.
+    lines = [f"{', '.join(names)}: {notice}" if len(summaries) > 1 else notice for notice, names in said.items()]
     lines += [
         f"{each.name}: {each.outcome.torn_lines} event files end in half a line, which is left out"
         for each in summaries

@@ -144,13 +144,18 @@ def _legend(summaries: Sequence[Summary], references: References, metric: str | 
         "MB/step: moved by all workers together. peak MB: of the largest process.",
         "ms: of a worker's mean step in compute, exchange, update, waiting for data.",
     ]
-    differ = ", ".join(each.name for each in summaries if each.label in references.may_differ)
-    lines += [f"Need not equal one device, so their loss may differ from its: {differ}."] if differ else []
+    lines += [differ] if (differ := differing_line(summaries, references)) else []
     lines += [f"{each.name}: {server_line(each.servers)}." for each in summaries if each.servers is not None]
     lines += [f"{each.name}: {averaging_line(each.averaging)}." for each in summaries if each.averaging is not None]
     lines += [f"{each.name}: {each.bottleneck.line}." for each in summaries if each.bottleneck is not None]
     lines += [f"~ {each.name}: disturbed: {why}." for each in summaries if (why := references.disturbed(each))]
     return lines + [f"! {ending(each)}" for each in summaries if each.status != "ok"]
+
+
+def differing_line(summaries: Sequence[Summary], references: References) -> str:
+    """Returns the line that names the runs under strategies that need not equal one device; "" without such a run."""
+    names = ", ".join(each.name for each in summaries if each.label in references.may_differ)
+    return f"Need not equal one device, so their loss may differ from its: {names}." if names else ""
 
 
 def run_table(summary: Summary) -> Table:

@@ -1,0 +1,60 @@
+"""A step of Mirrored on 2 hosts x 2 workers, by codec, and of DDP over gloo on the same links. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import alternate, ratio, report
+from on_hosts import hosts, run
+from one_rank import mlp
+
+HERE = Path(__file__).parent
+HOSTS, EACH = 2, 2
+WORLD = HOSTS * EACH
+DDP = "DDP, gloo"
+WAYS = {DDP: "ddp", "Mirrored": "plain", "Mirrored, bf16": "bf16", "Mirrored, int8": "int8"}
+BYTES = {"plain": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
+
+
+def predicted(way: str) -> float:
+    """Returns the bytes that a host sends in a step.
+
+    2 (H - 1)/H of the gradients of one model; in a flat ring of W ranks, which crosses each link once, 2 (W - 1)/W.
+    """
+    elements = sum(parameter.numel() for parameter in mlp().parameters())
+    if way == "ddp":
+        return 4 * elements * 2 * (WORLD - 1) / WORLD
+    return BYTES[way] * elements * 2 * (HOSTS - 1) / HOSTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rate", default="200mbit")
+    arguments = parser.parse_args()
+    sent: dict[str, list[float]] = {name: [] for name in WAYS}
+
+    def seconds(name: str, way: str) -> float:
+        said = run(HERE / "one_rank.py", WORLD, way, str(arguments.steps), on=[rank // EACH for rank in range(WORLD)])
+        # All ranks of a host count what the host has sent.
+        sent[name].append(sum(rank["bytes"] for rank in said) / WORLD / 1e6)
+        return max(rank["seconds"] for rank in said)
+
+    try:
+        hosts("up", str(HOSTS), "--rate", arguments.rate)
+        figures = alternate({name: partial(seconds, name, way) for name, way in WAYS.items()}, arguments.rounds)
+    finally:
+        hosts("down")
+    unit = f"s a step, {HOSTS} hosts x {EACH} workers, links of {arguments.rate}"
+    report(HERE, "seconds", unit, figures, {f"{DDP} / {name}": ratio(figures, DDP, name) for name in WAYS})
+    told = sent | {f"{name}, predicted": [predicted(way) / 1e6] * arguments.rounds for name, way in WAYS.items()}
+    report(HERE, "bytes", "MB a step and host", told, {name: ratio(told, name, f"{name}, predicted") for name in WAYS})
+
+
+if __name__ == "__main__":
+    main()
