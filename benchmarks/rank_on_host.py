@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -31,8 +31,8 @@ Said = dict[str, float]
 Way = Callable[[int, str, Said], None]
 
 
-def dense() -> nn.Sequential:
-    inputs, *hidden, classes = SIZES
+def dense(sizes: Sequence[int] = SIZES) -> nn.Sequential:
+    inputs, *hidden, classes = sizes
     layers: list[nn.Module] = []
     for count in hidden:
         layers += [nn.Linear(inputs, count), nn.ReLU()]

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 import headrace as hr
 from headrace.spec.events import ServerStats
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from rank_on_host import dense
+
 BATCH = 64
 SIZES = (1024, 1536, 1024, 10)
 """3.2 million parameters, 12.7 MB."""
@@ -38,19 +41,10 @@ class Counter(nn.Module):
         return -inputs @ self.count
 
 
-def dense() -> nn.Sequential:
-    inputs, *hidden, classes = SIZES
-    layers: list[nn.Module] = []
-    for count in hidden:
-        layers += [nn.Linear(inputs, count), nn.ReLU()]
-        inputs = count
-    return nn.Sequential(*layers, nn.Linear(inputs, classes))
-
-
 def coded(codec: str, steps: int, folder: str) -> dict[str, float]:
     torch.manual_seed(0)
     job = hr.Job(
-        model=dense,
+        model=functools.partial(dense, SIZES),
         loss=nn.functional.cross_entropy,
         optimizer=functools.partial(torch.optim.SGD, lr=0.01),
         data=(torch.randn(steps * BATCH, SIZES[0]), torch.randint(0, SIZES[-1], (steps * BATCH,))),

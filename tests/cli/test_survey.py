@@ -61,7 +61,7 @@ def test_what_differs_is_named() -> None:
         ("torch", "not the same on all hosts: c has 2.12.0; the others have 2.13.0"),
         ("data", "not the same on all hosts: c has 2; the others have 1"),
     ]
-    # Nobody is right where there is no majority.
+    # Without a majority no host is taken as right.
     two = replace(survey("ab"), hosts=(host("a"), host("b", torch="2.12.0")))
     assert wrong(two) == [("torch", "not the same on all hosts: a has 2.13.0, b has 2.12.0")]
 

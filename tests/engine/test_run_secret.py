@@ -90,7 +90,7 @@ def end(given: socket.socket) -> None:
     given.close()
 
 
-def test_processes_of_one_user_are_given_it_whoever_comes_first(tmp_path: Path) -> None:
+def test_processes_of_one_user_are_given_it_in_any_order(tmp_path: Path) -> None:
     name = f"{tmp_path}:1"
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(ask, name, 20.0)

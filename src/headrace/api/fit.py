@@ -38,7 +38,7 @@ from headrace.worker.worker import Worker
 # A process has four heartbeats a second.
 _LEAST_TIMEOUT_S = 1.0
 _NOT_ENCRYPTED = (
-    "encrypt=False: gradients and activations between hosts can be read and changed by whoever is between them; "
+    "encrypt=False: gradients and activations between hosts can be read and changed on the network between them; "
     "processes without the run's secret cannot join"
 )
 

@@ -24,7 +24,7 @@ class Host:
         memory_bytes: that is free, by the machine and by control groups.
         accelerators: devices by name, "cuda:0"; empty on a CPU machine.
         ranks: of the processes that a launcher has started on it, where there are several hosts.
-        address: by which other hosts reach it; "" where nobody has said.
+        address: by which other hosts reach it; "" where it is not given.
         price_per_hour: in any currency, the same for all hosts.
     """
 

@@ -26,7 +26,7 @@ from headrace.policies.roles import bounds
 _START_S = 60.0
 _BEAT_EVERY_S = 0.2
 _SSH_FAILED = 255
-# A connection that answers nothing for 10 s has broken; nobody can be asked for a password.
+# A connection that answers nothing for 10 s has broken; ssh must not ask for a password.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=2")
 
 

@@ -57,7 +57,7 @@ class ServerDirectory:
     Attributes:
         addresses: blocks until every server can be reached; returns their addresses, in the order of `ranks`.
         find: returns where a server can be reached now, by its place in `ranks`; raises ConnectionError if it cannot.
-        suspect: tells whoever decides it that a server may be lost, by its place in `ranks`.
+        suspect: reports to the process that decides on failover that a server may be lost, by its place in `ranks`.
         incarnation: of this worker: how many processes there were in its place before.
     """
 
