@@ -21,7 +21,12 @@ def hosts(*arguments: str) -> None:
 
 
 def run(
-    script: Path, count: int, *arguments: str, on: Sequence[int] | None = None, lost: Sequence[int] = ()
+    script: Path,
+    count: int,
+    *arguments: str,
+    on: Sequence[int] | None = None,
+    lost: Sequence[int] = (),
+    python: str = sys.executable,
 ) -> list[dict[str, float]]:
     """Runs a script on hosts, each on a core of its own as far as there are; returns what every rank says.
 
@@ -31,6 +36,7 @@ def run(
         arguments: of the script, before the folder.
         on: the host of each rank; None for one on each.
         lost: ranks that say nothing, and end as they like.
+        python: the interpreter.
     """
     told = {**os.environ, **MASTER, "HEADRACE_SECRET": secrets.token_hex(32), "WORLD_SIZE": str(count)}
     cores = sorted(os.sched_getaffinity(0))
@@ -46,7 +52,7 @@ def run(
                 "--cpu-list",
                 str(cores[rank % len(cores)]),
             ]
-            command += [sys.executable, str(script), *arguments, folder]
+            command += [python, str(script), *arguments, folder]
             ranks.append(subprocess.Popen(command, env=environment))
         if codes := [process.wait() for rank, process in enumerate(ranks) if process.wait() and rank not in lost]:
             raise RuntimeError(f"{' '.join([script.name, *arguments])} failed with {codes}")
