@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from delay import ADDRESSES, delayed_link
 from on_hosts import HOSTS, MASTER, hosts
 
 from headrace.spec.cluster import Cluster
@@ -28,21 +29,29 @@ SPACE = os.environ.setdefault("HEADRACE_HOSTS", "doctor")
 Found = tuple[Cluster, list[str], float]
 
 
-def doctor(change: Callable[[int, Path, dict[str, str]], None] = lambda host, folder, environment: None) -> Found:
-    """Returns what was measured, what is said to be wrong, and how long it took; a host's folder may be changed."""
+def doctor(
+    change: Callable[[int, Path, dict[str, str]], None] = lambda host, folder, environment: None,
+    count: int = COUNT,
+    first: str = MASTER["MASTER_ADDR"],
+) -> Found:
+    """Returns what was measured, what is said to be wrong, and how long it took.
+
+    A host's folder may be changed; `first` is the address of the first host.
+    """
     secret = secrets.token_hex(32)
     with tempfile.TemporaryDirectory() as top:
         ranks = []
         start = time.perf_counter()
-        for rank in range(COUNT):
+        for rank in range(count):
             folder = Path(top, str(rank))
             folder.mkdir()
             shutil.copy(HERE.parents[1] / "examples" / "digits" / "job.py", folder)
             environment = {
                 **os.environ,
                 **MASTER,
+                "MASTER_ADDR": first,
                 "RANK": str(rank),
-                "WORLD_SIZE": str(COUNT),
+                "WORLD_SIZE": str(count),
                 "HEADRACE_SECRET": secret,
             }
             change(rank, folder, environment)
@@ -74,6 +83,14 @@ def exactness(rate: int) -> dict[str, float]:
         "s": took,
         "wrong": len(wrong),
     }
+
+
+def latency(ms: float) -> dict[str, float]:
+    """Returns the larger error of both directions of a link with a known delay."""
+    hosts("up", "2")
+    with delayed_link((f"{SPACE}-0", f"{SPACE}-1"), ms / 1e3):
+        cluster, _, took = doctor(count=2, first=ADDRESSES[0])
+    return {"worst": max(abs(link.latency_s * 1e3 / ms - 1) for link in cluster.links), "s": took}
 
 
 def slow_link() -> list[str]:
@@ -133,6 +150,9 @@ def main() -> None:
         for rate in (20, 100, 200, 1000):
             results[f"{rate} Mbit/s"] = [exactness(rate) for _ in range(rounds)]
             print(rate, results[f"{rate} Mbit/s"], flush=True)
+        for ms in (1, 5, 20):
+            results[f"{ms} ms"] = [latency(ms) for _ in range(rounds)]
+            print(f"{ms} ms", results[f"{ms} ms"], flush=True)
         for case in (slow_link, shared_switch, other_job, other_version):
             results[case.__name__] = [case() for _ in range(rounds)]
             print(case.__name__, results[case.__name__], flush=True)
