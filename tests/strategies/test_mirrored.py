@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import headrace as hr
+from headrace.collectives.base import Collective
 from headrace.errors import InfeasiblePlan, UnknownName
-from headrace.training import reduction
 from strategies.contract_models import COUNTS, MODELS, VARIANTS
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import distance, drive
@@ -18,7 +18,7 @@ ROUNDS = 9
 @pytest.fixture(params=[1, 100, 1 << 20])
 def bucket_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A bucket a parameter, a few, or one for all."""
-    monkeypatch.setattr(reduction, "BUCKET_BYTES", request.param)
+    monkeypatch.setattr(Collective, "bucket_bytes", (request.param, request.param))
     return request.param
 
 

@@ -40,6 +40,9 @@ class Collective(ABC):
     moved_bytes = 0
     """Bytes that this rank has written for others and read from them so far."""
 
+    bucket_bytes = (25 << 20, 25 << 20)
+    """Of gradients that are summed while backward runs: the first bucket's, and the most; enough for full speed."""
+
     @abstractmethod
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -72,6 +72,8 @@ class MultiHostGroup(ProcessGroup):
     """
 
     one_memory = False
+    # The first leaves early, because backward is short beside a slow link; a link with much latency needs large ones.
+    bucket_bytes = (1 << 20, 8 << 20)
     home: HostMap
     between_hosts_bytes = 0
 

@@ -27,9 +27,6 @@ from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, GradientSink, SharedGradients, UsedParameters
 from headrace.training.update import Updater
 
-BUCKET_BYTES = 25 << 20
-"""As DDP's: large enough for the transport's full speed, small enough to begin early."""
-
 
 class Reduction(ABC):
     """Sums the workers' flat gradients.
@@ -129,7 +126,7 @@ class OverlappedReduction(Reduction):
         self._lay_out(trainable, group, collective.rank, next(module.parameters()).device)
         self.sink = self
         self._views = self.layout.views(self.result)
-        runs = buckets([parameter.bytes for parameter in trainable], BUCKET_BYTES)
+        runs = buckets([parameter.bytes for parameter in trainable], *collective.bucket_bytes)
         self._bucket_of = [0] * len(parameters)
         self._flats: list[list[Tensor]] = []
         for number, (start, stop) in enumerate(runs):
@@ -230,28 +227,31 @@ def shared_traffic(gradient_bytes: int, workers: int) -> int:
     return gradient_bytes * (3 * workers - 2) // workers if workers > 1 else 0
 
 
-def buckets(sizes: Sequence[int], bucket_bytes: int) -> tuple[tuple[int, int], ...]:
+def buckets(sizes: Sequence[int], first_bytes: int, most_bytes: int) -> tuple[tuple[int, int], ...]:
     """Returns runs `(start, stop)` of parameter indices, in the order in which their gradients are ready.
 
     `sizes` are the bytes of each parameter, in the model's order. Backward runs from the last parameter to the first,
-    so the first bucket ends with the last parameter. A bucket closes as soon as it has `bucket_bytes`: each is at least
-    that large, but for the last, which holds what is left, and none would still be that large without its own first
-    parameter.
+    so the first bucket ends with the last parameter. A bucket closes as soon as it has its bytes: `first_bytes`, and
+    each next one twice as many, at most `most_bytes`. None would still be that large without its own first parameter;
+    the last holds what is left.
 
-    >>> buckets((40, 10, 10, 30, 5), 20)
+    >>> buckets((40, 10, 10, 30, 5), 20, 20)
     ((3, 5), (1, 3), (0, 1))
+    >>> buckets((10, 10, 10, 10, 10), 10, 20)
+    ((4, 5), (2, 4), (0, 2))
 
     Raises:
-        UsageError: `bucket_bytes` is below 1.
+        UsageError: `first_bytes` is below 1, or above `most_bytes`.
     """
-    if bucket_bytes < 1:
-        raise UsageError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    if not 1 <= first_bytes <= most_bytes:
+        raise UsageError(f"the first bucket must have 1 to {most_bytes} bytes, got {first_bytes}")
     runs = []
     stop = len(sizes)
-    held = 0
+    held, bucket_bytes = 0, first_bytes
     for start in reversed(range(len(sizes))):
         held += sizes[start]
         if held >= bucket_bytes or start == 0:
             runs.append((start, stop))
             stop, held = start, 0
+            bucket_bytes = min(2 * bucket_bytes, most_bytes)
     return tuple(runs)
