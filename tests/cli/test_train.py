@@ -17,9 +17,11 @@ def test_the_engine_begins_before_the_job_is_read_and_ends(stage, job_file: Path
 
 def test_what_was_asked_reaches_fit(stage, job_file: Path, tmp_path: Path) -> None:
     arguments = ["--strategy", "mirrored", "--workers", "2", "--device", "cpu", "--run-dir", "a", "--timeout-s", "3"]
+    arguments.append("--no-encrypt")
     assert run(["train", "digits.py", *arguments, "--set", "lr=0.5", "--set", "epochs=1"]) == 0
     assert (stage.chosen[0].name, stage.chosen[0].workers) == ("mirrored", 2)
     assert (stage.asked["device"], stage.asked["run_dir"], stage.asked["timeout_s"]) == ("cpu", Path("a"), 3.0)
+    assert stage.asked["encrypt"] is False
     assert stage.asked["engine"] is not None
     assert (stage.job.data[0], stage.job.epochs) == (0.5, 1)
 

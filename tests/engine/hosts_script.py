@@ -84,7 +84,7 @@ def plain_script() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(INPUTS, TARGETS)
     loader = torch.utils.data.DataLoader(data, batch_size=16)
-    model, optimizer, loader = hr.setup(model, optimizer, loader, "mirrored")
+    model, optimizer, loader = hr.setup(model, optimizer, loader, "mirrored", encrypt=sys.argv[2:] != ["open"])
     for inputs, targets in loader:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()

@@ -96,8 +96,9 @@ def test_every_host_has_data_of_its_own(start: Start) -> None:
 
 
 def test_a_plain_script(start: Start) -> None:
-    ended = start("plain script")
+    ended = start("plain script", "open")
     assert set(ended.codes.values()) == {0}, ended.logs
+    assert ["encrypt=False: gradients" in log for log in ended.logs] == [True, False]
     model = torch.nn.Linear(4, 1)
     with torch.no_grad():
         model.weight.fill_(0.5)

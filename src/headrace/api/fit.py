@@ -19,6 +19,7 @@ from headrace.data import as_pipeline
 from headrace.engine.base import TERMINATED, Engine, Terminated
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.engine import LaunchedEngine
+from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
 from headrace.machine import detect
@@ -37,10 +38,6 @@ from headrace.worker.worker import Worker
 
 # A process has four heartbeats a second.
 _LEAST_TIMEOUT_S = 1.0
-_NOT_ENCRYPTED = (
-    "encrypt=False: gradients and activations between hosts can be read and changed on the network between them; "
-    "processes without the run's secret cannot join"
-)
 
 
 def fit(
@@ -78,7 +75,8 @@ def fit(
         reset_optimizer: leaves the checkpoint's optimizer state and schedule behind; its class may be another.
         check: runs the model on a few examples before the start, and says what would differ from one device.
         cluster: links between hosts, or their file (`headrace doctor` writes one); None for 1 Gbit/s. Rank 0's counts.
-        encrypt: False leaves gradients and activations between hosts unencrypted, for networks that are trusted.
+        encrypt: False leaves gradients and activations between hosts unencrypted, for networks that are trusted;
+            what workers and parameter servers send each other stays encrypted.
 
     Raises:
         UsageError: the job, the strategy or the numbers do not fit together, or there is nothing to resume.
@@ -246,7 +244,7 @@ def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManage
 def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, encrypt: bool) -> JobInfo:
     """Lets the strategy inspect the model."""
     objective = objective_of(job, info.weighed)
-    notices = [] if encrypt or len(cluster.hosts) == 1 else [_NOT_ENCRYPTED]
+    notices = [] if encrypt or len(cluster.hosts) == 1 else [NOT_ENCRYPTED]
 
     def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:
         def measured() -> str:

@@ -9,6 +9,7 @@ gets its share of every batch, and gradients are weighted by examples.
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.torchrun.engine import LaunchedGroup
+from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnknownName, UsageError
 from headrace.machine import cores
@@ -41,6 +43,7 @@ def setup(
     strategy: str = "mirrored",
     *,
     timeout_s: float = 10.0,
+    encrypt: bool = True,
 ) -> tuple[nn.Module, torch.optim.Optimizer, ShareLoader]:
     """Makes a plain script one worker of many: run it with `headrace launch script.py --workers 2`, or torchrun.
 
@@ -52,6 +55,7 @@ def setup(
         loader: its data set, batch size (the global one) and whether it shuffles are taken over.
         strategy: "mirrored", "central_storage" or "one_device".
         timeout_s: a process without a sign of life for this long counts as lost.
+        encrypt: False leaves gradients between hosts unencrypted, for networks that are trusted.
 
     Raises:
         UnknownName: another strategy.
@@ -64,7 +68,7 @@ def setup(
     ranks = launched_ranks() or 1
     if strategy == "one_device" and ranks > 1:
         raise UsageError(f"one_device is one process and the launcher started {ranks}; use strategy='mirrored'")
-    group, mates = _join(ranks, timeout_s)
+    group, mates = _join(ranks, timeout_s, encrypt)
     if strategy == "central_storage" and not group.one_memory:
         raise UsageError("central_storage keeps one copy in the memory of one host, and there are several; mirrored")
     shares = ShareLoader(loader, group)
@@ -166,12 +170,14 @@ def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, group:
     optimizer.register_step_post_hook(lambda *_: group.barrier())
 
 
-def _join(ranks: int, timeout_s: float) -> tuple[ProcessGroup, int]:
+def _join(ranks: int, timeout_s: float, encrypt: bool) -> tuple[ProcessGroup, int]:
     """Returns the processes, and how many of them are on this host."""
     if ranks == 1:
         return ThreadCollective(ThreadGroup(1), 0), 1
-    launched = LaunchedGroup(timeout_s)
+    launched = LaunchedGroup(timeout_s, encrypt)
     atexit.register(launched.close)
+    if not encrypt and launched.rank == 0 and len(set(launched.hosts)) > 1:
+        sys.stderr.write(f"headrace: {NOT_ENCRYPTED}\n")
     return launched.host, launched.mates
 
 

@@ -109,6 +109,13 @@ CheckOption = Annotated[
     bool,
     typer.Option("--check/--no-check", help="Say before the start what would differ from one device."),
 ]
+EncryptOption = Annotated[
+    bool,
+    typer.Option(
+        "--encrypt/--no-encrypt",
+        help="Encrypt gradients and activations between hosts; without only for a network that is trusted.",
+    ),
+]
 ClusterOption = Annotated[
     Path | None,
     _option("--cluster", metavar="FILE", help="The hosts and the links between them, see `headrace doctor --cluster`."),

@@ -14,6 +14,7 @@ from headrace.cli.options import (
     ClusterOption,
     Device,
     DeviceOption,
+    EncryptOption,
     JobFile,
     JsonOption,
     KeepOption,
@@ -86,6 +87,7 @@ def train(
     check: CheckOption = True,
     cluster: ClusterOption = None,
     secret_file: SecretFileOption = None,
+    encrypt: EncryptOption = True,
     tensorboard: TensorBoardOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
@@ -121,6 +123,7 @@ def train(
                     reset_optimizer=reset_optimizer,
                     check=check,
                     cluster=cluster,
+                    encrypt=encrypt,
                 )
         if launched_rank() in (None, 0):
             show_run(answer, where)
