@@ -76,14 +76,20 @@ def test_a_script_that_is_not_there(launched, capsys: Capture) -> None:
     assert launched == []
 
 
+dealt: list[str] = []
+"""How ranks were to be dealt out over hosts."""
+
+
 @pytest.fixture
 def over_ssh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[list[tuple[str, str]], tuple[str, ...], int]]:
     """Which hosts were to run which arguments of Python, in how many processes."""
     calls = []
+    dealt.clear()
 
-    def launch_over_ssh(hosts: list[tuple[str, str]], command: tuple[str, ...], script: Path, workers: int, *_) -> int:
+    def launch_over_ssh(hosts, command, script, workers, *others) -> int:
+        dealt.append(others[-1])
         calls.append((hosts, command, workers))
         return 5
 
@@ -113,6 +119,16 @@ def test_a_job_on_several_hosts_is_trained(over_ssh) -> None:
     assert (hosts, workers) == ([("10.0.0.1", "1"), ("10.0.0.2", "2")], 2)
     assert command[2:] == ("train", "job.py", "--strategy", "mirrored", "--run-dir", "x", "--cluster", "c.toml")
     assert unnamed[2:5] == ("train", "job.py", "--run-dir")
+
+
+def test_backups_are_dealt_out_over_the_hosts(over_ssh) -> None:
+    served = ["job.py", "--strategy", "parameter_server(servers=1, backups=1)"]
+    assert run(["launch", "--hosts", "a,b", *served]) == 5
+    assert run(["launch", "--hosts", "a,b", "job.py", "--strategy=hybrid(downpour(backups = 1), pipeline(2))"]) == 5
+    assert run(["launch", "--hosts", "a,b", "--distribution", "block", *served]) == 5
+    assert run(["launch", "--hosts", "a,b", "job.py", "--strategy", "downpour(backups=0)"]) == 5
+    assert run(["launch", "--hosts", "a,b", "--distribution", "cyclic", "train.py"]) == 5
+    assert dealt == ["cyclic", "cyclic", "block", "block", "cyclic"]
 
 
 @pytest.mark.parametrize(

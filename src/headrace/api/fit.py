@@ -75,8 +75,7 @@ def fit(
         reset_optimizer: leaves the checkpoint's optimizer state and schedule behind; its class may be another.
         check: runs the model on a few examples before the start, and says what would differ from one device.
         cluster: links between hosts, or their file (`headrace doctor` writes one); None for 1 Gbit/s. Rank 0's counts.
-        encrypt: False leaves gradients and activations between hosts unencrypted, for networks that are trusted;
-            what workers and parameter servers send each other stays encrypted.
+        encrypt: False leaves gradients and activations between hosts unencrypted, for networks that are trusted.
 
     Raises:
         UsageError: the job, the strategy or the numbers do not fit together, or there is nothing to resume.

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from headrace.report.views.live import TensorBoard
 
 
+class Distribution(StrEnum):
+    """How ranks are numbered over hosts, by SLURM's names."""
+
+    BLOCK = "block"
+    CYCLIC = "cyclic"
+
+
 class Device(StrEnum):
     """The device that tensors live on."""
 
@@ -121,6 +128,15 @@ ClusterOption = Annotated[
     _option("--cluster", metavar="FILE", help="The hosts and the links between them, see `headrace doctor --cluster`."),
 ]
 SshOption = Annotated[str, typer.Option("--ssh", metavar="COMMAND", help="How other hosts are reached.")]
+PythonOption = Annotated[str, _option("--python", metavar="PATH", help="On all hosts. Default: this one.")]
+DistributionOption = Annotated[
+    Distribution | None,
+    _option(
+        "--distribution",
+        help="Ranks of a host follow each other (block) or are dealt out by turns (cyclic). Default: cyclic where "
+        "the strategy has backups, which belong on other hosts than their servers.",
+    ),
+]
 TensorBoardOption = Annotated[
     Path | None,
     _option("--tensorboard", metavar="DIR", help="Write curves for TensorBoard there, too."),

@@ -165,7 +165,8 @@ def _pair_over_hosts(strategy: str, hosts: Sequence[str], first: int) -> list[st
     where = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts, first))
     raise InfeasiblePlan(
         f"{strategy} needs each backup on another host than its server, and the last {len(hosts)} processes are "
-        f"{where}; let the launcher number these processes by turns over the hosts, or use backups=0"
+        f"{where}; let the launcher number these processes by turns over the hosts (--distribution cyclic), or use "
+        "backups=0"
     )
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from headrace.engine.ssh import launcher
 from headrace.engine.ssh.agent import exit_code
 from headrace.engine.ssh.launcher import SshCommand, SshHost, launch_over_ssh
 from headrace.errors import HeadraceError, UnfitMachine, UsageError
+from headrace.report.model.events import read_events
+from headrace.spec.events import RunStarted
 
 pytestmark = pytest.mark.slow
 
@@ -55,8 +58,9 @@ def said(text: str) -> list[dict[str, Any]]:
     return sorted(({"label": label, **json.loads(line)} for label, _, line in lines), key=lambda one: one["RANK"])
 
 
-def launch(script: Path, hosts: str, *arguments: str, workers: int = 2) -> int:
+def launch(script: Path, hosts: str, *arguments: str, workers: int = 2, distribution: str = "block") -> int:
     command = SshCommand((str(script), *arguments), script, workers, script.parent, 0, tuple(FAKE.split()))
+    command = replace(command, distribution=distribution)
     return launch_over_ssh([SshHost(host) for host in hosts.split(",")], command)
 
 
@@ -71,6 +75,16 @@ def test_processes_are_told_who_they_are(script: Path, capfd: Capture) -> None:
     assert {(one["WORLD_SIZE"], one["MASTER_ADDR"], one["seen"]) for one in told} == {("3", "0.0.0.0", False)}
     (secret,) = {one["secret"] for one in told}
     assert len(secret) == 64
+
+
+def test_ranks_are_dealt_out_by_turns(script: Path, capfd: Capture) -> None:
+    assert launch(script, "a,b", workers=3, distribution="cyclic") == 0
+    told = said(capfd.readouterr().out)
+    assert [(one["label"], one["RANK"], one["LOCAL_RANK"]) for one in told] == [
+        ("a", "0", "0"),
+        ("b", "1", "0"),
+        ("a", "2", "1"),
+    ]
 
 
 def test_one_that_fails_ends_all(script: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +175,23 @@ def test_over_real_ssh(script: Path, tmp_path: Path) -> None:
         assert "rank 1 on 10.97.0.2 was lost: ssh ended: " in errors
         # Its agent has seen the end of stdin.
         assert until(lambda: with_words(str(script)) == [], 20.0)
+
+
+@pytest.mark.net
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.full
+def test_backups_of_servers_are_on_other_hosts_over_real_ssh(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("from engine.victims import make_job\n\njob = make_job()\n")
+    path = f"PYTHONPATH={os.pathsep.join(sys.path)}"
+    served = ["job.py", "--strategy", "parameter_server(servers=1, backups=1)", "--run-dir", "run"]
+    with network(2, kind="l") as hosts, ssh_servers(hosts, tmp_path, 2, path) as ssh:
+        several = ["--hosts", "10.97.0.1,10.97.0.2", "--workers", "4", "--ssh", ssh]
+        command = there(hosts, 0, [*COMMAND_LINE, "launch", *several, *served])
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    (started,) = [event for event in read_events(tmp_path / "run") if isinstance(event, RunStarted)]
+    roles = [(role["kind"], role["host"]) for role in started.plan["roles"]]
+    assert roles == [("worker", "host-0"), ("worker", "host-1"), ("server", "host-0"), ("backup", "host-1")]
 
 
 def with_words(*words: str) -> list[int]:

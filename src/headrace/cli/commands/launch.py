@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,17 @@ from typing import Annotated
 import typer
 
 from headrace.cli.jobfile import check_file
-from headrace.cli.options import ClusterOption, JsonOption, SshOption, default_run_dir, help_option, job_name
+from headrace.cli.options import (
+    ClusterOption,
+    Distribution,
+    DistributionOption,
+    JsonOption,
+    PythonOption,
+    SshOption,
+    default_run_dir,
+    help_option,
+    job_name,
+)
 from headrace.cli.output import answering
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.cluster import Cluster
@@ -54,10 +66,9 @@ def launch(
         int,
         typer.Option("--port", min=0, max=65535, help="Of the first host, where all meet. 0: a free one."),
     ] = 0,
+    distribution: DistributionOption = None,
     ssh: SshOption = "ssh",
-    python: Annotated[
-        str, typer.Option("--python", metavar="PATH", show_default=False, help="On all hosts. Default: this one.")
-    ] = sys.executable,
+    python: PythonOption = sys.executable,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
@@ -74,8 +85,10 @@ def launch(
             if hosts or cluster:
                 destinations = _destinations(hosts, cluster)
                 workers = workers or len(destinations)
-                what = _training(script, given, cluster) if _is_job(script) else (str(script), *given)
-                code = over_ssh(destinations, what, script, workers, port, ssh, python)
+                trained = _is_job(script)
+                what = _training(script, given, cluster) if trained else (str(script), *given)
+                usual = Distribution.CYCLIC if trained and _has_backups(given) else Distribution.BLOCK
+                code = over_ssh(destinations, what, script, workers, port, ssh, python, distribution or usual)
             else:
                 # Lazily: --help need not wait for the engine.
                 from headrace.engine.local.engine import launch_script
@@ -113,6 +126,7 @@ def over_ssh(
     port: int = 0,
     ssh: str = "ssh",
     python: str = sys.executable,
+    distribution: Distribution = Distribution.BLOCK,
 ) -> int:
     """Runs Python with these arguments on hosts, by (destination, name); returns the exit code."""
     # Lazily: --help need not wait for the engine.
@@ -120,7 +134,7 @@ def over_ssh(
 
     if workers < len(hosts):
         raise UsageError(f"--workers {workers} on {len(hosts)} hosts: every host needs at least one")
-    wanted = SshCommand(command, script, workers, Path.cwd(), port, tuple(shlex.split(ssh)), python)
+    wanted = SshCommand(command, script, workers, Path.cwd(), port, tuple(shlex.split(ssh)), python, distribution)
     return launch_over_ssh([SshHost(*host) for host in hosts], wanted)
 
 
@@ -156,6 +170,13 @@ def _is_job(script: Path) -> bool:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return "job" in names
+
+
+def _has_backups(arguments: tuple[str, ...]) -> bool:
+    """Whether the arguments of `headrace train` name a strategy whose servers have backups."""
+    after = [value for option, value in itertools.pairwise(arguments) if option == "--strategy"]
+    joined = [argument for argument in arguments if argument.startswith("--strategy=")]
+    return any(re.search(r"\bbackups *= *[1-9]", text) for text in (*after, *joined))
 
 
 def _training(script: Path, arguments: tuple[str, ...], cluster: Path | None) -> tuple[str, ...]:

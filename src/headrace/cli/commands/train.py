@@ -92,10 +92,7 @@ def train(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Train the job of a file under one strategy.
-
-    Progress goes to stderr, the result to stdout: metrics, examples/s, where the run and its model lie.
-    """
+    """Train the job of a file under one strategy; progress goes to stderr, the result to stdout."""
     with answering(as_json) as answer:
         check_strategies([strategy])
         find_job(path)

@@ -80,7 +80,7 @@ class _Orders:
 
 
 def _run(request: Mapping[str, Any], orders: _Orders) -> int:
-    first, count = request["first_rank"], request["count"]
+    ranks = request["ranks"]
     workers = [
         subprocess.Popen(
             [sys.executable, *request["command"]],
@@ -90,12 +90,12 @@ def _run(request: Mapping[str, Any], orders: _Orders) -> int:
             env={
                 **os.environ,
                 **request["environment"],
-                "RANK": str(first + local),
+                "RANK": str(rank),
                 "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(len(ranks)),
             },
         )
-        for local in range(count)
+        for local, rank in enumerate(ranks)
     ]
     deadline = None
     while left := [worker for worker in workers if worker.poll() is None]:

@@ -50,6 +50,7 @@ class SshCommand:
         port: MASTER_PORT; 0 for a free one of the first host.
         ssh: the program and its options.
         python: the interpreter on every host.
+        distribution: "block" gives each host ranks that follow each other, "cyclic" deals them out by turns.
     """
 
     command: tuple[str, ...]
@@ -59,6 +60,7 @@ class SshCommand:
     port: int = 0
     ssh: tuple[str, ...] = ("ssh",)
     python: str = sys.executable
+    distribution: str = "block"
 
 
 def launch_over_ssh(hosts: Sequence[SshHost], wanted: SshCommand) -> int:
@@ -227,11 +229,22 @@ def _order(agents: Sequence[_Agent], hellos: Sequence[Mapping[str, Any]], wanted
         "MASTER_PORT": str(hellos[0]["port"]),
         "HEADRACE_SECRET": secrets.token_hex(32),
     }
-    for agent, (first, stop) in zip(agents, bounds(wanted.workers, [1] * len(agents)), strict=True):
+    for agent, ranks in zip(agents, ranks_of_hosts(wanted.workers, len(agents), wanted.distribution), strict=True):
         named = {"HEADRACE_HOST": agent.name} if agent.name else {}
-        agent.first_rank = first
-        request = {"command": wanted.command, "first_rank": first, "count": stop - first}
+        agent.first_rank = ranks[0]
+        request = {"command": wanted.command, "ranks": list(ranks)}
         agent.send(json.dumps({**request, "environment": {**environment, **named}}))
+
+
+def ranks_of_hosts(workers: int, hosts: int, distribution: str) -> list[range]:
+    """Returns the ranks of each host.
+
+    >>> ranks_of_hosts(5, 2, "block"), ranks_of_hosts(5, 2, "cyclic")
+    ([range(0, 3), range(3, 5)], [range(0, 5, 2), range(1, 5, 2)])
+    """
+    if distribution == "cyclic":
+        return [range(host, workers, hosts) for host in range(hosts)]
+    return [range(*each) for each in bounds(workers, [1] * hosts)]
 
 
 def _follow(agents: Sequence[_Agent]) -> int:

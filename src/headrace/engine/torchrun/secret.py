@@ -25,7 +25,7 @@ HOW_TO_MAKE = (
 
 NOT_ENCRYPTED = (
     "encrypt=False: gradients and activations between hosts can be read and changed on the network between them; "
-    "processes without the run's secret cannot join"
+    "what servers carry stays encrypted, and processes without the run's secret cannot join"
 )
 
 _LEAST_CHARACTERS = 32
