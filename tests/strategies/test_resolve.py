@@ -14,6 +14,11 @@ def test_a_name_alone_takes_the_number_of_workers() -> None:
     assert resolve("one_device", 3) == hr.OneDevice()
 
 
+def test_names_of_tensorflow() -> None:
+    assert resolve("multi_worker_mirrored(codec='bf16')", 2) == hr.MultiWorkerMirrored(2, codec="bf16")
+    assert hr.MultiWorkerMirrored is hr.Mirrored
+
+
 def test_options_are_the_strategys_own() -> None:
     wanted = hr.ParameterServer(2, servers=2, staleness_bound=0, sharding="max_size:4MB")
     assert resolve("parameter_server(servers=2, staleness_bound=0, sharding='max_size:4MB')", 2) == wanted

@@ -33,6 +33,7 @@ __all__ = [
     "Hybrid",
     "LocalSGD",
     "Mirrored",
+    "MultiWorkerMirrored",
     "OneDevice",
     "ParameterAveraging",
     "ParameterServer",
@@ -59,8 +60,16 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
 }
 """Every strategy by its name."""
 
-SHORT_NAMES: Mapping[str, Callable[..., Strategy]] = {"diloco": DiLoCo, "easgd": EASGD, "local_sgd": LocalSGD}
-"""Names of strategies with other numbers; plans and events say the strategy's own."""
+MultiWorkerMirrored = Mirrored
+"""TensorFlow's name for what `Mirrored` is over several hosts."""
+
+SHORT_NAMES: Mapping[str, Callable[..., Strategy]] = {
+    "diloco": DiLoCo,
+    "easgd": EASGD,
+    "local_sgd": LocalSGD,
+    "multi_worker_mirrored": MultiWorkerMirrored,
+}
+"""Other names of strategies, some with other numbers; plans and events say the strategy's own."""
 
 COUNTS = ("workers", "stages", "devices")
 """What strategies call the option that says how many ranks compute."""
